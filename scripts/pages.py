@@ -202,7 +202,8 @@ def attacks() -> dict[str, str]:
 
 def told(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     """An attack's docstring: what stands before the template, and the template's parts."""
-    text = " ".join(textwrap.dedent(function.__doc__ or "").split())
+    doc = re.split(r"\n\s*(?:Args|Returns|Raises):\n", inspect.getdoc(function) or "")[0]
+    text = " ".join(doc.split())
     text = re.sub(
         r"(;|,)? ?facts(/\w+| on permutation locks)[ \d.]*(\([^)]*\))?", "", text
     )  # notes that are no part of this repository

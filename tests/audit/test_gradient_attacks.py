@@ -155,7 +155,7 @@ def test_mjp_hides_masked_patches_from_least_squares_and_not_its_mask() -> None:
     assert torch.equal(mask_leak(view), truth.puzzle.mask[0])
     noisy, _ = sent(vit(), "mjp=0.5+noise=0.1")
     assert not torch.equal(mask_leak(noisy), truth.puzzle.mask[0])
-    with pytest.raises(UpdateError, match="no mask to read"):
+    with pytest.raises(UpdateError, match="must have an unknown embedding"):
         mask_leak(sent(vit())[0])
 
 
@@ -177,7 +177,7 @@ def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() 
     true, others = patches_of(truth.read["pixel_values"], 4), patches_of(pictures(8, seed=3), 4)
     scores = span_membership(view, torch.cat([true, others]))
     assert 0.4 < auc(scores[: len(true)], scores[len(true) :]) < 0.6
-    with pytest.raises(UpdateError, match="neither the patch embedding"):
+    with pytest.raises(UpdateError, match="patch embedding or of the first attention"):
         span_membership(sent(vit(), "freeze=embedding,first")[0], true)
 
 
@@ -215,16 +215,16 @@ def test_updates_that_are_none_are_refused_by_name() -> None:
     model, tensors = view.model, dict(view.update.tensors)
     name = NAMES[0]
     bad: list[tuple[dict[str, Any], str]] = [
-        ({}, "empty"),
+        ({}, "at least one gradient"),
         ({"nobody": torch.zeros(2)}, "nobody"),
-        ({name: torch.zeros(1, 3, 48)}, r"\[1, 3, 48\] in the update"),
+        ({name: torch.zeros(1, 3, 48)}, r"got \[1, 3, 48\]"),
         ({name: torch.full_like(tensors[name], torch.nan)}, "NaN"),
         ({n: torch.zeros_like(t) for n, t in tensors.items()}, "zero everywhere"),
     ]
     for given, said in bad:
         with pytest.raises(UpdateError, match=said):
             check_update(model, Update(given))
-    with pytest.raises(UpdateError, match="tells no gradient"):
+    with pytest.raises(UpdateError, match="steps must be >= 1 and lr > 0"):
         check_update(model, Update(tensors, "change"))
     check_update(model, Update(tensors))
 
@@ -235,7 +235,7 @@ def test_attacks_say_which_layer_is_missing() -> None:
         with pytest.raises(UpdateError, match=name):
             embedding_least_squares(view)
     view, _ = sent(vit())
-    with pytest.raises(UpdateError, match="zero in every row"):
+    with pytest.raises(UpdateError, match="must have a nonzero row"):
         embedding_least_squares(
             changed(
                 view,
@@ -403,5 +403,5 @@ def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(atta
 
 def test_descents_say_what_they_need() -> None:
     view, _ = sent(vit(**TINY), batch=None)
-    with pytest.raises(UpdateError, match="not granted"):
+    with pytest.raises(UpdateError, match="batch size must be granted"):
         inverting_gradients(view)

@@ -183,7 +183,7 @@ def test_weights_that_are_not_finite(tmp_path: Path, capsys: pytest.CaptureFixtu
         model.classifier.weight[0, 0] = torch.inf
     model.save_pretrained(tmp_path / "vit")
     assert main(["verify", str(tmp_path / "vit")]) == 1
-    assert '"classifier.weight" holds values that are not finite' in capsys.readouterr().err
+    assert '"classifier.weight" must be finite, got NaN or Inf' in capsys.readouterr().err
 
 
 def test_a_page_that_cannot_be_written(

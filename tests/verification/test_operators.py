@@ -13,9 +13,9 @@ from regauge.verification.operators import (
     OPERATORS,
     TOLERANCE,
     Operator,
+    check_dropout_law,
     check_operator,
-    dropout_in_law,
-    operators,
+    check_operators,
 )
 
 NAMES = {op.name: op for op in OPERATORS}
@@ -25,7 +25,7 @@ FAR = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10, torch.float16
 @pytest.mark.parametrize("dtype", FAR, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_statement_holds_and_every_control_is_far_above_the_tolerance(dtype, seed):
-    found = operators(dtype, seed)
+    found = check_operators(dtype, seed)
     assert [f.id for f in found if not f.holds] == []
     exact = [f for f in found if f.id != "operator/dropout/law"]
     assert [f.id for f in exact if not f.ceiling >= FAR[dtype] * f.floor] == []
@@ -34,7 +34,7 @@ def test_every_statement_holds_and_every_control_is_far_above_the_tolerance(dtyp
 
 
 def test_one_finding_per_operator_and_direction():
-    ids = [f.id for f in operators()]
+    ids = [f.id for f in check_operators()]
     assert len(set(ids)) == len(ids) == 1 + sum(len(op.directions) for op in OPERATORS)
     assert "operator/layernorm/rows" in ids
 
@@ -53,11 +53,11 @@ WRONG = {
         {"columns", "both"},
     ),
     "a mask that stays": (
-        bad("masked-attention", NAMES["masked-attention"].run, given={"mask": "place place"}),
+        bad("masked-attention", NAMES["masked-attention"].run, constants={"mask": "place place"}),
         {"rows", "both"},
     ),
     "a dropout mask that stays": (
-        bad("dropout", NAMES["dropout"].run, given={"kept": "batch place channel"}),
+        bad("dropout", NAMES["dropout"].run, constants={"kept": "batch place channel"}),
         {"rows", "columns", "both"},
     ),
     "weights that stay": (
@@ -70,7 +70,7 @@ WRONG = {
         bad(
             "batchnorm",
             NAMES["batchnorm"].run,
-            given={"mean": "channel", "log variance": "channel"},
+            constants={"mean": "channel", "log variance": "channel"},
         ),
         {"columns", "both"},
     ),
@@ -152,7 +152,7 @@ class Unmoved(torch.autograd.Function):
 
 
 def test_dropout_agrees_in_law_only():
-    found = dropout_in_law()
+    found = check_dropout_law()
     assert found.holds
     assert found.ceiling > 10 * found.floor > 10 * found.value
 

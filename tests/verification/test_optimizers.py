@@ -9,21 +9,28 @@ import pytest
 import torch
 
 from regauge.verification.claims import (
-    KEPT,
-    MOVES,
+    PRESERVED,
     RECIPES,
+    SYMMETRIES,
     Cell,
     Lion,
     Muon,
     Recipe,
-    agrees,
     clip_norm,
-    sgd,
+    is_expected,
+    make_sgd,
 )
-from regauge.verification.optimizers import Run, build, finding, measure, optimizer_matrix, train
+from regauge.verification.optimizers import (
+    Run,
+    build_model,
+    make_finding,
+    measure,
+    optimizer_matrix,
+    train,
+)
 
 BY_ID = {r.id: r for r in RECIPES}
-PERMUTATIONS = [m for m in MOVES if m.model == "llama" and m.within == "permutation"]
+PERMUTATIONS = [m for m in SYMMETRIES if m.model == "llama" and m.within == "permutation"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +43,7 @@ def test_the_whole_matrix_is_as_expected(matrix):
     assert [f.sentence for f in findings if not f.holds] == []
     assert len(findings) >= 11
     assert all(row[-1] for row in table.rows)
-    assert len(table.rows) == len(findings) * len(MOVES)
+    assert len(table.rows) == len(findings) * len(SYMMETRIES)
     assert [len(row) for row in figure.data["values"]] == [len(figure.data["columns"])] * len(
         figure.data["rows"]
     )
@@ -68,8 +75,10 @@ def test_what_a_cell_agrees_with(weights, letters):
     """Between what is kept and what is broken lies what is neither; rounding explains only what is
     as small as itself.
     """
-    assert {x for x in "KBrn-" if agrees(x, Cell(weights, weights, 1.0, 3e-2))} == set(letters)
-    assert not agrees("K", Cell(1e-15, 1e-7, 1.0, KEPT))  # the weights agree, the function does not
+    assert {x for x in "KBrn-" if is_expected(x, Cell(weights, weights, 1.0, 3e-2))} == set(letters)
+    assert not is_expected(
+        "K", Cell(1e-15, 1e-7, 1.0, PRESERVED)
+    )  # the weights agree, the function does not
 
 
 class Indexed(torch.optim.Optimizer):
@@ -94,44 +103,46 @@ def test_an_optimizer_that_looks_at_the_index_breaks_permutations():
         "K" * len(PERMUTATIONS),
     )
     cells = measure([recipe], PERMUTATIONS, steps=3)
-    assert all(agrees("B", c) for c in cells.values())
-    found = finding(recipe, PERMUTATIONS, cells)
+    assert all(is_expected("B", c) for c in cells.values())
+    found = make_finding(recipe, PERMUTATIONS, cells)
     assert found.holds is False
     assert all(f"Llama: {m.name} (keeps expected" in found.sentence for m in PERMUTATIONS)
 
 
 def test_a_wrong_expectation_is_reported():
     moves = [
-        m for m in MOVES if m.model == "llama" and m.name in ("head permutations", "VO rotations")
+        m
+        for m in SYMMETRIES
+        if m.model == "llama" and m.name in ("head permutations", "VO rotations")
     ]
     for recipe, expected, wrong in (
         (BY_ID["adam"], "KK", "VO rotations"),
         (BY_ID["sgd"], "BK", "head permutations"),
     ):
         recipe = replace(recipe, expected=expected)
-        found = finding(recipe, moves, measure([recipe], moves, steps=3))
+        found = make_finding(recipe, moves, measure([recipe], moves, steps=3))
         assert found.holds is False
         assert found.sentence.startswith(f"Not as expected: Llama: {wrong} (")
         assert found.sentence.count("expected,") == 1
 
 
 def test_a_run_that_diverges_keeps_nothing():
-    recipe = Recipe("far", "SGD far too fast", sgd(lr=1e200), "", "K")
+    recipe = Recipe("far", "SGD far too fast", make_sgd(lr=1e200), "", "K")
     (cell,) = measure([recipe], PERMUTATIONS[:1], steps=3).values()
     assert cell.weights == math.inf
-    assert not agrees("K", cell)
+    assert not is_expected("K", cell)
 
 
 def test_trained_gains_are_what_breaks_rotations():
     """The same rotation, the same optimizer: only whether the gains are frozen differs."""
-    rotations = [m for m in MOVES if m.folded]
+    rotations = [m for m in SYMMETRIES if m.folded]
     frozen, trained = measure([BY_ID["sgd"]], rotations, steps=3).values()
-    assert frozen.weights < KEPT < 1e-3 < trained.weights
+    assert frozen.weights < PRESERVED < 1e-3 < trained.weights
 
 
 @pytest.mark.parametrize("free", [False, True])
 def test_key_biases_move_by_noise_only_where_they_are_free(free):
-    model, state = build("gpt2", 0)
+    model, state = build_model("gpt2", 0)
     (after,) = train(model, [Run(BY_ID["lion"], state, frozenset(), free)], 0, 2)
     query, key, value = (
         after.weights["transformer.h.0.attn.c_attn.bias"]
@@ -143,7 +154,7 @@ def test_key_biases_move_by_noise_only_where_they_are_free(free):
 
 
 def test_frozen_weights_stay():
-    model, state = build("llama", 0)
+    model, state = build_model("llama", 0)
     name = "model.norm.weight"
     frozen, trained = train(
         model, [Run(BY_ID["adam"], state, f, False) for f in (frozenset({name}), frozenset())], 0, 1
@@ -158,7 +169,7 @@ def test_the_stack_of_runs_trains_as_a_single_model_does():
 
     from regauge.testing import strict_float64
 
-    model, state = build("llama", 0)
+    model, state = build_model("llama", 0)
     (stacked,) = train(model, [Run(BY_ID["adamw"], state, frozenset(), False)], 0, 2)
     random = torch.Generator().manual_seed(1)
     single = T.LlamaForCausalLM(model.config).double().eval()
@@ -214,6 +225,6 @@ def test_clipping_by_norm_is_torchs(size):
 
 
 def test_every_recipe_says_something_of_every_move():
-    assert {len(r.letters) for r in RECIPES} == {len(MOVES)}
+    assert {len(r.letters) for r in RECIPES} == {len(SYMMETRIES)}
     assert len({r.id for r in RECIPES}) == len(RECIPES)
-    assert len(set(MOVES)) == len(MOVES)
+    assert len(set(SYMMETRIES)) == len(SYMMETRIES)

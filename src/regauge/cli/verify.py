@@ -100,7 +100,7 @@ def verify(
     from regauge.cli.model import known_or_discovered
     from regauge.models.load import load_model
     from regauge.verification import verify as check
-    from regauge.verification.general import with_general
+    from regauge.verification.general import add_general_findings
 
     say(f"loads {model}")
     module = load_model(model, dtype.value if dtype else None).to(device)
@@ -125,7 +125,7 @@ def verify(
             progress=progress,
         )
     if general or optimizers:
-        results = with_general(
+        results = add_general_findings(
             results,
             next(p.dtype for p in module.parameters() if p.is_floating_point()),
             seed,

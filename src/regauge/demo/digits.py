@@ -29,7 +29,7 @@ def digits(stage: Stage) -> Results:
 
     from regauge import Permuted, element, spec_of, verify
     from regauge.models.summary import columns
-    from regauge.verification.general import with_general
+    from regauge.verification.general import add_general_findings
 
     images, labels = load()
     split = 1500
@@ -64,7 +64,7 @@ def digits(stage: Stage) -> Results:
             seed=stage.seed,
             progress=tick,
         )
-    found = with_general(checked, torch.float32, stage.seed, optimizers=True)
+    found = add_general_findings(checked, torch.float32, stage.seed, optimizers=True)
     held, told = (
         sum(f.holds is True for f in found.findings),
         sum(f.holds is not None for f in found.findings),

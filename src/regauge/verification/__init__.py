@@ -1,12 +1,12 @@
-"""Verify: do permutations of tokens (rows) and of channels (columns) commute with forward, backward
-and training, on the model at hand?
+"""Verification: whether permutations of tokens (rows) and channels (columns) commute with forward,
+backward and training, on a given model.
 
     for finding in regauge.verify(model).findings:
         print(finding.id, finding.holds, finding.sentence)
 
 Every check runs the unmodified model, cut where the stream enters and leaves its blocks, and
-compares it with the plain run; `subject` says how. Beside each check stands its negative control:
-the same with something wrong, which must fail by far.
+compares it with the plain run (see `subject`). Each has a negative control: the same check with a
+deliberate mistake, which must fail by far.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from regauge.models.resolve import spec_of
 from regauge.results.findings import Finding, Results
 from regauge.verification import checks
 from regauge.verification.inputs import example_inputs
-from regauge.verification.scratch import scratch
+from regauge.verification.scratch import fresh_initialization
 from regauge.verification.subject import Subject, run
 
 Progress = Callable[[int, int, str], None]
 
 DRAWS = 3
 OPTIMIZERS = ("sgd", "adamw")
-# (check, does it need the rows to move, does it need a cut)
+# (check, needs shuffled rows, needs a cut)
 CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = (
     (checks.row_forward, True, True),
     (checks.row_backward, True, True),
     (checks.column_forward, False, True),
     (checks.column_heads, False, True),
     (checks.column_backward, False, True),
-    (checks.both, True, True),
+    (checks.rows_and_columns, True, True),
     (checks.training, False, True),
-    (scratch, False, True),
-    (checks.mixed, False, True),
+    (fresh_initialization, False, True),
+    (checks.autocast, False, True),
     (checks.dropout, False, True),
-    (checks.description, False, False),
+    (checks.full_group, False, False),
 )
 
 
@@ -60,38 +60,51 @@ def verify(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Results:
-    """Check the theorems on a model, with its own inputs or random ones of the right shape. The
-    model is left as it was.
+    """Check the theorems on a model and leave it unchanged.
 
-    A module of your own needs its `spec` (a spec file) and `boundaries` (where its backbone is).
-    `steps` of the optimizer ("sgd", or "adamw") are trained; 0 leaves training out.
+    Args:
+        model: The model.
+        inputs: Keyword arguments of its forward; random ones of the right shape if None.
+        spec: The spec of a custom module; that of its family if None.
+        boundaries: The cuts of a custom module; those of its family if None.
+        steps: Training steps to verify; 0 skips training.
+        optimizer: "sgd" or "adamw".
+        seed: Random seed of the inputs and the elements.
+        progress: Callback with (done, total, name of the check).
+
+    Returns:
+        The findings, and what was not checked.
+
+    Raises:
+        SpecError: The optimizer, the weights or the inputs are invalid.
     """
     if optimizer not in OPTIMIZERS:
         raise SpecError(
-            f'there is no optimizer "{optimizer}" here', hint=f"choose from {', '.join(OPTIMIZERS)}"
+            f'optimizer must be one of {", ".join(OPTIMIZERS)}, got "{optimizer}"',
+            hint="both are in torch.optim",
         )
     spec = spec_of(model) if spec is None else spec
     for name, value in model.state_dict().items():
         if value.is_meta:
             raise SpecError(
-                f"this {type(model).__name__} has no weights: it lies on the meta device",
-                hint="load it first",
+                f"the weights of {type(model).__name__} must be loaded, got meta tensors",
+                hint="load the model first",
             )
         if value.is_floating_point() and not bool(value.isfinite().all()):
             raise SpecError(
-                f'"{name}" holds values that are not finite',
-                hint="nothing can be verified on such weights; look at how they came about",
+                f'"{name}" must be finite, got NaN or Inf',
+                hint="check how these weights were made; nothing can be verified on them",
             )
-    findings, unchecked = [_fits(spec, model)], []
-    here: Cut | None = None
+    findings, unchecked = [_check_spec(spec, model)], []
+    model_cut: Cut | None = None
     try:
-        here = cut(model, boundaries=boundaries)
+        model_cut = cut(model, boundaries=boundaries)
     except CutError as error:
         unchecked.append(f"rows and columns at the cut: {error}")
     if inputs is not None:
         _require_arguments(model, inputs)
     subject = Subject(
-        model, dict(inputs) if inputs is not None else example_inputs(model, seed), spec, here
+        model, dict(inputs) if inputs is not None else example_inputs(model, seed), spec, model_cut
     )
     pending = {p: p.grad for p in model.parameters()}
     model.zero_grad()
@@ -104,30 +117,28 @@ def verify(
 
 
 def _require_run(subject: Subject) -> None:
-    """Run the model once, so that what it cannot be given is its own error and no fault of a
-    check.
-    """
+    """Run the model once, so that invalid inputs raise an error instead of failing a check."""
     name = type(subject.model).__name__
     if torch.is_inference_mode_enabled():
         raise SpecError(
-            "nothing can be verified in inference mode: there are no gradients in it",
+            "verify must run outside of torch.inference_mode, got it enabled: it needs gradients",
             hint="call verify outside of torch.inference_mode",
         )
     try:
-        passed = run(subject).forward
+        outputs = run(subject).forward
     except RegaugeError:
         raise
-    except Exception as error:  # whatever a model raises for inputs that are not its own
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # models raise anything for invalid inputs
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise SpecError(
-            f"this {name} cannot be run on its inputs: {first}",
-            hint="look at their names, shapes, dtypes and token ids",
+            f"{name} failed on its inputs: {message}",
+            hint="check their names, shapes, dtypes and token ids",
         ) from error
-    for key, value in passed.items():
+    for key, value in outputs.items():
         if not bool(value.isfinite().all()):
             raise SpecError(
-                f'"{key}" of this {name} is not finite on these inputs',
-                hint="look at the inputs, or try a wider dtype",
+                f'output "{key}" of {name} must be finite, got NaN or Inf',
+                hint="check the inputs, or use a wider dtype",
             )
 
 
@@ -140,36 +151,39 @@ def _verify(
     optimizer: str,
     progress: Progress | None,
 ) -> Results:
-    model, here = subject.model, subject.cut
+    """Run the checks that apply and collect their findings."""
+    model, model_cut = subject.model, subject.cut
     case = checks.prepare(subject, seed, steps, optimizer)
-    if subject.rows_fixed and here is not None:
+    if subject.rows_fixed_reason and model_cut is not None:
         findings.append(
             Finding(
                 "row/forward",
                 "Shuffling the tokens shuffles the result.",
                 None,
-                sentence=subject.rows_fixed,
+                sentence=subject.rows_fixed_reason,
                 source="000 Thm 4.1",
             )
         )
-    chosen = [
-        one
-        for one, rows, parts in CHECKS
-        if not (rows and subject.rows_fixed) and not (parts and here is None)
+    selected = [
+        theorem
+        for theorem, needs_rows, needs_cut in CHECKS
+        if not (needs_rows and subject.rows_fixed_reason) and not (needs_cut and model_cut is None)
     ]
-    chosen = [one for one in chosen if one is not checks.training or (steps > 0 and case.rate > 0)]
-    for done, one in enumerate(chosen):
+    selected = [
+        theorem
+        for theorem in selected
+        if theorem is not checks.training or (steps > 0 and case.lr > 0)
+    ]
+    for done, theorem in enumerate(selected):
         if progress:
-            progress(done, len(chosen), one.__name__.replace("_", " "))
-        if (
-            one is checks.training
-            # needs room for weights, gradients and momenta in float64, and no check after it needs
-            # these gradients
-        ):
+            progress(done, len(selected), theorem.__name__.replace("_", " "))
+        # Training needs memory for weights, gradients and momenta in float64, and no later check
+        # needs these gradients.
+        if theorem is checks.training:
             case = replace(case, plain=replace(case.plain, gradients={}))
-        findings += _settled(one, case)
+        findings += _run_check(theorem, case)
     if progress:
-        progress(len(chosen), len(chosen), "")
+        progress(len(selected), len(selected), "")
     if steps == 0:
         unchecked.append("training (0 steps)")
     return Results(
@@ -178,75 +192,85 @@ def _verify(
 
 
 def _require_arguments(model: torch.nn.Module, inputs: Mapping[str, Any]) -> None:
-    takes = inspect.signature(model.forward).parameters
-    strange = [
+    """Check that the model's forward accepts the inputs."""
+    parameters = inspect.signature(model.forward).parameters
+    unknown = [
         n
         for n in inputs
-        if n not in takes and not any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        if n not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     ]
-    known = [n for n, p in takes.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if strange or not inputs.keys() & set(known):
-        named = strange[0] if strange else next(iter(inputs), "nothing")
+    accepted = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if unknown or not inputs.keys() & set(accepted):
+        name = unknown[0] if unknown else next(iter(inputs), "nothing")
         raise SpecError(
-            f'{type(model).__name__} is given "{named}", which its forward does not take',
-            hint=f"it takes {', '.join(known[:6])}",
+            f'inputs must be arguments of {type(model).__name__}.forward, got "{name}"',
+            hint=f"it takes {', '.join(accepted[:6])}",
         )
 
 
-def _settled(one: Callable[[checks.Case], list[Finding]], case: checks.Case) -> list[Finding]:
-    """A check's findings; those that fail by little are tried with other draws before they are
-    believed.
+def _run_check(theorem: Callable[[checks.Case], list[Finding]], case: checks.Case) -> list[Finding]:
+    """Run a check; repeat it with other seeds if it fails by little.
 
-    Where a ReLU stands at its kink, rounding decides its gradient, and with it every gradient
-    before it: by far more than rounding, by far less than a broken law. Another order of the same
-    sums falls on another side.
+    If a ReLU is at its kink, rounding decides its gradient and every gradient before it: by far
+    more than rounding, by far less than a broken law. Another order of the same sums falls on
+    another side.
     """
-    found = one(case)
-    near = {
-        f.id
-        for f in found
-        if f.holds is False
-        and f.value is not None
-        and f.ceiling is not None
-        and f.value < 0.05 * f.ceiling
+    findings = theorem(case)
+    near_misses = {
+        finding.id
+        for finding in findings
+        if finding.holds is False
+        and finding.value is not None
+        and finding.ceiling is not None
+        and finding.value < 0.05 * finding.ceiling
     }
-    near = {
-        name for name in near if name.endswith(("weights", "features", "embedding", "trained"))
-    }  # a forward pass falls on no side of a kink
-    if not near or case.subject.dtype == torch.float64:
-        return found
-    others = [{f.id: f for f in one(case.again(k))} for k in range(1, DRAWS)]
-    out = []
-    for f in found:
-        held = [o[f.id] for o in others if f.id in near and f.id in o and o[f.id].holds]
-        if len(held) == DRAWS - 1:
+    near_misses = {
+        name
+        for name in near_misses
+        if name.endswith(("weights", "features", "embedding", "trained"))
+    }  # a forward pass has no kink
+    if not near_misses or case.subject.dtype == torch.float64:
+        return findings
+    repeats = [
+        {finding.id: finding for finding in theorem(case.resample(k))} for k in range(1, DRAWS)
+    ]
+    results = []
+    for finding in findings:
+        passing = [
+            repeat[finding.id]
+            for repeat in repeats
+            if finding.id in near_misses and finding.id in repeat and repeat[finding.id].holds
+        ]
+        if len(passing) == DRAWS - 1:
             remark = (
-                f"one draw of {DRAWS} was off by {f.value:.1e}: rounding decides the "
+                f"one draw of {DRAWS} was off by {finding.value:.1e}: rounding decides the "
                 "gradient of a unit at its kink"
             )
-            f = replace(held[-1], sentence=f"{held[-1].sentence}; {remark}", trials=DRAWS)
-        out.append(f)
-    return out
+            finding = replace(
+                passing[-1], sentence=f"{passing[-1].sentence}; {remark}", trials=DRAWS
+            )
+        results.append(finding)
+    return results
 
 
-def _fits(spec: Spec, model: torch.nn.Module) -> Finding:
-    """Does the spec speak of every tensor? One that it does not know is a finding; one that is
-    missing or has another shape is an error.
+def _check_spec(spec: Spec, model: torch.nn.Module) -> Finding:
+    """Check that the spec covers every tensor. An unknown tensor is a finding; a missing or
+    misshapen one raises SpecError.
     """
-    state, known = model.state_dict(), stored(spec)
-    strange = [n for n in state if n not in known and not spec.is_buffer(n)]
+    state, entries = model.state_dict(), stored(spec)
+    unknown = [n for n in state if n not in entries and not spec.is_buffer(n)]
     require(
-        [f for f in check(spec, state) if f.name not in strange],
+        [f for f in check(spec, state) if f.name not in unknown],
         f"{type(model).__name__} does not fit its spec",
     )
     statement = "The spec speaks of every tensor of the model."
-    if not strange:
+    if not unknown:
         return Finding("spec/fits", statement, True, sentence=f"{len(state)} tensors, all known")
-    names = ", ".join(strange[:3])
+    names = ", ".join(unknown[:3])
     return Finding(
         "spec/fits",
         statement,
         False,
-        sentence=f"{len(strange)} tensors that nothing is known of: {names}",
-        where=strange[0],
+        sentence=f"{len(unknown)} tensors that nothing is known of: {names}",
+        where=unknown[0],
     )

@@ -1,5 +1,5 @@
-"""The theorems of papers 000 and 001, each as a check on the model at hand, each with a negative
-control that must fail by far.
+"""The theorems of papers 000 and 001 as checks on a model, each with a negative control that must
+fail by far.
 """
 
 from __future__ import annotations
@@ -27,120 +27,131 @@ from regauge.verification.subject import (
     PLAIN,
     Pass,
     Subject,
-    Trained,
-    Way,
-    against,
-    errors,
-    flat,
-    overall,
+    TrainingResult,
+    Transform,
+    compare_with_exact,
+    find_zero_gradients,
     relative_error,
+    relative_errors,
     run,
     train,
+    weighted_error,
 )
 
-# How many times the tolerance a negative control must reach, so that the check can be said to see
-# anything.
+# Multiple of the tolerance that a negative control must reach for a check to be conclusive.
 MARGIN = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10.0, torch.float16: 10.0}
 
-# How many times its share of the tolerance one tensor alone may be off; from where on a tensor's
-# own rounding leaves nothing to compare; and of how many tensors one may be such, so that the
-# others are judged without it. With more of them nothing can be told.
-ONE, NOISE, FEW = 4.0, 0.5, 20
+# SINGLE_LIMIT: multiple of its share of the tolerance by which a single tensor may be off. NOISE:
+# rounding error above which a tensor cannot be compared. NOISY_LIMIT: one tensor in this many may
+# be that noisy and is left out; with more the check is inconclusive.
+SINGLE_LIMIT, NOISE, NOISY_LIMIT = 4.0, 0.5, 20
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
 Errors = Mapping[str, float]
-ALONE = "the rows shuffled, and nothing with them or after them"
+ROWS_ONLY = "the rows shuffled, and nothing with them or after them"
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A subject, its plain pass, its own rounding errors tensor by tensor, and the element that its
-    columns are moved by.
-    """
+    """A subject, its plain pass, its rounding errors by tensor, and the element for its columns."""
 
     subject: Subject
     plain: Pass
     rounding: Mapping[str, Errors]  # of "forward", "gradients", "features"
-    flat: frozenset[str]  # parameters without a gradient
+    zero_gradients: frozenset[str]  # parameters without a gradient
     columns: Element
     seed: int
     steps: int
     optimizer: str
-    rate: float
+    lr: float
 
-    def again(self, k: int) -> Case:
-        """The same case with other rows and columns."""
+    def resample(self, k: int) -> Case:
+        """Return the same case with other rows and columns."""
         return replace(
             self,
             seed=self.seed + k,
             columns=element(self.subject.spec, self.seed + k, within="permutation"),
         )
 
-    def moved(self, g: Element) -> Subject:
-        return self.subject.of(moved_copy(self.subject.model, g))
+    def transformed(self, g: Element) -> Subject:
+        """Return the subject with a transformed copy of its backbone."""
+        return self.subject.with_model(transform_copy(self.subject.model, g))
 
-    def live(self, values: State) -> State:
-        """The tensors of parameters that have a gradient."""
-        return Lazy([n for n in values if n not in self.flat], values.__getitem__)
+    def with_gradient(self, values: State) -> State:
+        """Return the tensors of parameters that have a gradient."""
+        return Lazy([n for n in values if n not in self.zero_gradients], values.__getitem__)
 
 
 def prepare(subject: Subject, seed: int, steps: int, optimizer: str) -> Case:
-    """Run the plain model, and the same in float64, to know what rounding alone does."""
-    subject = subject.aimed(seed)
+    """Run the plain model and the same in float64 to measure its rounding."""
+    subject = subject.with_targets(seed)
     columns = element(subject.spec, seed, within="permutation")
     plain = run(subject, backward=True)
-    own: dict[str, Errors]
+    rounding: dict[str, Errors]
     if subject.dtype == torch.float64:
-        none = flat(plain.gradients)
-        own = {
+        zero_gradients = find_zero_gradients(plain.gradients)
+        rounding = {
             kind: dict.fromkeys(getattr(plain, kind), EXACT)
             for kind in ("forward", "gradients", "features")
         }
     else:
-        exact, gradients, none = against(subject.exact(), plain)
-        own = {
-            "forward": errors(plain.forward, exact.forward),
-            "gradients": gradients,
-            "features": errors(plain.features, exact.features),
+        exact, gradient_errors, zero_gradients = compare_with_exact(subject.to_float64(), plain)
+        rounding = {
+            "forward": relative_errors(plain.forward, exact.forward),
+            "gradients": gradient_errors,
+            "features": relative_errors(plain.features, exact.features),
         }
-        own = {
+        rounding = {
             kind: _at_least(parts, getattr(plain, kind), subject.dtype)
-            for kind, parts in own.items()
+            for kind, parts in rounding.items()
         }
-    own["gradients"] = {n: e for n, e in own["gradients"].items() if n not in none}
+    rounding["gradients"] = {
+        n: e for n, e in rounding["gradients"].items() if n not in zero_gradients
+    }
     return Case(
-        subject, plain, own, frozenset(none), columns, seed, steps, optimizer, subject.rate(plain)
+        subject,
+        plain,
+        rounding,
+        frozenset(zero_gradients),
+        columns,
+        seed,
+        steps,
+        optimizer,
+        subject.suggest_lr(plain),
     )
 
 
-def moved_copy(
+def transform_copy(
     model: torch.nn.Module, g: Element, part: str | None = "backbone"
 ) -> torch.nn.Module:
-    """A copy with its backbone moved, or all of it. Tensors that the spec does not know stay as
-    they are.
+    """Return a copy with its backbone, or all of it, transformed. Tensors outside the spec are
+    unchanged.
     """
-    out, known = copy.deepcopy(model), stored(g.spec)
+    transformed, entries = copy.deepcopy(model), stored(g.spec)
     with torch.no_grad():
-        state, target = model.state_dict(), out.state_dict()
+        state, target = model.state_dict(), transformed.state_dict()
         for name, thunk in apply_lazily(
-            g, {k: v for k, v in state.items() if k in known}, part
+            g, {k: v for k, v in state.items() if k in entries}, part
         ).items():
             target[name].copy_(thunk())
-    return out
+    return transformed
 
 
-def moved_weights(g: Element, values: State) -> State:
-    """These tensors, those of the backbone moved as weights are, each when it is asked for."""
-    return _acted(g, values, lambda axes: axes)
+def transform_weights(g: Element, values: State) -> State:
+    """Return these tensors with the backbone transformed as weights, lazily."""
+    return _transform_lazily(g, values, lambda axes: axes)
 
 
-def moved_gradients(g: Element, values: State) -> State:
-    """These tensors, those of the backbone moved as gradients are, each when it is asked for."""
-    return _acted(g, values, ax.dual)
+def transform_gradients(g: Element, values: State) -> State:
+    """Return these tensors with the backbone transformed as gradients, lazily."""
+    return _transform_lazily(g, values, ax.dual)
 
 
-def _acted(g: Element, values: State, axes: Callable[[str], str]) -> State:
+def _transform_lazily(g: Element, values: State, axes: Callable[[str], str]) -> State:
+    """Return the tensors of the backbone under g, with axes mapped by `axes`, computed on
+    access.
+    """
     plan = {m.name: m for m in moves(g, "backbone")}
 
     def read(name: str) -> Tensor:
@@ -154,14 +165,14 @@ def _acted(g: Element, values: State, axes: Callable[[str], str]) -> State:
     return Lazy(list(values), read)
 
 
-def _at_least(own: Errors, tensors: State, dtype: torch.dtype) -> dict[str, float]:
-    """Rounding errors as they may well be: no smaller than a fraction of the dtype's own, and
-    larger where few numbers tell of them.
+def _at_least(rounding: Errors, tensors: State, dtype: torch.dtype) -> dict[str, float]:
+    """Return rounding errors bounded below by a fraction of the dtype's epsilon, and enlarged for
+    tensors with few entries.
     """
-    least = torch.finfo(dtype).eps / 4
+    smallest = torch.finfo(dtype).eps / 4
     return {
-        n: max(e, least) * (1 + 3 / math.sqrt(2 * tensors[n].numel())) if n in tensors else e
-        for n, e in own.items()
+        n: max(e, smallest) * (1 + 3 / math.sqrt(2 * tensors[n].numel())) if n in tensors else e
+        for n, e in rounding.items()
     }
 
 
@@ -169,39 +180,48 @@ def _at_least(own: Errors, tensors: State, dtype: torch.dtype) -> dict[str, floa
 
 
 def row_forward(c: Case) -> list[Finding]:
+    """Check that the forward pass commutes with a shuffle of the tokens."""
     statement = (
         "T(P Z) = P T(Z): shuffling the tokens after the position embedding, with masks "
         "and positions, shuffles the result and nothing else."
     )
-    out = []
-    for seed in (
-        c.seed,
-        c.seed + 1,
-    ):  # one shuffle may leave the very row in its place that a broken module treats apart
-        way = Way(rows=seed)
-        right, wrong = run(c.subject, way), run(c.subject, replace(way, alone=True))
-        found = _compare(c, "forward", right.forward, c.plain.forward, wrong.forward, ALONE)
-        out.append(
-            _located(c, found.finding("row/forward", statement, "000 Thm 4.1"), c.subject, way)
+    findings = []
+    # Two shuffles: one may fix the very row that a broken module treats differently.
+    for seed in (c.seed, c.seed + 1):
+        transform = Transform(rows=seed)
+        right, wrong = (
+            run(c.subject, transform),
+            run(c.subject, replace(transform, is_control=True)),
         )
-    return [_worse(*out)]
+        comparison = _compare(
+            c, "forward", right.forward, c.plain.forward, wrong.forward, ROWS_ONLY
+        )
+        findings.append(
+            _locate_fault(
+                c, comparison.finding("row/forward", statement, "000 Thm 4.1"), c.subject, transform
+            )
+        )
+    return [_worst(*findings)]
 
 
 def row_backward(c: Case) -> list[Finding]:
-    way = Way(rows=c.seed)
+    """Check that weight gradients ignore a shuffle of the tokens and feature gradients follow
+    it.
+    """
+    transform = Transform(rows=c.seed)
     right, wrong = (
-        run(c.subject, way, backward=True),
-        run(c.subject, replace(way, alone=True), backward=True),
+        run(c.subject, transform, backward=True),
+        run(c.subject, replace(transform, is_control=True), backward=True),
     )
     weights = _compare(
         c,
         "gradients",
-        c.live(right.gradients),
-        c.live(c.plain.gradients),
-        c.live(wrong.gradients),
-        ALONE,
+        c.with_gradient(right.gradients),
+        c.with_gradient(c.plain.gradients),
+        c.with_gradient(wrong.gradients),
+        ROWS_ONLY,
     )
-    shuffled = c.subject.features_moved(c.plain.features, way)
+    shuffled = c.subject.transform_feature_grads(c.plain.features, transform)
     features = _compare(
         c,
         "features",
@@ -225,15 +245,16 @@ def row_backward(c: Case) -> list[Finding]:
 
 
 def column_forward(c: Case) -> list[Finding]:
+    """Check that the forward pass commutes with a permutation of the channels."""
     statement = (
         "T_C(Z P) = T(Z) P for a permutation of the stream's channels without "
         "restriction, of heads, of their insides and of neurons."
     )
-    out = []
-    for g in (c.columns, c.again(1).columns):
-        way, moved = Way(columns=g), c.moved(g)
-        right, wrong = run(moved, way), run(moved)
-        found = _compare(
+    findings = []
+    for g in (c.columns, c.resample(1).columns):
+        transform, subject = Transform(columns=g), c.transformed(g)
+        right, wrong = run(subject, transform), run(subject)
+        comparison = _compare(
             c,
             "forward",
             right.forward,
@@ -241,19 +262,27 @@ def column_forward(c: Case) -> list[Finding]:
             wrong.forward,
             "the moved backbone given plain features",
         )
-        out.append(
-            _located(c, found.finding("column/forward", statement, "000 Thm 4.4"), moved, way)
+        findings.append(
+            _locate_fault(
+                c,
+                comparison.finding("column/forward", statement, "000 Thm 4.4"),
+                subject,
+                transform,
+            )
         )
-    return [_worse(*out)]
+    return [_worst(*findings)]
 
 
-def _worse(a: Finding, b: Finding) -> Finding:
-    """The one that fails, else the one that is not judged, else that with the larger error."""
-    badness = {True: 0, None: 1, False: 2}
-    return max(a, b, key=lambda f: (badness[f.holds], f.value or 0))
+def _worst(a: Finding, b: Finding) -> Finding:
+    """Return the finding that fails, else the inconclusive one, else the one with the larger
+    error.
+    """
+    severity = {True: 0, None: 1, False: 2}
+    return max(a, b, key=lambda f: (severity[f.holds], f.value or 0))
 
 
 def column_heads(c: Case) -> list[Finding]:
+    """Check the paper's own, head-restricted column permutation."""
     statement = (
         "The paper's own columns: one permutation on both sides of every projection, "
         "which therefore keeps heads together."
@@ -261,9 +290,9 @@ def column_heads(c: Case) -> list[Finding]:
     g, remark = head_columns(c.subject.spec, c.seed)
     if g is None:
         return [Finding("column/heads", statement, None, sentence=remark, source="000 Thm 4.4")]
-    way, moved = Way(columns=g), c.moved(g)
-    right, wrong = run(moved, way), run(moved)
-    found = _compare(
+    transform, subject = Transform(columns=g), c.transformed(g)
+    right, wrong = run(subject, transform), run(subject)
+    comparison = _compare(
         c,
         "forward",
         right.forward,
@@ -271,33 +300,39 @@ def column_heads(c: Case) -> list[Finding]:
         wrong.forward,
         "the moved backbone given plain features",
     )
-    return [found.finding("column/heads", statement, "000 Thm 4.4", remark)]
+    return [comparison.finding("column/heads", statement, "000 Thm 4.4", remark)]
 
 
 def column_backward(c: Case) -> list[Finding]:
-    way = Way(columns=c.columns)
-    got = run(c.moved(c.columns), way, backward=True)
-    expected, how = (
-        c.live(moved_gradients(c.columns, c.plain.gradients)),
+    """Check that gradients follow a permutation of the channels."""
+    transform = Transform(columns=c.columns)
+    got = run(c.transformed(c.columns), transform, backward=True)
+    expected, control = (
+        c.with_gradient(transform_gradients(c.columns, c.plain.gradients)),
         "the plain gradients, not moved",
     )
     weights = _compare(
-        c, "gradients", c.live(got.gradients), expected, c.live(c.plain.gradients), how
+        c,
+        "gradients",
+        c.with_gradient(got.gradients),
+        expected,
+        c.with_gradient(c.plain.gradients),
+        control,
     )
     features = _compare(
         c,
         "features",
         got.features,
-        c.subject.features_moved(c.plain.features, way),
+        c.subject.transform_feature_grads(c.plain.features, transform),
         c.plain.features,
-        how,
+        control,
     )
     statement = (
         "Gradients of the moved backbone are the plain ones, moved; those of embedding "
         "and head are equal."
     )
     return [
-        weights.finding("column/weights", statement, "000 Thm 4.5", _flat_remark(c)),
+        weights.finding("column/weights", statement, "000 Thm 4.5", _zero_gradient_remark(c)),
         features.finding(
             "column/features",
             "Gradients of the features are moved as the features are.",
@@ -306,26 +341,32 @@ def column_backward(c: Case) -> list[Finding]:
     ]
 
 
-def both(c: Case) -> list[Finding]:
-    way, moved = Way(rows=c.seed, columns=c.columns), c.moved(c.columns)
+def rows_and_columns(c: Case) -> list[Finding]:
+    """Check rows and columns at once, forward and backward."""
+    transform, subject = Transform(rows=c.seed, columns=c.columns), c.transformed(c.columns)
     right, wrong = (
-        run(moved, way, backward=True),
-        run(moved, replace(way, columns=None), backward=True),
+        run(subject, transform, backward=True),
+        run(subject, replace(transform, columns=None), backward=True),
     )
-    how = "the columns of the features left alone"
-    forward = _compare(c, "forward", right.forward, c.plain.forward, wrong.forward, how)
-    expected = c.live(moved_gradients(c.columns, c.plain.gradients))
+    control = "the columns of the features left alone"
+    forward = _compare(c, "forward", right.forward, c.plain.forward, wrong.forward, control)
+    expected = c.with_gradient(transform_gradients(c.columns, c.plain.gradients))
     weights = _compare(
-        c, "gradients", c.live(right.gradients), expected, c.live(wrong.gradients), how
+        c,
+        "gradients",
+        c.with_gradient(right.gradients),
+        expected,
+        c.with_gradient(wrong.gradients),
+        control,
     )
     edges = [n for n in c.rounding["gradients"] if c.subject.part(n) == "embed"]
     embed = _compare(
         c,
         "gradients",
-        _only(right.gradients, edges),
-        _only(c.plain.gradients, edges),
-        _only(wrong.gradients, edges),
-        how,
+        _select(right.gradients, edges),
+        _select(c.plain.gradients, edges),
+        _select(wrong.gradients, edges),
+        control,
     )
     return [
         forward.finding(
@@ -346,109 +387,127 @@ def both(c: Case) -> list[Finding]:
 
 
 def training(c: Case) -> list[Finding]:
-    """Train the plain model, and the same with rows, with columns and with both (Algorithm 1);
+    """Train the plain model and the same with rows, with columns and with both (Algorithm 1), with
     fresh rows in every step.
     """
     start = {n: p.detach() for n, p in c.subject.model.named_parameters()}
 
-    def trained(subject: Subject, way: Way) -> Trained:
-        return train(subject, way, c.steps, c.optimizer, c.rate)
+    def train_subject(subject: Subject, transform: Transform) -> TrainingResult:
+        return train(subject, transform, c.steps, c.optimizer, c.lr)
 
-    plain = trained(c.subject.of(copy.deepcopy(c.subject.model)), PLAIN)
+    plain = train_subject(c.subject.with_model(copy.deepcopy(c.subject.model)), PLAIN)
     if c.subject.dtype == torch.float64:
         function, weights = (
             dict.fromkeys(plain.forward, EXACT),
-            {n: EXACT for n in plain.weights if n not in c.flat},
+            {n: EXACT for n in plain.weights if n not in c.zero_gradients},
         )
     else:
-        exact = trained(c.subject.exact(), PLAIN)
-        function = _at_least(errors(plain.forward, exact.forward), plain.forward, c.subject.dtype)
+        exact = train_subject(c.subject.to_float64(), PLAIN)
+        function = _at_least(
+            relative_errors(plain.forward, exact.forward), plain.forward, c.subject.dtype
+        )
         weights = _at_least(
-            _updates(c, plain.weights, exact.weights, start), start, c.subject.dtype
+            _update_errors(c, plain.weights, exact.weights, start), start, c.subject.dtype
         )
         del exact
-    out = []
-    how = f"{c.steps} steps of {c.optimizer}"
-    for name, way, source in (
-        ("row", Way(rows=c.seed), "000 Cor 4.3, Lem 4.8"),
-        ("column", Way(columns=c.columns), "000 Cor 4.6"),
-        ("both", Way(rows=c.seed, columns=c.columns), "000 Alg. 1"),
+    findings = []
+    duration = f"{c.steps} steps of {c.optimizer}"
+    for name, transform, source in (
+        ("row", Transform(rows=c.seed), "000 Cor 4.3, Lem 4.8"),
+        ("column", Transform(columns=c.columns), "000 Cor 4.6"),
+        ("both", Transform(rows=c.seed, columns=c.columns), "000 Alg. 1"),
     ):
-        if way.rows is not None and c.subject.rows_fixed:
+        if transform.rows is not None and c.subject.rows_fixed_reason:
             continue
-        fresh = (
-            c.subject.of(copy.deepcopy(c.subject.model))
-            if way.columns is None
-            else c.moved(c.columns)
+        trainee = (
+            c.subject.with_model(copy.deepcopy(c.subject.model))
+            if transform.columns is None
+            else c.transformed(c.columns)
         )
-        got = trained(fresh, way)
-        wrong = run(fresh, replace(way, alone=True) if way.columns is None else PLAIN)
-        first = start if way.columns is None else moved_weights(c.columns, start)
-        expected = plain.weights if way.columns is None else moved_weights(c.columns, plain.weights)
-        other = moved_weights(c.columns, plain.weights) if way.columns is None else plain.weights
-        of_function = _measured(
+        result = train_subject(trainee, transform)
+        wrong = run(
+            trainee, replace(transform, is_control=True) if transform.columns is None else PLAIN
+        )
+        first_weights = start if transform.columns is None else transform_weights(c.columns, start)
+        expected = (
+            plain.weights
+            if transform.columns is None
+            else transform_weights(c.columns, plain.weights)
+        )
+        control_weights = (
+            transform_weights(c.columns, plain.weights)
+            if transform.columns is None
+            else plain.weights
+        )
+        of_function = _assess(
             c,
             function,
-            errors(got.forward, plain.forward),
-            errors(wrong.forward, plain.forward),
+            relative_errors(result.forward, plain.forward),
+            relative_errors(wrong.forward, plain.forward),
             "the trained model used plainly",
         )
         of_weights = replace(
-            _measured(
+            _assess(
                 c,
                 weights,
-                _updates(c, got.weights, expected, first),
-                _updates(c, other, expected, first),
+                _update_errors(c, result.weights, expected, first_weights),
+                _update_errors(c, control_weights, expected, first_weights),
                 "in another description",
             ),
-            noise=math.inf,  # an update may be less than its weight's last digit
+            noise=math.inf,  # an update may be smaller than its weight's last digit
         )
-        if (
-            c.subject.dtype.itemsize >= 4
-            # the weights of a half-precision model are rounded after training; its float32 copies
-            # are compared below
-        ):
-            out.append(
+        # Weights of a half-precision model are rounded after training; its float32 copies are
+        # compared below.
+        if c.subject.dtype.itemsize >= 4:
+            findings.append(
                 of_function.finding(
-                    f"{name}/trained", f"The trained function is the same, after {how}.", source
+                    f"{name}/trained",
+                    f"The trained function is the same, after {duration}.",
+                    source,
                 )
             )
         statement = (
-            f"The trained weights correspond, after {how}; errors are relative to the update."
+            f"The trained weights correspond, after {duration}; errors are relative to the update."
         )
-        out.append(of_weights.finding(f"{name}/trained-weights", statement, source))
-        del fresh, got, expected, other
-    return out
+        findings.append(of_weights.finding(f"{name}/trained-weights", statement, source))
+        del trainee, result, expected, control_weights
+    return findings
 
 
-def mixed(c: Case) -> list[Finding]:
+def autocast(c: Case) -> list[Finding]:
+    """Check rows and columns under bfloat16 autocast."""
     statement = (
         "Under bfloat16 autocast, rows and columns at once change the function by no "
         "more than autocast itself does."
     )
     if c.subject.dtype != torch.float32:
         return []
-    way, moved = (
-        Way(rows=None if c.subject.rows_fixed else c.seed, columns=c.columns),
-        c.moved(c.columns),
+    transform, subject = (
+        Transform(rows=None if c.subject.rows_fixed_reason else c.seed, columns=c.columns),
+        c.transformed(c.columns),
     )
-    exact = run(c.subject.exact()).forward
+    exact = run(c.subject.to_float64()).forward
     with torch.autocast(next(c.subject.model.parameters()).device.type, torch.bfloat16):
-        plain, right, wrong = run(c.subject).forward, run(moved, way).forward, run(moved).forward
-    own = _at_least(errors(plain, exact), plain, torch.bfloat16)
-    found = _measured(
+        plain, right, wrong = (
+            run(c.subject).forward,
+            run(subject, transform).forward,
+            run(subject).forward,
+        )
+    rounding = _at_least(relative_errors(plain, exact), plain, torch.bfloat16)
+    comparison = _assess(
         c,
-        own,
-        errors(right, plain),
-        errors(wrong, plain),
+        rounding,
+        relative_errors(right, plain),
+        relative_errors(wrong, plain),
         "the moved backbone given plain features",
         torch.bfloat16,
     )
-    found = replace(found, advice="")  # autocast has no other
-    return [found.finding("both/mixed", statement, "THEORY 2")]
+    comparison = replace(comparison, advice="")  # autocast has no wider dtype
+    return [comparison.finding("both/mixed", statement, "THEORY 2")]
 
 
 def dropout(c: Case) -> list[Finding]:
+    """Measure the effect of dropout masks, which follow storage order."""
     statement = (
         "Dropout keeps the law in distribution only: masks are drawn in the order of "
         "storage, and do not follow a shuffle."
@@ -456,19 +515,19 @@ def dropout(c: Case) -> list[Finding]:
     drops = [m for m in c.subject.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]
     if not drops:
         return []
-    way, moved = (
-        Way(rows=None if c.subject.rows_fixed else c.seed, columns=c.columns),
-        c.moved(c.columns),
+    transform, subject = (
+        Transform(rows=None if c.subject.rows_fixed_reason else c.seed, columns=c.columns),
+        c.transformed(c.columns),
     )
     with torch.random.fork_rng():
         torch.manual_seed(c.seed)
         plain = run(
-            c.subject.of(copy.deepcopy(c.subject.model)), training=True
-        ).forward  # running statistics change in training
+            c.subject.with_model(copy.deepcopy(c.subject.model)), training=True
+        ).forward  # running statistics change in training mode
         torch.manual_seed(c.seed)
-        other = run(moved, way, training=True).forward
-    own = c.rounding["forward"]
-    value = overall(errors(other, plain), own)
+        other = run(subject, transform, training=True).forward
+    rounding = c.rounding["forward"]
+    value = weighted_error(relative_errors(other, plain), rounding)
     sentence = (
         f"with dropout on, one seed gives outputs that differ by {value:.1e}; every "
         "check here runs with dropout off"
@@ -476,68 +535,79 @@ def dropout(c: Case) -> list[Finding]:
     return [Finding("both/dropout", statement, None, value, None, None, sentence, "THEORY 2")]
 
 
-def description(c: Case) -> list[Finding]:
-    spec, half = c.subject.spec, c.subject.dtype.itemsize < 4
+def full_group(c: Case) -> list[Finding]:
+    """Check that a random element of the whole group changes the weights and not the function."""
+    spec, is_half = c.subject.spec, c.subject.dtype.itemsize < 4
     statement = (
         "Every tensor moved by a random element of the model's whole group: other "
         "weights, the same function."
     )
     remark = (
-        "signed permutations only: anything else would round the weights once more" if half else ""
+        "signed permutations only: anything else would round the weights once more"
+        if is_half
+        else ""
     )
-    g = element(spec, c.seed, within="signed" if half else "full")
+    g = element(spec, c.seed, within="signed" if is_half else "full")
     names = [
         n
         for n in c.plain.forward
         if (n in spec.outputs if spec.outputs else not n.startswith("stream"))
     ]
-    want = {
+    expected = {
         n: act(g, v, spec.outputs[n]) if spec.visible else v
-        for n, v in _only(c.plain.forward, names).items()
+        for n, v in _select(c.plain.forward, names).items()
     }
-    whole = replace(c.subject, cut=None)
-    moved = moved_copy(c.subject.model, g, None)
-    right = run(whole.of(moved)).forward
+    uncut = replace(c.subject, cut=None)
+    transformed = transform_copy(c.subject.model, g, None)
+    right = run(uncut.with_model(transformed)).forward
     plain = c.subject.model.state_dict()
-    moved.load_state_dict({n: plain[n] for n in list(plain)[::2]}, strict=False)
-    wrong = run(whole.of(moved)).forward
-    found = _compare(
+    transformed.load_state_dict({n: plain[n] for n in list(plain)[::2]}, strict=False)
+    wrong = run(uncut.with_model(transformed)).forward
+    comparison = _compare(
         c,
         "forward",
-        _only(right, names),
-        want,
-        _only(wrong, names),
+        _select(right, names),
+        expected,
+        _select(wrong, names),
         "every second tensor left as it was",
     )
-    if half:  # embedding and head are computed in another order too
-        found = replace(found, tolerance=2 * found.tolerance)
-    return [found.finding("description/forward", statement, "THEORY 1", remark)]
+    if is_half:  # embedding and head also compute in another order
+        comparison = replace(comparison, tolerance=2 * comparison.tolerance)
+    return [comparison.finding("description/forward", statement, "THEORY 1", remark)]
 
 
-def _flat_remark(c: Case) -> str:
-    if not c.flat:
+def _zero_gradient_remark(c: Case) -> str:
+    """Return a remark about parameters without a gradient."""
+    if not c.zero_gradients:
         return ""
-    first = min(c.flat)
+    first = min(c.zero_gradients)
     return (
-        f"{len(c.flat)} tensors have no gradient ({first}, ...) and are compared through the "
-        "function"
+        f"{len(c.zero_gradients)} tensors have no gradient ({first}, ...) and are compared "
+        "through the function"
     )
 
 
-def _only(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+def _select(values: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """Return the values with these names."""
     return {n: values[n] for n in names if n in values}
 
 
-def _updates(c: Case, a: State, b: State, start: State) -> dict[str, float]:
-    """How far trained weights are apart, relative to how far they came."""
-    return {n: relative_error(a[n], b[n], start[n]) for n in c.live(a)}
+def _update_errors(c: Case, a: State, b: State, start: State) -> dict[str, float]:
+    """Return the distance of trained weights relative to the update."""
+    return {n: relative_error(a[n], b[n], start[n]) for n in c.with_gradient(a)}
 
 
-# How a comparison becomes a finding.
+# From comparisons to findings.
 
 
 @dataclass(frozen=True)
-class _Found:
+class _Comparison:
+    """The errors of a comparison next to its tolerance and its control.
+
+    `parts` are the errors by tensor, `own` the rounding errors, `drowned` the tensors that are not
+    judged because their rounding is too large.
+    """
+
     value: float
     tolerance: float
     control: float
@@ -547,17 +617,16 @@ class _Found:
     own: Errors
     noise: float = NOISE
     advice: str = "; try a wider dtype"
-    drowned: Errors = field(
-        default_factory=dict
-    )  # tensors that are not judged: their own rounding is too large
+    drowned: Errors = field(default_factory=dict)
 
     def typical(self, name: str) -> float:
-        """A tensor's own rounding error, but no less than the middle one: a small tensor may be
-        precise by accident.
+        """Return a tensor's rounding error, but at least the median: a small tensor may be precise
+        by accident.
         """
         return max(self.own[name], median(self.own.values())) if name in self.own else math.inf
 
     def finding(self, name: str, statement: str, source: str, remark: str = "") -> Finding:
+        """Judge the comparison and return it as a finding."""
         if not self.parts:
             return Finding(
                 name,
@@ -571,11 +640,11 @@ class _Found:
         reached = self.control / self.tolerance
         noisy = [n for n, e in self.own.items() if e > self.noise]
         holds: bool | None = True
-        if self.value <= self.tolerance and lone > ONE:
+        if self.value <= self.tolerance and lone > SINGLE_LIMIT:
             holds = False
             sentence = (
                 f"does not hold: {worst} is off by {self.parts[worst]:.1e}, "
-                f"{lone / ONE:.2g} times what rounding allows one tensor"
+                f"{lone / SINGLE_LIMIT:.2g} times what rounding allows one tensor"
             )
         elif not self.value <= self.tolerance:
             holds = False
@@ -621,43 +690,50 @@ class _Found:
         )
 
 
-def _compare(c: Case, kind: str, got: State, want: State, wrong: State, how: str) -> _Found:
-    own = {n: c.rounding[kind][n] for n in want if n in c.rounding[kind]}
-    return _measured(c, own, errors(got, want), errors(wrong, want), how)
+def _compare(c: Case, kind: str, got: State, want: State, wrong: State, how: str) -> _Comparison:
+    """Compare a pass and its control with the expected values."""
+    rounding = {n: c.rounding[kind][n] for n in want if n in c.rounding[kind]}
+    return _assess(c, rounding, relative_errors(got, want), relative_errors(wrong, want), how)
 
 
-def _measured(
-    c: Case, own: Errors, parts: Errors, control: Errors, how: str, dtype: torch.dtype | None = None
-) -> _Found:
+def _assess(
+    c: Case,
+    rounding: Errors,
+    parts: Errors,
+    control: Errors,
+    how: str,
+    dtype: torch.dtype | None = None,
+) -> _Comparison:
+    """Weigh errors and control against the rounding errors."""
     dtype = dtype or c.subject.dtype
-    lost = {
-        n for n, e in own.items() if e == math.inf
-    }  # zero in exact arithmetic: nothing to be compared with
-    drowned = {n: e for n, e in own.items() if n not in lost and e > NOISE}
+    undefined = {
+        n for n, e in rounding.items() if e == math.inf
+    }  # zero in exact arithmetic: not comparable
+    drowned = {n: e for n, e in rounding.items() if n not in undefined and e > NOISE}
     drowned = (
-        drowned if dtype.itemsize == 2 and len(drowned) * FEW <= len(own) else {}
-    )  # in wider dtypes that is no rounding
-    own, parts, control = (
-        {n: e for n, e in x.items() if n not in lost and n not in drowned}
-        for x in (own, parts, control)
+        drowned if dtype.itemsize == 2 and len(drowned) * NOISY_LIMIT <= len(rounding) else {}
+    )  # in wider dtypes this is not rounding
+    rounding, parts, control = (
+        {n: e for n, e in errors.items() if n not in undefined and n not in drowned}
+        for errors in (rounding, parts, control)
     )
-    return _Found(
-        overall(parts, own),
-        MULTIPLE[dtype] * overall(own, own),
-        overall(control, own),
+    return _Comparison(
+        weighted_error(parts, rounding),
+        MULTIPLE[dtype] * weighted_error(rounding, rounding),
+        weighted_error(control, rounding),
         parts,
         how,
         dtype,
-        own,
+        rounding,
         drowned=drowned,
     )
 
 
-def _located(c: Case, finding: Finding, moved: Subject, way: Way) -> Finding:
-    """A failing finding with the module where it goes wrong."""
+def _locate_fault(c: Case, finding: Finding, subject: Subject, transform: Transform) -> Finding:
+    """Add the module in which a failing check goes wrong."""
     if finding.holds is not False or finding.floor is None:
         return finding
-    module = first_fault(c.subject, moved, way, finding.floor)
+    module = first_fault(c.subject, subject, transform, finding.floor)
     return (
         finding
         if module is None

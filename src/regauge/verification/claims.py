@@ -1,10 +1,10 @@
-"""What is claimed of optimizers: the rows (how one trains) and columns (which move) of a matrix,
-and a letter for each cell.
+"""Claims about optimizers: the rows (training recipes) and columns (symmetries) of a matrix, and a
+letter for each cell.
 
-A move T of the weights with L(T w) = L(w) turns gradients by T^-T. An optimizer keeps the move if
-its step commutes with that on every state tensor: gradient descent if T is orthogonal, element-wise
-second moments and signs if T is a signed permutation, orthogonalised updates if T is orthogonal on
-either side of each matrix. `optimizers` measures all of it.
+A symmetry T of the weights with L(T w) = L(w) transforms gradients by T^-T. An optimizer preserves
+it if its step commutes with T on every state tensor: gradient descent if T is orthogonal,
+element-wise second moments and signs if T is a signed permutation, orthogonalised updates if T is
+orthogonal on either side of each matrix. `optimizers` measures all of it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ Tensor = torch.Tensor
 State = dict[str, Tensor]
 Optimizer = torch.optim.Optimizer
 
-KEPT, BROKEN = (
+PRESERVED, BROKEN = (
     1e-9,
     1e-3,
-)  # a deviation up to the one, from the other on; what lies between is neither
-NOISE = 1e-6  # what sign-like optimizers make of a flat direction, at least
+)  # preserved up to the first deviation, broken from the second on, neither in between
+NOISE = 1e-6  # smallest deviation of sign-like optimizers along a flat direction
 MODELS = {"llama": "Llama", "gpt2": "GPT-2"}
 
 
 @dataclass(frozen=True)
-class Move:
-    """One column: an element on these spaces of a model. `folded`: norms are folded first;
-    `frozen`: their unit gains are not trained.
+class Symmetry:
+    """One column: an element on these spaces of a model.
 
-    `free`: GPT-2's key biases are trained. Their gradient is zero (softmax does not see them), so
-    what arrives is rounding noise, which sign-like optimizers turn into steps of full size;
-    elsewhere it is set to the zero that it is.
+    `folded`: norms are folded first. `frozen`: their unit gains are not trained. `free`: GPT-2's
+    key biases are trained. Their gradient is zero (softmax is invariant to them), so that only
+    rounding noise remains, which sign-like optimizers turn into steps of full size; elsewhere it is
+    set to exactly zero.
     """
 
     name: str
@@ -49,26 +49,27 @@ class Move:
     free: bool = False
 
     @property
-    def start(self) -> Start:
-        return Start(self.folded, self.frozen, self.free)
+    def baseline(self) -> Baseline:
+        """The plain run to compare with."""
+        return Baseline(self.folded, self.frozen, self.free)
 
 
-class Start(NamedTuple):
-    """What moves share the unmoved run of."""
+class Baseline(NamedTuple):
+    """The options of a plain run, which several symmetries share."""
 
     folded: bool
     frozen: bool
     free: bool
 
 
-MOVES: tuple[Move, ...] = (
-    Move("stream permutations", "llama", ("stream",), "permutation"),
-    Move("signed stream permutations", "llama", ("stream",), "signed"),
-    Move("head permutations", "llama", ("kv", "rep"), "permutation"),
-    Move("FFN permutations", "llama", ("ffn",), "permutation"),
-    Move("QK turns", "llama", ("qk",), "orthogonal"),
-    Move("VO rotations", "llama", ("vo",), "orthogonal"),
-    Move(
+SYMMETRIES: tuple[Symmetry, ...] = (
+    Symmetry("stream permutations", "llama", ("stream",), "permutation"),
+    Symmetry("signed stream permutations", "llama", ("stream",), "signed"),
+    Symmetry("head permutations", "llama", ("kv", "rep"), "permutation"),
+    Symmetry("FFN permutations", "llama", ("ffn",), "permutation"),
+    Symmetry("QK turns", "llama", ("qk",), "orthogonal"),
+    Symmetry("VO rotations", "llama", ("vo",), "orthogonal"),
+    Symmetry(
         "stream rotations with frozen unit gains",
         "llama",
         ("stream",),
@@ -76,15 +77,15 @@ MOVES: tuple[Move, ...] = (
         folded=True,
         frozen=True,
     ),
-    Move("stream rotations with trained gains", "llama", ("stream",), "full", folded=True),
-    Move("gated FFN scalings", "llama", ("ffn",), "full"),
-    Move("general linear VO", "llama", ("vo",), "full"),
-    Move("stream permutations", "gpt2", ("stream",), "permutation"),
-    Move("head permutations", "gpt2", ("head",), "permutation"),
-    Move("FFN permutations", "gpt2", ("ffn",), "permutation"),
-    Move("QK rotations", "gpt2", ("qk",), "orthogonal"),
-    Move("VO rotations", "gpt2", ("vo",), "orthogonal"),
-    Move("head permutations with free key biases", "gpt2", ("head",), "permutation", free=True),
+    Symmetry("stream rotations with trained gains", "llama", ("stream",), "full", folded=True),
+    Symmetry("gated FFN scalings", "llama", ("ffn",), "full"),
+    Symmetry("general linear VO", "llama", ("vo",), "full"),
+    Symmetry("stream permutations", "gpt2", ("stream",), "permutation"),
+    Symmetry("head permutations", "gpt2", ("head",), "permutation"),
+    Symmetry("FFN permutations", "gpt2", ("ffn",), "permutation"),
+    Symmetry("QK rotations", "gpt2", ("qk",), "orthogonal"),
+    Symmetry("VO rotations", "gpt2", ("vo",), "orthogonal"),
+    Symmetry("head permutations with free key biases", "gpt2", ("head",), "permutation", free=True),
 )
 
 
@@ -104,8 +105,8 @@ class Lion(torch.optim.Optimizer):
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon in the dtype of its parameters: that one runs Newton-Schulz in bfloat16,
-    whatever they are.
+    """torch.optim.Muon in the dtype of its parameters: the original always runs Newton-Schulz in
+    bfloat16.
     """
 
     def __init__(self, params: Iterable[Tensor], lr: float) -> None:
@@ -132,13 +133,14 @@ class Muon(torch.optim.Optimizer):
                 )
 
 
-def sgd(**options: Any) -> Callable[[State], list[Optimizer]]:
+def make_sgd(**options: Any) -> Callable[[State], list[Optimizer]]:
+    """Return a factory of SGD optimizers."""
     return lambda params: [torch.optim.SGD(params.values(), **options)]
 
 
-def muon(kind: Any, *, everywhere: bool) -> Callable[[State], list[Optimizer]]:
-    """Muon on the matrices, those of embeddings and head only if `everywhere`; AdamW on the
-    rest.
+def make_muon(kind: Any, *, everywhere: bool) -> Callable[[State], list[Optimizer]]:
+    """Return a factory of Muon for the matrices (embeddings and head only if `everywhere`) and
+    AdamW for the rest.
     """
 
     def make(params: State) -> list[Optimizer]:
@@ -158,29 +160,32 @@ def muon(kind: Any, *, everywhere: bool) -> Callable[[State], list[Optimizer]]:
 
 
 def clip_norm(grads: list[Tensor]) -> None:
+    """Clip gradients by their global norm."""
     scale = min(1.0, 0.1 / math.sqrt(sum(float(g.square().sum()) for g in grads)))
     for g in grads:
         g.mul_(scale)
 
 
 def clip_value(grads: list[Tensor]) -> None:
+    """Clip gradients by value."""
     for g in grads:
         g.clamp_(-0.003, 0.003)
 
 
-def no_gradient(grads: list[Tensor]) -> None:
+def zero_grads(grads: list[Tensor]) -> None:
+    """Set gradients to zero."""
     for g in grads:
         g.zero_()
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One row: how the optimizers of a run are made, what is done to gradients first, and what is
-    to be expected, in words and per move.
+    """One row: the optimizers of a run, the preprocessing of gradients, and the expected outcome,
+    in words and per symmetry.
 
-    The letters of `expected`: K it keeps the move, B it breaks it, r it keeps it but for the
-    rounding of bfloat16, n it keeps it but for noise in the flat direction, - what it does is lost
-    in rounding. `exact` is the recipe that computes the same in float64.
+    The letters of `expected`: K preserved, B broken, r preserved up to the rounding of bfloat16, n
+    preserved up to noise in the flat direction, - lost in rounding. `exact` is the recipe that
+    computes the same in float64.
     """
 
     id: str
@@ -190,10 +195,11 @@ class Recipe:
     expected: str
     clip: Callable[[list[Tensor]], None] | None = None
     exact: str | None = None
-    needs: str = "SGD"  # the class of torch.optim without which the row is left out
+    needs: str = "SGD"  # the class of torch.optim that the row requires
 
     @property
     def letters(self) -> str:
+        """The expected letters without spaces."""
         return self.expected.replace(" ", "")
 
 
@@ -203,21 +209,21 @@ ORTHOGONAL = ("keeps orthogonal moves", "KKKK KK KB BB  KKK KK K")
 SIGNED = ("keeps signed permutations and nothing else", "KKKK BB BB BB  KKK BB K")
 SIGN_LIKE = (SIGNED[0], "KKKK BB BB BB  KKK BB n")
 RECIPES: tuple[Recipe, ...] = (
-    Recipe("sgd", "SGD", sgd(lr=0.05), *ORTHOGONAL),
+    Recipe("sgd", "SGD", make_sgd(lr=0.05), *ORTHOGONAL),
     Recipe(
         "momentum",
         "SGD with momentum and weight decay",
-        sgd(lr=0.02, momentum=0.9, weight_decay=0.01),
+        make_sgd(lr=0.02, momentum=0.9, weight_decay=0.01),
         *ORTHOGONAL,
     ),
     Recipe(
         "nesterov",
         "SGD with Nesterov momentum",
-        sgd(lr=0.02, momentum=0.9, nesterov=True),
+        make_sgd(lr=0.02, momentum=0.9, nesterov=True),
         *ORTHOGONAL,
     ),
-    Recipe("clip-norm", "SGD clipped by global norm", sgd(lr=0.1), *ORTHOGONAL, clip_norm),
-    Recipe("clip-value", "SGD clipped by value", sgd(lr=0.1), *SIGNED, clip_value),
+    Recipe("clip-norm", "SGD clipped by global norm", make_sgd(lr=0.1), *ORTHOGONAL, clip_norm),
+    Recipe("clip-value", "SGD clipped by value", make_sgd(lr=0.1), *SIGNED, clip_value),
     Recipe("adam", "Adam", lambda p: [torch.optim.Adam(p.values(), lr=0.01)], *SIGNED),
     Recipe("adamw", "AdamW", lambda p: [torch.optim.AdamW(p.values(), lr=0.01)], *SIGNED),
     Recipe("lion", "Lion", lambda p: [Lion(p.values(), lr=0.003)], *SIGN_LIKE),
@@ -228,26 +234,26 @@ RECIPES: tuple[Recipe, ...] = (
         *SIGN_LIKE,
         needs="Adafactor",
     ),
-    # The biases of queries and values rotate with them, and are AdamW's: rotations break in GPT-2
-    # and are kept in models without biases.
+    # The biases of queries and values rotate with them and are trained by AdamW: rotations break in
+    # GPT-2 and are preserved in models without biases.
     Recipe(
         "muon",
         "Muon, with AdamW on embeddings, head and vectors,",
-        muon(Muon, everywhere=False),
+        make_muon(Muon, everywhere=False),
         "keeps orthogonal moves of the matrices that it trains, and signed permutations",
         "KKKK KK BB BB  KKK BB K",
     ),
     Recipe(
         "muon-all",
         "Muon, with AdamW on vectors only,",
-        muon(Muon, everywhere=True),
+        make_muon(Muon, everywhere=True),
         "keeps orthogonal moves of matrices, and signed permutations",
         "KKKK KK KB BB  KKK BB K",
     ),
     Recipe(
         "muon-torch",
         "torch.optim.Muon, with AdamW on embeddings, head and vectors,",
-        muon(getattr(torch.optim, "Muon", Muon), everywhere=False),
+        make_muon(getattr(torch.optim, "Muon", Muon), everywhere=False),
         "keeps what Muon keeps only up to the rounding of bfloat16, in which it runs Newton-Schulz",
         "rrrr rr BB BB  rrr -- r",
         exact="muon",
@@ -259,16 +265,16 @@ RECIPES: tuple[Recipe, ...] = (
         lambda p: [torch.optim.AdamW(p.values(), lr=0.01, weight_decay=0.1)],
         "keeps every linear move",
         "KKKK KK KK KK  KKK KK K",
-        no_gradient,
+        zero_grads,
     ),
 )
 
 
 class Cell(NamedTuple):
-    """How far T w is from w' after training, and how far their functions are apart; how far w is
-    from w' (the control); what rounding explains.
+    """A measured cell, relative to the change by training.
 
-    All relative to what training changed.
+    `weights` is the distance of T w from w' after training, `function` that of their functions,
+    `control` the distance of w from w', and `rounding` the part that rounding explains.
     """
 
     weights: float
@@ -277,7 +283,7 @@ class Cell(NamedTuple):
     rounding: float
 
 
-WORDS = {
+VERDICTS = {
     "K": "keeps",
     "B": "breaks",
     "r": "keeps to bfloat16",
@@ -286,11 +292,11 @@ WORDS = {
 }
 
 
-def agrees(letter: str, cell: Cell) -> bool:
-    """Is the measured cell what its letter says?"""
+def is_expected(letter: str, cell: Cell) -> bool:
+    """Return whether the measured cell agrees with its letter."""
     worst = max(cell.weights, cell.function)
     return {
-        "K": worst <= KEPT,
+        "K": worst <= PRESERVED,
         "B": cell.weights >= BROKEN,
         "r": worst <= cell.rounding,
         "n": cell.weights >= NOISE,

@@ -1,4 +1,4 @@
-"""What holds for networks in general, beside what was found on a model."""
+"""General findings about networks, beside those on a model."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from regauge.results.findings import Results
-from regauge.verification.operators import operators as operator_findings
+from regauge.verification.operators import check_operators as operator_findings
 from regauge.verification.optimizers import optimizer_matrix
 
 
-def with_general(
+def add_general_findings(
     results: Results,
     dtype: torch.dtype,
     seed: int,
@@ -19,9 +19,7 @@ def with_general(
     operators: bool = True,
     optimizers: bool = False,
 ) -> Results:
-    """The results, with Theorem 4.7 operator by operator, and with the matrix of optimizers if
-    asked.
-    """
+    """Return the results with Theorem 4.7 by operator and, on request, the optimizer matrix."""
     if operators:
         results = replace(results, findings=(*results.findings, *operator_findings(dtype, seed)))
     if not optimizers:

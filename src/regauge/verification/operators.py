@@ -1,12 +1,11 @@
-"""Theorem 4.7, operator by operator: what commutes with permutations of rows (tokens) and columns
-(channels), forward and backward.
+"""Theorem 4.7 by operator: what commutes with permutations of rows (tokens) and columns (channels),
+forward and backward.
 
-An operator is data: the axes of its weights, of the features it reads, of what is given along
-(masks, running statistics) and of its output. One driver moves all of these by an element g and
-compares the output and every gradient with what g makes of the unmoved ones. The control is the
-same check with the features moved by another element than the rest. "Columns" are all channel
-spaces at once: the stream, and the heads, the channels inside each head and the hidden units where
-the operator has them.
+An operator is data: the axes of its weights, of the features it reads, of its constants (masks,
+running statistics) and of its output. One driver transforms all of these by an element g and
+compares the output and every gradient with the plain ones under g. The control transforms the
+features by a different element. "Columns" are all channel spaces at once: the stream, and the
+heads, the channels inside each head and the hidden units if the operator has them.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
 
 TOLERANCE = 1e-9  # in float64
-# elsewhere: of the rounding error of the operator itself, measured against the same computation in
-# float64
+# In narrower dtypes: multiple of the operator's own rounding error, measured against float64.
 MULTIPLE = 8.0
 DROPOUT, DRAWS = 0.25, 4000
 
@@ -42,7 +40,7 @@ SPACES = {
     "qk": Space(4, Permutation(), over="head"),
     "vo": Space(4, Permutation(), over="head"),
     "ffn": Space(20, Permutation()),
-    # Nothing acts on these: `place` and `channel` are the token and the stream axis before the
+    # No group acts on these: `place` and `channel` are the token and the stream axis before the
     # permutation.
     **{
         name: Space(size, Trivial())
@@ -57,11 +55,12 @@ DIRECTIONS = {"rows": "tokens", "columns": "channels", "both": "tokens and chann
 
 @dataclass(frozen=True)
 class Operator:
-    """One row of the table: `run` gets weights, features and givens by name, and returns the
+    """One row of the table: `run` takes weights, features and constants by name and returns the
     output.
 
-    With a `front`, features are not drawn but computed from weights before they are moved (the
-    embedding of Theorem 10.1). `breaks` are the directions in which the operator does not commute.
+    With a `front`, features are not sampled but computed from weights before they are transformed
+    (the embedding of Theorem 10.1). `breaks` are the directions in which the operator does not
+    commute.
     """
 
     name: str
@@ -70,7 +69,7 @@ class Operator:
     run: Callable[[Tensors], Tensor]
     weights: Mapping[str, str] = field(default_factory=dict)
     features: Mapping[str, str] = field(default_factory=lambda: FEATURES)
-    given: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, str] = field(default_factory=dict)
     output: str = "batch token stream"
     front: Callable[[Tensors], Tensors] | None = None
     directions: tuple[str, ...] = tuple(DIRECTIONS)
@@ -79,11 +78,12 @@ class Operator:
 
     @property
     def spec(self) -> Spec:
+        """The spec of the weights."""
         return Spec(self.name, SPACES, dict(self.weights))
 
     @property
     def compared(self) -> dict[str, str]:
-        """What is measured and its axes: the output, and the gradient of every weight and
+        """The axes of what is compared: the output, and the gradient of every weight and
         feature.
         """
         return {
@@ -111,7 +111,7 @@ def rms_norm(t: Tensors) -> Tensor:
 
 
 def batch_norm(t: Tensors) -> Tensor:
-    """In training mode and in evaluation mode, one after the other."""
+    """Apply batch norm in training mode and in evaluation mode, one after the other."""
     z, mean, variance = t["z"].transpose(1, 2), t["mean"], t["log variance"].exp()
     modes = [
         F.batch_norm(z, mean.clone(), variance.clone(), t["gain"], t["bias"], training=training)
@@ -120,13 +120,13 @@ def batch_norm(t: Tensors) -> Tensor:
     return torch.stack(modes).transpose(2, 3)
 
 
-def heads(x: Tensor) -> Tensor:
+def split_heads(x: Tensor) -> Tensor:
     return x.view(*x.shape[:2], SPACES["head"].size, -1).transpose(1, 2)
 
 
 def attend(t: Tensors, queries: Tensor, z: Tensor) -> Tensor:
     q, k, v = (
-        heads(F.linear(x, t[n], t.get(f"{n}.bias")))
+        split_heads(F.linear(x, t[n], t.get(f"{n}.bias")))
         for n, x in (("q", queries), ("k", z), ("v", z))
     )
     scores = q @ k.mT / math.sqrt(q.shape[-1])
@@ -155,7 +155,9 @@ def convolution(t: Tensors) -> Tensor:
 
 
 def pma(t: Tensors) -> Tensor:
-    """Set Transformer's pooling by multi-head attention: learned seeds attend to rFF(Z)."""
+    """Apply the Set Transformer's pooling by multi-head attention: learned seeds attend to
+    rFF(Z).
+    """
     z = t["z"] + F.gelu(F.linear(t["z"], t["rff"], t["rff.bias"]))
     seeds = t["seeds"].expand(len(z), -1, -1)
     return seeds + attend(t, seeds, z)
@@ -171,7 +173,7 @@ def embed(t: Tensors) -> Tensors:
 
 
 AFFINE = {"gain": "|stream|", "bias": "stream"}
-# Keys have no bias: softmax does not see it, and its gradient is zero up to rounding, which has no
+# Keys have no bias: softmax is invariant to it, so its gradient is zero up to rounding and has no
 # relative error.
 ATTENTION = {
     "q": "(head qk) stream*",
@@ -213,7 +215,7 @@ OPERATORS: tuple[Operator, ...] = (
         "Lemma 9.5",
         batch_norm,
         AFFINE,
-        given={"mean": "stream", "log variance": "|stream|"},
+        constants={"mean": "stream", "log variance": "|stream|"},
         output="mode batch token stream",
     ),
     Operator("softmax", "Softmax over the channels", "Lemma 9.2", lambda t: t["z"].softmax(-1)),
@@ -224,7 +226,7 @@ OPERATORS: tuple[Operator, ...] = (
         "Lemma 9.6",
         attention,
         ATTENTION,
-        given={"mask": "token token*"},
+        constants={"mask": "token token*"},
         remark="The paper leaves rows out here (sec. 10.4); they pass, as long as the mask is "
         "permuted along.",
     ),
@@ -234,7 +236,7 @@ OPERATORS: tuple[Operator, ...] = (
         "Thm 10.2",
         masked_softmax,
         features={"queries": "batch token stream", "keys": "batch token stream*"},
-        given={"mask": "token token*"},
+        constants={"mask": "token token*"},
         output="batch token token*",
         directions=("columns",),
         remark="A permutation of the columns of Q and K cancels before the mask takes effect.",
@@ -251,7 +253,7 @@ OPERATORS: tuple[Operator, ...] = (
         "Dropout whose mask is drawn once and permuted along",
         "Lemma 9.1",
         dropout,
-        given={"kept": "batch token stream"},
+        constants={"kept": "batch token stream"},
     ),
     Operator(
         "convolution",
@@ -286,57 +288,61 @@ OPERATORS: tuple[Operator, ...] = (
 )
 
 
-def operators(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Finding]:
-    """One finding per operator and direction, and one on dropout without canonical masks. `holds`
-    is measured against the operator's own rounding.
+def check_operators(dtype: torch.dtype = torch.float64, seed: int = 0) -> list[Finding]:
+    """Return one finding per operator and direction, and one on dropout with masks in storage
+    order. `holds` is relative to the operator's own rounding.
     """
-    found = [finding for op in OPERATORS for finding in check_operator(op, dtype, seed)]
-    return [*found, dropout_in_law(dtype, seed)]
+    findings = [finding for op in OPERATORS for finding in check_operator(op, dtype, seed)]
+    return [*findings, check_dropout_law(dtype, seed)]
 
 
 def check_operator(
     op: Operator, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> Iterator[Finding]:
-    """Does the operator commute, forward and backward, in each of its directions?"""
-    spec, tensors = op.spec, {name: t.to(dtype) for name, t in draw(op, seed).items()}
+    """Check whether an operator commutes, forward and backward, in each of its directions."""
+    spec, tensors = op.spec, {name: t.to(dtype) for name, t in sample_tensors(op, seed).items()}
     plain = run(op, identity(spec), identity(spec), tensors)
-    floors = tolerances(op, plain, tensors)
+    limits = tolerances(op, plain, tensors)
     for direction in op.directions:
         spaces = {"rows": ["token"], "columns": [s for s in SPACES if s != "token"], "both": None}[
             direction
         ]
         g, other = (element(spec, 2 * seed + i, spaces=spaces) for i in range(2))
         expected = {name: act(g, plain[name], axes) for name, axes in op.compared.items()}
-        errors = {name: relative(x, expected[name]) for name, x in run(op, g, g, tensors).items()}
-        wrong = {
-            name: relative(x, expected[name]) for name, x in run(op, g, other, tensors).items()
+        errors = {
+            name: relative_error(x, expected[name]) for name, x in run(op, g, g, tensors).items()
         }
-        worst = max(errors, key=lambda name: errors[name] / floors[name])
+        control_errors = {
+            name: relative_error(x, expected[name])
+            for name, x in run(op, g, other, tensors).items()
+        }
+        worst = max(errors, key=lambda name: errors[name] / limits[name])
         remark = op.remark if direction == op.directions[0] else ""
-        commutes, breaks = errors[worst] <= floors[worst], direction in op.breaks
-        against = "" if commutes != breaks else f"{_claim(op, direction, commutes)}: "
+        commutes, breaks = errors[worst] <= limits[worst], direction in op.breaks
+        prefix = "" if commutes != breaks else f"{_claim(op, direction, commutes)}: "
         yield Finding(
             f"operator/{op.name}/{direction}",
             _claim(op, direction, not breaks)
             + ("" if breaks else ", and its gradients move along"),
             holds=commutes != breaks,
             value=errors[worst],
-            floor=floors[worst],
-            ceiling=max(wrong.values()),
-            sentence=f"{against}the {worst} differs by {errors[worst]:.1e}. {remark}".rstrip(),
+            floor=limits[worst],
+            ceiling=max(control_errors.values()),
+            sentence=f"{prefix}the {worst} differs by {errors[worst]:.1e}. {remark}".rstrip(),
             source=op.source if op.source.startswith("Thm") else f"Thm 4.7, {op.source}",
             where=worst,
         )
 
 
 def _claim(op: Operator, direction: str, commutes: bool) -> str:
-    moved = (
+    """Return the claim on an operator and a direction as text."""
+    permuted = (
         ax.spaces(op.output)
         & {"rows": {"token"}, "columns": {"stream"}, "both": {"token", "stream"}}[direction]
     )
     verb = (
         ("commutes with" if commutes else "does not commute with")
-        if moved
+        if permuted
         else ("is unchanged by" if commutes else "is changed by")
     )
     weights = (
@@ -345,57 +351,61 @@ def _claim(op: Operator, direction: str, commutes: bool) -> str:
     return f"{op.title} {verb} permutations of the {DIRECTIONS[direction]}{weights}"
 
 
-def draw(op: Operator, seed: int) -> Tensors:
-    """Every tensor of an operator, and the cotangent of its output, in float64."""
-    random = torch.Generator().manual_seed(seed)
+def sample_tensors(op: Operator, seed: int) -> Tensors:
+    """Sample every tensor of an operator, and the cotangent of its output, in float64."""
+    generator = torch.Generator().manual_seed(seed)
     sizes = {name: space.size for name, space in SPACES.items()}
 
     def normal(axes: str) -> Tensor:
         return torch.randn(
             [ax.size(term, sizes) or 1 for term in ax.parse(axes).terms],
-            generator=random,
+            generator=generator,
             dtype=torch.float64,
         )
 
-    out = {name: 0.4 * normal(axes) + ("|" in axes) for name, axes in op.weights.items()}
-    out |= {
+    tensors = {name: 0.4 * normal(axes) + ("|" in axes) for name, axes in op.weights.items()}
+    tensors |= {
         name: normal(axes)
-        for name, axes in {**op.features, **op.given, "cotangent": op.output}.items()
+        for name, axes in {**op.features, **op.constants, "cotangent": op.output}.items()
     }
-    if "mask" in out:
-        out["mask"] = torch.full_like(out["mask"], -torch.inf).triu(1)
-    if "kept" in out:
-        out["kept"] = (torch.rand(out["kept"].shape, generator=random) >= DROPOUT).double()
-    return out
+    if "mask" in tensors:
+        tensors["mask"] = torch.full_like(tensors["mask"], -torch.inf).triu(1)
+    if "kept" in tensors:
+        tensors["kept"] = (
+            torch.rand(tensors["kept"].shape, generator=generator) >= DROPOUT
+        ).double()
+    return tensors
 
 
 def run(op: Operator, g: Element, features: Element, tensors: Mapping[str, Tensor]) -> Tensors:
-    """The output and all gradients, where `features` moved the features and g all else: weights,
-    givens and the cotangent of the output.
+    """Return the output and all gradients.
+
+    `features` acts on the features, g on all else: weights, constants and the cotangent of the
+    output.
     """
-    moved = apply(g, {name: tensors[name] for name in op.weights})
-    t = {name: w.detach().clone().requires_grad_() for name, w in moved.items()}
-    t |= {name: act(g, tensors[name], axes) for name, axes in op.given.items()}
-    entering = (
-        op.front(t)
+    weights = apply(g, {name: tensors[name] for name in op.weights})
+    values = {name: w.detach().clone().requires_grad_() for name, w in weights.items()}
+    values |= {name: act(g, tensors[name], axes) for name, axes in op.constants.items()}
+    entered = (
+        op.front(values)
         if op.front
         else {name: tensors[name].clone().requires_grad_() for name in op.features}
     )
-    t |= {name: act(features, entering[name], axes) for name, axes in op.features.items()}
-    out = op.run(t)
+    values |= {name: act(features, entered[name], axes) for name, axes in op.features.items()}
+    output = op.run(values)
     names = [*op.weights, *op.features]
     gradients = torch.autograd.grad(
-        out, [t[name] for name in names], act(g, tensors["cotangent"], ax.dual(op.output))
+        output, [values[name] for name in names], act(g, tensors["cotangent"], ax.dual(op.output))
     )
     return {
-        "output": out.detach(),
+        "output": output.detach(),
         **{f"gradient of {name}": x for name, x in zip(names, gradients, strict=True)},
     }
 
 
 def tolerances(op: Operator, plain: Tensors, tensors: Mapping[str, Tensor]) -> dict[str, float]:
-    """Per tensor compared: 1e-9 in float64, elsewhere a multiple of its own rounding error, taken
-    for no less than the median one or one unit.
+    """Return the tolerance of each compared tensor: 1e-9 in float64, else a multiple of its
+    rounding error, bounded below by the median error and epsilon.
     """
     dtype = plain["output"].dtype
     if dtype == torch.float64:
@@ -403,50 +413,52 @@ def tolerances(op: Operator, plain: Tensors, tensors: Mapping[str, Tensor]) -> d
     exact = run(
         op, identity(op.spec), identity(op.spec), {name: t.double() for name, t in tensors.items()}
     )
-    own = {name: relative(plain[name], exact[name]) for name in plain}
-    own = {
-        name: error if error < math.inf else 0.0 for name, error in own.items()
-    }  # what is not a number allows nothing
-    least = max(median(own.values()), torch.finfo(dtype).eps)
-    return {name: MULTIPLE * max(error, least) for name, error in own.items()}
+    rounding = {name: relative_error(plain[name], exact[name]) for name in plain}
+    rounding = {
+        name: error if error < math.inf else 0.0 for name, error in rounding.items()
+    }  # NaN and Inf give no allowance
+    smallest = max(median(rounding.values()), torch.finfo(dtype).eps)
+    return {name: MULTIPLE * max(error, smallest) for name, error in rounding.items()}
 
 
-def relative(a: Tensor, b: Tensor) -> float:
-    """||a - b|| / ||b||; what is not a number is infinitely wrong."""
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """Return ||a - b|| / ||b||, or infinity for NaN."""
     error = float((a.double() - b.double()).norm() / b.double().norm())
     return error if error == error else math.inf
 
 
-def dropout_in_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Finding:
-    """Dropout as it comes, its mask drawn in storage order: the permuted run has other outputs, of
-    the same distribution.
-    """
+def check_dropout_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Finding:
+    """Check that dropout with masks in storage order has other outputs of the same distribution."""
     op = next(op for op in OPERATORS if op.name == "dropout")
-    z, g = draw(op, seed)["z"].to(dtype), element(op.spec, 2 * seed, spaces=["token", "stream"])
+    z, g = (
+        sample_tensors(op, seed)["z"].to(dtype),
+        element(op.spec, 2 * seed, spaces=["token", "stream"]),
+    )
 
     def outputs(x: Tensor) -> Tensor:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return F.dropout(x.expand(DRAWS, *x.shape), DROPOUT).double()
 
-    plain, moved = outputs(z), outputs(act(g, z, "batch token stream"))
-    one = relative(moved[0], act(g, plain[0], "batch token stream"))
+    plain, permuted = outputs(z), outputs(act(g, z, "batch token stream"))
+    single_error = relative_error(permuted[0], act(g, plain[0], "batch token stream"))
     value = max(
-        relative((moved**k).mean(0), act(g, (plain**k).mean(0), "batch token stream"))
+        relative_error((permuted**k).mean(0), act(g, (plain**k).mean(0), "batch token stream"))
         for k in (1, 2)
     )
-    floor = 4 * math.sqrt(
+    limit = 4 * math.sqrt(
         2 * DROPOUT / (1 - DROPOUT) / DRAWS
     )  # four standard errors of the difference of two means
     return Finding(
         "operator/dropout/law",
         "Dropout whose mask is drawn in storage order commutes with permutations in law only",
-        holds=value <= floor and one > 10 * floor,
+        holds=value <= limit and single_error > 10 * limit,
         value=value,
-        floor=floor,
-        ceiling=one,
-        sentence=f"One draw differs by {one:.1e}; the first two moments over {DRAWS} draws by "
-        f"{value:.1e}, as two independent samples would.",
+        floor=limit,
+        ceiling=single_error,
+        sentence=f"One draw differs by {single_error:.1e}; "
+        f"the first two moments over {DRAWS} draws by {value:.1e}, "
+        "as two independent samples would.",
         source="Thm 4.7",
         measure="relative error of moments",
         trials=DRAWS,

@@ -1,9 +1,9 @@
-"""Which optimizers keep which symmetries in training: the claim behind Corollaries 4.3 and 4.6,
-which are proved for plain gradient steps.
+"""Optimizers and the symmetries they preserve in training: the claim behind Corollaries 4.3 and
+4.6, which are proved for plain gradient steps.
 
-Two small models of the transformers library, plain and moved, are trained on the same data in
-strict float64, by every recipe and under every move of `claims`; all runs of a model are one stack,
-so that a step of all of them costs one batched gradient.
+Two small models of the transformers library, plain and transformed, are trained on the same data in
+strict float64, by every recipe and under every symmetry of `claims`. All runs of a model are
+stacked, so that a step of all of them costs one batched gradient.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Table
 from regauge.testing import strict_float64
 from regauge.verification.claims import (
-    KEPT,
     MODELS,
-    MOVES,
+    PRESERVED,
     RECIPES,
-    WORDS,
+    SYMMETRIES,
+    VERDICTS,
+    Baseline,
     Cell,
-    Move,
     Recipe,
-    Start,
     State,
-    agrees,
+    Symmetry,
+    is_expected,
 )
 
 Tensor = torch.Tensor
@@ -66,11 +66,11 @@ IDS = (4, 8)
 
 
 def optimizer_matrix(seed: int = 0, steps: int = 12) -> tuple[list[Finding], Table, Figure]:
-    """Train with every optimizer, plain and under every move: a finding per optimizer, a table of
-    all numbers, and the matrix as a figure.
+    """Train with every optimizer, plain and under every symmetry: a finding per optimizer, a table
+    of all numbers, and the matrix as a figure.
     """
-    recipes = [r for r in RECIPES if hasattr(torch.optim, r.needs)]
-    cells = measure(recipes, MOVES, seed, steps)
+    recipes = [recipe for recipe in RECIPES if hasattr(torch.optim, recipe.needs)]
+    cells = measure(recipes, SYMMETRIES, seed, steps)
     table = Table(
         "Which optimizers keep which symmetries",
         (
@@ -84,24 +84,26 @@ def optimizer_matrix(seed: int = 0, steps: int = 12) -> tuple[list[Finding], Tab
         ),
         tuple(
             (
-                r.name.rstrip(","),
-                m.model,
-                m.name,
-                WORDS[letter],
-                c.weights,
-                c.function,
-                agrees(letter, c),
+                recipe.name.rstrip(","),
+                symmetry.model,
+                symmetry.name,
+                VERDICTS[letter],
+                cell.weights,
+                cell.function,
+                is_expected(letter, cell),
             )
-            for r in recipes
-            for m, letter in zip(MOVES, r.letters, strict=True)
-            for c in [cells[r.id, m]]
+            for recipe in recipes
+            for symmetry, letter in zip(SYMMETRIES, recipe.letters, strict=True)
+            for cell in [cells[recipe.id, symmetry]]
         ),
         f"{steps} steps in float64; deviations are relative to what training changed.",
     )
     matrix = {
-        "rows": [r.name.rstrip(",") for r in recipes],
-        "columns": [_label(m) for m in MOVES],
-        "values": [[cells[r.id, m].weights for m in MOVES] for r in recipes],
+        "rows": [recipe.name.rstrip(",") for recipe in recipes],
+        "columns": [_label(symmetry) for symmetry in SYMMETRIES],
+        "values": [
+            [cells[recipe.id, symmetry].weights for symmetry in SYMMETRIES] for recipe in recipes
+        ],
         "log": True,
     }
     caption = (
@@ -109,83 +111,105 @@ def optimizer_matrix(seed: int = 0, steps: int = 12) -> tuple[list[Finding], Tab
         "rounding where the optimizer keeps the move."
     )
     return (
-        [finding(r, MOVES, cells) for r in recipes],
+        [make_finding(recipe, SYMMETRIES, cells) for recipe in recipes],
         table,
         Figure("Optimizers and moves", "matrix", matrix, caption),
     )
 
 
-def finding(
-    recipe: Recipe, moves: Sequence[Move], cells: Mapping[tuple[str, Move], Cell]
+def make_finding(
+    recipe: Recipe, symmetries: Sequence[Symmetry], cells: Mapping[tuple[str, Symmetry], Cell]
 ) -> Finding:
-    """What one optimizer keeps and breaks. The value is the worst kept move; the ceiling is the
-    least broken one, or where none is, the control.
+    """Return what one optimizer preserves and breaks. The value is the worst preserved symmetry;
+    the ceiling is the least broken one, or else the control.
     """
-    found = [
-        (m, letter, cells[recipe.id, m]) for m, letter in zip(moves, recipe.letters, strict=True)
+    results = [
+        (symmetry, letter, cells[recipe.id, symmetry])
+        for symmetry, letter in zip(symmetries, recipe.letters, strict=True)
     ]
-    kept = {m: max(c.weights, c.function) for m, letter, c in found if letter in "Kr"}
-    broken = {m: c.weights for m, letter, c in found if letter == "B"}
-    noisy = [c for _, letter, c in found if letter == "n"]
-    worst = max(kept, key=lambda m: kept[m], default=None)
-    says = []
-    if kept:
-        says.append(f"keeps {_list(kept, broken)} (deviations of at most {max(kept.values()):.1e})")
-    if broken:
-        says.append(f"breaks {_list(broken, kept)} (at least {min(broken.values()):.1e})")
-    for c in noisy:
-        says.append(
-            "turns the rounding noise of free key biases, whose gradient is zero, into steps "
-            f"(weights {c.weights:.1e}, function {c.function:.1e})"
+    preserved = {
+        symmetry: max(cell.weights, cell.function)
+        for symmetry, letter, cell in results
+        if letter in "Kr"
+    }
+    broken = {symmetry: cell.weights for symmetry, letter, cell in results if letter == "B"}
+    noisy = [cell for _, letter, cell in results if letter == "n"]
+    worst = max(preserved, key=lambda symmetry: preserved[symmetry], default=None)
+    clauses = []
+    if preserved:
+        clauses.append(
+            f"keeps {_join_names(preserved, broken)} "
+            f"(deviations of at most {max(preserved.values()):.1e})"
         )
-    wrong = [
-        f"{_label(m)} ({WORDS[letter]} expected, {c.weights:.1e} found)"
-        for m, letter, c in found
-        if not agrees(letter, c)
+    if broken:
+        clauses.append(
+            f"breaks {_join_names(broken, preserved)} (at least {min(broken.values()):.1e})"
+        )
+    for cell in noisy:
+        clauses.append(
+            "turns the rounding noise of free key biases, whose gradient is zero, into steps "
+            f"(weights {cell.weights:.1e}, function {cell.function:.1e})"
+        )
+    unexpected = [
+        f"{_label(symmetry)} ({VERDICTS[letter]} expected, {cell.weights:.1e} found)"
+        for symmetry, letter, cell in results
+        if not is_expected(letter, cell)
     ]
     return Finding(
         f"optimizer/{recipe.id}",
         f"{recipe.name} {recipe.claim}",
-        holds=not wrong,
-        value=None if worst is None else kept[worst],
-        floor=max((c.rounding for _, letter, c in found if letter == "r"), default=KEPT),
-        ceiling=min(broken.values(), default=min(c.control for _, _, c in found)),
-        sentence=f"Not as expected: {', '.join(wrong)}."
-        if wrong
-        else f"{recipe.name} {'; '.join(says)}.",
+        holds=not unexpected,
+        value=None if worst is None else preserved[worst],
+        floor=max(
+            (cell.rounding for _, letter, cell in results if letter == "r"), default=PRESERVED
+        ),
+        ceiling=min(broken.values(), default=min(cell.control for _, _, cell in results)),
+        sentence=f"Not as expected: {', '.join(unexpected)}."
+        if unexpected
+        else f"{recipe.name} {'; '.join(clauses)}.",
         source="Cor. 4.3, Cor. 4.6",
         measure="error relative to the update",
-        where=", ".join(wrong) or ("" if worst is None else _label(worst)),
+        where=", ".join(unexpected) or ("" if worst is None else _label(worst)),
     )
 
 
-def _label(move: Move) -> str:
-    return f"{MODELS[move.model]}: {move.name}"
+def _label(symmetry: Symmetry) -> str:
+    """Return the model and the name of a symmetry."""
+    return f"{MODELS[symmetry.model]}: {symmetry.name}"
 
 
-def _list(moves: Iterable[Move], others: Iterable[Move]) -> str:
-    """The moves by name; with the model where the other one fares otherwise."""
-    split = {m.name for m in others}
+def _join_names(symmetries: Iterable[Symmetry], others: Iterable[Symmetry]) -> str:
+    """Join the names of symmetries; add the model if the other model behaves differently."""
+    ambiguous = {symmetry.name for symmetry in others}
     return ", ".join(
         dict.fromkeys(
-            f"{m.name} of {MODELS[m.model]}" if m.name in split else m.name for m in moves
+            f"{symmetry.name} of {MODELS[symmetry.model]}"
+            if symmetry.name in ambiguous
+            else symmetry.name
+            for symmetry in symmetries
         )
     )
 
 
 def measure(
-    recipes: Sequence[Recipe], moves: Sequence[Move], seed: int = 0, steps: int = 12
-) -> dict[tuple[str, Move], Cell]:
-    """Every cell: all runs of a model, plain and moved, are trained side by side."""
-    out: dict[tuple[str, Move], Cell] = {}
-    for kind in dict.fromkeys(m.model for m in moves):
-        out |= _measure(kind, recipes, [m for m in moves if m.model == kind], seed, steps)
-    return out
+    recipes: Sequence[Recipe], symmetries: Sequence[Symmetry], seed: int = 0, steps: int = 12
+) -> dict[tuple[str, Symmetry], Cell]:
+    """Measure every cell; all runs of a model, plain and transformed, are trained side by side."""
+    cells: dict[tuple[str, Symmetry], Cell] = {}
+    for kind in dict.fromkeys(symmetry.model for symmetry in symmetries):
+        cells |= _measure(
+            kind,
+            recipes,
+            [symmetry for symmetry in symmetries if symmetry.model == kind],
+            seed,
+            steps,
+        )
+    return cells
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training: by which recipe, from which weights, with which of them frozen."""
+    """One training: its recipe, its initial weights, and which of them are frozen."""
 
     recipe: Recipe
     state: State
@@ -193,10 +217,8 @@ class Run:
     free: bool
 
 
-class Trained(NamedTuple):
-    """What came of a run: its weights, and its logits on a batch that it was not trained on, before
-    and after.
-    """
+class TrainingResult(NamedTuple):
+    """The weights after a run, and its logits on a held-out batch before and after."""
 
     weights: State
     before: Tensor
@@ -204,72 +226,98 @@ class Trained(NamedTuple):
 
 
 def _measure(
-    kind: str, recipes: Sequence[Recipe], moves: Sequence[Move], seed: int, steps: int
-) -> dict[tuple[str, Move], Cell]:
-    model, state = build(kind, seed)
+    kind: str, recipes: Sequence[Recipe], symmetries: Sequence[Symmetry], seed: int, steps: int
+) -> dict[tuple[str, Symmetry], Cell]:
+    """Measure every cell of one model."""
+    model, state = build_model(kind, seed)
     with strict_float64():
         spec = spec_of(model)
-    folded = fold_norms(spec, state) if any(m.folded for m in moves) else (spec, state)
+    folded = (
+        fold_norms(spec, state)
+        if any(symmetry.folded for symmetry in symmetries)
+        else (spec, state)
+    )
 
-    def prepared(start: Start) -> tuple[Spec, State]:
-        return folded if start.folded else (spec, state)
+    def initial(baseline: Baseline) -> tuple[Spec, State]:
+        return folded if baseline.folded else (spec, state)
 
-    def run(recipe: Recipe, start: Start, weights: State) -> Run:
+    def run(recipe: Recipe, baseline: Baseline, weights: State) -> Run:
         return Run(
-            recipe, weights, frozenset(folded[0].fixed) if start.frozen else frozenset(), start.free
+            recipe,
+            weights,
+            frozenset(folded[0].fixed) if baseline.frozen else frozenset(),
+            baseline.free,
         )
 
     elements = {
-        m: element(prepared(m.start)[0], seed, within=m.within, spaces=m.spaces) for m in moves
+        symmetry: element(
+            initial(symmetry.baseline)[0], seed, within=symmetry.within, spaces=symmetry.spaces
+        )
+        for symmetry in symmetries
     }
-    starts = list(dict.fromkeys(m.start for m in moves))
-    moved = {m: apply(elements[m], prepared(m.start)[1]) for m in moves}
-    runs: dict[tuple[str, Start | Move], Run] = {}
+    baselines = list(dict.fromkeys(symmetry.baseline for symmetry in symmetries))
+    transformed = {
+        symmetry: apply(elements[symmetry], initial(symmetry.baseline)[1])
+        for symmetry in symmetries
+    }
+    runs: dict[tuple[str, Baseline | Symmetry], Run] = {}
     for recipe in recipes:
-        runs |= {(recipe.id, s): run(recipe, s, prepared(s)[1]) for s in starts}
-        runs |= {(recipe.id, m): run(recipe, m.start, moved[m]) for m in moves}
+        runs |= {
+            (recipe.id, baseline_): run(recipe, baseline_, initial(baseline_)[1])
+            for baseline_ in baselines
+        }
+        runs |= {
+            (recipe.id, symmetry): run(recipe, symmetry.baseline, transformed[symmetry])
+            for symmetry in symmetries
+        }
     results = dict(zip(runs, train(model, list(runs.values()), seed, steps), strict=True))
-    out: dict[tuple[str, Move], Cell] = {}
+    cells: dict[tuple[str, Symmetry], Cell] = {}
     for recipe in recipes:
-        for m in moves:
-            a, b = results[recipe.id, m.start], results[recipe.id, m]
+        for symmetry in symmetries:
+            a, b = results[recipe.id, symmetry.baseline], results[recipe.id, symmetry]
             change, shift = (
-                distance(a.weights, prepared(m.start)[1]),
+                distance(a.weights, initial(symmetry.baseline)[1]),
                 float((a.after - a.before).norm()),
             )
             expected = apply(
-                elements[m], a.weights, force=True
-            )  # trained gains are no longer the unit gains of the folded spec
-            rounding = KEPT
+                elements[symmetry], a.weights, force=True
+            )  # trained gains differ from the unit gains of the folded spec
+            rounding = PRESERVED
             if (
                 recipe.exact is not None
-            ):  # each of the two runs may be as far off as it is from the same run in float64
-                pairs = [(run, results[recipe.exact, key]) for run, key in ((a, m.start), (b, m))]
+            ):  # each of the two runs may differ as much as from the same run in float64
+                pairs = [
+                    (run, results[recipe.exact, key])
+                    for run, key in ((a, symmetry.baseline), (b, symmetry))
+                ]
                 weights = sum(ratio(distance(x.weights, y.weights), change) for x, y in pairs)
                 rounding += max(
                     weights, sum(ratio(float((x.after - y.after).norm()), shift) for x, y in pairs)
                 )
-            out[recipe.id, m] = Cell(
+            cells[recipe.id, symmetry] = Cell(
                 weights=ratio(distance(b.weights, expected), change),
                 function=ratio(float((b.after - a.after).norm()), shift),
                 control=ratio(distance(b.weights, a.weights), change),
                 rounding=rounding,
             )
-    return out
+    return cells
 
 
 def distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """Return the Euclidean distance of two states."""
     return math.sqrt(sum(float((a[name] - b[name]).square().sum()) for name in a))
 
 
 def ratio(a: float, b: float) -> float:
-    """a / b; what is not a number is infinitely far."""
-    out = a / b if b else math.inf
-    return out if out == out else math.inf
+    """Return a / b, or infinity for NaN and division by zero."""
+    quotient = a / b if b else math.inf
+    return quotient if quotient == quotient else math.inf
 
 
-def build(kind: str, seed: int) -> tuple[torch.nn.Module, State]:
-    """A pico-model in float64, and random weights for it: gains, biases and positions too."""
+def build_model(kind: str, seed: int) -> tuple[torch.nn.Module, State]:
+    """Build a tiny model in float64 and random weights for it, gains, biases and positions
+    included.
+    """
     need("transformers", "models")
     transformers: Any = import_module("transformers")
     with torch.random.fork_rng(devices=[]):
@@ -282,28 +330,30 @@ def build(kind: str, seed: int) -> tuple[torch.nn.Module, State]:
                 transformers.GPT2Config(**GPT2, attn_implementation="eager")
             )
     model = model.double().eval()
-    random = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     state = {
-        name: 0.3 * torch.randn(p.shape, generator=random, dtype=torch.float64)
+        name: 0.3 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
         + float(p.dim() == 1)
         for name, p in model.named_parameters()
     }
     return model, state
 
 
-def train(model: torch.nn.Module, runs: Sequence[Run], seed: int, steps: int) -> list[Trained]:
+def train(
+    model: torch.nn.Module, runs: Sequence[Run], seed: int, steps: int
+) -> list[TrainingResult]:
     """Train every run on the same batches."""
-    random = torch.Generator().manual_seed(seed + 1)
+    generator = torch.Generator().manual_seed(seed + 1)
     batches = [
-        torch.randint(0, model.config.vocab_size, IDS, generator=random)  # type: ignore[arg-type, union-attr]
+        torch.randint(0, model.config.vocab_size, IDS, generator=generator)
         for _ in range(steps + 1)
-    ]
+    ]  # type: ignore[union-attr, arg-type]
 
     def logits(params: State, ids: Tensor) -> Tensor:
-        out: Tensor = functional_call(
+        result: Tensor = functional_call(
             model, params, kwargs={"input_ids": ids, "use_cache": False}
         ).logits
-        return out
+        return result
 
     def loss(params: State, ids: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(
@@ -316,28 +366,30 @@ def train(model: torch.nn.Module, runs: Sequence[Run], seed: int, steps: int) ->
     params = [
         {name: torch.nn.Parameter(w.clone()) for name, w in run.state.items()} for run in runs
     ]
-    trained = [
-        {name: p for name, p in ps.items() if name not in run.frozen}
-        for ps, run in zip(params, runs, strict=True)
+    trainable = [
+        {name: p for name, p in parameters.items() if name not in run.frozen}
+        for parameters, run in zip(params, runs, strict=True)
     ]
-    optimizers = [run.recipe.make(dict(ps)) for ps, run in zip(trained, runs, strict=True)]
+    optimizers = [
+        run.recipe.make(dict(parameters)) for parameters, run in zip(trainable, runs, strict=True)
+    ]
     with strict_float64():
         before = vmap(logits, in_dims=(0, None))(stacked(), batches[-1])
     for ids in batches[:-1]:
         with strict_float64():
             grads = vmap(grad(loss), in_dims=(0, None))(stacked(), ids)
         for i, run in enumerate(runs):
-            for name, p in trained[i].items():
+            for name, p in trainable[i].items():
                 p.grad = grads[name][i]
                 if name.endswith("c_attn.bias") and not run.free:
                     p.grad.view(3, -1)[1] = 0.0
             if run.recipe.clip:
-                run.recipe.clip([p.grad for p in trained[i].values() if p.grad is not None])
+                run.recipe.clip([p.grad for p in trainable[i].values() if p.grad is not None])
             for optimizer in optimizers[i]:
                 optimizer.step()
     with strict_float64():
         after = vmap(logits, in_dims=(0, None))(stacked(), batches[-1])
     return [
-        Trained({name: p.detach() for name, p in ps.items()}, x, y)
-        for ps, x, y in zip(params, before, after, strict=True)
+        TrainingResult({name: p.detach() for name, p in parameters.items()}, x, y)
+        for parameters, x, y in zip(params, before, after, strict=True)
     ]

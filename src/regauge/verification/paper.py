@@ -15,11 +15,11 @@ from regauge.core.spec import Spec
 
 
 def head_columns(spec: Spec, seed: int) -> tuple[Element | None, str]:
-    """The head-restricted permutation of the paper, or None and why the model has none.
+    """Return the paper's head-restricted permutation, or None and the reason.
 
-    P must map heads to heads, since it also stands on the joined head axis of every layer; the
-    stream's own permutations need no such restriction. Where the inside of a head allows no
-    permutation (rotary positions), whole heads alone change places.
+    P must map heads to heads, because it also acts on the joined head axis of every layer; the
+    stream's own permutations need no such restriction. If the inside of a head allows no
+    permutation (rotary positions), only whole heads are permuted.
     """
     insides = {
         name: space.over
@@ -44,18 +44,18 @@ def head_columns(spec: Spec, seed: int) -> tuple[Element | None, str]:
                 "permutation can stand on both sides of a projection"
             ),
         )
-    draw = Stream(seed_key(seed), "verify/heads")
+    stream = Stream(seed_key(seed), "verify/heads")
     members: dict[str, Member] = dict.fromkeys(
-        insides.values(), Monomial(draw.permutation(heads)[None])
+        insides.values(), Monomial(stream.permutation(heads)[None])
     )
-    free = all(
+    is_free = all(
         isinstance(spec.spaces[name].group.within("permutation"), Permutation) for name in insides
     )
-    if free:
+    if is_free:
         members |= dict.fromkeys(
-            insides, Monomial(np.stack([draw.permutation(width) for _ in range(heads)]))
+            insides, Monomial(np.stack([stream.permutation(width) for _ in range(heads)]))
         )
     name, over = next(iter(insides.items()))
     joined = act(Element(spec, members), np.arange(heads * width), f"({over} {name})")
-    remark = "" if free else "only whole heads change places: their insides allow no permutation"
+    remark = "" if is_free else "only whole heads change places: their insides allow no permutation"
     return Element(spec, {**members, "stream": Monomial(joined[None])}), remark

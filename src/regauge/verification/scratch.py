@@ -1,10 +1,10 @@
-"""From scratch: a fresh initialisation has the same law in every description, so that nothing needs
-to be moved before training starts.
+"""Training from scratch: a fresh initialization has the same distribution in every basis, so that
+nothing needs to be transformed before training.
 
-A permutation keeps the law of a tensor whose entries are drawn alike at every index of the axes
-that it moves. Tested on fresh models of the same class and config: at each index of each such axis
-the mean and the mean square of the entries are compared with those of the whole tensor, in standard
-errors. The control is the same test on a copy whose scale grows with the index.
+A permutation preserves the distribution of a tensor whose entries are identically distributed along
+the permuted axes. The test uses fresh models of the same class and config: at each index of each
+such axis, the mean and the mean square of the entries are compared with those of the whole tensor,
+in standard errors. The control is the same test on a copy whose scale grows with the index.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from regauge.core.spec import Spec, stored
 from regauge.results.findings import Finding
 from regauge.verification.checks import Case
 
-LIMIT = 7.0  # standard errors; the largest of a million normal numbers is at five
+LIMIT = 7.0  # standard errors; the largest of a million normal numbers is about five
 ENOUGH = 256  # entries behind each mean
 
 
-def scratch(c: Case) -> list[Finding]:
+def fresh_initialization(c: Case) -> list[Finding]:
+    """Check that fresh weights have the same distribution at every index of the permuted axes."""
     statement = (
         "Fresh weights have the same law in every description: training from scratch "
         "needs no move first."
     )
     model, source = c.subject.model, "000 Cor 4.6"
-    tensors, worst, control = _moved_tensors(c.subject.spec), {"": 0.0}, 0.0
+    tensors, deviations, control = _permuted_tensors(c.subject.spec), {"": 0.0}, 0.0
     try:
-        fresh = _fresh(model, tensors, c.seed)
+        states = _fresh_tensors(model, tensors, c.seed)
     except (TypeError, ValueError, AttributeError):
         return [
             Finding(
@@ -44,34 +45,36 @@ def scratch(c: Case) -> list[Finding]:
             )
         ]
     for name, dims in tensors.items():
-        if name not in fresh[0]:
+        if name not in states[0]:
             continue
-        draws = torch.stack([state[name] for state in fresh]).double()
+        samples = torch.stack([state[name] for state in states]).double()
         for dim in dims:
-            flat = draws.movedim(dim + 1, 0).flatten(1)
-            worst[name] = max(worst.get(name, 0.0), _stray(flat))
+            flat = samples.movedim(dim + 1, 0).flatten(1)
+            deviations[name] = max(deviations.get(name, 0.0), _max_deviation(flat))
             control = max(
                 control,
-                _stray(flat * torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64)[:, None]),
+                _max_deviation(
+                    flat * torch.linspace(0.5, 1.5, len(flat), dtype=torch.float64)[:, None]
+                ),
             )
-    furthest = max(worst, key=worst.__getitem__)
-    holds = worst[furthest] <= LIMIT
+    worst_name = max(deviations, key=deviations.__getitem__)
+    holds = deviations[worst_name] <= LIMIT
     sentence = (
-        f"no channel of {len(worst) - 1} tensors strays by more than "
-        f"{worst[furthest]:.1f} standard errors in {len(fresh)} fresh models"
+        f"no channel of {len(deviations) - 1} tensors strays by more than "
+        f"{deviations[worst_name]:.1f} standard errors in {len(states)} fresh models"
     )
     if not holds:
         sentence = (
-            f"a channel of {furthest} strays by {worst[furthest]:.1f} standard errors: "
+            f"a channel of {worst_name} strays by {deviations[worst_name]:.1f} standard errors: "
             "its law depends on its place"
         )
-    where = "" if holds else furthest
+    where = "" if holds else worst_name
     return [
         Finding(
             "column/scratch",
             statement,
             holds,
-            worst[furthest],
+            deviations[worst_name],
             LIMIT,
             control,
             sentence,
@@ -82,26 +85,26 @@ def scratch(c: Case) -> list[Finding]:
     ]
 
 
-def _fresh(model: Any, tensors: Mapping[str, Any], seed: int) -> list[dict[str, torch.Tensor]]:
-    """The drawn tensors of fresh models: of one, or of as many as it takes to have enough entries
-    at each index.
-    """
+def _fresh_tensors(
+    model: Any, tensors: Mapping[str, Any], seed: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return the random tensors of as many fresh models as give enough entries at each index."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        first = _drawn(type(model)(model.config), tensors)
+        first = _random_tensors(type(model)(model.config), tensors)
         fewest = min((t.numel() // max(t.shape) for t in first.values()), default=ENOUGH)
         return [
             first,
             *(
-                _drawn(type(model)(model.config), tensors)
+                _random_tensors(type(model)(model.config), tensors)
                 for _ in range(min(64, math.ceil(ENOUGH / fewest)) - 1)
             ),
         ]
 
 
-def _moved_tensors(spec: Spec) -> dict[str, list[int]]:
-    """The backbone's tensors, and which of their axes a column permutation moves."""
-    out = {}
+def _permuted_tensors(spec: Spec) -> dict[str, list[int]]:
+    """Return the backbone's tensors and the axes that a column permutation acts on."""
+    axes_by_name = {}
     for name, entry in stored(spec).items():
         if spec.parts.get(entry.pattern) == "backbone":
             dims = [
@@ -110,12 +113,12 @@ def _moved_tensors(spec: Spec) -> dict[str, list[int]]:
                 if ax.spaces(str(ax.Axes((term,))))
             ]
             if dims:
-                out[name] = dims
-    return out
+                axes_by_name[name] = dims
+    return axes_by_name
 
 
-def _drawn(model: torch.nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors that are drawn and not constant."""
+def _random_tensors(model: torch.nn.Module, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors that are random and not constant."""
     return {
         n: t
         for n, t in model.state_dict().items()
@@ -123,12 +126,12 @@ def _drawn(model: torch.nn.Module, names: Mapping[str, Any]) -> dict[str, torch.
     }
 
 
-def _stray(flat: torch.Tensor) -> float:
-    """How far the mean or the mean square of any row is from that of all rows, in standard
-    errors.
+def _max_deviation(flat: torch.Tensor) -> float:
+    """Return the largest deviation of a row's mean or mean square from that of all rows, in
+    standard errors.
     """
-    n, out = flat.shape[1], 0.0
+    n, largest = flat.shape[1], 0.0
     for values in (flat, flat.square()):
         error = values.std() / math.sqrt(n)
-        out = max(out, float((values.mean(1) - values.mean()).abs().max() / error))
-    return out
+        largest = max(largest, float((values.mean(1) - values.mean()).abs().max() / error))
+    return largest

@@ -1,10 +1,10 @@
-"""What is verified, one pass of it, and how two passes are compared.
+"""The subject of a verification, one pass of it, and the comparison of two passes.
 
-The measure. An error is ||a - b|| / ||b|| for each tensor, and the root mean square of that over
-the tensors of a pass. What is compared are the streams where they leave the backbone, the outputs,
-the gradients of the weights and of the features that enter. The tolerance is 1e-9 in float64;
-below, it is `MULTIPLE` times the model's own rounding error by the same measure: the same pass with
-the same weights in float64.
+Measure: the error of a tensor is ||a - b|| / ||b||, and that of a pass the root mean square over
+its tensors. Compared are the streams where they leave the backbone, the outputs, and the gradients
+of the weights and of the features that enter. The tolerance is 1e-9 in float64; in narrower dtypes
+it is `MULTIPLE` times the model's own rounding error by the same measure, taken against the same
+pass with the same weights in float64.
 """
 
 from __future__ import annotations
@@ -36,38 +36,42 @@ EXACT = 1e-9
 
 
 @dataclass(frozen=True)
-class Way:
-    """How features go through the backbone: rows shuffled by a seed, columns moved by an element,
-    and put back where they leave.
+class Transform:
+    """A transform of the features at the cut: rows shuffled by a seed, columns transformed by an
+    element, both undone at the exit.
 
-    `alone` is the control for rows: the features are shuffled, nothing follows them (masks,
-    positions), and nothing is put back.
+    `is_control` is the control for rows: the features are shuffled, masks and positions do not
+    follow, and nothing is undone.
     """
 
     rows: int | None = None
     columns: Element | None = None
-    alone: bool = False
+    is_control: bool = False
 
     def shuffle(self, crossing: Crossing) -> Element | None:
+        """Return the shuffle of the rows at a crossing, or None."""
         return (
             None
             if self.rows is None
             else rows(crossing.stream.shape[1], self.rows, f"verify/{crossing.boundary.name}")
         )
 
-    def restored(self, crossing: Crossing, z: Tensor) -> Tensor:
+    def restore(self, crossing: Crossing, z: Tensor) -> Tensor:
+        """Undo the transform on the stream that leaves the backbone."""
         shuffle = self.shuffle(crossing)
         z = z if shuffle is None else crossing.restored(shuffle, z)
         return z if self.columns is None else crossing.restored(self.columns, z)
 
 
-PLAIN = Way()
+PLAIN = Transform()
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What one pass gave: streams where they leave and outputs; gradients of the weights, and of
-    the features where they enter, as moved.
+    """The result of one pass.
+
+    `forward` are the outputs and the streams at the exits, `gradients` those of the weights,
+    `features` those of the entering features, as transformed.
     """
 
     forward: Tensors
@@ -77,8 +81,9 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model, its inputs, its spec and its cut. `targets` make the loss: every entry of every
-    output and stream has one of its own.
+    """A model, its inputs, its spec and its cut.
+
+    `targets` define the loss: every entry of every output and stream has its own.
     """
 
     model: torch.nn.Module
@@ -89,17 +94,17 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
     @property
-    def rows_fixed(self) -> str:
-        """Why rows cannot move in this model, or nothing if they can."""
+    def rows_fixed_reason(self) -> str:
+        """The reason why rows cannot be shuffled in this model; empty if they can."""
         if self.cut is None:
             return "the model is not cut, so that rows cannot be reached"
         if not all("token" in boundary.leave.split() for boundary in self.cut.boundaries):
-            if (
-                self.spec.family == type(self.model).__name__
-            ):  # a spec that was discovered is called by the class
+            # A discovered spec is named after the class.
+            if self.spec.family == type(self.model).__name__:
                 return (
                     "the cut was read off the graph, which does not say what must follow the "
                     "order of the tokens"
@@ -111,74 +116,88 @@ class Subject:
         return ""
 
     def part(self, name: str) -> str:
-        """The part that a tensor belongs to: embed, backbone or head."""
+        """Return the part of a tensor: embed, backbone or head."""
         entry = stored(self.spec).get(name)
         return self.spec.parts.get(entry.pattern, "") if entry else ""
 
-    def features_moved(self, gradients: Tensors, way: Way) -> Tensors:
-        """Gradients of the plain features as a moved backbone should give them: they follow the
-        dual action.
+    def transform_feature_grads(self, gradients: Tensors, transform: Transform) -> Tensors:
+        """Return the gradients of the plain features under the dual action, as a transformed
+        backbone gives them.
         """
         assert self.cut is not None
-        out = {}
+        transformed = {}
         for boundary in self.cut.boundaries:
             name = f"features {boundary.name}".strip()
             axes, value = ax.dual(boundary.enter[boundary.stream]), gradients[name]
             spaces = {s for s in ax.spaces(axes) if s != "token"}
-            if way.columns is not None and spaces:
-                value = act(way.columns, value, axes.replace("token*", "_"))
-            if way.rows is not None:
+            if transform.columns is not None and spaces:
+                value = act(transform.columns, value, axes.replace("token*", "_"))
+            if transform.rows is not None:
                 value = act(
-                    rows(value.shape[1], way.rows, f"verify/{boundary.name}"), value, "_ token _"
+                    rows(value.shape[1], transform.rows, f"verify/{boundary.name}"),
+                    value,
+                    "_ token _",
                 )
-            out[name] = value
-        return out
+            transformed[name] = value
+        return transformed
 
-    def rate(self, plain: Pass) -> float:
-        """A learning rate for SGD at which the first step takes about a hundredth off the loss, if
-        that is as steep as it looks.
+    def suggest_lr(self, plain: Pass) -> float:
+        """Return an SGD learning rate at which the first step reduces the loss by about a
+        hundredth, to first order.
         """
-        steepness = sum(float(g.double().square().sum()) for g in plain.gradients.values())
-        return 0.01 * float(loss(plain.forward, self.targets)) / steepness if steepness else 0.0
+        squared_norm = sum(float(g.double().square().sum()) for g in plain.gradients.values())
+        return (
+            0.01 * float(loss(plain.forward, self.targets)) / squared_norm if squared_norm else 0.0
+        )
 
-    def of(self, model: torch.nn.Module) -> Subject:
-        """The same with another model of the same shape."""
+    def with_model(self, model: torch.nn.Module) -> Subject:
+        """Return the subject with another model of the same shape."""
         return replace(self, model=model, cut=replace(self.cut, model=model) if self.cut else None)
 
-    def exact(self) -> Subject:
-        """The same in float64."""
+    def to_float64(self) -> Subject:
+        """Return the subject in float64."""
         inputs = {
             k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
             for k, v in self.inputs.items()
         }
-        return replace(self.of(copy.deepcopy(self.model).double()), inputs=inputs)
+        return replace(self.with_model(copy.deepcopy(self.model).double()), inputs=inputs)
 
-    def aimed(self, seed: int) -> Subject:
-        """The same with targets, as large as the outputs that they are for."""
-        out = {}
+    def with_targets(self, seed: int) -> Subject:
+        """Return the subject with random targets of the outputs' magnitude."""
+        targets = {}
         for name, value in run(self).forward.items():
-            drawn = torch.from_numpy(
+            normals = torch.from_numpy(
                 Stream(seed_key(seed), f"verify/target/{name}").normals(value.numel())
             ).view(value.shape)
             size = float(value.double().square().mean().sqrt())
-            out[name] = drawn.to(value.device) * (size or 1.0)  # a head of zeros gives zeros
-        return replace(self, targets=out)
+            targets[name] = normals.to(value.device) * (
+                size or 1.0
+            )  # a zero head gives zero outputs
+        return replace(self, targets=targets)
 
 
 @dataclass(frozen=True, eq=False)
-class Trained:
-    """What training left: the function on the inputs that it was trained on, and the weights."""
+class TrainingResult:
+    """The function after training, on the training inputs, and the weights."""
 
     forward: Tensors
     weights: Tensors
 
 
-def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -> Trained:
-    """Train a subject's model in place, with fresh rows in every step. In half precision the
-    optimizer holds the weights in float32, as is usual.
+def train(
+    subject: Subject, transform: Transform, steps: int, optimizer: str, lr: float
+) -> TrainingResult:
+    """Train a subject's model in place, with fresh rows in every step.
 
-    Each weight is stepped as soon as its gradient is there, so that the gradients are never all in
-    memory.
+    In half precision the optimizer keeps float32 copies of the weights, as is usual. Each weight is
+    stepped as soon as its gradient is computed, so that the gradients are never all in memory.
+
+    Args:
+        subject: The model and its inputs.
+        transform: The transform at the cut.
+        steps: Number of steps.
+        optimizer: "sgd" or "adamw".
+        lr: Learning rate of SGD.
     """
     parameters = dict(subject.model.named_parameters())
     masters = {
@@ -186,7 +205,7 @@ def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -
         for n, p in parameters.items()
     }
     handles = [
-        p.register_post_accumulate_grad_hook(_stepper(masters[n], optimizer, rate))  # type: ignore[no-untyped-call]
+        p.register_post_accumulate_grad_hook(_make_step_hook(masters[n], optimizer, lr))  # type: ignore[no-untyped-call]
         for n, p in parameters.items()
         if p.requires_grad
     ]
@@ -194,27 +213,30 @@ def train(subject: Subject, way: Way, steps: int, optimizer: str, rate: float) -
         for step in range(steps):
             run(
                 subject,
-                replace(way, rows=None if way.rows is None else way.rows + step),
+                replace(transform, rows=None if transform.rows is None else transform.rows + step),
                 backward=True,
             )
     finally:
         for handle in handles:
             handle.remove()
-    return Trained(run(subject, way).forward, {n: p.detach() for n, p in masters.items()})
+    return TrainingResult(
+        run(subject, transform).forward, {n: p.detach() for n, p in masters.items()}
+    )
 
 
-def _stepper(master: Tensor, optimizer: str, rate: float) -> Callable[[Tensor], None]:
-    chosen: torch.optim.Optimizer
+def _make_step_hook(master: Tensor, optimizer: str, lr: float) -> Callable[[Tensor], None]:
+    """Return a hook that steps a weight with its own optimizer and frees its gradient."""
+    instance: torch.optim.Optimizer
     if optimizer == "sgd":
-        chosen = torch.optim.SGD([master], lr=rate, foreach=False)
+        instance = torch.optim.SGD([master], lr=lr, foreach=False)
     else:
-        chosen = torch.optim.AdamW([master], lr=1e-3, foreach=False)
+        instance = torch.optim.AdamW([master], lr=1e-3, foreach=False)
 
     def step(p: Tensor) -> None:
         assert p.grad is not None
         gradient, p.grad = p.grad, None
         master.grad = gradient.to(master.dtype)
-        chosen.step()
+        instance.step()
         master.grad = None
         if p is not master:
             p.data.copy_(master.data)
@@ -222,108 +244,123 @@ def _stepper(master: Tensor, optimizer: str, rate: float) -> Callable[[Tensor], 
     return step
 
 
-def against(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[str]]:
-    """A pass of the exact model, the plain pass's errors in each weight gradient, and the
-    parameters whose exact gradient is zero but for rounding.
+def compare_with_exact(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, float], set[str]]:
+    """Run the exact model and compare the plain pass with it.
 
-    Gradients are compared as they come, so that the exact ones are never all in memory.
+    Gradients are compared one by one, so that the exact ones are never all in memory.
+
+    Returns:
+        The exact pass, the plain pass's error in each weight gradient, and the parameters whose
+        exact gradient is zero up to rounding.
     """
-    own, sizes, handles = {}, {}, []
+    rounding, sizes, handles = {}, {}, []
     for name, p in exact.model.named_parameters():
         if not p.requires_grad:
             continue
 
-        def note(p: Tensor, name: str = name) -> None:
+        def compare(p: Tensor, name: str = name) -> None:
             assert p.grad is not None
             gradient, p.grad = p.grad, None
-            own[name] = (
+            rounding[name] = (
                 relative_error(plain.gradients[name], gradient)
                 if name in plain.gradients
                 else math.inf
             )
             sizes[name] = float(gradient.norm()) / math.sqrt(gradient.numel())
 
-        handles.append(p.register_post_accumulate_grad_hook(note))  # type: ignore[no-untyped-call]
+        handles.append(p.register_post_accumulate_grad_hook(compare))  # type: ignore[no-untyped-call]
     try:
-        passed = run(exact, backward=True)
+        result = run(exact, backward=True)
     finally:
         for handle in handles:
             handle.remove()
-    return passed, own, _flat(sizes)
+    return result, rounding, _below_rounding(sizes)
 
 
 def run(
-    subject: Subject, way: Way = PLAIN, *, backward: bool = False, training: bool = False
+    subject: Subject,
+    transform: Transform = PLAIN,
+    *,
+    backward: bool = False,
+    training: bool = False,
 ) -> Pass:
-    """One pass in evaluation mode, as given or another way, with the loss's gradients if asked. The
-    model is left as it was.
+    """Run one pass in evaluation mode and leave the model unchanged.
+
+    Args:
+        subject: The model and its inputs.
+        transform: The transform at the cut.
+        backward: Whether to compute the gradients of the loss.
+        training: Whether to run in training mode instead.
     """
-    model, leaving, entering = subject.model, {}, {}
+    model, left_streams, entered_streams = subject.model, {}, {}
 
     def cross(crossing: Crossing) -> Tensor:
-        there = crossing if way.columns is None else crossing.moved(way.columns)
-        shuffle = way.shuffle(crossing)
+        crossed = crossing if transform.columns is None else crossing.moved(transform.columns)
+        shuffle = transform.shuffle(crossing)
         if shuffle is not None:
-            there = (
-                there.replaced(**{there.boundary.stream: act(shuffle, there.stream, "_ token _")})
-                if way.alone
-                else there.moved(shuffle)
+            crossed = (
+                crossed.replaced(
+                    **{crossed.boundary.stream: act(shuffle, crossed.stream, "_ token _")}
+                )
+                if transform.is_control
+                else crossed.moved(shuffle)
             )
         if backward:
-            name, stream = there.boundary.stream, there.stream
+            name, stream = crossed.boundary.stream, crossed.stream
             if not stream.requires_grad:
-                there = there.replaced(**{name: stream.detach().requires_grad_()})
-            there.stream.retain_grad()
-            entering[f"features {crossing.boundary.name}".strip()] = there.stream
-        z = there.run()
-        z = z if way.alone else way.restored(crossing, z)
-        leaving[f"stream {crossing.boundary.name}".strip()] = z
+                crossed = crossed.replaced(**{name: stream.detach().requires_grad_()})
+            crossed.stream.retain_grad()
+            entered_streams[f"features {crossing.boundary.name}".strip()] = crossed.stream
+        z = crossed.run()
+        z = z if transform.is_control else transform.restore(crossing, z)
+        left_streams[f"stream {crossing.boundary.name}".strip()] = z
         return z
 
     route = subject.cut.route(cross) if subject.cut else contextlib.nullcontext()
     with (
-        evaluating(model, training),
-        precisely(subject.dtype),
+        eval_mode(model, training),
+        float64_context(subject.dtype),
         torch.set_grad_enabled(backward),
-        _whole_masks(subject),
+        _explicit_masks(subject),
         route,
     ):
-        outs = _floats(model(**subject.inputs)) | leaving
+        outputs = _floats(model(**subject.inputs)) | left_streams
         if not backward:
-            return Pass({k: v.detach() for k, v in outs.items()})
+            return Pass({k: v.detach() for k, v in outputs.items()})
         model.zero_grad()
-        loss(outs, subject.targets).backward()  # type: ignore[no-untyped-call]
+        loss(outputs, subject.targets).backward()  # type: ignore[no-untyped-call]
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()  # sets them to None: the tensors are ours now
+        model.zero_grad()  # sets them to None; the tensors above stay
     return Pass(
-        {k: v.detach() for k, v in outs.items()},
+        {k: v.detach() for k, v in outputs.items()},
         gradients,
-        {k: v.grad for k, v in entering.items() if v.grad is not None},
+        {k: v.grad for k, v in entered_streams.items() if v.grad is not None},
     )
 
 
-def loss(outs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
-    """The squared distance of all outputs and streams from their targets, relative to the targets'
-    size.
+def loss(outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor:
+    """Return the squared distance of all outputs and streams from their targets, relative to the
+    targets' size.
     """
     return torch.stack(
-        [(outs[k].double() - t).square().mean() / t.square().mean() for k, t in targets.items()]
+        [(outputs[k].double() - t).square().mean() / t.square().mean() for k, t in targets.items()]
     ).sum()
 
 
 def _floats(result: Any) -> Tensors:
-    out = named(result)
-    if not out:
+    """Return the floating-point outputs by name; raise SpecError if there are none."""
+    tensors = named(result)
+    if not tensors:
         raise SpecError(
-            "the model returned no floating-point output to compare",
-            hint="give inputs that make it return logits or hidden states",
+            "the model must return a floating-point output, got none",
+            hint="pass inputs for which it returns logits or hidden states",
         )
-    return out
+    return tensors
 
 
 @contextlib.contextmanager
-def evaluating(model: torch.nn.Module, training: bool = False) -> Iterator[None]:
-    """In evaluation mode, or not, every module back in its own afterwards."""
+def eval_mode(model: torch.nn.Module, training: bool = False) -> Iterator[None]:
+    """Set evaluation (or training) mode and restore every module's mode afterwards."""
     before = [(m, m.training) for m in model.modules()]
     model.train(training)
     try:
@@ -333,14 +370,15 @@ def evaluating(model: torch.nn.Module, training: bool = False) -> Iterator[None]
             module.training = training
 
 
-def precisely(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+def float64_context(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
+    """Return the strict float64 context for float64 models, else a null context."""
     return strict_float64() if dtype == torch.float64 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _whole_masks(subject: Subject) -> Iterator[None]:
-    """Attention that is given its mask: fused kernels make the causal one themselves, where no
-    permutation reaches it.
+def _explicit_masks(subject: Subject) -> Iterator[None]:
+    """Use eager attention, which takes its mask as a tensor: fused kernels create the causal mask
+    where no permutation reaches it.
     """
     model: Any = subject.model
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
@@ -355,27 +393,27 @@ def _whole_masks(subject: Subject) -> Iterator[None]:
         for m in model.modules()
         if hasattr(getattr(m, "config", None), "_attn_implementation")
     }
-    chosen = [(c, c._attn_implementation) for c in configs.values()]
+    previous = [(c, c._attn_implementation) for c in configs.values()]
     model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        for config, implementation in chosen:
+        for config, implementation in previous:
             config._attn_implementation = implementation
 
 
-def errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each tensor of a is from its counterpart, relative to that. A tensor that is missing
-    on one side is infinitely far.
+def relative_errors(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each tensor of a from its counterpart in b; infinite if one is
+    missing.
     """
-    out = dict.fromkeys(a.keys() ^ b.keys(), math.inf)
+    errors = dict.fromkeys(a.keys() ^ b.keys(), math.inf)
     for name in a.keys() & b.keys():
-        out[name] = relative_error(a[name], b[name])
-    return out
+        errors[name] = relative_error(a[name], b[name])
+    return errors
 
 
 def relative_error(got: Tensor, want: Tensor, start: Tensor | None = None) -> float:
-    """||got - want|| / ||want||, or / ||want - start||, in float64 but never as a whole."""
+    """Return ||got - want|| / ||want||, or / ||want - start||, in float64, computed in pieces."""
     if got.shape != want.shape:
         return math.inf
     parts = [t.reshape(-1).split(_PIECE) for t in (got, want, want if start is None else start)]  # type: ignore[no-untyped-call]
@@ -392,27 +430,31 @@ def relative_error(got: Tensor, want: Tensor, start: Tensor | None = None) -> fl
 _PIECE = 1 << 22
 
 
-def overall(parts: Mapping[str, float], own: Mapping[str, float]) -> float:
-    """The root mean square over tensors, each weighed by how precisely the model itself computes
-    it: by the inverse square of its own error.
+def weighted_error(parts: Mapping[str, float], rounding: Mapping[str, float]) -> float:
+    """Return the root mean square over tensors, weighted by the inverse square of the model's own
+    rounding error.
     """
-    if parts.keys() != own.keys() or math.inf in parts.values():
+    if parts.keys() != rounding.keys() or math.inf in parts.values():
         return math.inf
     return (
         math.sqrt(
-            sum((e / own[n]) ** 2 for n, e in parts.items()) / sum(own[n] ** -2 for n in parts)
+            sum((e / rounding[n]) ** 2 for n, e in parts.items())
+            / sum(rounding[n] ** -2 for n in parts)
         )
         if parts
         else 0.0
     )
 
 
-def flat(gradients: Mapping[str, Tensor]) -> set[str]:
-    """Parameters whose gradient is zero but for rounding, judged by an exact pass: key biases
+def find_zero_gradients(gradients: Mapping[str, Tensor]) -> set[str]:
+    """Return the parameters whose gradient in an exact pass is zero up to rounding: key biases
     without rotary positions, unused tables.
     """
-    return _flat({n: float(g.norm()) / math.sqrt(g.numel()) for n, g in gradients.items()})
+    return _below_rounding(
+        {n: float(g.norm()) / math.sqrt(g.numel()) for n, g in gradients.items()}
+    )
 
 
-def _flat(sizes: Mapping[str, float]) -> set[str]:
+def _below_rounding(sizes: Mapping[str, float]) -> set[str]:
+    """Return the names whose size is zero relative to the largest."""
     return {n for n, size in sizes.items() if size <= 1e-12 * max(sizes.values())}

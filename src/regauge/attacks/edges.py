@@ -1,5 +1,6 @@
-"""The attack that needs only the locked file: its edges are in plain, and training has aligned the
-backbone with them.
+"""Attack from the locked file alone: no base, no data, no labels.
+
+The edges of a locked file are in plain, and training has aligned the backbone with them.
 
 The weights that read the stream in the first layer read what the embedding writes, and every weight
 that writes the stream writes for the head. Over the stream, the Gram matrix of such weights

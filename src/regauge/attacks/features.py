@@ -1,6 +1,4 @@
-"""Attacks on features under a key: the stream from the edges to a locked backbone, or from a client
-to a server.
-"""
+"""Attacks on features under a key, at a locked backbone's edges or between client and server."""
 
 from __future__ import annotations
 

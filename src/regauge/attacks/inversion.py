@@ -1,4 +1,4 @@
-"""Attacks on the features of images that a split-learning client sends: from tokens back to pixels.
+"""Attacks on features of images that a split-learning client sends: from tokens to pixels.
 
 Reconstructions have the range of the auxiliary images.
 """

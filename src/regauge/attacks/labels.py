@@ -1,4 +1,4 @@
-"""Attacks on labels: what the gradients sent by a split-learning client reveal about them.
+"""Attacks on labels by the gradients that a split-learning client sends.
 
 Labels and head stay with the client. The gradient of a sample's loss with respect to its output is
 J W^T (p - y). p - y has one sign at the true class and the other everywhere else, whatever the head

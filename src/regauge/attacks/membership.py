@@ -1,5 +1,6 @@
-"""Patch membership by a calibrated attacker: it learns on its own updates which layer to use, and
-at which noise level.
+"""Patch membership by a calibrated attacker.
+
+The attacker learns on its own updates which layer to use, and at which noise level.
 
 The span of a layer's gradient gives a binary answer, which noise or a larger batch blurs. Here a
 patch is scored by its likelihood under the second moments of the gradient, at several noise levels,

@@ -1,5 +1,6 @@
-"""The client's training pass as an adversary repeats it: differentiable gradients of guessed
-inputs, many guesses at once.
+"""The client's training pass as an adversary repeats it.
+
+It gives differentiable gradients of guessed inputs, many guesses at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Images by regression: an attacker computes many updates of its own images with the client's code
-and learns the inverse.
+"""Images by regression on the attacker's own updates.
+
+The attacker computes many updates of its own images with the client's code and learns the inverse.
 
 A defence acts on the attacker's updates as well, so that the attack adapts to it without a
 description. It needs no closed form and no descent, and falls back to the mean image.

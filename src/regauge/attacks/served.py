@@ -1,5 +1,7 @@
-"""Attacks on what a split-learning server receives: restoring the order of rows and columns,
-linking passes of one sample, averaging noise, and regrouping the tokens of a shuffled batch.
+"""Attacks on what a split-learning server receives over several rows, samples and passes.
+
+They restore the order of rows and columns, link passes of one sample, average noise, and regroup
+the tokens of a shuffled batch.
 
 Streams are [samples, tokens, channels].
 """

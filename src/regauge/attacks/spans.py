@@ -1,5 +1,7 @@
-"""Attacks by spans: a linear layer's gradient is a sum of (output gradient) x (input), so that its
-rows lie in the span of the layer's inputs.
+"""Attacks by the span of a linear layer's gradient.
+
+The gradient is a sum of (output gradient) x (input), so that its rows lie in the span of the
+layer's inputs.
 
 While an update has fewer tokens than the layer has input channels, the span is a proper subspace,
 and a vector in it was most likely an input.

@@ -1,5 +1,7 @@
-"""Texts from an update: tokens by the spans of the first layer's gradients, combined exactly by the
-second layer's; and by optimisation.
+"""Texts from an update, by spans of gradients or by optimisation.
+
+Spans of the first layer's gradients give the tokens; those of the second layer combine them
+exactly.
 
 Supported are BERT and similar models, and GPT-2: learned absolute positions, a norm, then query,
 key and value weights.

@@ -1,4 +1,6 @@
-"""Texts from the gradients of two tables: a word's row is a sum of the rows of its positions.
+"""Texts from the gradients of two tables.
+
+A word's row is a sum of the rows of its positions.
 
 Supported are BERT and similar models, and GPT-2 with an untied head: learned absolute positions,
 added to the words.

@@ -1,5 +1,6 @@
-"""Theft without a base: the value of a locked backbone to an adversary with a few labels. The
-backbone is intact; only its edges do not fit.
+"""Theft without a base: a locked backbone and a few labels.
+
+The backbone is intact; only its edges do not fit.
 """
 
 from __future__ import annotations

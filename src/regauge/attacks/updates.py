@@ -1,5 +1,4 @@
-"""Views of a federated-learning server: the model it sent, the update it received, and what it is
-granted.
+"""Views of a federated-learning server: its model, an update, and what it is granted.
 
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
 

@@ -1,4 +1,4 @@
-"""Attacks on the weights of a locked model by an adversary with a model that it descends from.
+"""Attacks on the weights of a locked model with a model that it descends from.
 
 A lock transforms the backbone by one element. Fine-tuning changes weights little, so the base's
 backbone, transformed by the right element, is nearest to the locked one, and matching finds it. The

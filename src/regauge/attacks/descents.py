@@ -349,12 +349,14 @@ def _mask(view: SentUpdate) -> Tensor | None:
 
 
 def _labels(view: SentUpdate, batch: int) -> Tensor:
+    """Return the granted labels, or those that the head's gradient reveals."""
     if view.granted.labels is not None:
         return view.granted.labels
     return expand_counts(label_counts(view))[:batch]
 
 
 def _classes(view: SentUpdate) -> int:
+    """Return the number of classes."""
     from regauge.jigsaw.layers import head_of
 
     return int(view.model.get_parameter(head_of(view.model)[0]).shape[0])
@@ -371,6 +373,7 @@ def _range(view: SentUpdate, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _lr_factor(schedule: str, progress: float) -> float:
+    """Return the factor of the learning rate at a share of the steps."""
     if schedule == "steps":
         return 0.1 ** sum(progress >= milestone for milestone in (3 / 8, 5 / 8, 7 / 8))
     return 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0

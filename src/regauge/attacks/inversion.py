@@ -190,6 +190,7 @@ def decoder_inversion(
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
+    """Return the mean squared error, in batches."""
     model.eval()
     with torch.no_grad():
         parts = zip(torch.split(x, batch), torch.split(y, batch), strict=True)

@@ -33,7 +33,7 @@ def sample_grads(passes: Sequence[ServerPass]) -> Tensor:
     )
 
 
-def count_classes(view: SentGradients, *, most: int = 64) -> int:
+def count_classes(view: SentGradients, *, max_classes: int = 64) -> int:
     """Count the classes.
 
     Sees: gradients of the output.
@@ -48,7 +48,7 @@ def count_classes(view: SentGradients, *, most: int = 64) -> int:
     """
     x = _directions(view.grads)
     sizes = torch.linalg.svdvals(x)[
-        : min(most, min(x.shape) // 2) + 1
+        : min(max_classes, min(x.shape) // 2) + 1
     ]  # a final norm removes directions, which adds gaps at the end
     if len(sizes) < 2:
         return 2

@@ -165,7 +165,7 @@ def span_candidates(
 
 
 def exact_search(
-    view: SentUpdate, *, among: Tensor | None = None, most: int = MAX_COMBINATIONS
+    view: SentUpdate, *, among: Tensor | None = None, max_combinations: int = MAX_COMBINATIONS
 ) -> list[Tensor]:
     """Recover the texts behind an update in full: a list of token sequences.
 
@@ -188,7 +188,7 @@ def exact_search(
     Args:
         view: The model and the update.
         among: The words to consider (`token_membership`); found if None.
-        most: Maximum number of combinations tried in full.
+        max_combinations: Maximum number of combinations tried in full.
     """
     layers = find_text_layers(view.model)
     if among is None:
@@ -212,7 +212,7 @@ def exact_search(
     return (
         _grow_texts(candidates, second_layer, count)
         if layers.is_causal
-        else _search_texts(candidates, second_layer, count, most)
+        else _search_texts(candidates, second_layer, count, max_combinations)
     )
 
 
@@ -244,7 +244,7 @@ def _grow_texts(candidates: list[Tensor], second_layer: _SecondLayer, count: int
 
 
 def _search_texts(
-    candidates: list[Tensor], second_layer: _SecondLayer, count: int, most: int
+    candidates: list[Tensor], second_layer: _SecondLayer, count: int, max_combinations: int
 ) -> list[Tensor]:
     """Search texts of a bidirectional model: all combinations if they are few, else coordinate
     descent over positions.
@@ -252,7 +252,7 @@ def _search_texts(
     total = 1
     for words in candidates:
         total *= len(words)
-    if total <= most:
+    if total <= max_combinations:
         combinations = torch.stack(
             [torch.stack(list(combination)) for combination in itertools.product(*candidates)]
         )

@@ -158,6 +158,7 @@ def fit(model: torch.nn.Module, examples: Examples, budget: Budget) -> torch.nn.
 def _train(
     model: torch.nn.Module, parameters: Iterable[Tensor], examples: Examples, budget: Budget
 ) -> None:
+    """Train parameters by AdamW with warm-up and a cosine schedule."""
     parameters = list(parameters)
     optimizer = torch.optim.AdamW(parameters, lr=budget.lr)
     generator = np.random.default_rng(budget.seed)

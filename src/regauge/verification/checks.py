@@ -189,12 +189,12 @@ def row_forward(c: Case) -> list[Finding]:
     # Two shuffles: one may fix the very row that a broken module treats differently.
     for seed in (c.seed, c.seed + 1):
         transform = Transform(rows=seed)
-        right, wrong = (
+        result, control_result = (
             run(c.subject, transform),
             run(c.subject, replace(transform, is_control=True)),
         )
         comparison = _compare(
-            c, "forward", right.forward, c.plain.forward, wrong.forward, ROWS_ONLY
+            c, "forward", result.forward, c.plain.forward, control_result.forward, ROWS_ONLY
         )
         findings.append(
             _locate_fault(
@@ -209,23 +209,23 @@ def row_backward(c: Case) -> list[Finding]:
     it.
     """
     transform = Transform(rows=c.seed)
-    right, wrong = (
+    result, control_result = (
         run(c.subject, transform, backward=True),
         run(c.subject, replace(transform, is_control=True), backward=True),
     )
     weights = _compare(
         c,
         "gradients",
-        c.with_gradient(right.gradients),
+        c.with_gradient(result.gradients),
         c.with_gradient(c.plain.gradients),
-        c.with_gradient(wrong.gradients),
+        c.with_gradient(control_result.gradients),
         ROWS_ONLY,
     )
     shuffled = c.subject.transform_feature_grads(c.plain.features, transform)
     features = _compare(
         c,
         "features",
-        right.features,
+        result.features,
         shuffled,
         c.plain.features,
         "the plain gradients, not shuffled",
@@ -253,13 +253,13 @@ def column_forward(c: Case) -> list[Finding]:
     findings = []
     for g in (c.columns, c.resample(1).columns):
         transform, subject = Transform(columns=g), c.transformed(g)
-        right, wrong = run(subject, transform), run(subject)
+        result, control_result = run(subject, transform), run(subject)
         comparison = _compare(
             c,
             "forward",
-            right.forward,
+            result.forward,
             c.plain.forward,
-            wrong.forward,
+            control_result.forward,
             "the moved backbone given plain features",
         )
         findings.append(
@@ -291,13 +291,13 @@ def column_heads(c: Case) -> list[Finding]:
     if g is None:
         return [Finding("column/heads", statement, None, sentence=remark, source="000 Thm 4.4")]
     transform, subject = Transform(columns=g), c.transformed(g)
-    right, wrong = run(subject, transform), run(subject)
+    result, control_result = run(subject, transform), run(subject)
     comparison = _compare(
         c,
         "forward",
-        right.forward,
+        result.forward,
         c.plain.forward,
-        wrong.forward,
+        control_result.forward,
         "the moved backbone given plain features",
     )
     return [comparison.finding("column/heads", statement, "000 Thm 4.4", remark)]
@@ -344,28 +344,30 @@ def column_backward(c: Case) -> list[Finding]:
 def rows_and_columns(c: Case) -> list[Finding]:
     """Check rows and columns at once, forward and backward."""
     transform, subject = Transform(rows=c.seed, columns=c.columns), c.transformed(c.columns)
-    right, wrong = (
+    result, control_result = (
         run(subject, transform, backward=True),
         run(subject, replace(transform, columns=None), backward=True),
     )
     control = "the columns of the features left alone"
-    forward = _compare(c, "forward", right.forward, c.plain.forward, wrong.forward, control)
+    forward = _compare(
+        c, "forward", result.forward, c.plain.forward, control_result.forward, control
+    )
     expected = c.with_gradient(transform_gradients(c.columns, c.plain.gradients))
     weights = _compare(
         c,
         "gradients",
-        c.with_gradient(right.gradients),
+        c.with_gradient(result.gradients),
         expected,
-        c.with_gradient(wrong.gradients),
+        c.with_gradient(control_result.gradients),
         control,
     )
     edges = [n for n in c.rounding["gradients"] if c.subject.part(n) == "embed"]
     embed = _compare(
         c,
         "gradients",
-        _select(right.gradients, edges),
+        _select(result.gradients, edges),
         _select(c.plain.gradients, edges),
-        _select(wrong.gradients, edges),
+        _select(control_result.gradients, edges),
         control,
     )
     return [
@@ -425,7 +427,7 @@ def training(c: Case) -> list[Finding]:
             else c.transformed(c.columns)
         )
         result = train_subject(trainee, transform)
-        wrong = run(
+        control_result = run(
             trainee, replace(transform, is_control=True) if transform.columns is None else PLAIN
         )
         first_weights = start if transform.columns is None else transform_weights(c.columns, start)
@@ -443,7 +445,7 @@ def training(c: Case) -> list[Finding]:
             c,
             function,
             relative_errors(result.forward, plain.forward),
-            relative_errors(wrong.forward, plain.forward),
+            relative_errors(control_result.forward, plain.forward),
             "the trained model used plainly",
         )
         of_weights = replace(
@@ -488,7 +490,7 @@ def autocast(c: Case) -> list[Finding]:
     )
     exact = run(c.subject.to_float64()).forward
     with torch.autocast(next(c.subject.model.parameters()).device.type, torch.bfloat16):
-        plain, right, wrong = (
+        plain, result, control_result = (
             run(c.subject).forward,
             run(subject, transform).forward,
             run(subject).forward,
@@ -497,8 +499,8 @@ def autocast(c: Case) -> list[Finding]:
     comparison = _assess(
         c,
         rounding,
-        relative_errors(right, plain),
-        relative_errors(wrong, plain),
+        relative_errors(result, plain),
+        relative_errors(control_result, plain),
         "the moved backbone given plain features",
         torch.bfloat16,
     )
@@ -559,16 +561,16 @@ def full_group(c: Case) -> list[Finding]:
     }
     uncut = replace(c.subject, cut=None)
     transformed = transform_copy(c.subject.model, g, None)
-    right = run(uncut.with_model(transformed)).forward
+    result = run(uncut.with_model(transformed)).forward
     plain = c.subject.model.state_dict()
     transformed.load_state_dict({n: plain[n] for n in list(plain)[::2]}, strict=False)
-    wrong = run(uncut.with_model(transformed)).forward
+    control_result = run(uncut.with_model(transformed)).forward
     comparison = _compare(
         c,
         "forward",
-        _select(right, names),
+        _select(result, names),
         expected,
-        _select(wrong, names),
+        _select(control_result, names),
         "every second tensor left as it was",
     )
     if is_half:  # embedding and head also compute in another order
@@ -690,10 +692,14 @@ class _Comparison:
         )
 
 
-def _compare(c: Case, kind: str, got: State, want: State, wrong: State, how: str) -> _Comparison:
+def _compare(
+    c: Case, kind: str, got: State, want: State, control: State, control_name: str
+) -> _Comparison:
     """Compare a pass and its control with the expected values."""
     rounding = {n: c.rounding[kind][n] for n in want if n in c.rounding[kind]}
-    return _assess(c, rounding, relative_errors(got, want), relative_errors(wrong, want), how)
+    return _assess(
+        c, rounding, relative_errors(got, want), relative_errors(control, want), control_name
+    )
 
 
 def _assess(
@@ -701,7 +707,7 @@ def _assess(
     rounding: Errors,
     parts: Errors,
     control: Errors,
-    how: str,
+    control_name: str,
     dtype: torch.dtype | None = None,
 ) -> _Comparison:
     """Weigh errors and control against the rounding errors."""
@@ -722,7 +728,7 @@ def _assess(
         MULTIPLE[dtype] * weighted_error(rounding, rounding),
         weighted_error(control, rounding),
         parts,
-        how,
+        control_name,
         dtype,
         rounding,
         drowned=drowned,

@@ -144,6 +144,7 @@ def _all_match(a: list[Tensor], b: list[Tensor], orders: Orders, tolerance: floa
 
 
 def _matches(x: Tensor, y: Tensor, orders: Orders, tolerance: float) -> bool:
+    """Return whether a tensor equals another in one of its possible orders."""
     if x.shape != y.shape:
         return False
     if x.dim() == 3:
@@ -152,6 +153,7 @@ def _matches(x: Tensor, y: Tensor, orders: Orders, tolerance: float) -> bool:
 
 
 def _is_close(x: Tensor, y: Tensor, tolerance: float) -> bool:
+    """Return whether two tensors agree to a relative tolerance."""
     return float(torch.nan_to_num(x - y).norm()) <= tolerance * max(
         float(torch.nan_to_num(x).norm()), 1e-300
     )

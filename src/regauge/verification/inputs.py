@@ -106,6 +106,7 @@ def _tokens(model: torch.nn.Module, config: Any, generator: torch.Generator) -> 
 
 
 def _is_causal(model: torch.nn.Module) -> bool:
+    """Return whether attention masks are implicit, as in causal models."""
     try:
         return any("attention_mask" in b.implicit for b in cut(model).boundaries)
     except CutError:

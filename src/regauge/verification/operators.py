@@ -121,6 +121,7 @@ def batch_norm(t: Tensors) -> Tensor:
 
 
 def split_heads(x: Tensor) -> Tensor:
+    """Split the channels into heads."""
     return x.view(*x.shape[:2], SPACES["head"].size, -1).transpose(1, 2)
 
 

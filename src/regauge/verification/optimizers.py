@@ -345,9 +345,9 @@ def train(
     """Train every run on the same batches."""
     generator = torch.Generator().manual_seed(seed + 1)
     batches = [
-        torch.randint(0, model.config.vocab_size, IDS, generator=generator)
+        torch.randint(0, model.config.vocab_size, IDS, generator=generator)  # type: ignore[arg-type, union-attr]
         for _ in range(steps + 1)
-    ]  # type: ignore[union-attr, arg-type]
+    ]
 
     def logits(params: State, ids: Tensor) -> Tensor:
         result: Tensor = functional_call(

@@ -92,10 +92,11 @@ docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site
 	$(BIN)/python scripts/pages.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict -q
 
-lint: $(VENV)/ready  ## format, lint and types, as CI checks them
+lint: $(VENV)/ready  ## format, lint, types and words, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/words.py
 
 format: $(VENV)/ready  ## format, and mend what can be mended
 	$(BIN)/ruff format .

@@ -311,10 +311,8 @@ def row(parameter: Any) -> str:
         if callable(default) or default in (None, False, True, "", ()) or parameter.required
         else f" Default: `{getattr(default, 'value', default)}`."
     )
-    return (
-        f"| {names} | "
-        f"{(parameter.help or '').replace('|', chr(92) + '|')}{shown if 'Default' not in (parameter.help or '') else ''} |"
-    )
+    text = (parameter.help or "").replace("|", "\\|")
+    return f"| {names} | {text}{'' if 'Default' in text else shown} |"
 
 
 def reference() -> str:

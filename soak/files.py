@@ -125,7 +125,7 @@ FAMILIES = (
 def config(folder: Path) -> list[Kind]:
     """config.json as `inspect` and `move` read it, for every family."""
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.core.spec import check
+    from regauge.core.check import check
     from regauge.models.resolve import spec_of
     from regauge.models.summary import facts_of, text_of
 
@@ -187,7 +187,7 @@ def discovered(folder: Path) -> list[Kind]:
 def weights(folder: Path) -> list[Kind]:
     """model.safetensors: every tensor of an accepted file is read, and has its declared shape."""
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.core.spec import check
+    from regauge.core.check import check
     from regauge.models.resolve import spec_of
 
     saved = _saved(folder / "model", half=True)
@@ -649,9 +649,7 @@ def pickled(folder: Path) -> list[Kind]:
         def read(path: Path = path) -> bool:
             found = open_pickles(path)
             return all(
-                t.cpu() is not None and t.numel() >= 0
-                for tensors in found.files.values()
-                for t in tensors.values()
+                t.bits() is not None for tensors in found.files.values() for t in tensors.values()
             )
 
         kinds.append(Kind(path.read_bytes(), partial(_placed, path, read), focus=4000))

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from regauge.core.action import apply as apply
     from regauge.core.axes import dual as dual
     from regauge.core.axes import parse as parse
+    from regauge.core.check import check as check
     from regauge.core.element import Element as Element
     from regauge.core.element import element as element
     from regauge.core.element import identity as identity
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from regauge.core.live import apply_ as apply_
     from regauge.core.spec import Space as Space
     from regauge.core.spec import Spec as Spec
-    from regauge.core.spec import check as check
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.locking.authorize import authorize as authorize
     from regauge.locking.authorize import deauthorize as deauthorize
@@ -62,7 +62,7 @@ _HOME = {
     "apply": "core.action",
     "apply_": "core.live",
     "authorize": "locking.authorize",
-    "check": "core.spec",
+    "check": "core.check",
     "cut": "models.cut",
     "deauthorize": "locking.authorize",
     "discover": "models.discovery",

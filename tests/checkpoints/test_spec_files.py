@@ -13,10 +13,11 @@ from regauge.checkpoints.reader import open_checkpoint
 from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
 from regauge.cli import main
 from regauge.core.action import apply
+from regauge.core.check import check
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import Orthogonal
-from regauge.core.spec import Spec, check
+from regauge.core.spec import Spec
 from regauge.errors import SpecError
 from support.spec_assets import ASSETS, SPECS, data, needs_assets
 

@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 from regauge.checkpoints.adapted import open_adapted
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.checkpoints.spec_files import load_spec, parse_spec
-from regauge.core.spec import Spec, check
+from regauge.core.check import check
+from regauge.core.spec import Spec
 from regauge.errors import CheckpointError, RegaugeError, SpecError
 from regauge.merging.recipe_yaml import parse_recipe, read_recipe
 from regauge.models.load import load_model
@@ -239,7 +240,7 @@ def test_a_federated_run_without_settings(tmp_path: Path) -> None:
     good = about_of(tmp_path / "run")
     for bad in ({**good, "settings": [1]}, {k: v for k, v in good.items() if k != "layout"}):
         path.write_text(json.dumps(bad))
-        rejected(lambda: about_of(tmp_path / "run"), "no settings or no layout")
+        rejected(lambda: about_of(tmp_path / "run"), "must have settings and a layout")
     path.write_text("[" * 100_000)
     rejected(lambda: about_of(tmp_path / "run"), "is not JSON")
 

@@ -11,9 +11,10 @@ import torch
 
 import regauge
 from regauge.checkpoints.headers import Entry
+from regauge.core.check import check
 from regauge.core.fold import fold_lazily, fold_norms
 from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
-from regauge.core.spec import Norm, Scale, Space, Spec, check
+from regauge.core.spec import Norm, Scale, Space, Spec
 from regauge.errors import SpecError
 from regauge.testing import outputs
 from support.picos import PICOS, build, spec_of

@@ -11,10 +11,11 @@ import transformers as T
 from regauge.checkpoints.headers import Entry
 from regauge.core.action import act, apply
 from regauge.core.axes import parse
+from regauge.core.check import check, check_spec, require
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import GeneralLinear, Orthogonal, Permutation
-from regauge.core.spec import Scale, Space, Spec, check, check_spec, require, stored
+from regauge.core.spec import Scale, Space, Spec, stored
 from regauge.errors import AxesError, SpecError
 from regauge.models.families import spec_from
 from support.picos import build, config_of, spec_of, vit

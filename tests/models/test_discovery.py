@@ -15,8 +15,9 @@ from torch import nn
 
 import regauge
 from regauge.cli.inspect import explanation
+from regauge.core.check import check
 from regauge.core.element import element
-from regauge.core.spec import Spec, check
+from regauge.core.spec import Spec
 from regauge.errors import SpecError
 from regauge.models.discovery import Discovery, DiscoveryError, discovery_of, proof
 from regauge.models.discovery.cache import key_of

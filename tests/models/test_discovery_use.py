@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import regauge
 from regauge.cli.app import run
 from regauge.core.action import apply
+from regauge.core.check import check
 from regauge.core.element import Element
-from regauge.core.spec import check
 from regauge.errors import CutError, LockError
 from regauge.locking.authorize import authorized
 from regauge.locking.keys import load_key

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from regauge.core.action import act, apply
 from regauge.core.axes import dual
+from regauge.core.check import check
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
 from regauge.core.members import Dense, Monomial
 from regauge.core.rng import Stream, seed_key
-from regauge.core.spec import Space, Spec, check, stored
+from regauge.core.spec import Space, Spec, stored
 from regauge.errors import CutError, ElementError, SpecError, UnknownModelError
 from regauge.models.cut import cut
 from regauge.models.families import spec_from

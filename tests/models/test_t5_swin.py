@@ -12,11 +12,11 @@ import transformers as T
 from safetensors.torch import load_file, save_file
 
 from regauge.core.action import apply
+from regauge.core.check import check
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation
 from regauge.core.members import Monomial
-from regauge.core.spec import check
 from regauge.models.families import spec_from
 from regauge.testing import outputs
 from support.picos import PICOS, build, config_of, spec_of

@@ -1,4 +1,4 @@
-"""The word check finds what it should, and the package has no hits."""
+"""The word check finds what it should, and the enforced files have no hits."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ def test_gerund_modules_are_found(words: ModuleType) -> None:
     assert list(words.check_name(Path("src/regauge/split/messages.py"), rules)) == []
 
 
-def test_the_package_has_no_hits(words: ModuleType) -> None:
+def test_enforced_files_have_no_hits(words: ModuleType) -> None:
     assert words.main([]) == 0

@@ -171,7 +171,7 @@ class Spectrum:
     """A system in the basis in which the prior and the equations are diagonal.
 
     `observed` [rank, values] is s times the unknown coefficients, plus noise. `rest` is the squared
-    norm of what no X explains.
+    norm of the part that no X explains.
     """
 
     system: LinearSystem
@@ -340,7 +340,7 @@ def position_grads(view: SentUpdate, layers: Layers) -> Tensor:
     table = (
         view.grad(layers.positions, "the gradient of the position table").detach().double().cpu()
     )
-    table = layers.slopes_as_used(table)
+    table = layers.grads_as_used(table)
     model = view.model
     if not isinstance(model, MaskedJigsaw) or model.localizer is None:
         return table

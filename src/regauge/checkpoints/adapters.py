@@ -28,9 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regauge.core import axes as ax
 from regauge.core.action import apply
+from regauge.core.check import Fault, check, require
 from regauge.core.element import Element
 from regauge.core.groups import Orthogonal, SignedPermutation
-from regauge.core.spec import Fault, Shaped, Spec, check, require, stored
+from regauge.core.spec import Shaped, Spec, stored
 from regauge.errors import ElementError, SpecError
 
 if TYPE_CHECKING:

@@ -174,8 +174,13 @@ def model_mode(source: Path | None, copied: Iterable[Path] = ()) -> int:
     """Return the permission bits that a model made of the one at `source` (None: in memory) may
     have at most, with these files copied.
     """
-    opened = EVERYONE if source is None or not source.exists() else open_checkpoint(source).mode
-    return opened & strictest_mode(copied)
+    mode = EVERYONE
+    if source is not None and source.exists():
+        try:
+            mode = open_checkpoint(source).mode
+        except CheckpointError:  # it changed since it was read: what is left of it still counts
+            mode = strictest_mode([source])
+    return mode & strictest_mode(copied)
 
 
 def check_target(out: Path, source: Path) -> None:

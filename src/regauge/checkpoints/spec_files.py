@@ -19,9 +19,10 @@ from typing import Any
 
 from regauge.checkpoints.documents import SPEC_BYTES, is_flat, read_document
 from regauge.core import axes as ax
+from regauge.core.check import Fault, check_spec
 from regauge.core.groups import GROUPS
 from regauge.core.patterns import compile_pattern
-from regauge.core.spec import PARTS, Fault, Norm, Scale, Space, Spec, check_spec
+from regauge.core.spec import PARTS, Norm, Scale, Space, Spec
 from regauge.errors import AxesError, CheckpointError, PatternError, SpecError
 
 VERSION = 1

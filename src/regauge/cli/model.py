@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.reader import Checkpoint
-    from regauge.core.spec import Fault, Spec
+    from regauge.core.check import Fault
+    from regauge.core.spec import Spec
     from regauge.models.discovery import Discovery
 
 _NUMBER = re.compile(r"(?<=\.)\d+\b")
@@ -72,13 +73,13 @@ def discovered(checkpoint: Checkpoint) -> Discovery:
 
 def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
     """Every misfit. Headers suffice, unless the spec holds tensors to a value."""
-    from regauge.core.spec import check
+    from regauge.core.check import check
 
     return check(spec, checkpoint if spec.fixed else checkpoint.entries)
 
 
 def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | None = None) -> None:
-    from regauge.core.spec import require
+    from regauge.core.check import require
 
     require(
         grouped(faults_of(checkpoint, spec) if faults is None else faults),

@@ -19,10 +19,11 @@ import numpy as np
 
 from regauge.core import axes as ax
 from regauge.core.bits import Bits, gather_bits
-from regauge.core.element import Element, invertible, permutation_index
-from regauge.core.members import Dense, Monomial, Soft, is_exact
+from regauge.core.check import check_fixed, invertible, require
+from regauge.core.element import Element
+from regauge.core.members import Dense, Monomial, Soft, is_exact, permutation_index
 from regauge.core.rng import Ints
-from regauge.core.spec import PARTS, check_fixed, require, stored
+from regauge.core.spec import PARTS, stored
 from regauge.core.steps import Chain, Gather, direct_sum, step, widen
 from regauge.errors import ElementError, RegaugeError, SpecError
 

@@ -7,16 +7,16 @@ it: (pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from regauge.core.check import Fault, invertible
 from regauge.core.groups import KINDS, Kind
-from regauge.core.members import Member
-from regauge.core.rng import Ints, Stream, seed_key
-from regauge.core.spec import Fault, Spec
+from regauge.core.members import Member, permutation_index
+from regauge.core.rng import Ints, Stream, secret_of
+from regauge.core.spec import Spec
 from regauge.errors import ElementError
 
 
@@ -169,17 +169,6 @@ def element(
     return Element(spec, members)
 
 
-def secret_of(key: bytes | int) -> bytes:
-    given: object = key
-    if isinstance(given, bytes) and len(given) == 32:
-        return given
-    if isinstance(given, int | np.integer) and not isinstance(given, bool):
-        return seed_key(int(given))
-    raise ElementError(
-        "a key is 32 bytes, or a whole number as a public seed", hint="os.urandom(32) makes one"
-    )
-
-
 def identity(spec: Spec) -> Element:
     return Element(spec, {})
 
@@ -198,28 +187,6 @@ def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
             )
         out |= found
     return out
-
-
-@contextmanager
-def invertible(space: str) -> Iterator[None]:
-    """Inverses and duals are computed in here: a singular member of this space becomes an error
-    that names it.
-    """
-    try:
-        with np.errstate(divide="raise", invalid="raise"):
-            yield
-    except (np.linalg.LinAlgError, FloatingPointError) as error:
-        raise ElementError(
-            f'on "{space}" the element is singular: it has no inverse',
-            hint="g.faults() lists all that is wrong with it",
-        ) from error
-
-
-def permutation_index(member: Member) -> Ints:
-    """The index of a single permutation."""
-    order = member.permutation()
-    assert order is not None, "a parent moves by permutations"
-    return np.asarray(order.index[0], np.int64)
 
 
 def _argsort(index: Ints | None) -> Ints:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from regauge.core import axes as ax
 from regauge.core.action import State
-from regauge.core.spec import Norm, Scale, Spec, Stored, check, require, stored
+from regauge.core.check import check, require
+from regauge.core.spec import Norm, Scale, Spec, Stored, stored
 from regauge.errors import SpecError
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from regauge.core import axes as ax
 from regauge.core.action import Move, act, moves, only_gathers, require_fixed
+from regauge.core.check import Fault, check, require
 from regauge.core.element import Element
 from regauge.core.groups import SignedPermutation
-from regauge.core.spec import Fault, check, require, stored
+from regauge.core.spec import stored
 from regauge.errors import ElementError, SpecError
 
 if TYPE_CHECKING:

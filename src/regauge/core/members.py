@@ -228,3 +228,10 @@ def monomial_scale(member: Member) -> tuple[Floats, str | None]:
     if not (np.sort(member.index, 1) == np.arange(member.size)).all():
         return np.ones(member.index.shape), "is not a permutation"
     return np.ones(member.index.shape) if member.scale is None else member.scale, None
+
+
+def permutation_index(member: Member) -> Ints:
+    """The index of a single permutation."""
+    order = member.permutation()
+    assert order is not None, "a parent moves by permutations"
+    return np.asarray(order.index[0], np.int64)

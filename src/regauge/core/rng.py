@@ -22,6 +22,8 @@ import hashlib
 import numpy as np
 import numpy.typing as npt
 
+from regauge.errors import ElementError
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -39,6 +41,18 @@ def hkdf(key: bytes, info: bytes, salt: bytes = b"") -> bytes:
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
     return bytes(HKDF(SHA256(), 32, salt or None, info).derive(key))
+
+
+def secret_of(key: bytes | int) -> bytes:
+    """Return 32 secret bytes: the key itself, or the key of a public seed."""
+    given: object = key
+    if isinstance(given, bytes) and len(given) == 32:
+        return given
+    if isinstance(given, int | np.integer) and not isinstance(given, bool):
+        return seed_key(int(given))
+    raise ElementError(
+        "a key is 32 bytes, or a whole number as a public seed", hint="os.urandom(32) makes one"
+    )
 
 
 class Stream:

@@ -8,20 +8,18 @@ stream*": the checkpoint stores one tensor per index, and the spec reads them as
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from regauge.core import axes as ax
-from regauge.core.groups import GeneralLinear, Group, Orthogonal, Permutation, Trivial
+from regauge.core.groups import Group
 from regauge.core.patterns import compile_pattern
-from regauge.errors import AxesError, SpecError
 
 PARTS = ("embed", "backbone", "head")
-_STACK = re.compile(r"\{([^{}]+)\}")
+STACK = re.compile(r"\{([^{}]+)\}")
 # tensors in one stack: they are listed one by one, and a mistaken size must not take forever
-_HIGHEST = 10_000
+MAX_STACK = 10_000
 
 
 class Shaped(Protocol):
@@ -143,12 +141,12 @@ class Stored(NamedTuple):
 
 def stored(spec: Spec) -> dict[str, Stored]:
     """Every tensor name that a state of this spec has, stacks unrolled."""
-    return dict(_unrolled(spec))
+    return dict(iter_stored(spec))
 
 
-def _unrolled(spec: Spec) -> Iterator[tuple[str, Stored]]:
+def iter_stored(spec: Spec) -> Iterator[tuple[str, Stored]]:
     for pattern, text in spec.tensors.items():
-        found = _STACK.search(pattern)
+        found = STACK.search(pattern)
         if not found:
             yield pattern, Stored(pattern, text)
             continue
@@ -160,241 +158,3 @@ def _unrolled(spec: Spec) -> Iterator[tuple[str, Stored]]:
                 pattern[: found.start()] + str(i) + pattern[found.end() :],
                 Stored(pattern, rest, parent, i),
             )
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One misfit: the tensor (or space) it is about, and what is wrong."""
-
-    name: str
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
-def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> list[Fault]:
-    """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
-
-    Values are read only where the spec demands them, and where there are any: folded gains must be
-    constant. Not `whole`: the spec may have spaces that no tensor has.
-    """
-    itself = check_spec(spec, whole=whole)  # a spec that makes no sense fits nothing
-    return itself or [
-        *_check_names(spec, state),
-        *_check_shapes(spec, state),
-        *check_fixed(spec, state),
-    ]
-
-
-def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
-    """Raise one error that lists all faults (the first twenty of them)."""
-    if faults:
-        lines = [f"  {f}" for f in faults[:20]]
-        if len(faults) > 20:
-            lines.append(f"  ... and {len(faults) - 20} more")
-        raise SpecError("\n".join([what, *lines]), hint=hint)
-
-
-def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
-    """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so
-    a space without tensors is no fault.
-    """
-    faults: list[Fault] = []
-
-    def fault(name: str, text: str) -> None:
-        faults.append(Fault(name, text))
-
-    for name, space in spec.spaces.items():
-        if type(space.size) is not int or space.size < 1:
-            fault(
-                name,
-                f'space "{name}" has size {space.size!r}, which must be a positive whole number',
-            )
-        if space.over is not None:
-            parent = spec.spaces.get(space.over)
-            if parent is None:
-                fault(name, f'space "{name}" lies over "{space.over}", which is not a space')
-            elif parent.over is not None or type(parent.group) not in (Permutation, Trivial):
-                fault(
-                    name,
-                    f'space "{name}" lies over "{space.over}", which must be a space of '
-                    "permutations with no parent of its own",
-                )
-    for name, text in [
-        *spec.tensors.items(),
-        *((f"output {n}", a) for n, a in spec.outputs.items()),
-    ]:
-        try:
-            known = ax.spaces(text)
-        except AxesError as error:
-            fault(name, f'"{name}": {error}')
-            continue
-        for unknown in sorted(s for s in known if s not in spec.spaces):
-            fault(name, f'"{name}" has axes {text}, but "{unknown}" is not a space')
-        if known <= spec.spaces.keys():
-            faults += _check_bars(spec, name, text)
-        found = _STACK.search(name)
-        if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
-            fault(
-                name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that'
-            )
-        elif found and found.group(1) in spec.spaces:
-            size = spec.spaces[found.group(1)].size
-            if type(size) is int and size > _HIGHEST:
-                fault(name, f'"{name}" is a stack of {size} tensors; {_HIGHEST} are the most')
-    for alias, target in spec.ties.items():
-        if target not in spec.tensors or alias not in spec.tensors:
-            fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
-        elif _places(spec.tensors[alias]) != _places(spec.tensors[target]):
-            fault(
-                alias,
-                f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that '
-                f"has {spec.tensors[target]}",
-            )
-        elif _signature(spec.tensors[alias]) != _signature(spec.tensors[target]):
-            for space_name in sorted(ax.spaces(spec.tensors[target])):
-                if not spec.spaces[space_name].group.is_orthogonal:
-                    group = spec.spaces[space_name].group
-                    fault(
-                        alias,
-                        f'"{alias}" repeats "{target}" as its dual: "{space_name}" must be '
-                        f"orthogonal, but its group is {group}",
-                    )
-    for name, part in spec.parts.items():
-        if part not in PARTS:
-            fault(name, f'"{name}" is in the part "{part}"; parts are {", ".join(PARTS)}')
-        if name not in spec.tensors:
-            fault(name, f'"{name}" is in the part "{part}", but is not a tensor of the spec')
-    for name in spec.fixed:
-        if name not in spec.tensors:
-            fault(name, f'"{name}" must be constant, but is not a tensor of the spec')
-    for gain, pairs in [
-        *((n.gain, [(n.gain, n.bias), *n.readers]) for n in spec.norms),
-        *((s.gain, [(s.gain, None), *s.writers]) for s in spec.scales),
-    ]:
-        for name in (
-            name for pair in pairs for name in pair if name is not None and name not in spec.tensors
-        ):
-            fault(name, f'"{gain}" folds with "{name}", which is not a tensor of the spec')
-        if len(pairs) == 1:
-            fault(gain, f'"{gain}" folds, but no layer is named to take it')
-    for gain, times in Counter(
-        [*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]
-    ).items():
-        if times > 1:
-            fault(
-                gain,
-                f'"{gain}" is listed {times} times among norms and scales: it would be folded '
-                "as often",
-            )
-    return faults or [*_check_use(spec, whole)]
-
-
-def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
-    """Stacks that meet other tensors, and spaces whose size no tensor vouches for."""
-    for name, times in Counter(name for name, _ in _unrolled(spec)).items():
-        if times > 1:
-            yield Fault(
-                name,
-                f'"{name}" is described {times} times: by a stack, and by another tensor or stack',
-            )
-    used = frozenset().union(*(ax.spaces(text) for text in spec.tensors.values()))
-    for name in spec.spaces if whole else ():
-        if name not in used:
-            yield Fault(name, f'space "{name}" is on no axis of any tensor')
-
-
-def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
-    for term in ax.parse(text).terms:
-        for leaf in ax.leaves(term):
-            group = spec.spaces[leaf.space].group
-            if leaf.bar and isinstance(group, Orthogonal | GeneralLinear):
-                yield Fault(
-                    name,
-                    f'"{name}" follows the permutation part of "{leaf.space}", but its group '
-                    f"{group} has none",
-                )
-            over = spec.spaces[leaf.space].over
-            if over is not None and over not in ax.spaces(text) and not name.startswith("output "):
-                yield Fault(
-                    name,
-                    f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no '
-                    "axis of it",
-                )
-
-
-def _places(text: str) -> list[list[tuple[str, bool]]]:
-    return [[(leaf.space, leaf.bar) for leaf in ax.leaves(t)] for t in ax.parse(text).terms]
-
-
-def _signature(text: str) -> list[list[ax.Leaf]]:
-    return [list(ax.leaves(t)) for t in ax.parse(text).terms]
-
-
-def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
-    known = stored(spec)
-    families: dict[str, set[str]] = {}
-    for alias, target in spec.ties.items():
-        families.setdefault(target, {target}).add(alias)
-    tied = {name: group for group in families.values() for name in group}
-    for name in known:
-        if name not in state and not any(other in state for other in tied.get(name, ())):
-            yield Fault(name, f'"{name}" is in the spec but not in the file')
-    for name in state:
-        if name not in known and not spec.is_buffer(name):
-            yield Fault(name, f'"{name}" is in the file but not in the spec')
-
-
-def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
-    sizes = spec.sizes
-    for name, entry in stored(spec).items():
-        if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
-            continue
-        shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
-        dtype = str(getattr(state[name], "dtype", "float")).removeprefix("torch.")
-        if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
-            yield Fault(name, f'"{name}" is {dtype}; what moves has floating-point numbers')
-        if len(shape) != len(terms):
-            yield Fault(
-                name,
-                f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: '
-                f"{entry.axes}",
-            )
-            continue
-        for i, (n, term) in enumerate(zip(shape, terms, strict=True)):
-            if not _fits(term, n, sizes):
-                expected = ax.size(term, sizes)
-                says = "what does not fit" if expected is None else str(expected)
-                yield Fault(name, f'axis {i} {term} of "{name}" has size {n}, the spec says {says}')
-
-
-def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
-    match term:
-        case ax.Hole():
-            return term.size in (None, n)
-        case ax.Leaf():
-            return sizes[term.space] == n
-        case ax.Product() | ax.Sum():
-            product = isinstance(term, ax.Product)
-            inner = term.factors if isinstance(term, ax.Product) else term.terms
-            parts = ax.block_sizes(inner, sizes, n, product=product)
-            return parts is not None and all(
-                _fits(t, p, sizes) for t, p in zip(inner, parts, strict=True)
-            )
-
-
-def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
-    """The tensors that the spec says are constant, and are not."""
-    known = {
-        name: state[name] for name in spec.fixed if name in state and hasattr(state[name], "all")
-    }  # a header has shapes alone
-    wrong = [
-        (name, spec.fixed[name])
-        for name, x in known.items()
-        if not bool((x == spec.fixed[name]).all())
-    ]
-    return [
-        Fault(name, f'"{name}" was folded and must be {value:g} everywhere, but is not')
-        for name, value in wrong
-    ]

@@ -47,7 +47,7 @@ class Layers:
         found = table if self.stretched is None else stretched(table, self.stretched, self.grid)
         return found[0, self.prefix :]
 
-    def slopes_as_used(self, slopes: Tensor) -> Tensor:
+    def grads_as_used(self, slopes: Tensor) -> Tensor:
         """The gradients by these [cells, width], of those by the table: a table that is stretched
         is a linear map of itself, which is undone.
         """

@@ -30,10 +30,10 @@ import numpy as np
 import torch
 
 from regauge.core import axes as ax
+from regauge.core.check import check, require
 from regauge.core.element import Element
 from regauge.core.gather import permute
 from regauge.core.members import Member, Monomial
-from regauge.core.spec import check, require
 from regauge.errors import CutError, EdgeError
 from regauge.locking.optimizer_guard import PERMUTED, Edge, release
 from regauge.models.cut import ROWS, Cut, cut

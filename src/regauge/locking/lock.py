@@ -35,9 +35,10 @@ from regauge.checkpoints.reader import Checkpoint
 from regauge.checkpoints.writer import digests_of
 from regauge.core import axes as ax
 from regauge.core.canonical import canonical
+from regauge.core.check import check, check_spec, require
 from regauge.core.element import Element, element, match_spaces
 from regauge.core.groups import Kind
-from regauge.core.spec import Spec, check, check_spec, require, stored
+from regauge.core.spec import Spec, stored
 from regauge.errors import LockError, TamperedModelError, WrongKeyError
 from regauge.locking.keys import Key
 

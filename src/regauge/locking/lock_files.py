@@ -31,8 +31,9 @@ from regauge.checkpoints.transform import Moving, moving
 from regauge.checkpoints.writer import Written, digest_of, digests_of, write_plan
 from regauge.core.action import moves
 from regauge.core.canonical import canonical
+from regauge.core.check import check, require
 from regauge.core.element import Element, identity
-from regauge.core.spec import Spec, check, require
+from regauge.core.spec import Spec
 from regauge.errors import LockError, TamperedModelError
 from regauge.locking.keys import Key
 from regauge.locking.lock import (

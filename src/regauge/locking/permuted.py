@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from regauge.core.element import Element, element, secret_of
+from regauge.core.element import Element, element
 from regauge.core.groups import Permutation
 from regauge.core.live import apply_
-from regauge.core.rng import Stream
+from regauge.core.rng import Stream, secret_of
 from regauge.core.spec import Space, Spec
 from regauge.errors import CutError
 from regauge.locking.authorize import is_authorized

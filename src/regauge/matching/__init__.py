@@ -22,9 +22,10 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from regauge.core.action import State
+from regauge.core.check import check, require
 from regauge.core.element import Element, identity, match_spaces
 from regauge.core.groups import Group, Kind
-from regauge.core.spec import Spec, check, require
+from regauge.core.spec import Spec
 from regauge.matching.costs import Costs, MatchError, Shared, Weights
 from regauge.matching.search import Search
 

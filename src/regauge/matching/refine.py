@@ -32,12 +32,13 @@ import torch
 
 from regauge.core import axes as ax
 from regauge.core.action import State, act, moves
-from regauge.core.element import Element, identity, match_spaces, permutation_index
+from regauge.core.check import check, require
+from regauge.core.element import Element, identity, match_spaces
 from regauge.core.fit import assign
 from regauge.core.groups import GeneralLinear, Group, Orthogonal, PlaneSigns, Scaling
-from regauge.core.members import Member, Monomial, Planes
+from regauge.core.members import Member, Monomial, Planes, permutation_index
 from regauge.core.rng import Floats, Ints
-from regauge.core.spec import Spec, check, require, stored
+from regauge.core.spec import Spec, stored
 from regauge.errors import ElementError, SpecError
 from regauge.matching import tangents
 from regauge.matching.costs import MatchError

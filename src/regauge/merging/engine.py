@@ -30,7 +30,7 @@ from regauge.checkpoints.plan import (
     other_files,
 )
 from regauge.checkpoints.reader import INDEX, WEIGHTS
-from regauge.core.spec import check
+from regauge.core.check import check
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
 from regauge.matching import Progress
 from regauge.merging.basis import Verdict, aligned, ask, require_shared

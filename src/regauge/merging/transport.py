@@ -26,9 +26,9 @@ import numpy as np
 
 from regauge.core import axes as ax
 from regauge.core.action import State, act
-from regauge.core.element import Element, permutation_index
+from regauge.core.element import Element
 from regauge.core.groups import Permutation
-from regauge.core.members import Member, Monomial, Soft
+from regauge.core.members import Member, Monomial, Soft, permutation_index
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError, need

@@ -19,7 +19,7 @@ from regauge.checkpoints.documents import RESULTS_BYTES, parse_json, read_docume
 from regauge.errors import CheckpointError, FindingsError
 
 VERSION = 1
-UNTOLD = "cannot be told"  # how the sentence of a finding begins that could not be decided
+INCONCLUSIVE = "cannot be told"  # how the sentence of a finding begins that could not be decided
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class Results:
         """The findings whose statement should hold, where the measurement sees too little to say
         so.
         """
-        return tuple(f for f in self.findings if f.holds is None and f.sentence.startswith(UNTOLD))
+        return tuple(
+            f for f in self.findings if f.holds is None and f.sentence.startswith(INCONCLUSIVE)
+        )
 
 
 def spread_of(values: Sequence[float]) -> float | None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from regauge.core.spec import Spec, check, require, stored
+from regauge.core.check import check, require
+from regauge.core.spec import Spec, stored
 from regauge.errors import CutError, RegaugeError, SpecError
 from regauge.models.cut import Cut, cut
 from regauge.models.families import Boundary

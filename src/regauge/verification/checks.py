@@ -18,7 +18,7 @@ from regauge.core import axes as ax
 from regauge.core.action import act, apply_lazily, moves
 from regauge.core.element import Element, element
 from regauge.core.spec import stored
-from regauge.results.findings import UNTOLD, Finding
+from regauge.results.findings import INCONCLUSIVE, Finding
 from regauge.verification.faults import first_fault
 from regauge.verification.paper import head_columns
 from regauge.verification.subject import (
@@ -658,16 +658,16 @@ class _Comparison:
         elif noisy:
             holds = None
             sentence = (
-                f"{UNTOLD} in {str(self.dtype)[6:]}: {noisy[0]} is off by "
+                f"{INCONCLUSIVE} in {str(self.dtype)[6:]}: {noisy[0]} is off by "
                 f"{self.own[noisy[0]]:.1e} from its own value in float64"
             )
         elif self.control == 0:
             holds = None
-            sentence = f"{UNTOLD}: the control ({self.how}) changes nothing here"
+            sentence = f"{INCONCLUSIVE}: the control ({self.how}) changes nothing here"
         elif not reached >= MARGIN[self.dtype]:
             holds = None
             sentence = (
-                f"{UNTOLD} in {str(self.dtype)[6:]}: the control ({self.how}) is only "
+                f"{INCONCLUSIVE} in {str(self.dtype)[6:]}: the control ({self.how}) is only "
                 f"{reached:.2g} times the tolerance{self.advice}"
             )
         else:

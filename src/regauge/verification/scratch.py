@@ -40,7 +40,7 @@ def fresh_initialization(c: Case) -> list[Finding]:
                 "column/scratch",
                 statement,
                 None,
-                sentence="the class cannot be made anew from its config alone",
+                sentence="the class cannot be built from its config alone",
                 source=source,
             )
         ]

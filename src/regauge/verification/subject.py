@@ -348,7 +348,7 @@ def loss(outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor
 
 
 def _floats(result: Any) -> Tensors:
-    """Return the floating-point outputs by name; raise SpecError if there are none."""
+    """Return the floating-point outputs by name; raise SpecError if none exist."""
     tensors = named(result)
     if not tensors:
         raise SpecError(

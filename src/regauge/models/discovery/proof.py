@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from regauge.core import axes as ax
+from regauge.core.check import check_spec
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import Group, Permutation, SignedPermutation, Trivial
-from regauge.core.spec import Spec, check_spec
+from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
 from regauge.testing import symmetry_error
 

@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import torch
 
-from regauge.core.element import Element, secret_of
+from regauge.core.element import Element
+from regauge.core.rng import secret_of
 from regauge.defences.split import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
 from regauge.errors import CutError, RegaugeError
 from regauge.locking.authorize import is_authorized

@@ -1,8 +1,9 @@
-"""A new family in 40 lines: GPT-NeoX, which regauge does not ship. What its spec claims is then
-judged by the law checker.
+"""A new family in 40 lines: GPT-NeoX, which regauge does not ship. The law checker tests it.
 
 python examples/new_family.py       # some seconds
 """
+
+from dataclasses import replace
 
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
@@ -26,15 +27,13 @@ from regauge.testing import assert_symmetry
 
 def spec(c: Config, names: Names) -> Spec:
     d = Draft("gpt-neox", buffers=(r".*rotary_emb\.inv_freq",))
-    d.spaces["stream"] = Space(
-        c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
-    )
+    larger = OrthogonalFixingOnes()  # once the gains of the norms are folded
+    d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=larger, why=LAYER_NORM)
     d.embed = {"gpt_neox.embed_in.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
         at = f"gpt_neox.layers.{i}."
-        a = attention(
-            i, c.num_attention_heads, c.hidden_size // c.num_attention_heads, qk=Rotary("half")
-        )
+        heads, width = c.num_attention_heads, c.hidden_size // c.num_attention_heads
+        a = attention(i, heads, width, qk=Rotary("half"))
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
         # query, key and value of a head lie side by side, head after head
         fused = f"(head.{i} (qk.{i}+qk.{i}*+vo.{i}))"
@@ -51,52 +50,36 @@ def spec(c: Config, names: Names) -> Spec:
             folding(block, at + "input_layernorm", at + "attention.query_key_value"),
             folding(block, at + "post_attention_layernorm", at + "mlp.dense_h_to_4h"),
         ]
-    head = (
-        "lm_head" if names.starts("lm_head.") else "embed_out"
-    )  # as newer and older versions of the library name it
-    d.head = norm("gpt_neox.final_layer_norm") | linear(
-        head, c.axis("vocab_size"), "stream", bias=False
-    )
+    head = "lm_head" if names.starts("lm_head.") else "embed_out"  # newer and older versions
+    words = linear(head, c.axis("vocab_size"), "stream", bias=False)
+    d.head = norm("gpt_neox.final_layer_norm") | words
     d.norms.append(folding(d.head, "gpt_neox.final_layer_norm", head))
     d.outputs = {"logits": "_ _ _"}
     return d.spec()
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    enter = {
-        "hidden_states": "_ token stream",
-        "attention_mask": "_ _ token _+token*",
-        "position_embeddings": "_ token _",
-    }
-    return (
-        Boundary("", "gpt_neox.layers", enter, "_ token stream", implicit={"attention_mask": None}),
-    )
+    stream, mask = "_ token stream", {"attention_mask": "_ _ token _+token*"}
+    enter = {"hidden_states": stream, **mask, "position_embeddings": "_ token _"}
+    return (Boundary("", "gpt_neox.layers", enter, stream, implicit={"attention_mask": None}),)
 
 
-FAMILY = Family(
-    "gpt-neox", ("gpt_neox",), spec, boundaries
-)  # in regauge: one file, and one entry in the tuple FAMILIES
+# In regauge: one file, and one entry in the tuple FAMILIES.
+FAMILY = Family("gpt-neox", ("gpt_neox",), spec, boundaries)
 
 if __name__ == "__main__":
     import torch
 
     torch.manual_seed(0)
-    small = GPTNeoXConfig(
-        vocab_size=30,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=3,
-        intermediate_size=40,
-        rotary_pct=1.0,
-    )
+    sizes = {"vocab_size": 30, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3}
+    small = GPTNeoXConfig(**sizes, intermediate_size=40, rotary_pct=1.0)
     model = GPTNeoXForCausalLM(small).double().eval()
     with torch.no_grad():
         for p in model.parameters():  # gains and biases that are not ones and zeros
             p.add_(0.3 * torch.randn_like(p))
     state = model.state_dict()
-    described = FAMILY.spec(
-        Config({**small.to_dict(), "architectures": ["GPTNeoXForCausalLM"]}), Names(state)
-    )
+    config = {**small.to_dict(), "architectures": ["GPTNeoXForCausalLM"]}
+    described = FAMILY.spec(Config(config), Names(state))
     assert regauge.check(described, state) == [], "every tensor, every size"
     inputs = {"input_ids": torch.randint(0, 30, (2, 7))}
     assert_symmetry(model, described, regauge.element(described, key=1), inputs)
@@ -106,18 +89,12 @@ if __name__ == "__main__":
 
     # A spec that claims too much is found out: with rotary positions, queries and keys do not allow
     # every invertible matrix.
-    too_much = Spec(
-        **{
-            **vars(described),
-            "spaces": {**described.spaces, "qk.0": Space(8, GeneralLinear(), over="head.0")},
-        }
-    )
+    spaces = {**described.spaces, "qk.0": Space(8, GeneralLinear(), over="head.0")}
+    too_much = replace(described, spaces=spaces)
     try:
         assert_symmetry(model, too_much, regauge.element(too_much, key=1, spaces=["qk.0"]), inputs)
     except AssertionError as found:
-        print(
-            f"{len(described.spaces)} spaces hold, folded and not; the false claim fails: "
-            f"{str(found).splitlines()[0]}"
-        )
+        first = str(found).splitlines()[0]
+        print(f"{len(spaces)} spaces hold, folded and not; the false claim fails: {first}")
     else:
         raise SystemExit("a false claim was let through")

@@ -66,10 +66,10 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
         _tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP),
         federated.load,
     ),
-    "recorded update": (_seen, lambda folder: recorded.load_seen(folder, 0, 0)),
+    "recorded update": (_seen, lambda folder: recorded.load_update(folder, 0, 0)),
     "recorded rows": (
         _text("kept/round-00000/client-00000.json"),
-        lambda folder: recorded.load_kept(folder, 0, 0),
+        lambda folder: recorded.load_rows(folder, 0, 0),
     ),
     "preprocessor": (
         _text("preprocessor_config.json"),

@@ -749,10 +749,10 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
-    monkeypatch.setattr(sys.modules[leakage.__module__], "EPOCHS", 1)
-    monkeypatch.setattr(sys.modules[leakage.__module__], "ROUNDS", 2)
-    monkeypatch.setattr(sys.modules[jigsaw.__module__], "FIRST", 5)
-    monkeypatch.setattr(sys.modules[jigsaw.__module__], "THEN", 3)
+    monkeypatch.setattr(leakage, "EPOCHS", 1)
+    monkeypatch.setattr(leakage, "ROUNDS", 2)
+    monkeypatch.setattr(jigsaw, "FIRST", 5)
+    monkeypatch.setattr(jigsaw, "THEN", 3)
     monkeypatch.setattr(
         general,
         "optimizer_matrix",

@@ -145,7 +145,7 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
     torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
     slopes = {n: p.grad for n, p in model.named_parameters()}
     assert torch.allclose(
-        view_of(seen).slopes["classifier.weight"], slopes["classifier.weight"], atol=1e-5
+        view_of(seen).grads["classifier.weight"], slopes["classifier.weight"], atol=1e-5
     )
     sent = (folder / "seen").rglob("*")
     assert not any(p.suffix == ".json" for p in sent)

@@ -122,6 +122,7 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache() == Path("/there/regauge/experiments")
 
 
+ROOTS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 SLOW = """
     import sys, time
     from pathlib import Path
@@ -153,6 +154,7 @@ def test_two_processes_compute_a_cell_once(tmp_path: Path) -> None:
                 str(tmp_path / f"up{i}"),
             ],
             stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": ROOTS},
         )
         for i in range(2)
     ]
@@ -180,7 +182,6 @@ MODEL = {
 }
 RECIPE = {"optimizer": "adam", "rate": 1e-2, "batch": 32, "epochs": 3, "dtype": "float64"}
 LONG = {"model": MODEL, "task": TASK, "recipe": RECIPE, "seed": 3, "way": "both"}
-ROOTS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 KILLED = f"""
     import os, signal, sys
     from pathlib import Path

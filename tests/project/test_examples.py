@@ -53,7 +53,7 @@ def marked(name: str) -> object:
 def test_a_program_runs(name: str, tmp_path: Path) -> None:
     library = NEEDS.get(name)
     first = (
-        "import torchvision_ops; " if library == "timm" else ""
+        "import support.torchvision_ops; " if library == "timm" else ""
     )  # tests see timm in a folder of its own
     if library == "timm":
         pytest.importorskip("timm")
@@ -98,4 +98,4 @@ def test_a_program_says_what_it_is_and_how_it_is_run(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
     told = ast.get_docstring(ast.parse(text)) or ""
     assert f"examples/{name}.py" in told
-    assert len(text.splitlines()) <= 90, "short enough to be read from top to bottom"
+    assert len(text.splitlines()) <= 100, "short enough to be read from top to bottom"

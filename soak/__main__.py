@@ -53,7 +53,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
     args = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # torch logs every model that it cannot trace
     unknown = sorted(set(args.names) - set(SCENARIOS))
     if unknown:
         parser.error(f"unknown scenario {unknown[0]!r}; choose from {', '.join(SCENARIOS)}")
@@ -74,4 +73,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.CRITICAL)  # torch logs every model that it cannot trace
     sys.exit(main())

@@ -54,7 +54,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     address, asked, codes = f"127.0.0.1:{free_port()}", split_server.Asked(), []
 
     @contextmanager
-    def signals() -> Iterator[split_server.Asked]:
+    def signals(reload_clients: object = None) -> Iterator[split_server.Asked]:
         yield asked
 
     with monkeypatch.context() as patched:

@@ -276,10 +276,9 @@ def serve(
         _introduce(host, model, record, checkpoint)
         with (
             _talk(verbose),
-            server_signals() as asked,
+            server_signals(None if listed is None else listed.reload) as asked,
             Server(host, listen, tls=files, clients=listed, insecure=insecure) as server,
         ):
-            asked.reload = None if listed is None else listed.reload
             page = None if metrics is None else Metrics(host, server, metrics)
             where = f"{listen.rpartition(':')[0]}:{server.port}"
             who = (
@@ -483,11 +482,10 @@ class Asked:
 
     stop: threading.Event = field(default_factory=threading.Event)
     hurry: threading.Event = field(default_factory=threading.Event)  # waits for no client any more
-    reload: Callable[[], None] | None = None
 
 
 @contextmanager
-def server_signals() -> Iterator[Asked]:
+def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator[Asked]:
     """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the
     list of clients again.
 
@@ -502,8 +500,8 @@ def server_signals() -> Iterator[Asked]:
         (asked.hurry if asked.stop.is_set() else asked.stop).set()
 
     def reload(number: int, frame: object) -> None:
-        if asked.reload is not None:
-            asked.reload()
+        if reload_clients is not None:
+            reload_clients()
 
     hangup = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
     with _handling((signal.SIGINT, signal.SIGTERM), stop), _handling(hangup, reload):

@@ -35,6 +35,7 @@ from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
 from regauge.core.members import Member, Monomial
+from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
@@ -52,7 +53,6 @@ LABELS = (50, 200, 1000)
 TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 ALL = 0.99  # a key is known if so much of it is
 EXPLAINED = "share explained"  # what is measured of a guess where there is no key to score it by
-Tell = Callable[[int, int, str], None]
 
 
 class AuditError(RegaugeError):
@@ -90,7 +90,7 @@ def audit_lock(
     seed: int = 0,
     most: float | None = None,
     attacks: Collection[str] | None = None,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """Every attack that the case allows, or some by name. `most`: findings fail where an attack
     gets more than this share of the way from its floor to its ceiling.

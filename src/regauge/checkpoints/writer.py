@@ -16,7 +16,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +45,7 @@ from regauge.checkpoints.plan import (
     real_path,
 )
 from regauge.checkpoints.reader import Checkpoint
+from regauge.core.progress import Progress
 from regauge.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-Progress = Callable[[int, int], None]
 
 _JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
 _FLUSH = 1 << 27  # bytes written between two flushes of a shard
@@ -393,7 +393,7 @@ class _Run:
     def _count(self, n: int) -> int:
         self.written += n
         if self.progress:
-            self.progress(self.written, self.total)
+            self.progress(self.written, self.total, "")
         return n
 
     def _close(self, file: File) -> None:

@@ -97,7 +97,7 @@ def progress_bar(what: str) -> Iterator[Any]:
     terminal.
     """
     if not sys.stderr.isatty():
-        yield lambda done, total: None
+        yield lambda done, total, message: None
         return
     from rich.console import Console
     from rich.progress import (
@@ -118,7 +118,7 @@ def progress_bar(what: str) -> Iterator[Any]:
     )
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+        yield lambda done, total, message: bars.update(task, completed=done, total=total)
 
 
 @contextmanager

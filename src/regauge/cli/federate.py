@@ -418,10 +418,10 @@ def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any
         from regauge.federated.flower import simulate as federated
     with step_bar("round") as progress:
 
-        def tell(one: Round) -> None:
+        def on_round(one: Round) -> None:
             progress(one.number, settings.rounds, told(one))
 
-        return federated(source, settings, out, tell=tell, **more)
+        return federated(source, settings, out, on_round=on_round, **more)
 
 
 def _deployed(

@@ -284,7 +284,7 @@ def train(
         _digest(wrapped, examples, recipe, given, seed),
     )
     with step_bar("train") as bar:
-        losses, _ = descend(wrapped, examples, recipe, seed, work, tell=partial(_told, bar))
+        losses, _ = descend(wrapped, examples, recipe, seed, work, on_step=partial(_told, bar))
     save_wrapped(wrapped, out, checkpoint.path)
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]

@@ -429,7 +429,7 @@ class Live:
                 batches,
                 steps=steps,
                 seed=self.seed,
-                progress=lambda mark: progress(
+                on_mark=lambda mark: progress(
                     mark.step,
                     steps,
                     f"divergence from the ends {mark.held:.4f}" if mark.step < steps else "",

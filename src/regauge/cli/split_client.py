@@ -262,7 +262,7 @@ def train(
                 Run(count, batch, seed),
                 folder=journal,
                 every=every,
-                tick=ticker,
+                on_step=ticker,
                 stop=stop.is_set,
             )
         if stop.is_set() and ticker.done < count:
@@ -351,7 +351,7 @@ def predict(
         step_bar("predict") as progress,
     ):
         ticker = _Ticker(progress, len(examples))
-        found = measure(case.module, examples, batch, lambda done: ticker(done, None))
+        found = measure(case.module, examples, batch, lambda done, *_: ticker(done, None))
         link.end()
     found["examples"] = int(found["examples"])
     if json:

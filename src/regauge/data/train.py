@@ -25,7 +25,6 @@ from regauge.testing import strict_float64
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
 Look = Callable[[], float]
-Tell = Callable[[int, int, float], None]
 
 
 def descend(
@@ -35,7 +34,7 @@ def descend(
     seed: int,
     work: Work,
     look: Look | None = None,
-    tell: Tell | None = None,
+    on_step: Callable[[int, int, float], None] | None = None,
     on_resume: Callable[[int], None] | None = None,
 ) -> tuple[list[float], list[list[float]]]:
     """Train a model in place by a recipe.
@@ -46,7 +45,7 @@ def descend(
             `clip` (largest norm of a gradient), `augment` (see `regauge.data.augment`) and `looks`.
         work: where the state of an interrupted run is saved and found.
         look: evaluated before the first step and `looks` times after it.
-        tell: called after every step with its number, the number of steps and the loss.
+        on_step: called after every step with its number, the number of steps and the loss.
         on_resume: called with the step from which a saved run resumes.
 
     Returns:
@@ -105,8 +104,8 @@ def descend(
             optimizer.step()
             losses.append(float(loss.detach()))
             step += 1
-            if tell is not None:
-                tell(step, total, losses[-1])
+            if on_step is not None:
+                on_step(step, total, losses[-1])
             if time.monotonic() - saved >= work.every:
                 _keep(model, optimizer, step, {"losses": losses, "seen": seen}, work)
                 saved = time.monotonic()

@@ -64,7 +64,7 @@ def averaging(stage: Stage) -> Results:
             models[0],
             unlabelled,
             steps=STEPS,
-            progress=told,
+            on_mark=told,
             seed=stage.seed,
         ).g
     mixed = vit(stage.seed).float()

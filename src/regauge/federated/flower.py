@@ -50,9 +50,10 @@ from regauge.federated.defences import defended, frozen, read_defences  # noqa: 
 from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
 from regauge.federated.local_state import LocalState, after, withheld  # noqa: E402
 from regauge.federated.partitions import parts_of  # noqa: E402
-from regauge.federated.rounds import Tell, done  # noqa: E402
+from regauge.federated.rounds import done  # noqa: E402
 from regauge.federated.runs import OWN, Found, Source, federated  # noqa: E402
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
+from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
 
 telemetry.FLWR_TELEMETRY_ENABLED = os.environ[
@@ -289,7 +290,7 @@ def serve(
     settings: Settings,
     folder: Path,
     *,
-    tell: Tell | None = None,
+    on_round: Callable[[Round], None] | None = None,
     **options: Any,
 ) -> Found:
     """All rounds on a grid. A folder that holds this run goes on where it stood."""
@@ -299,7 +300,7 @@ def serve(
         settings,
         folder,
         engine=lambda name: GridEngine(grid, settings, name=name, **waits),
-        tell=tell,
+        on_round=on_round,
         **options,
     )
 
@@ -531,7 +532,7 @@ def simulate(
     settings: Settings,
     folder: Path,
     *,
-    tell: Tell | None = None,
+    on_round: Callable[[Round], None] | None = None,
     workers: int | None = None,
     **options: Any,
 ) -> Found:
@@ -550,7 +551,7 @@ def simulate(
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
-        found.append(serve(grid, source, settings, folder, tell=tell, **options))
+        found.append(serve(grid, source, settings, folder, on_round=on_round, **options))
 
     backend = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -586,7 +587,7 @@ def server_app() -> ServerApp:
         )
         waits = {name: float(config[name]) for name in ("wait", "gather")}
 
-        def tell(one: Any) -> None:
+        def on_round(one: Any) -> None:
             absent = "".join(f"; absent: {client}, {why}" for client, why in one.absent.items())
             print(  # noqa: T201
                 f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} "
@@ -599,7 +600,7 @@ def server_app() -> ServerApp:
             source,
             settings,
             Path(str(config["folder"])),
-            tell=tell,
+            on_round=on_round,
             spy=bool(config["spy"]),
             **waits,
         )

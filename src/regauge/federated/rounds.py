@@ -31,7 +31,6 @@ from regauge.federated.validation import Call, Limits, collect
 
 PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
 Measure = Callable[[State], Mapping[str, float]]
-Tell = Callable[[Round], None]
 Spy = Callable[
     [int, State, Sequence[Contribution]], None
 ]  # the round, what the server sent out, what came back and was not refused
@@ -126,14 +125,14 @@ def run(
     *,
     folder: Path | None = None,
     measure: Measure | None = None,
-    tell: Tell | None = None,
+    on_round: Callable[[Round], None] | None = None,
     spy: Spy | None = None,
     fuse: Fuse | None = None,
     stop: Callable[[], bool] | None = None,
     limits: Limits | None = None,
 ) -> Kept:
     """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is
-    asked before each; `tell` is told of each; `fuse` averages weights that clients began apart;
+    asked before each; `on_round` is told of each; `fuse` averages weights that clients began apart;
     `limits` bound what clients may claim and send.
     """
     kept = None if folder is None else state_store.load(folder)
@@ -188,8 +187,8 @@ def run(
             voids = 0
         if folder is not None:
             state_store.save(folder, kept)
-        if tell is not None:
-            tell(kept.history[-1])
+        if on_round is not None:
+            on_round(kept.history[-1])
         if voids >= PATIENCE:
             raise FederatedError(
                 f"round {number + 1} {why_void(kept.history[-1], settings.least)}",

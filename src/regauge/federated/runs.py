@@ -35,9 +35,9 @@ from regauge.federated.defences import DELTA, epsilon, frozen, read_defences
 from regauge.federated.local_state import LocalState, withheld
 from regauge.federated.partitions import parts_of
 from regauge.federated.recorder import spy_on
-from regauge.federated.rounds import Engine, InProcess, Tell, done, run
+from regauge.federated.rounds import Engine, InProcess, done, run
 from regauge.federated.settings import FederatedError, Settings
-from regauge.federated.state_store import Kept
+from regauge.federated.state_store import Kept, Round
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.federated.validation import Limits
 from regauge.jigsaw import MaskedJigsaw
@@ -139,7 +139,7 @@ def federated(
     folder: Path,
     *,
     engine: EngineOf | None = None,
-    tell: Tell | None = None,
+    on_round: Callable[[Round], None] | None = None,
     spy: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> Found:
@@ -176,7 +176,7 @@ def federated(
             settings,
             folder=folder,
             measure=judge,
-            tell=tell,
+            on_round=on_round,
             spy=watch,
             fuse=fuse,
             limits=limits,

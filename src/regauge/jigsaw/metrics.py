@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, draw_puzzle
 from regauge.jigsaw.wrapper import MaskedJigsaw
@@ -69,7 +70,7 @@ def evaluate(
     seed: int = 0,
     batch: int = 100,
     device: str = "cpu",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Evaluation:
     """Top-1, and for each ratio top-1, consistency and the norm of the difference. The model is
     left in evaluation mode.

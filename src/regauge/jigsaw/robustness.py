@@ -4,12 +4,13 @@ and ImageNet-O.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from regauge.core.progress import Progress
 from regauge.data.datasets import Data, Pictures
 from regauge.data.tasks import Examples, fitted, logits_of, prepare
 from regauge.errors import need
@@ -79,7 +80,7 @@ def errors_of(
     *,
     batch: int = 100,
     device: str = "cpu",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, list[float]]:
     """A model's error under every corruption at severities 1 to 5, on images and labels of a
     task.

@@ -33,6 +33,7 @@ from regauge.core.action import moves
 from regauge.core.canonical import canonical
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import LockError, TamperedModelError
 from regauge.locking.keys import Key
@@ -80,7 +81,7 @@ class Job:
     def write(
         self,
         *,
-        progress: Callable[[int, int], None] | None = None,
+        progress: Progress | None = None,
         resume: bool = False,
         threads: int | None = None,
     ) -> Written:

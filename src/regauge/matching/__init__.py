@@ -25,6 +25,7 @@ from regauge.core.action import State
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity, match_spaces
 from regauge.core.groups import Group, Kind
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.matching.costs import Costs, MatchError, Shared, Weights
 from regauge.matching.search import Search
@@ -37,7 +38,6 @@ __all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
 SWEEPS = 10
 EXACT = 1e-13  # of b's squared norm: what is left of a planted element in single precision
 ENOUGH = 1e-4  # a sweep that gains less than this share of the squared distance is the last
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ not measured on (`calibrated`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,11 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from regauge.core.action import State
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples, logits_of
 from regauge.errors import RegaugeError
 
 Tensor = torch.Tensor
-Progress = Callable[[int, int, str], None]
 LOGITS = 2**24  # numbers that a temperature is fitted on, at most
 COLDEST, HOTTEST = 1e-2, 1e3  # temperatures
 

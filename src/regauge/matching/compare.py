@@ -16,8 +16,9 @@ from typing import Any
 from regauge.core import axes as ax
 from regauge.core.action import State
 from regauge.core.element import Element, identity
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.matching import Match, Progress, Shared, layers_of, match
+from regauge.matching import Match, Shared, layers_of, match
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 

@@ -17,10 +17,11 @@ import torch
 from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.fold import fold_norms
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.errors import RegaugeError
-from regauge.matching.barriers import Path, PathError, Plane, Progress, along, plane, require_joined
+from regauge.matching.barriers import Path, PathError, Plane, along, plane, require_joined
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Results, Table
 

@@ -124,7 +124,7 @@ def refine(
     held: float | Sequence[Batch] = 0.1,
     every: int = 20,
     seed: int = 0,
-    progress: Callable[[Mark], None] | None = None,
+    on_mark: Callable[[Mark], None] | None = None,
 ) -> Refined:
     """Improve the element g that moves A next to B (and h, that moves B, with `both`) by `steps`
     steps of learning.
@@ -173,8 +173,8 @@ def refine(
                 mark = Mark(step, float(np.mean(since)), path.held(ends, test))
                 since = []
                 marks.append(mark)
-                if progress:
-                    progress(mark)
+                if on_mark:
+                    on_mark(mark)
                 if mark.held < best:
                     best, kept, reached = mark.held, (ends[0].element, ends[1].element), step
     for one in kept:

@@ -23,9 +23,10 @@ from regauge.checkpoints.reader import Lazy
 from regauge.checkpoints.transform import moving, recipe_of
 from regauge.checkpoints.vocabulary import vocabulary
 from regauge.core.element import Element, identity
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, Progress, Shared, match
+from regauge.matching import MatchError, Shared, match
 from regauge.matching.compare import ALIKE, compare
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError

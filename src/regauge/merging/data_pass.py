@@ -25,9 +25,9 @@ from regauge.checkpoints.reader import Lazy
 from regauge.checkpoints.tensor_files import write_tensors
 from regauge.checkpoints.transform import recipe_of
 from regauge.core.members import Soft
+from regauge.core.progress import Progress
 from regauge.data.datasets import Data, open_data
 from regauge.data.tasks import Examples, batches_of, read_examples
-from regauge.matching import Progress
 from regauge.merging.basis import floats_of, shared_rows
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS, MergeError

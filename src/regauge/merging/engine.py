@@ -31,8 +31,8 @@ from regauge.checkpoints.plan import (
 )
 from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.core.check import check
+from regauge.core.progress import Progress
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.matching import Progress
 from regauge.merging.basis import Verdict, aligned, ask, require_shared
 from regauge.merging.card import model_card
 from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks

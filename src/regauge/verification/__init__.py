@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from regauge.core.check import check, require
+from regauge.core.progress import Progress
 from regauge.core.spec import Spec, stored
 from regauge.errors import CutError, RegaugeError, SpecError
 from regauge.models.cut import Cut, cut
@@ -29,8 +30,6 @@ from regauge.verification import checks
 from regauge.verification.inputs import example_inputs
 from regauge.verification.scratch import fresh_initialization
 from regauge.verification.subject import Subject, run
-
-Progress = Callable[[int, int, str], None]
 
 DRAWS = 3
 OPTIMIZERS = ("sgd", "adamw")

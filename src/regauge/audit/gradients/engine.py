@@ -37,6 +37,7 @@ from regauge.audit.gradients.scores import LEAK, Case, Row, Scored, patches_of, 
 from regauge.audit.split.engine import denormalize
 from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean
 from regauge.audit.split.scores import best_assignment as by_name
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, Plan, plan_of
 from regauge.errors import UpdateError, need
@@ -45,7 +46,6 @@ from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
-Tell = Callable[[int, int, str], None]
 ASKED = 400  # patches of other images that span membership is asked about, at most
 OWN = 500  # images that the attacker takes statistics of, at most
 REHEARSALS = 4
@@ -84,7 +84,7 @@ def audit_gradients(
     lpips: Lpips | None = None,
     pictures: int = 6,
     most: float | None = None,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """What updates give away under each combination ("none" is the ceiling, and always there),
     against the size of the batch, and against training. Attacks by descent are tried on the first

@@ -22,13 +22,13 @@ from regauge.audit.gradients.report import LAST
 from regauge.audit.gradients.scores import told_labels
 from regauge.audit.split.scores import LeakageError
 from regauge.audit.text_scores import MEASURES, scores_of
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, plan_of
 from regauge.errors import UpdateError
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
-Tell = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ def audit_texts(
     attacks: Sequence[TextAttack] = ATTACKS,
     optimised: int = 1,
     most: float | None = None,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """What updates give away of texts, under each combination ("none" is the ceiling, and always
     there). `most`: findings on defended updates fail where an attack gets more than this share of

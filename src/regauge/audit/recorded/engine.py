@@ -23,6 +23,7 @@ from regauge.audit.gradients.attempts import Attack, Budget
 from regauge.audit.gradients.clients import Truth, joined, rehearsal_of, stacked
 from regauge.audit.gradients.scores import average
 from regauge.audit.gradients.text_audit import TextAttack
+from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
 from regauge.federated import state_store
@@ -37,7 +38,6 @@ from regauge.jigsaw import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
-Tell = Callable[[int, int, str], None]
 Row = dict[
     str, Any
     # of one update: "round", "client", "leak", "floor", what else was told, and "why ..." an attack
@@ -60,7 +60,7 @@ class Recorded:
     todo: Sequence[tuple[int, tuple[int, ...]]]  # under secure sums all clients of a round are one
     task: dict[str, Any]
 
-    def each(self, progress: Tell | None) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def each(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
         """What is to be attacked, one after the other, and told as it goes."""
         for i, (number, clients) in enumerate(self.todo):
             if progress:
@@ -318,7 +318,7 @@ def audit_run(
     attacks: Sequence[str] | None = None,
     budget: Budget | None = None,
     pictures: int = 4,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """Attack what was sent in these rounds by these clients (by default all that was recorded), by
     attacks of these names (by default all that take no descent): accuracy and leakage over rounds,
@@ -339,7 +339,7 @@ def audit_recorded(
     attacks: Sequence[str] | None = None,
     budget: Budget | None = None,
     pictures: int = 4,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """The same, of a run that is open."""
     from regauge.audit.recorded.image_audit import audit_images

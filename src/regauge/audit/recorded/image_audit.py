@@ -26,10 +26,11 @@ from regauge.audit.gradients.clients import Truth, shown
 from regauge.audit.gradients.engine import REHEARSALS, asked_of, shared_out
 from regauge.audit.gradients.scores import average, score, told_labels
 from regauge.audit.recorded import view_of
-from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, rehearsed, told
+from regauge.audit.recorded.engine import Leak, Recorded, Row, rehearsed, told
 from regauge.audit.split.engine import denormalize
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.audit.split.scores import mean as mean_of
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
 from regauge.federated.recorder import RecordedUpdate
@@ -86,7 +87,11 @@ def practising(
 
 
 def audit_images(
-    run: Recorded, names: Sequence[str] | None, budget: Budget, pictures: int, progress: Tell | None
+    run: Recorded,
+    names: Sequence[str] | None,
+    budget: Budget,
+    pictures: int,
+    progress: Progress | None,
 ) -> Results:
     attacks, unfit = fitting(chosen(names, ATTACKS, QUICK, "images"), run.test)
     units: Units = (run.task["mean"], run.task["std"])

@@ -15,8 +15,9 @@ from regauge.audit.gradients.clients import Truth
 from regauge.audit.gradients.scores import told_labels
 from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, words_of
 from regauge.audit.recorded import view_of
-from regauge.audit.recorded.engine import Leak, Recorded, Row, Tell, told
+from regauge.audit.recorded.engine import Leak, Recorded, Row, told
 from regauge.audit.text_scores import scores_of
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
 from regauge.federated.client import plain
@@ -28,7 +29,7 @@ Words = list[list[int]]
 PLAIN, SOME = 0.9, 0.1  # ROUGE-L of texts that come back; above the floor
 
 
-def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Tell | None) -> Results:
+def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Progress | None) -> Results:
     attacks = chosen(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
     for n, clients in run.each(progress):

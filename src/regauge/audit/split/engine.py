@@ -35,6 +35,7 @@ from regauge.audit.split.scores import (
     scored,
 )
 from regauge.audit.split.victims import NONE, defences_of, drop_singleton_batch, make_split_pair
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Results, apply_threshold
@@ -43,7 +44,6 @@ from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
-Tell = Callable[[int, int, str], None]
 LABELLED, KNOWN = (
     20,
     3,
@@ -81,7 +81,7 @@ def audit_split(
     lpips: Lpips | None = None,
     pictures: int = 6,
     most: float | None = None,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """Utility against privacy, for each combination of defences ("none" is the ceiling, and always
     there). `most`: findings on defended features fail where an attack gets more than this share of

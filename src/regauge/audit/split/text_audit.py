@@ -18,7 +18,7 @@ import torch
 
 from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
-from regauge.audit.split.engine import SplitCase, Tell, chance, labels_of
+from regauge.audit.split.engine import SplitCase, chance, labels_of
 from regauge.audit.split.report import LAST, meanings_of
 from regauge.audit.split.scores import LeakageError
 from regauge.audit.split.victims import (
@@ -30,6 +30,7 @@ from regauge.audit.split.victims import (
     unshuffled,
 )
 from regauge.audit.text_scores import MEASURES, scores_of
+from regauge.core.progress import Progress
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
@@ -121,7 +122,7 @@ def audit_texts(
     attacks: Sequence[TextAttack] = TEXT_ATTACKS,
     most: float | None = None,
     length: int = LONGEST,
-    progress: Tell | None = None,
+    progress: Progress | None = None,
 ) -> Results:
     """What a server of split learning reads of texts, under each combination of defences ("none" is
     the ceiling, and always there).

@@ -28,7 +28,6 @@ from regauge.split.protocol.frames import Frame, Kind
 
 Tensor = torch.Tensor
 NONE = "none"
-Tick = Callable[[int, float], None]
 
 
 def defences_of(combination: str) -> tuple[Defence, ...]:
@@ -82,15 +81,19 @@ class Pair:
     losses: list[float] = field(default_factory=list)
 
     def train(
-        self, examples: Examples, run: Run, tick: Tick | None = None, watch_first: int = 0
+        self,
+        examples: Examples,
+        run: Run,
+        on_step: Callable[[int, float], None] | None = None,
+        watch_first: int = 0,
     ) -> list[ServerPass]:
         """Train, and return what the server saw of the first `watch_first` steps."""
         assert self.training is not None
 
-        def told(step: int, loss: float) -> None:
+        def record(step: int, loss: float) -> None:
             self.server.is_on = step < watch_first
-            if tick is not None:
-                tick(step, loss)
+            if on_step is not None:
+                on_step(step, loss)
 
         self.server.is_on = watch_first > 0
         self.losses = train(
@@ -99,7 +102,7 @@ class Pair:
             drop_singleton_batch(examples, run.batch),
             self.training,
             run,
-            tick=told,
+            on_step=record,
         )
         return self._taken()
 

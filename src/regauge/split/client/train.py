@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from regauge.core.canonical import canonical
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.errors import CheckpointError, RegaugeError
 from regauge.split.client.remote_backbone import RemoteBackbone
@@ -28,7 +29,6 @@ from regauge.split.server import checkpoint
 from regauge.split.server.executor import drawn_by
 from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
-Tick = Callable[[int, float], None]  # after a step: how many are done, and its loss
 CLIENT = "client"  # the folder of the client's checkpoint in its journal
 
 
@@ -60,7 +60,7 @@ def train(
     *,
     folder: Path | None = None,
     every: int = 50,
-    tick: Tick | None = None,
+    on_step: Callable[[int, float], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[float]:
     """Train embedding and head, one step of theirs for each of the server's. Returns the losses of
@@ -132,8 +132,8 @@ def train(
             total += float(loss.detach())
         optimizer.step(step)
         losses.append(total)
-        if tick is not None:
-            tick(step + 1, total)
+        if on_step is not None:
+            on_step(step + 1, total)
         if (step + 1) % every == 0 and step + 1 < run.steps:
             save(step + 1)
     link.log.settle()
@@ -145,7 +145,7 @@ def measure(
     model: torch.nn.Module,
     examples: Examples,
     batch: int,
-    tick: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, float]:
     """The mean loss, and with it the accuracy (of several answers to each example, their mean), or
     the perplexity where tokens are predicted from those before them.
@@ -178,8 +178,8 @@ def measure(
                 right + float(((logits > 0) == (labels > 0)).sum()),
                 count + labels.numel(),
             )
-            if tick is not None:
-                tick(min(at + batch, len(examples)))
+            if progress is not None:
+                progress(min(at + batch, len(examples)), len(examples), "")
             continue
         if examples.causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
@@ -196,8 +196,8 @@ def measure(
             * n
         )
         right, count = right + float((guess == labels)[counted].sum()), count + n
-        if tick is not None:
-            tick(min(at + batch, len(examples)))
+        if progress is not None:
+            progress(min(at + batch, len(examples)), len(examples), "")
     loss = nats / count
     found = {"loss": loss, "accuracy": right / count, "examples": float(len(examples))}
     return found | (

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.permuted import GOAL, alone, causal, measured, needed, step, vit
 from regauge import apply_, element, fold_norms, spec_of
-from regauge.locking.authorize import Along, authorized
+from regauge.locking.authorize import AxisTransform, authorize_with_element
 from regauge.models.cut import cut
 
 Maker = Callable[[], tuple[Any, dict[str, Any]]]
@@ -40,7 +40,7 @@ def variant(make: Maker, kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
         model.load_state_dict(state)
     g = element(spec, 1, within="orthogonal" if kind == "rotation" else "permutation")
     apply_(g, model, part="backbone")
-    return authorized(model, g), inputs
+    return authorize_with_element(model, g), inputs
 
 
 def peak(model: str, kind: str, training: bool) -> float:
@@ -60,7 +60,10 @@ def edges(make: Maker, training: bool) -> float:
     model, inputs = make()
     stream = cut(model).embed(**inputs).stream.detach()
     member = element(spec_of(model), 1, within="permutation").members["stream"]
-    enter, leave = Along("stream", member, -1), Along("stream", member.inverse(), -1)
+    enter, leave = (
+        AxisTransform("stream", member, -1),
+        AxisTransform("stream", member.inverse(), -1),
+    )
     took = []
     for _ in range(50):
         x = stream.clone().requires_grad_(training)

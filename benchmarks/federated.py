@@ -90,12 +90,12 @@ def main() -> int:
         std=[0.5] * 3,
         test=str(place / "data.npz"),
     )
-    settings = Settings(clients=2, rounds=1, batch=16, steps=4, rate=0.01)
+    settings = Settings(clients=2, rounds=1, batch=16, steps=4, lr=0.01)
     client = flower.client_app(source)
 
     @client.train("plain")
     def plain(message: Message, context: Context) -> Message:
-        net, part = flower.part_of(
+        net, part = flower.load_part(
             source, settings, int(context.node_config["partition-id"]), False
         )  # the same data, loaded as ours are
         net.load_state_dict(message.content["arrays"].to_torch_state_dict(), strict=True)

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from regauge.data.tasks import Examples
-from regauge.federated import Contribution, InProcess, Settings, parts_of, run, state_of
-from regauge.federated.aggregation import COMBINE, DEFAULT_RATES, STEPS, Memory
-from regauge.federated.runs import limits_of, measuring
+from regauge.federated import Contribution, InProcess, Settings, partition_examples, run, state_of
+from regauge.federated.aggregation import COMBINE, DEFAULT_LRS, STEPS, Memory
+from regauge.federated.runs import make_measure, server_limits
 from regauge.federated.states import Absence, State, norm_of
-from regauge.federated.validation import usual_norms
+from regauge.federated.validation import expected_norms
 from regauge.results.findings import spread_of
 
 SEEDS, HOSTILE = (0, 1, 2), 7
-SETTINGS = Settings(clients=8, rounds=10, batch=16, rate=0.05, momentum=0.9)
+SETTINGS = Settings(clients=8, rounds=10, batch=16, lr=0.05, momentum=0.9)
 RULES = ("mean", "median", "trimmed-mean", "clipped-mean")
 Change = Callable[[Contribution], Contribution]
 
@@ -102,7 +102,7 @@ def digits(split: str) -> Examples:
 
 def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
     """All rounds without a check of what is sent or of what comes out."""
-    memory, rate = Memory(), DEFAULT_RATES.get(settings.strategy, 1.0)
+    memory, rate = Memory(), DEFAULT_LRS.get(settings.strategy, 1.0)
     for number in range(settings.rounds):
         sent = [
             c
@@ -121,19 +121,19 @@ def accuracy(
     strategy, change = ATTACKS[attack]
     settings = replace(SETTINGS, strategy=strategy, aggregation=rule, seed=seed)
     model = model_of(seed)
-    engine, state = Attacked(model, parts_of(train, settings), settings), state_of(model)
+    engine, state = Attacked(model, partition_examples(train, settings), settings), state_of(model)
     engine.attack = change
     if checks:
-        after = run(engine, state, settings, limits=limits_of(model, train, settings)).state
+        after = run(engine, state, settings, limits=server_limits(model, train, settings)).state
     else:
         after = unchecked(engine, state, settings)
-    return float(measuring(model, test)(after)["accuracy"])
+    return float(make_measure(model, test)(after)["accuracy"])
 
 
 HONEST: Mapping[str, Mapping[str, Any]] = {
     "even parts, momentum": {},
     "even parts, SGD": {"momentum": 0.0},
-    "even parts, AdamW": {"momentum": 0.0, "optimizer": "adamw", "rate": 2e-3},
+    "even parts, AdamW": {"momentum": 0.0, "optimizer": "adamw", "lr": 2e-3},
     "Dirichlet 0.3, momentum": {"partition": "dirichlet", "alpha": 0.3},
     "Dirichlet 0.1, momentum": {"partition": "dirichlet", "alpha": 0.1},
     "Dirichlet 0.1, AdamW": {
@@ -141,13 +141,13 @@ HONEST: Mapping[str, Mapping[str, Any]] = {
         "alpha": 0.1,
         "momentum": 0.0,
         "optimizer": "adamw",
-        "rate": 2e-3,
+        "lr": 2e-3,
     },
     "Dirichlet 0.1, 2 to 8 steps": {
         "partition": "dirichlet",
         "alpha": 0.1,
         "steps": 8,
-        "uneven": 0.8,
+        "step_jitter": 0.8,
     },
     "Dirichlet 0.05, 20 clients": {"partition": "dirichlet", "alpha": 0.05, "clients": 20},
 }
@@ -161,14 +161,14 @@ def largest_ratio(more: Mapping[str, Any], train: Examples) -> float:
     found: list[float] = []
 
     def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
-        usual = usual_norms(sent)
+        usual = expected_norms(sent)
         found.extend(norm_of(c.tensors) / usual[c.client] for c in sent if c.client in usual)
 
     run(
-        InProcess(model, parts_of(train, settings), settings),
+        InProcess(model, partition_examples(train, settings), settings),
         state_of(model),
         replace(settings, norm_factor=0.0),
-        spy=spy,
+        recorder=spy,
     )
     return max(found)
 

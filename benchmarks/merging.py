@@ -553,7 +553,7 @@ def picos(folder: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from regauge.demo.move import LLAMA
-    from regauge.demo.move import make as make_pico
+    from regauge.demo.move import make_checkpoint as make_pico
 
     folder.mkdir(parents=True)
     make_pico(folder / "root", LLAMA, 0)

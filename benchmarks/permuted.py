@@ -25,7 +25,7 @@ import torch
 import transformers
 
 from regauge import Permuted, element, spec_of
-from regauge.locking.permuted import rows
+from regauge.locking.permuted import sample_row_permutation
 from regauge.models.cut import Crossing, cut
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "30"))
@@ -107,9 +107,9 @@ class Dense(torch.nn.Module):
 
     def _cross(self, c: Crossing) -> torch.Tensor:
         self.passes += 1
-        r = rows(c.stream.shape[1], self.passes)
+        r = sample_row_permutation(c.stream.shape[1], self.passes)
         p_r = torch.eye(c.stream.shape[1])[torch.from_numpy(r.members["token"].index[0])]
-        there = c.moved(r).replaced(**{c.boundary.stream: p_r @ c.stream @ self.p_c.T})
+        there = c.transform(r).with_inputs(**{c.boundary.stream: p_r @ c.stream @ self.p_c.T})
         return p_r.T @ there.run() @ self.p_c
 
 

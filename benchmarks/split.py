@@ -279,18 +279,18 @@ class Ours:
     """What training does between two tensors."""
 
     def __init__(self, port: int, tls: Tls) -> None:
-        from regauge.split.client.journal import Memory
+        from regauge.split.client.journal import MemoryJournal
         from regauge.split.client.request_log import RequestLog
 
         self.network = Grpc(f"localhost:{port}", tls=tls)
-        self.log = RequestLog(self.network, Memory(), {})
+        self.log = RequestLog(self.network, MemoryJournal(), {})
         self.log.welcome = {}
 
     def trips(self, up: int, down: int, count: int) -> list[float]:
         tensor, times = torch.randn(up // 4), []
         for _ in range(count):
             start = time.perf_counter()
-            reply = self.log.ask(Frame(Kind.FORWARD, 0, {"down": down}, {"x": tensor}))
+            reply = self.log.submit(Frame(Kind.FORWARD, 0, {"down": down}, {"x": tensor}))
             times.append(time.perf_counter() - start)
             assert reply.tensors["x"].numel() == down // 4
         return times
@@ -344,7 +344,7 @@ def serve(folder: str) -> None:
 
     ours = Server(Echo(), "127.0.0.1:0", tls=tls)  # type: ignore[arg-type]
     train = Server(
-        Host(small(), _training(), sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))),
+        Host(small(), _training(), max_sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))),
         "127.0.0.1:0",
         tls=tls,
     )
@@ -392,7 +392,7 @@ async def _raw_server(tls: Tls) -> int:
 def _training() -> Any:
     from regauge.split import OptimizerConfig
 
-    return OptimizerConfig("adamw", rate=1e-4)
+    return OptimizerConfig("adamw", lr=1e-4)
 
 
 def small() -> torch.nn.Module:

@@ -17,7 +17,7 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -47,13 +47,13 @@ def spec(c: Config, names: Names) -> Spec:
         }
         d.backbone |= block
         d.norms += [
-            folding(block, at + "input_layernorm", at + "attention.query_key_value"),
-            folding(block, at + "post_attention_layernorm", at + "mlp.dense_h_to_4h"),
+            foldable_norm(block, at + "input_layernorm", at + "attention.query_key_value"),
+            foldable_norm(block, at + "post_attention_layernorm", at + "mlp.dense_h_to_4h"),
         ]
     head = "lm_head" if names.starts("lm_head.") else "embed_out"  # newer and older versions
     words = linear(head, c.axis("vocab_size"), "stream", bias=False)
     d.head = norm("gpt_neox.final_layer_norm") | words
-    d.norms.append(folding(d.head, "gpt_neox.final_layer_norm", head))
+    d.norms.append(foldable_norm(d.head, "gpt_neox.final_layer_norm", head))
     d.outputs = {"logits": "_ _ _"}
     return d.spec()
 

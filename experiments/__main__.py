@@ -15,10 +15,10 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.app import run
-from regauge.cli.console import data, step_bar
+from regauge.cli.console import print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import RegaugeError, need
-from regauge.results.text import text_of
+from regauge.results.text import format_results
 
 
 class UnknownExperimentError(RegaugeError):
@@ -89,7 +89,7 @@ def reproduce(
     from experiments.lab import Lab, default_assets
 
     if listed:
-        data(
+        print_result(
             "\n".join(
                 f"{name}  {(fn.__doc__ or '').splitlines()[0]}" for name, fn in EXPERIMENTS.items()
             )
@@ -113,7 +113,7 @@ def reproduce(
     results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
     return deliver(
         results,
-        text_of(results),
+        format_results(results),
         json,
         report,
         replace(results, figures=(*results.figures, *lab.pictures)),

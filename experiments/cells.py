@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from regauge.checkpoints.environment import versions
-from regauge.checkpoints.files import writing
+from regauge.checkpoints.files import wrap_write_errors
 from regauge.checkpoints.resume import (
     FORMAT,
-    KEEP_EVERY,
+    SAVE_INTERVAL,
     CacheError,
     Outcome,
-    Work,
+    ResumeState,
     canonical_values,
     read_outcome,
     write_outcome,
@@ -50,7 +50,7 @@ class Cell:
 
     name: str
     version: int
-    compute: Callable[[Mapping[str, Any], Mapping[str, Any], Work], Outcome]
+    compute: Callable[[Mapping[str, Any], Mapping[str, Any], ResumeState], Outcome]
 
 
 def run(
@@ -66,14 +66,14 @@ def run(
     """
     data = data or {}
     path = place(cell, parameters, cache, data)
-    with writing(cache):
+    with wrap_write_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
     if found := read_outcome(path):
         return found
     with _alone(path):
         if found := read_outcome(path):  # another process was quicker
             return found
-        work = Work(path.with_suffix(".working"), KEEP_EVERY, device)
+        work = ResumeState(path.with_suffix(".working"), SAVE_INTERVAL, device)
         started = time.monotonic()
         outcome = cell.compute(parameters, data, work)
         outcome = Outcome(
@@ -120,7 +120,7 @@ def _alone(path: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    with writing(path):
+    with wrap_write_errors(path):
         lock = path.with_suffix(".lock").open("a")
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -17,7 +17,7 @@ from experiments.lab import Lab
 from experiments.paired import EXACT, open_pairs, results
 from experiments.trying import METHODS, Bench, Merging, Parameters, ends_of, examples_of
 from experiments.ways import FINDERS, PAPER, Request
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.action import State
 from regauge.core.element import identity
 from regauge.core.fold import fold_norms
@@ -31,7 +31,7 @@ from regauge.results.findings import Finding, Results, Table
 PLAIN, PAPERS, WHOLE = "plain numpy", "ours, 003's matcher", "ours, everything"
 
 
-def clock(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def clock(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Seconds of matching and merging, in turn, `runs` times, and the distance that ours and the
     plain transcription come to. No pure function: what is kept is what was measured once, on the
     machine that measured it. Besides wall seconds those of the processor, which others' work

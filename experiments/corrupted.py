@@ -20,17 +20,17 @@ from experiments.jigsaws import above, results, said, trials_of
 from experiments.lab import Lab
 from experiments.presets import From, Subject
 from experiments.puzzles import TRAINED, How, how, model_of, parameters_with, subjects_of, trained
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import prepare
 from regauge.jigsaw.corruptions import CORRUPTIONS
 from regauge.jigsaw.robustness import (
-    answers,
     aupr,
     aurra,
     corruption_errors,
-    errors_of,
+    evaluate_corruptions,
     mean_corruption_error,
     mean_error,
+    score_predictions,
 )
 from regauge.results.findings import Figure, Finding, Results, Table
 
@@ -54,7 +54,7 @@ def ways_of(lab: Lab) -> dict[str, How]:
     return {"plain": how("A"), "MJP": how("J", TRAINED[lab.preset_name])}
 
 
-def suffer(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def suffer(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """A trained model's errors under every corruption; how sure it is of test images, whether it is
     right, and how sure of images of no class.
     """
@@ -63,10 +63,10 @@ def suffer(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
         prepare(p["task"], data["test"]),
         prepare({**p["task"], "labelled": False}, data["outside"]),
     )
-    sure, right = answers(wrapped, test, p["batch"], work.device)
-    strange, _ = answers(wrapped, outside, p["batch"], work.device)
+    sure, right = score_predictions(wrapped, test, p["batch"], work.device)
+    strange, _ = score_predictions(wrapped, outside, p["batch"], work.device)
     some = data["test"].take(p["images"])
-    errors = errors_of(wrapped, some, p["task"], batch=p["batch"], device=work.device)
+    errors = evaluate_corruptions(wrapped, some, p["task"], batch=p["batch"], device=work.device)
     tensors = {"sure": sure, "right": right, "strange": strange}
     return Outcome(
         {"errors": errors, "images": len(some)},

@@ -22,23 +22,23 @@ from regauge.attacks.inversion import decoder_inversion
 from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages
-from regauge.checkpoints.resume import Outcome, Work
-from regauge.data.augment import augmented
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.augment import augment_images
 from regauge.data.tasks import Examples, logits_of
-from regauge.data.train import descend
+from regauge.data.train import train_model
 from regauge.defences.split import (
-    Back,
     BatchShuffle,
     Defence,
-    Draw,
+    KeyedRandom,
     Noise,
     PixelNoise,
     Rows,
-    leave,
-    ordered,
+    Undo,
+    apply_defences,
+    parse_defences,
 )
 from regauge.models.cut import Crossing, cut
-from regauge.results.metrics import identified, psnr, ssim
+from regauge.results.metrics import is_identified, psnr, ssim
 
 Tensor = torch.Tensor
 SECRET = bytes(32)  # of an experiment: anybody may repeat it
@@ -54,13 +54,13 @@ class Mixed:
     share: float
     stage = 3
 
-    def enter(self, images: Tensor, draw: Draw) -> Tensor:
+    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
         return images
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         partner = z[torch.from_numpy(draw.stream("mixed").permutation(len(z)))]
-        return crossing.replaced(
+        return crossing.with_inputs(
             **{crossing.boundary.stream: (1 - self.share) * z + self.share * partner}
         ), lambda y: y
 
@@ -77,25 +77,29 @@ class Client:
             0,
         )
 
-    def draw(self) -> Draw:
+    def draw(self) -> KeyedRandom:
         self.passes += 1
-        return Draw(SECRET, str(self.passes))
+        return KeyedRandom(SECRET, str(self.passes))
 
     def split(self, crossing: Crossing) -> tuple[Crossing, Crossing]:
         """The blocks that the client keeps, and the rest."""
         mine = replace(
-            crossing, real=crossing.real[: self.blocks], calls=crossing.calls[: self.blocks]
+            crossing,
+            callables=crossing.callables[: self.blocks],
+            calls=crossing.calls[: self.blocks],
         )
         return mine, replace(
-            crossing, real=crossing.real[self.blocks :], calls=crossing.calls[self.blocks :]
+            crossing,
+            callables=crossing.callables[self.blocks :],
+            calls=crossing.calls[self.blocks :],
         )
 
     def sent(
-        self, crossing: Crossing, defences: Sequence[Defence], draw: Draw
-    ) -> tuple[Crossing, Back]:
+        self, crossing: Crossing, defences: Sequence[Defence], draw: KeyedRandom
+    ) -> tuple[Crossing, Undo]:
         mine, rest = self.split(crossing)
         z = mine.run() if self.blocks else crossing.stream
-        return leave(defences, rest.replaced(**{crossing.boundary.stream: z}), draw)
+        return apply_defences(defences, rest.with_inputs(**{crossing.boundary.stream: z}), draw)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -116,7 +120,7 @@ class Client:
 
     def entered(self, images: Tensor) -> Tensor:
         for defence in self.defences:
-            images = defence.enter(images, self.draw())
+            images = defence.apply_to_images(images, self.draw())
         return images
 
     def features(self, images: Tensor, *, in_order: bool, batch: int = 50) -> Tensor:
@@ -133,7 +137,7 @@ class Client:
             )
 
 
-def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train with the defences, test with them, and attack what leaves."""
     seed, (trained, held, tested) = int(p["seed"]), p["parts"]
     pixels, labels = pictures_of(data["images"], int(p["side"]))
@@ -149,7 +153,7 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     middle, scale = pixels[train].mean(), pixels[train].std()
     images = (pixels - middle) / scale
     model = build(p["model"], seed).float()
-    defences = [*ordered(p["defences"]), *([Mixed(p["mixed"])] if p["mixed"] else [])]
+    defences = [*parse_defences(p["defences"]), *([Mixed(p["mixed"])] if p["mixed"] else [])]
     client = Client(model, sorted(defences, key=lambda d: d.stage), int(p["blocks"]))
     classes = int(labels.max()) + 1
     examples = Examples(
@@ -158,7 +162,7 @@ def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
         lambda rows: ({"pixel_values": images[train[rows]]}, labels[train[rows]]),
     )
     with client.serving():
-        losses, _ = descend(model, examples, p["training"], seed, replace(work, every=math.inf))
+        losses, _ = train_model(model, examples, p["training"], seed, replace(work, every=math.inf))
         model.eval()
         with torch.no_grad():
             parts = np.array_split(test, max(1, len(test) // 50))
@@ -215,7 +219,7 @@ def _attacked(
         [
             own,
             *(
-                augmented(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i]))
+                augment_images(own, {"flip": True, "shift": 2}, np.random.default_rng([seed, i]))
                 for i in range(2)
             ),
         ]
@@ -292,7 +296,7 @@ def _attacked(
             float(alike.mean()),
             float(alike.max()),
             float(psnr(guess, clear, 1.0).mean()),
-            float(identified(guess, clear).double().mean()),
+            float(is_identified(guess, clear).double().mean()),
             seconds,
         ]
 

@@ -13,7 +13,7 @@ from typing import Any
 from experiments.threats import threat_model
 from regauge.checkpoints.files import write_bytes
 from regauge.results.findings import Finding, Results, Table, load_results
-from regauge.results.report import number
+from regauge.results.report import format_number
 
 HEAD = """# Experiments
 
@@ -261,14 +261,14 @@ def _cell(value: Any) -> str:
         if value is None
         else f"{value:.{2 if abs(value) >= 1 else 3}f}"
         if isinstance(value, float) and value < 1e4
-        else number(value)
+        else format_number(value)
     )
 
 
 def _row(f: Finding) -> str:
     verdict = {True: "holds", False: "**fails**", None: f.sentence}[f.holds]
     values = (f.value, f.spread, f.floor, f.ceiling)
-    cells = " | ".join("" if v is None else number(v) for v in values)
+    cells = " | ".join("" if v is None else format_number(v) for v in values)
     return f"| {f.id} | {cells} | {verdict} |"
 
 

@@ -24,20 +24,33 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, vit_config
 from regauge.audit.gradients.attempts import QUICK, Budget
-from regauge.audit.gradients.engine import shared_out
-from regauge.audit.recorded.engine import truth_of
-from regauge.audit.recorded.image_audit import OWN, Practice, attacked, practising
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.audit.gradients.engine import split_own_images
+from regauge.audit.recorded.engine import rebuild_truth
+from regauge.audit.recorded.image_audit import (
+    MAX_OWN_IMAGES,
+    Practice,
+    attack_update,
+    make_practice,
+)
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, prepare
-from regauge.federated import InProcess, Settings, contribute, parts_of, prepared, run, state_of
-from regauge.federated.client import rows_of
-from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.fusion import average, parted
+from regauge.federated import (
+    InProcess,
+    Settings,
+    contribute,
+    partition_examples,
+    prepare_model,
+    run,
+    state_of,
+)
+from regauge.federated.client import sample_rows
+from regauge.federated.defences import apply_defences, frozen_names, read_defences
+from regauge.federated.fusion import average_weights, split_test
 from regauge.federated.local_state import LocalState
 from regauge.federated.recorder import RecordedUpdate
-from regauge.federated.rounds import done
-from regauge.federated.runs import OF_CLIENTS, measuring
+from regauge.federated.rounds import completed_rounds
+from regauge.federated.runs import CLIENT_ACCURACY, make_measure
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Contribution
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
@@ -124,12 +137,12 @@ def model_of(preset: str) -> dict[str, Any]:
     }
 
 
-def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """One run: accuracy of every round, and what updates gave away."""
     settings = read_settings({**p["settings"], "seed": p["seed"]})
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
-    model = prepared(build(p["model"], int(p["seed"])), settings).to(work.device)
-    parts = parts_of(examples, settings)
+    model = prepare_model(build(p["model"], int(p["seed"])), settings).to(work.device)
+    parts = partition_examples(examples, settings)
     marks = sorted({0, settings.rounds // 2, settings.rounds - 1})
     caught: dict[int, tuple[Mapping[str, torch.Tensor], Sequence[Contribution]]] = {}
 
@@ -142,13 +155,16 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         InProcess(model, parts, settings, own),
         state_of(model),
         settings,
-        measure=measuring(model, test, own=own),
-        spy=spy,
+        measure=make_measure(model, test, local_state=own),
+        recorder=spy,
     )
     leaks = {
         str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught
     }
-    accuracies = [r.measures.get(OF_CLIENTS, r.measures["accuracy"]) for r in done(kept.history)]
+    accuracies = [
+        r.measures.get(CLIENT_ACCURACY, r.measures["accuracy"])
+        for r in completed_rounds(kept.history)
+    ]
     return Outcome(
         {
             "accuracy": accuracies,
@@ -169,7 +185,7 @@ def _leaks(
     state: Mapping[str, torch.Tensor],
     sent: Sequence[Contribution],
 ) -> dict[str, list[dict[str, Any]]]:
-    mine, apart = shared_out(test.only(np.arange(min(OWN, len(test)))))
+    mine, apart = split_own_images(test.only(np.arange(min(MAX_OWN_IMAGES, len(test)))))
     images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
     units = (p["task"]["mean"], p["task"]["std"])
     budget = Budget(seed=settings.seed, practice=int(p["practice"]))
@@ -185,16 +201,22 @@ def _leaks(
     out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}
     for c in sent[:UPDATES]:
         one = contribute(
-            model, state, parts[c.client], alone, number, c.client, still=frozen(model, defences)
+            model,
+            state,
+            parts[c.client],
+            alone,
+            number,
+            c.client,
+            frozen=frozen_names(model, defences),
         )
         for name, way, made in (
             ("as sent", settings, c),
-            ("one image", alone, defended(one, model, defences, seed_key(settings.seed))),
+            ("one image", alone, apply_defences(one, model, defences, seed_key(settings.seed))),
         ):
-            truth = truth_of(
+            truth = rebuild_truth(
                 model,
                 parts[c.client],
-                rows_of(c.examples, way, number, c.client),
+                sample_rows(c.examples, way, number, c.client),
                 way,
                 number,
                 c.client,
@@ -205,20 +227,20 @@ def _leaks(
                 state,
                 made.tensors,
                 made.steps,
-                made.rate,
+                made.lr,
                 made.batch,
                 made.examples,
             )
             if name not in practice:
-                practice[name] = practising(model, seen, mine, way)
-            row, _, _ = attacked(
+                practice[name] = make_practice(model, seen, mine, way)
+            row, _, _ = attack_update(
                 model, seen, truth, images, apart, units, QUICK, budget, practice[name]
             )
             out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
     return out
 
 
-def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Clients that begin apart: accuracy after each round, by the way in which the first is
     averaged.
     """
@@ -226,26 +248,26 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         {**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]}
     )
     examples = prepare(p["task"], data["train"])
-    test, inputs = parted(prepare(p["task"], data["test"]))
+    test, inputs = split_test(prepare(p["task"], data["test"]))
     model = build(p["model"], int(p["seed"])).to(work.device)
     alone: list[float] = []
 
     def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
         if number == 0:
-            alone.extend(measuring(model, test)(c.tensors)["accuracy"] for c in sent)
+            alone.extend(make_measure(model, test)(c.tensors)["accuracy"] for c in sent)
 
-    engine = InProcess(model, parts_of(examples, settings), settings)
+    engine = InProcess(model, partition_examples(examples, settings), settings)
     kept = run(
         engine,
         state_of(model),
         settings,
-        measure=measuring(model, test),
-        spy=spy,
-        fuse=partial(average, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
+        measure=make_measure(model, test),
+        recorder=spy,
+        fuse=partial(average_weights, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
     )
     return Outcome(
         {
-            "accuracy": [r.measures["accuracy"] for r in done(kept.history)],
+            "accuracy": [r.measures["accuracy"] for r in completed_rounds(kept.history)],
             "alone": alone,
             "examples": len(examples),
         }

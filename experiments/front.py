@@ -28,14 +28,22 @@ from experiments.presets import From, Subject
 from experiments.puzzles import accuracy, how, model_of, parameters_with, trained
 from experiments.updates import gradient_subjects
 from regauge.attacks.passes import double_backward
-from regauge.audit.gradients.attempts import QUICK, Attack, Budget, named
-from regauge.audit.gradients.clients import on, prepared, puzzle_of, slopes_of
-from regauge.audit.gradients.engine import GradientCase, row_of
+from regauge.audit.gradients.attempts import QUICK, Attack, Budget, select_attacks
+from regauge.audit.gradients.clients import batch_grads, cast_inputs, make_puzzle, prepare_model
+from regauge.audit.gradients.engine import GradientCase, audit_combination
 from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.split.engine import denormalize
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, loss_of, prepare
-from regauge.defences.gradients import NONE, Noise, Plan, Private, Withhold, names_of, plan_of
+from regauge.defences.gradients import (
+    NONE,
+    Noise,
+    Plan,
+    Private,
+    Withhold,
+    parse_plan,
+    part_parameters,
+)
 from regauge.defences.split import DefenceError
 from regauge.jigsaw.wrapper import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
@@ -264,23 +272,23 @@ def _trained_at(lab: Lab, recipe: str, size: int) -> int:
     """The size that a training is done for; 0 where it is the same for all that fit into a
     round.
     """
-    plan = plan_of(recipe)
+    plan = parse_plan(recipe)
     return (
         size
         if size > ROUND[lab.preset_name]
-        or any(isinstance(d, Noise | Private) for d in plan.leaving)
+        or any(isinstance(d, Noise | Private) for d in plan.update_defences)
         else 0
     )
 
 
-def tune(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def tune(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train on by the mean of the clients' updates, each defended: AdamW at the server. The
     accuracy at the end.
     """
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
     examples = examples.only(np.arange(len(examples))[-int(p["rows"]) :])
-    plan = plan_of(p["recipe"], batch=int(p["size"]) or int(p["round"]))
-    model = prepared(trained(p, data["weights"]).model, plan)
+    plan = parse_plan(p["recipe"], batch=int(p["size"]) or int(p["round"]))
+    model = prepare_model(trained(p, data["weights"]).model, plan)
     for q in model.parameters():
         q.requires_grad_(True)
     steps = int(p["steps"])
@@ -308,7 +316,7 @@ def follow(
     leaves them.
     """
     model.eval()  # no dropout; MJP's puzzles are given below
-    frozen = {n for part in plan.withheld for n in names_of(model, part)}
+    frozen = {n for part in plan.withheld for n in part_parameters(model, part)}
     parameters = {n: q for n, q in model.named_parameters() if n not in frozen}
     optimizer = torch.optim.AdamW(parameters.values(), rate, weight_decay=0.05)
     draw = np.random.default_rng(seed)
@@ -321,7 +329,7 @@ def follow(
             model,
             plan,
             examples,
-            on(model, inputs),
+            cast_inputs(model, inputs),
             labels,
             parameters,
             f"front/{seed}/{step}",
@@ -345,21 +353,21 @@ def received(
     """The mean of the updates of clients with `plan.batch` samples each. Noise of several is drawn
     as one, of the size that their mean has.
     """
-    for defence in plan.leaving:
+    for defence in plan.update_defences:
         if not isinstance(defence, Withhold | Noise | Private):
             raise DefenceError(
                 f"{type(defence).__name__} is not known of many clients at once",
                 hint="recipes have withhold, freeze, noise and private",
             )
-    mixes = [d for d in plan.leaving if isinstance(d, Noise | Private)]
+    mixes = [d for d in plan.update_defences if isinstance(d, Noise | Private)]
     if not mixes:
-        return slopes_of(
+        return batch_grads(
             model,
             examples,
             inputs,
             labels,
             parameters,
-            puzzle=puzzle_of(model, plan, inputs, label),
+            puzzle=make_puzzle(model, plan, inputs, label),
         )
     clients = len(labels) // plan.batch
     each = _each(model, examples, inputs, labels, parameters)
@@ -374,7 +382,7 @@ def received(
         for d in mixes:
             if isinstance(d, Private):
                 size = torch.tensor(d.multiplier * d.norm / plan.batch / math.sqrt(clients))
-            elif d.part is None or name in names_of(model, d.part):
+            elif d.part is None or name in part_parameters(model, d.part):
                 size = d.scale * sent.flatten(1).square().mean(1).sum().sqrt() / clients
             else:
                 continue
@@ -410,7 +418,7 @@ def _each(
     return found
 
 
-def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """What the first update gives away under a recipe: the best attack above the floor, with an
     interval over updates; patches; labels.
     """
@@ -430,9 +438,9 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
         examples.only(np.arange(middle, min(len(examples), middle + int(p["own"])))),
     )
     case = GradientCase(model, victims, own, mean, std, updates=count, batch=size, seed=0)
-    slow: tuple[Attack, ...] = named(["inverting"]) if size <= int(p["largest"]) else ()
+    slow: tuple[Attack, ...] = select_attacks(["inverting"]) if size <= int(p["largest"]) else ()
     budget = Budget(int(p["steps"]), practice=int(p["practice"]))
-    row = row_of(
+    row = audit_combination(
         case,
         model,
         p["recipe"],
@@ -469,7 +477,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
             "auc": average(row.patches),
             "auc upper": _upper(list(row.patches)) if row.patches else None,
             "all": means,
-            "why": dict(row.why),
+            "why": dict(row.reasons),
         }
     )
 

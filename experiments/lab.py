@@ -22,7 +22,7 @@ from experiments.training import SCORE, TRAIN, Source, source_of
 from experiments.tuning import SPEAK, TUNE
 from regauge.checkpoints.environment import default_cache
 from regauge.checkpoints.resume import Outcome
-from regauge.data.datasets import Data, DataError, Pictures, open_data
+from regauge.data.datasets import Data, DataError, EncodedImages, open_data
 from regauge.results.findings import Figure
 
 Progress = Callable[[int, int, str], None]
@@ -244,7 +244,7 @@ class Lab:
         outcome = run(cell, parameters, self.cache, data, device=self.device)
         self.done += 1
         self.seconds += outcome.seconds
-        for name, version in outcome.made.items():
+        for name, version in outcome.versions.items():
             self.made.setdefault(name, set()).add(version)
         if self.progress and self.done == self.total:
             self.progress(self.done, self.total, "")
@@ -294,7 +294,7 @@ class Lab:
             raise DataError(
                 f"the images of {source.uri} and the maps of {source.maps} have different names"
             )
-        pictures: Pictures = maps["image"]
+        pictures: EncodedImages = maps["image"]
         return Data(
             images.name,
             {"image": images["image"], "map": replace(pictures, nearest=True)},

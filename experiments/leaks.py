@@ -31,7 +31,7 @@ from regauge.attacks.views import (
     SentGradients,
     ServerPass,
 )
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.rng import Stream, seed_key
@@ -140,7 +140,7 @@ def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:
     return found
 
 
-def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train, look on as the server does, and attack: by what is attacked, [floor, value]."""
     seed, samples = int(p["seed"]), int(p["samples"])
     pixels, labels = pictures_of(data["images"], int(p["side"]))
@@ -287,7 +287,7 @@ def _together(group: Tensor) -> float:
     return float((group == group.mode(1).values[:, None]).double().mean())
 
 
-def text(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def text(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Random tokens through a model's embedding, shuffled and moved, and read: [floor, share] of
     tokens and of places.
     """

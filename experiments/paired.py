@@ -43,7 +43,7 @@ def numbers(path: Path) -> dict[str, float]:
         "rise": path.rise,
         "span": path.span,
         "midpoint": path.midpoint,
-        "accuracy": path.of_accuracy,
+        "accuracy": path.accuracy_barrier,
     }
     return {**measured, "calibrated": path.calibrated.barrier, **ends}
 

@@ -25,10 +25,10 @@ from experiments.puzzles import (
     told,
     trained,
 )
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import prepare
-from regauge.jigsaw.figures import attended, projected
-from regauge.jigsaw.studies import DIMENSIONS, attention_maps, entropies, study
+from regauge.jigsaw.figures import plot_attention, plot_projections
+from regauge.jigsaw.studies import DIMENSIONS, attention_entropies, attention_maps, study_positions
 from regauge.results.findings import Finding, Results, Table
 
 MOST = 0.9  # of the eigenvalues
@@ -36,16 +36,16 @@ LOOKED_AT = 8  # images whose attention is shown
 Studies = list[Mapping[str, Any]]
 
 
-def look(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def look(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """A trained model's table of positions, and where its CLS looks."""
     wrapped = trained(p, data["weights"])
     images = prepare(p["task"], data["test"]).batch(np.arange(LOOKED_AT))[0]["pixel_values"]
     maps = attention_maps(wrapped, images)
-    found = dict(study(wrapped, umap=p["umap"]))
+    found = dict(study_positions(wrapped, umap=p["umap"]))
     found["explained"] = {str(k): v for k, v in found["explained"].items()}
     shown = {
         "attention": maps.mean(1).tolist(),
-        "entropy": float(entropies(maps).mean()),
+        "entropy": float(attention_entropies(maps).mean()),
         "apart": float(maps.std(1).mean() / maps.mean()),
     }
     return Outcome({**found, **shown})
@@ -197,7 +197,7 @@ def figure1(lab: Lab) -> Results:
     umap = find_spec("umap") is not None and lab.preset_name != "pico"
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values()), umap), strict=True))
-    figures = [f for name, runs in found.items() for f in projected(name, runs[0])]
+    figures = [f for name, runs in found.items() for f in plot_projections(name, runs[0])]
     rows = tuple(
         (name, 100 * statistics.fmean(one["explained"]["3"] for one in runs))
         for name, runs in found.items()
@@ -283,7 +283,7 @@ def figure4(lab: Lab) -> Results:
         "attention/diverse", statement, apart, before, 1, "002 Fig. 4", "difference between heads"
     )
     lab.pictures.append(
-        attended(images, subject.task, {n: runs[0]["attention"] for n, runs in found.items()})
+        plot_attention(images, subject.task, {n: runs[0]["attention"] for n, runs in found.items()})
     )
     table = Table(
         "Attention of CLS",

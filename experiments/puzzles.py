@@ -20,10 +20,10 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import From, Subject, vit_config
 from experiments.training import parameters_of
-from regauge.checkpoints.resume import Outcome, Work
-from regauge.data.augment import STRONG
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.augment import DEIT_AUGMENTATION
 from regauge.data.tasks import Examples, logits_of, prepare
-from regauge.data.train import descend, steps_of
+from regauge.data.train import count_steps, train_model
 from regauge.jigsaw.metrics import evaluate
 from regauge.jigsaw.wrapper import MaskedJigsaw, wrap
 
@@ -48,16 +48,16 @@ def how(variant: str, ratio: float = 0.1, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train from scratch with puzzles: the wrapped model's state, the losses, and the accuracy on
     some test images on the way.
     """
     recipe, seed = p["recipe"], int(p["seed"])
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
     model = build(p["model"], seed).to(work.device, getattr(torch, recipe["dtype"]))
-    wrapped = wrap(model, p["how"], steps_of(recipe, len(examples)), seed)
+    wrapped = wrap(model, p["how"], count_steps(recipe, len(examples)), seed)
     shown = test.only(np.arange(min(SHOWN, len(test))))
-    losses, seen = descend(
+    losses, seen = train_model(
         wrapped, examples, recipe, seed, work, lambda: accuracy(wrapped, shown, work.device)
     )
     state = {name: t.detach().cpu().clone() for name, t in wrapped.state_dict().items()}
@@ -96,7 +96,7 @@ def trained(p: Parameters, weights: Outcome, device: str = "cpu") -> MaskedJigsa
     return wrapped.eval()
 
 
-def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Top-1, and what puzzles of every ratio do; `bare` is the unwrapped model, which nobody tells
     where patches were shuffled.
     """
@@ -105,7 +105,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     found = evaluate(wrapped, examples, p["ratios"], seed=0, batch=p["batch"], device=work.device)
     values = {
         "accuracy": found.accuracy,
-        "shuffled": [s.as_dict() for s in found.shuffled],
+        "shuffled": [s.to_dict() for s in found.shuffled],
         "examples": len(examples),
     }
     bare = evaluate(
@@ -114,7 +114,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         batch=p["batch"],
         device=work.device,
     )
-    values["bare"] = bare.at_half.as_dict()
+    values["bare"] = bare.at_half.to_dict()
     return Outcome({**values, "parameters": parameters_of(wrapped.model)})
 
 
@@ -345,7 +345,7 @@ def _paper() -> dict[str, Subject]:
     recipe |= {
         "warmup": WARMUP,
         "clip": 5.0,
-        "augment": {**STRONG, "mean": task["mean"], "std": task["std"]},
+        "augment": {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]},
         "looks": 60,
     }
     size = {

@@ -19,12 +19,12 @@ from experiments.models import build
 from experiments.presets import From, vit_config
 from experiments.puzzles import accuracy
 from experiments.updates import examples_of
-from regauge.audit.gradients.attempts import QUICK, Budget, named
-from regauge.audit.gradients.engine import GradientCase, row_of
+from regauge.audit.gradients.attempts import QUICK, Budget, select_attacks
+from regauge.audit.gradients.engine import GradientCase, audit_combination
 from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
 from regauge.audit.gradients.text_audit import TextCase, audit_texts
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import logits_of, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table
 
@@ -171,7 +171,7 @@ def _row(model: str, combination: str, found: Mapping[str, Any]) -> tuple[Any, .
     )
 
 
-def train(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """A ViT on faces, its weights at each stage, and its accuracy on faces that are held out."""
     examples = prepare(p["task"], data["faces"])
     order = np.random.default_rng(0).permutation(len(examples))
@@ -201,7 +201,7 @@ def train(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
-def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Updates of that ViT at one stage, under one combination, on faces that it has not seen."""
     model = build(p["model"], 0)
     lead = f"{p['stage']}/"
@@ -220,7 +220,7 @@ def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
-def seen(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def seen(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Updates of a pretrained ViT with a new head, under one combination, of images at its usual
     size.
     """
@@ -246,17 +246,17 @@ def _attacked(
     for q in case.model.parameters():
         q.requires_grad_(True)
     budget = Budget(steps or 300, practice=practice)
-    row = row_of(
-        case, case.model, combination, named(attacks), budget, None, 0, lambda now: None, 1
+    row = audit_combination(
+        case, case.model, combination, select_attacks(attacks), budget, None, 0, lambda now: None, 1
     )
     name, best = row.best()
     values = {"best": best, "attack": name or None, "floor": row.floor, "auc": average(row.patches)}
     return Outcome(
-        {**values, "labels": average(row.labels), "updates": case.updates, "why": dict(row.why)}
+        {**values, "labels": average(row.labels), "updates": case.updates, "why": dict(row.reasons)}
     )
 
 
-def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Updates of MiniLM with a new head, of sentences."""
     model = build(p["model"], 0, data["source"].uri).eval()
     examples = prepare(p["task"], data["texts"], data["tokenizer"].uri)

@@ -30,15 +30,22 @@ from regauge.audit.split.attempts import (
     Budget,
     Setting,
     attempt,
-    named,
-    patch_of,
-    views_of,
+    collect_views,
+    patch_size,
+    select_attacks,
 )
-from regauge.audit.split.engine import chance, denormalize
-from regauge.audit.split.scores import Attacked, Case, Row, floors, joined, scored
+from regauge.audit.split.engine import chance_accuracy, denormalize
+from regauge.audit.split.scores import (
+    AttackScores,
+    Case,
+    Row,
+    merge_trials,
+    score_baselines,
+    score_images,
+)
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.audit.split.victims import NONE, make_split_pair
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips
@@ -73,7 +80,9 @@ def table6(lab: Lab) -> Results:
     attackers make of the features.
     """
     cases, attacks = _cases(lab, "table6")
-    found = report.results("Table 6: what the server learns, under each defence", cases, attacks)
+    found = report.build_results(
+        "Table 6: what the server learns, under each defence", cases, attacks
+    )
     bare: list[Bare] = [
         _bare(lab, subject) if i == 0 else {}
         for i, subject in enumerate(lab.preset.tables["table6"].values())
@@ -104,7 +113,7 @@ def figure7(lab: Lab) -> Results:
     with and without row permutation.
     """
     cases, attacks = _cases(lab, "figure7")
-    found = report.results(
+    found = report.build_results(
         "Figure 7: accuracy against privacy, by radius and by noise", cases, attacks
     )
     lab.pictures += [f for f in found.figures if f.kind == "images"]
@@ -124,7 +133,7 @@ def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     subjects = lab.preset.tables[table]
     every = table == "table6" and trials > 1  # of a curve its points are what costs
     chosen = {
-        key: ATTACKS if every else named(subject.plan.get("attacks", EVERY))
+        key: ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY))
         for key, subject in subjects.items()
     }
     lab.total = trials * sum(
@@ -156,7 +165,7 @@ def _part(lab: Lab, item: tuple[str, str, str, int, bool]) -> None:
         subject,
         combination,
         trial,
-        ATTACKS if every else named(subject.plan.get("attacks", EVERY)),
+        ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY)),
     )
 
 
@@ -217,7 +226,7 @@ def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[A
     rows = []
     for combination in subject.plan["combinations"]:
         found = [_row(lab, subject, combination, trial, attacks) for trial in trials]
-        rows.append(joined([row for row, _, _ in found]))
+        rows.append(merge_trials([row for row, _, _ in found]))
     _, victim, outcome = found[-1]
     train, test = (lab.open(part) for part in (subject.train, subject.test) if part is not None)
     about = lab.sizes.setdefault(subject.name, {"parameters": victim.values["parameters"]})
@@ -251,7 +260,7 @@ def _row(
         )
         if outcome.values["scores"]:
             v = outcome.values
-            attacked[attack.name] = Attacked(
+            attacked[attack.name] = AttackScores(
                 attack.name,
                 v["scores"],
                 v["losses"],
@@ -272,7 +281,7 @@ def _row(
     )
 
 
-def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train through the split engine with a combination of defences, and test with it: all weights,
     and the accuracy.
     """
@@ -282,7 +291,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     how = OptimizerConfig(
         recipe["optimizer"],
         recipe["rate"],
-        decay=recipe.get("decay", 0.0),
+        weight_decay=recipe.get("decay", 0.0),
         schedule="cosine",
         warmup=max(1, steps // 10),
         steps=steps,
@@ -298,7 +307,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     found = pair.measure(test, int(recipe["batch"]))
     values = {
         "accuracy": found["accuracy"],
-        "chance": chance(test),
+        "chance": chance_accuracy(test),
         "loss": found["loss"],
         "losses": pair.losses,
         "steps": steps,
@@ -307,7 +316,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     return Outcome(values, {name: t.cpu() for name, t in pair.state().items()})
 
 
-def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Watch a victim with its defences, attack what was seen, and score it against the truth."""
     plan, seed, batch = p["plan"], int(p["seed"]), int(p["recipe"]["batch"])
     model = build(p["model"], seed, uri_of(data, "source"))
@@ -321,14 +330,14 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
         for part in ("attacked", "own")
     )
     pair = make_split_pair(model, p["combination"], seed=seed)
-    views = views_of(pair, own, test, batch, seed)
+    views = collect_views(pair, own, test, batch, seed)
     chosen = next(a for a in ATTACKS if a.name == p["attack"])
     tried = attempt(chosen, views, Setting(p["combination"], Budget(**plan["budget"]), batch, seed))
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     mean, std = p["tested"]["mean"], p["tested"]["std"]
     true, mine = (denormalize(v, mean, std).clamp(0, 1) for v in (test, own))
     values = {
-        "floors": floors(mine, true, patch_of(model, true), lpips, seed),
+        "floors": score_baselines(mine, true, patch_size(model, true), lpips, seed),
         "attacked": len(test),
         "own": len(own),
     }
@@ -338,9 +347,9 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> 
             {"images": true[:0], "true": true[:PICTURES]},
         )
     images = denormalize(tried.images, mean, std)
-    images = images if chosen.is_named else by_name(images, true)
+    images = images if chosen.is_ordered else by_name(images, true)
     values |= {
-        "scores": scored(images, true, lpips),
+        "scores": score_images(images, true, lpips),
         "losses": list(tried.losses),
         "floor": tried.floor,
     }
@@ -357,7 +366,7 @@ def _pixels(examples: Examples) -> Tensor:
 
 def _base(combination: str) -> str:
     """A combination as the paper's table names it: without its level."""
-    return report.kind_of(combination)[0].replace(", ", "+").replace("pixel-noise", "noise")
+    return report.series_key(combination)[0].replace(", ", "+").replace("pixel-noise", "noise")
 
 
 def _paper_table(case: Case, bare: Bare) -> Table:
@@ -382,9 +391,9 @@ def _paper_table(case: Case, bare: Bare) -> Table:
     for row in case.rows:
         theirs = PAPER.get(_base(row.combination), (None,) * 4)
         ours = [100 * row.accuracy, *(row.value("decoder", m) for m in ("SSIM", "PSNR", "F-SIM"))]
-        name = report.best(row)[0]
+        name = report.best_attack(row)[0]
         pairs = [cell for a, b in zip(ours, theirs, strict=True) for cell in (a, b)]
-        means = row.attacked[name].by_seed("SSIM")
+        means = row.by_attack[name].by_seed("SSIM")
         spread = (spread_of(means),) if len(means) > 1 else ()
         rows.append(
             (
@@ -480,7 +489,7 @@ def _claims(case: Case) -> list[Finding]:
                 trials=seeds,
             )
         )
-        (_, was), (name, now) = report.best(before), report.best(row)
+        (_, was), (name, now) = report.best_attack(before), report.best_attack(row)
         weak = [r.value("decoder", "SSIM") or 0.0 for r in (before, row)]
         out.append(
             Finding(
@@ -535,11 +544,11 @@ def _curve_claims(case: Case) -> list[Finding]:
             if (base := report.without_rows(row.combination)) and base != NONE
         ]
         value = [
-            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best(row)[1]
+            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best_attack(row)[1]
             for row, _ in pairs
         ]
         before = [
-            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best(row)[1]
+            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best_attack(row)[1]
             for _, row in pairs
         ]
         below = sum(a < b for a, b in zip(value, before, strict=True))

@@ -24,7 +24,7 @@ from experiments.pairs import PAIRS
 from experiments.presets import Subject
 from regauge.attacks.theft import Budget
 from regauge.audit.lock import LockCase, audit_lock
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.action import apply
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
@@ -232,7 +232,7 @@ def _audit(
     return dict(lab.run(CELLS[what], parameters, data, now).values["found"])
 
 
-def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def _compute(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     source = data["source"].uri if "source" in data else None
     if p["model"] == "stored":
         model = _stored(str(source))

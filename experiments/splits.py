@@ -23,7 +23,7 @@ from experiments.lab import Lab
 from experiments.models import build, draw
 from experiments.presets import Subject
 from experiments.training import parameters_of, uri_of
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.action import apply
 from regauge.data.tasks import Examples, logits_of, loss_of, prepare
 from regauge.errors import need
@@ -175,7 +175,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
     ]
 
 
-def split(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def split(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train once here and once split, and compare."""
     need("grpc", "split")
     seed, steps = int(p["seed"]), int(p["steps"])
@@ -242,7 +242,7 @@ def _remote(
 
     mine, served = copy.deepcopy(start), copy.deepcopy(start)
     served.load_state_dict(apply(g, start.state_dict(), part="backbone"))
-    host = Host(served, OptimizerConfig("adamw", rate=RATE))
+    host = Host(served, OptimizerConfig("adamw", lr=RATE))
     streams: list[int] = []
     crossed = [0]
 

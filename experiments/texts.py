@@ -17,10 +17,10 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.presets import Subject
 from experiments.training import parameters_of, uri_of
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
-from regauge.data.train import descend, steps_of
-from regauge.jigsaw.metrics import RATIO, features_of
+from regauge.data.train import count_steps, train_model
+from regauge.jigsaw.metrics import RATIO, capture_features
 from regauge.jigsaw.text import TextJigsaw
 from regauge.results.findings import Results, Table
 
@@ -29,7 +29,7 @@ WARMUP = 20 / 300  # of the steps without puzzles, as for images
 TRAINED = 0.3
 
 
-def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train with shuffled spans (of ratio 0: plainly); the wrapped model's state and the losses."""
     recipe, seed = p["recipe"], int(p["seed"])
     examples = prepare(p["task"], data["train"], uri_of(data, "tokenizer"))
@@ -37,16 +37,16 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         work.device, getattr(torch, recipe["dtype"])
     )
     wrapped = TextJigsaw(
-        model, p["ratio"], warmup=round(p["warmup"] * steps_of(recipe, len(examples))), seed=seed
+        model, p["ratio"], warmup=round(p["warmup"] * count_steps(recipe, len(examples))), seed=seed
     )
-    losses, _ = descend(wrapped, examples, recipe, seed, work)
+    losses, _ = train_model(wrapped, examples, recipe, seed, work)
     state = {name: t.detach().cpu().clone() for name, t in wrapped.state_dict().items()}
     return Outcome(
         {"losses": losses, "examples": len(examples), "parameters": parameters_of(wrapped)}, state
     )
 
 
-def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Top-1, and what shuffled spans do; `bare` is the unwrapped model, which nobody tells where
     tokens were shuffled.
     """
@@ -68,7 +68,7 @@ def evaluate(
     """Top-1, and top-1, consistency and the norm of the difference under shuffled spans."""
     wrapped.eval()
     right, sums = 0, np.zeros(4)
-    with torch.no_grad(), features_of(wrapped.model) as features:
+    with torch.no_grad(), capture_features(wrapped.model) as features:
         for start in range(0, len(examples), batch):
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = examples.batch(rows)
@@ -111,7 +111,7 @@ def puzzles_of(
         torch.arange(ids.shape[1]).repeat(len(ids), 1),
     )
     for i, (row, length) in enumerate(zip(rows, there.sum(1).tolist(), strict=True)):
-        found = wrapped.draw(ids[i : i + 1, :length], None, [0, int(row)], ratio)
+        found = wrapped.sample(ids[i : i + 1, :length], None, [0, int(row)], ratio)
         mask[i, :length], order[i, :length] = found[0][0], found[1][0]
     return mask, order
 

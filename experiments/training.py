@@ -19,9 +19,9 @@ import torch
 
 from experiments.cells import Cell
 from experiments.models import build, plain, used, wrapper
-from regauge.checkpoints.resume import Outcome, Work
-from regauge.data.tasks import chances, logits_of, measures, prepare
-from regauge.data.train import descend, exact_arithmetic, move_batch
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.tasks import chance_metrics, compute_metrics, logits_of, prepare
+from regauge.data.train import exact_arithmetic, move_batch, train_model
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -54,7 +54,7 @@ def source_of(uri: str | Path) -> Source:
     return Source(str(uri), found.hexdigest() if files else f"hub:{uri}")
 
 
-def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Train in one way; the plain weights, put back where they belong, and the losses.
 
     A recipe has an `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or
@@ -71,7 +71,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         p["way"],
         seed,
     )
-    losses, _ = descend(model, examples, recipe, seed, work, on_resume=count_passes(model))
+    losses, _ = train_model(model, examples, recipe, seed, work, on_resume=count_passes(model))
     state = {name: t.detach().cpu().clone() for name, t in plain(model).state_dict().items()}
     return Outcome(
         {
@@ -84,7 +84,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
-def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Use a model in one way on all test examples: the measures, what a guess gets, and the logits
     (of texts: the nats of each token).
     """
@@ -122,8 +122,8 @@ def score(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     outputs = torch.cat(kept)
     nats = float(outputs.double().mean()) if examples.causal else 0.0
     values = {
-        "measures": measures(examples, confusion, nats),
-        "chance": chances(examples, confusion),
+        "measures": compute_metrics(examples, confusion, nats),
+        "chance": chance_metrics(examples, confusion),
         "examples": len(examples),
     }
     values |= {"parameters": parameters_of(model)}

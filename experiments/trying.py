@@ -20,17 +20,17 @@ from experiments.lab import Lab
 from experiments.models import build
 from experiments.ways import FINDERS, READ, How, Request, told
 from regauge.checkpoints.element_files import arrays_of, element_of
-from regauge.checkpoints.resume import Outcome, Work, canonical_values
+from regauge.checkpoints.resume import Outcome, ResumeState, canonical_values
 from regauge.core.action import State, apply
 from regauge.core.element import Element, identity
 from regauge.core.fold import fold_norms
 from regauge.core.members import Soft
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples, prepare
-from regauge.matching.barriers import Curve, Path, along, interpolate, plane, score
+from regauge.matching.barriers import Curve, Path, interpolate, measure_path, measure_plane, score
 from regauge.matching.costs import Costs
 from regauge.merging import merge as merge_states
-from regauge.merging.data_pass import computed
+from regauge.merging.data_pass import compute_statistic
 from regauge.merging.methods import METHODS as MERGES
 from regauge.models.resolve import spec_of
 
@@ -63,7 +63,7 @@ def _merged(m: Merging, method: str, **parameters: Any) -> dict[str, Tensor]:
     if not kind:
         return merge_states(states, method, spec=m.spec, **parameters)
     some = m.examples()  # once: opening them tokenises
-    known = [computed(kind, m.module, some, m.samples, state=state) for state in states]
+    known = [compute_statistic(kind, m.module, some, m.samples, state=state) for state in states]
     return merge_states(states, method, statistics=known, spec=m.spec, **parameters)
 
 
@@ -84,7 +84,7 @@ ENDS: dict[str, Method] = {
 }  # no merges: the ends themselves, measured in the same way
 
 
-def find(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def find(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Search in one way: the element as arrays, and the distances before and after it, in the form
     (folded or not) that the way compares.
     """
@@ -109,18 +109,18 @@ def find(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
-def walk(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def walk(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """The path from the moved A to B, with temperatures fitted on what was kept for validation."""
     module, a, b = moved(p, data)
     test, other = examples_of(p, data, "test"), examples_of(p, data, "validation")
-    path = along(
+    path = measure_path(
         module,
         a,
         b,
         test,
         points=p["points"],
         calibration=other,
-        batch=p["batch"],
+        batch_size=p["batch"],
         device=work.device,
     )
     values = {
@@ -134,7 +134,7 @@ def walk(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     return Outcome({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})
 
 
-def merge(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def merge(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """One model out of the moved A and B, by one method: its loss and accuracy on the test data."""
     module, a, b = moved(p, data)
     spec = ends_of(p, data)[1]
@@ -142,7 +142,7 @@ def merge(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         Merging(module, spec, a, b, lambda: examples_of(p, data, "train"), p.get("samples", 0))
     )
     test = examples_of(p, data, "test")
-    found = score(module, state, test, batch=p["batch"], device=work.device)
+    found = score(module, state, test, batch_size=p["batch"], device=work.device)
     return Outcome(
         {
             "loss": found.loss,
@@ -153,17 +153,17 @@ def merge(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     )
 
 
-def landscape(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def landscape(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """The losses on the plane through A, B and the moved A."""
     module, a, b = moved(p, data)
     _, _, first, _ = ends_of(p, data)
     corners = {"A": first, "B": b, "A, moved": a}
-    found = plane(
+    found = measure_plane(
         module,
         corners,
         examples_of(p, data, "test"),
         points=p["points"],
-        batch=p["batch"],
+        batch_size=p["batch"],
         device=work.device,
     )
     return Outcome(

@@ -18,11 +18,11 @@ import torch
 from experiments.cells import Cell
 from experiments.models import build, fresh
 from experiments.training import Parameters, parameters_of, uri_of
-from regauge.checkpoints.resume import Outcome, Work
-from regauge.core.spec import stored
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.core.spec import stored_tensors
 from regauge.data.tasks import Examples, decode, encode, prepare
-from regauge.data.train import descend, loss_on
-from regauge.locking.authorize import authorized
+from regauge.data.train import mean_loss, train_model
+from regauge.locking.authorize import authorize_with_element
 from regauge.locking.keys import Key
 from regauge.locking.lock import lock, locked_element, unlock
 from regauge.models.resolve import spec_of
@@ -69,7 +69,7 @@ def begun(
     if way == "edges":
         inside = {
             name
-            for name, entry in stored(spec).items()
+            for name, entry in stored_tensors(spec).items()
             if spec.parts.get(entry.pattern) == "backbone"
         }
         model.load_state_dict(
@@ -85,11 +85,11 @@ def begun(
     model.load_state_dict(locked.state)
     if way == "unauthorized":
         return model, dict
-    authorized(model, locked_element(locked.spec, locked.record, key))
+    authorize_with_element(model, locked_element(locked.spec, locked.record, key))
     return model, lambda state: unlock(locked.spec, state, locked.record, key, retrained=True)
 
 
-def tune(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def tune(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Fine-tune one party's model: its weights, the losses of training, and those on validation
     data along the way.
     """
@@ -99,13 +99,13 @@ def tune(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
         prepare(p[task], data["train"], uri_of(data, "tokenizer")) for task in ("task", "validated")
     )
     model, put_back = begun(p, data, dtype, work.device)
-    losses, seen = descend(
+    losses, seen = train_model(
         model,
         examples,
         recipe,
         seed,
         work,
-        lambda: loss_on(model, kept, p["batch"], dtype, work.device),
+        lambda: mean_loss(model, kept, p["batch"], dtype, work.device),
     )
     state = put_back({name: t.detach().cpu().clone() for name, t in model.state_dict().items()})
     values = {
@@ -118,7 +118,7 @@ def tune(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     return Outcome(values, state)
 
 
-def speak(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
+def speak(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Let one party's language model go on from prompts, by `generate`, with the same random draws
     for every party; and its loss on a text.
     """
@@ -127,7 +127,7 @@ def speak(p: Parameters, data: Mapping[str, Any], work: Work) -> Outcome:
     examples = prepare(p["task"], data["test"], tokenizer)
     dtype = getattr(torch, said["dtype"])
     model, _ = begun(p, data, dtype, work.device)
-    nats = loss_on(model, examples, p["batch"], dtype, work.device)
+    nats = mean_loss(model, examples, p["batch"], dtype, work.device)
     tokens: list[list[int]] = []
     with torch.random.fork_rng(), torch.no_grad():
         for i, ids in enumerate(encode(tokenizer, list(said["prompts"]))):

@@ -23,13 +23,13 @@ from experiments.models import build
 from experiments.presets import From, Subject
 from experiments.puzzles import how, model_of, parameters_with, score_of, subjects_of, trained
 from regauge.attacks.april import make_april_model
-from regauge.audit.gradients.attempts import Budget, named
-from regauge.audit.gradients.engine import GradientCase, floors, row_of
-from regauge.audit.gradients.scores import LEAK, Scored
+from regauge.audit.gradients.attempts import Budget, select_attacks
+from regauge.audit.gradients.engine import GradientCase, audit_combination, score_baselines
+from regauge.audit.gradients.scores import LEAK, ImageScores
 from regauge.audit.split.engine import denormalize
-from regauge.audit.split.report import pictures_of
-from regauge.audit.split.scores import mean
-from regauge.checkpoints.resume import Outcome, Work
+from regauge.audit.split.report import to_pictures
+from regauge.audit.split.scores import mean_score
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, prepare
 from regauge.errors import RegaugeError
@@ -130,7 +130,7 @@ def table5(lab: Lab) -> Results:
         for attack, title in ATTACKS.items():
             found = cells[kind, plan, attack].values
             side = found["original" if original else "read"]
-            values = [mean(side, m) for m in COLUMNS]
+            values = [mean_score(side, m) for m in COLUMNS]
             most = max(side[LEAK]) if side else None
             printed = [*paper[1:], paper[0]] if attack == "april" else [None] * 6
             rows.append(
@@ -151,7 +151,7 @@ def table5(lab: Lab) -> Results:
             "",
             "",
             None,
-            *(mean(floor, m) for m in COLUMNS),
+            *(mean_score(floor, m) for m in COLUMNS),
             max(floor[LEAK]),
             *[None] * 6,
         )
@@ -199,10 +199,10 @@ def _attacked_part(lab: Lab, item: tuple[str, str, str, int]) -> None:
 def _findings(
     cells: Mapping[tuple[str, str, str], Outcome], floor: Mapping[str, Any], count: int
 ) -> list[Finding]:
-    low = mean(dict(floor), LEAK)
+    low = mean_score(dict(floor), LEAK)
 
     def psnr(kind: str, plan: str, attack: str = "least squares", side: str = "read") -> float:
-        return mean(cells[kind, plan, attack].values[side], LEAK) or 0.0
+        return mean_score(cells[kind, plan, attack].values[side], LEAK) or 0.0
 
     plain, calm = psnr("A", "none"), f"mjp={RATIO},shuffle=false"
     shuffled, bare = psnr("J", f"mjp={RATIO}"), psnr("J", f"mjp={RATIO},unknown=false")
@@ -290,7 +290,7 @@ def _gallery(cells: Mapping[tuple[str, str, str], Outcome]) -> Figure:
     for name, setting, kind, plan, _, _ in ROWS:
         held = cells[kind, plan, "least squares"].tensors
         if setting == "a" and kind == "random":
-            shown.append({"label": "the images", "images": pictures_of(held["original"])})
+            shown.append({"label": "the images", "images": to_pictures(held["original"])})
         if setting == "d":
             continue
         for attack in ("april", "least squares"):
@@ -299,7 +299,7 @@ def _gallery(cells: Mapping[tuple[str, str, str], Outcome]) -> Figure:
                 shown.append(
                     {
                         "label": f"({setting}) {name}: {ATTACKS[attack]}",
-                        "images": pictures_of(tensors["found"]),
+                        "images": to_pictures(tensors["found"]),
                     }
                 )
     return Figure(
@@ -310,7 +310,7 @@ def _gallery(cells: Mapping[tuple[str, str, str], Outcome]) -> Figure:
     )
 
 
-def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """Updates of a trained model under a plan, one attack on them, and its scores against the
     original and against what was read.
     """
@@ -333,13 +333,15 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome
     )
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     name = "april" if slow else "least squares"
-    row = row_of(case, model, p["plan"], named([name]), Budget(), lpips, SHOWN, lambda now: None)
-    got: Scored | None = row.images.get(name)
+    row = audit_combination(
+        case, model, p["plan"], select_attacks([name]), Budget(), lpips, SHOWN, lambda now: None
+    )
+    got: ImageScores | None = row.images.get(name)
     values: dict[str, Any] = {
-        "floor": floors(case, lpips)["the mean image"],
+        "floor": score_baselines(case, lpips)["the mean image"],
         "original": {},
         "read": {},
-        "why": dict(row.why),
+        "why": dict(row.reasons),
     }
     shown = case.victims.batch(np.arange(min(SHOWN, count)))[0]["pixel_values"]
     tensors = {"original": denormalize(shown, mean_, std).clamp(0, 1)}
@@ -371,7 +373,7 @@ def examples_of(task: Mapping[str, Any], data: Data) -> Examples:
     )
 
 
-def bare(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def bare(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """The accuracy of a model of MJP under puzzles, with its own positions in place of the unknown
     one.
     """

@@ -22,10 +22,10 @@ from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.matching import match
-from regauge.matching.activations import drawn, record, written
+from regauge.matching.activations import generate_text, record, sample_noise
 from regauge.matching.costs import Costs
 from regauge.matching.refine import refine
-from regauge.merging.transport import plan
+from regauge.merging.transport import transport_map
 
 Tensor = torch.Tensor
 How = Mapping[str, Any]
@@ -146,12 +146,12 @@ def _by_refine(r: Request) -> Found:
         r.module,
         inputs,
         steps=steps,
-        held=min(0.1, 8 / len(inputs)),
-        every=max(1, steps // 10),
+        held_out=min(0.1, 8 / len(inputs)),
+        eval_every=max(1, steps // 10),
     )
     said = (
-        f"divergence from the ends {refined.start:.4f} before learning, {refined.loss:.4f} "
-        f"after {refined.step} steps"
+        f"divergence from the ends {refined.initial_loss:.4f} before learning, {refined.loss:.4f} "
+        f"after {refined.best_step} steps"
     )
     return Found(refined.g, notes=(said,))
 
@@ -162,7 +162,7 @@ def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
         r.spec,
         r.a,
         r.b,
-        seen=seen,
+        activations=seen,
         sweeps=int(r.how["sweeps"]),
         nearest=bool(r.how.get("nearest", True)),
     ).element
@@ -175,9 +175,9 @@ def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
         for state in (r.a, r.b):
             ends.append(copy.deepcopy(r.module).eval())
             ends[-1].load_state_dict(dict(state))
-        return written(ends, count=count, batch=batch)
+        return generate_text(ends, count=count, batch_size=batch)
     if r.how.get("noise"):
-        return drawn(r.module, count=4 * count, batch=4 * batch)
+        return sample_noise(r.module, count=4 * count, batch_size=4 * batch)
     examples = r.examples()
     rows = np.random.default_rng(0).permutation(len(examples))[
         : 4 * count
@@ -200,7 +200,7 @@ def _by_transport(r: Request) -> Found:
         if space.split(".")[0] == "ffn" and isinstance(
             r.spec.spaces[space].group, Permutation | Scaling
         ):
-            found = plan(*_incoming(costs, space), r.how.get("soft"))
+            found = transport_map(*_incoming(costs, space), r.how.get("soft"))
             members[space] = (
                 Soft(found[None]) if r.how.get("soft") else Monomial(found.argmax(1)[None])
             )
@@ -210,11 +210,11 @@ def _by_transport(r: Request) -> Found:
 def _incoming(costs: Costs, space: str) -> tuple[Floats, Floats]:
     """What each neuron reads, in b and in a: rows of weights and biases."""
     rows: list[tuple[Floats, Floats]] = []
-    for y, x in costs.each(space, identity(costs.spec), lambda block: True):
-        place = y.places(space)[0]
+    for y, x in costs.iter_block_pairs(space, identity(costs.spec), lambda block: True):
+        place = y.axes_of(space)[0]
         leaf = y.dims[place]
         if leaf is not None and not leaf.star:
-            rows.append((y.unfolded(place), x.unfolded(place)))
+            rows.append((y.unfold(place), x.unfold(place)))
     there, here = (
         np.concatenate([np.asarray(pair[i], np.float64) for pair in rows], 1) for i in (0, 1)
     )

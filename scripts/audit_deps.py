@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from regauge.cli.advisories import ADVISORIES, vulnerable
+from regauge.cli.advisories import ADVISORIES, find_vulnerable
 
 
 def main(folders: list[str]) -> int:
@@ -24,7 +24,7 @@ def main(folders: list[str]) -> int:
             return 2
         installed = [(d.name, d.version) for d in metadata.distributions(path=[folder])]
         seen |= set(installed)
-        found += vulnerable(installed)
+        found += find_vulnerable(installed)
     counts = (
         f"{len(seen)} distributions checked against {len(ADVISORIES)} advisories, "
         f"{len(set(found))} vulnerable"

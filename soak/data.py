@@ -17,12 +17,12 @@ BUDGET_MB = 512
 
 _OPEN = """
 import sys
-from regauge.data.datasets import Pictures, open_data
+from regauge.data.datasets import EncodedImages, open_data
 from regauge.errors import RegaugeError
 try:
     for values in open_data(sys.argv[1]).fields.values():
-        if isinstance(values, Pictures):
-            values.array()
+        if isinstance(values, EncodedImages):
+            values.to_array()
 except RegaugeError as error:
     print("error:", error, "hint:", error.hint)
     sys.exit(1)

@@ -280,7 +280,7 @@ def _folders(scale: float) -> Outcome:
         folder = Path(place) / "run"
         state_store.begin(folder, settings, DIGEST, {})
         run(Fuzzed(1), START, settings, folder=folder, limits=LIMITS)
-        for name, focus in ((state_store.FILE, 2500), (state_store.ABOUT, None)):
+        for name, focus in ((state_store.STATE_FILE, 2500), (state_store.RUN_FILE, None)):
             path = folder / name
             good = path.read_bytes()
 

@@ -127,13 +127,13 @@ def config(folder: Path) -> list[Kind]:
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
-    from regauge.models.summary import facts_of, text_of
+    from regauge.models.summary import format_summary, summarize
 
     def inspected(model: Path) -> bool:
         opened = open_checkpoint(model)
         spec = spec_of(opened, discover=False)
         faults = check(spec, opened if spec.fixed else opened.entries)
-        return bool(faults) or bool(text_of(facts_of(opened, spec), []))
+        return bool(faults) or bool(format_summary(summarize(opened, spec), []))
 
     kinds = []
     for name in FAMILIES:
@@ -347,7 +347,7 @@ def adapter(folder: Path, what: str) -> list[Kind]:
     from safetensors.torch import save_file
 
     from regauge.checkpoints.adapted import open_adapted
-    from regauge.checkpoints.transform import moving_adapter
+    from regauge.checkpoints.transform import prepare_adapter
     from regauge.core.element import element as drawn
     from support.lora import ALPHA, CASES, RANK, adapted, saved
     from support.picos import build, spec_of
@@ -386,7 +386,7 @@ def adapter(folder: Path, what: str) -> list[Kind]:
         def read(place: Path = place, g: Any = g) -> bool:
             found = open_adapted(f"{place / 'model'}+{place / 'adapter'}")
             whole = all(tuple(found[n].shape) == e.shape for n, e in found.entries.items())
-            moved, h = moving_adapter(str(place / "adapter"), g)
+            moved, h = prepare_adapter(str(place / "adapter"), g)
             return (
                 whole
                 and {n: make() for n, make in moved.thunks(h).items()}.keys()
@@ -461,7 +461,7 @@ def recipe(folder: Path) -> list[Kind]:
         if set(found.models) <= set(models) and found.data is None:
             plan, thunks = plan_merge(open_merge(found, force=True), folder / "out")
             return len(thunks) == sum(len(f.tensors) for f in plan.files)
-        return found.where == str(path)
+        return found.origin == str(path)
 
     kinds = []
     for document in RECIPES:
@@ -556,18 +556,18 @@ def server(folder: Path) -> list[Kind]:
     from regauge.split.server.checkpoint import FILE
     from support.split_pairs import ADAMW, batch, made, optimizer_of, train
 
-    host = Host(made("gpt2"), ADAMW, folder=folder, every=1)
+    host = Host(made("gpt2"), ADAMW, folder=folder, save_every=1)
     mine = made("gpt2")
     with connect(mine, InProcess(host)):
         train("gpt2", mine, optimizer_of(mine), range(2))
         mine(**batch("gpt2", 3))  # a pass that stays open
-        host.keep()
+        host.save()
         started = made("gpt2")
 
         def read() -> bool:
             again = Host(started, ADAMW, folder=folder)
             finite = all(bool(torch.isfinite(t).all()) for t in again.backbone().values())
-            again.keep()  # what a server has restored, it can save again
+            again.save()  # what a server has restored, it can save again
             return finite
 
         return [_tensors(folder / FILE, read)]
@@ -575,12 +575,13 @@ def server(folder: Path) -> list[Kind]:
 
 def journal(folder: Path) -> list[Kind]:
     """The session of a split client's journal."""
-    from regauge.split.client.journal import Folder
+    from regauge.split.client.journal import FolderJournal
 
-    Folder(folder / "journal")
+    FolderJournal(folder / "journal")
     return [
         _json(
-            folder / "journal" / "session.json", lambda: len(Folder(folder / "journal").session) > 0
+            folder / "journal" / "session.json",
+            lambda: len(FolderJournal(folder / "journal").session) > 0,
         )
     ]
 
@@ -591,29 +592,37 @@ def federated(folder: Path) -> list[Kind]:
 
     from regauge.federated.aggregation import Memory
     from regauge.federated.settings import Settings, read_settings
-    from regauge.federated.state_store import FILE, Kept, Round, about_of, begin, load, save
+    from regauge.federated.state_store import (
+        STATE_FILE,
+        Round,
+        RunState,
+        begin,
+        load,
+        load_about,
+        save,
+    )
 
     run = folder / "run"
     begin(run, Settings(clients=3, rounds=4), "0" * 64, {"model": "m"})
     done = Round(0, (0, 1), {"2": "gone"}, 0.5, {"accuracy": 0.25}, 1.0)
-    save(run, Kept({"a": torch.ones(3)}, Memory({"m/a": torch.zeros(3)}, 1), (done,)))
+    save(run, RunState({"a": torch.ones(3)}, Memory({"m/a": torch.zeros(3)}, 1), (done,)))
 
     def described() -> bool:
-        return read_settings(about_of(run)["settings"]).clients > 0
+        return read_settings(load_about(run)["settings"]).clients > 0
 
     def restored() -> bool:
         found = load(run)
         return found is not None and isinstance(found.history, tuple)
 
-    return [_json(run / "run.json", described), _tensors(run / FILE, restored)]
+    return [_json(run / "run.json", described), _tensors(run / STATE_FILE, restored)]
 
 
 def tokenizer(folder: Path) -> list[Kind]:
     """tokenizer.json: its vocabulary, its tokens and its mask."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-    from regauge.checkpoints.vocabulary import vocabulary
-    from regauge.data.tokenizers import decode, encode, marks
+    from regauge.checkpoints.vocabulary import read_vocabulary
+    from regauge.data.tokenizers import decode, encode, special_tokens
 
     words = {w: i for i, w in enumerate(("[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film"))}
     made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -626,9 +635,11 @@ def tokenizer(folder: Path) -> list[Kind]:
     made.save(str(path))
 
     def read() -> bool:
-        found = vocabulary(folder)
+        found = read_vocabulary(folder)
         ids = encode(path, ["a good film"])[0]
-        return isinstance(decode(path, ids), str) and len(marks(path)) == 3 and len(found) > 0
+        return (
+            isinstance(decode(path, ids), str) and len(special_tokens(path)) == 3 and len(found) > 0
+        )
 
     return [_json(path, read)]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.rng import seed_key
-from regauge.demo.move import LLAMA, make
+from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.errors import TamperedModelError
 from regauge.locking.keys import Key, save_key
 from regauge.locking.lock_files import plan_lock, plan_unlock
@@ -41,7 +41,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 def _inputs(top: Path) -> dict[str, list[str]]:
     """Make the inputs; the arguments of every command, without its output."""
-    a, b = make(top / "a", CONFIG, 0), make(top / "b", CONFIG, 1)
+    a, b = make_checkpoint(top / "a", CONFIG, 0), make_checkpoint(top / "b", CONFIG, 1)
     (a / "tokenizer.json").write_text("{}")
     save_key(LOCK, top / "lock.key")
     save_key(SEAL, top / "seal.key")
@@ -120,7 +120,7 @@ def rewrites(scale: float) -> Iterator[Outcome]:
         count = Counter(f"rewrite during unlock ({group})")
         with tempfile.TemporaryDirectory() as temporary:
             top = Path(temporary)
-            plain = open_checkpoint(make(top / "plain", CONFIG, 0))
+            plain = open_checkpoint(make_checkpoint(top / "plain", CONFIG, 0))
             plan_lock(plain, spec_of(plain), top / "locked", LOCK, group=group).write()
             opened = open_checkpoint(top / "locked")
             plan_unlock(opened, spec_of(opened), top / "right", LOCK).write()

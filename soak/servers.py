@@ -42,7 +42,7 @@ def server_checkpoints(scale: float) -> Iterator[Outcome]:
             model.load_state_dict(start)
             host = Host(model, OPTIONS, folder=folder)
             found = host.backbone()
-            host.keep()
+            host.save()
             return not is_same or all(torch.equal(found[n], t) for n, t in expected.items())
 
         header = 8 + int.from_bytes(good[:8], "little")
@@ -116,7 +116,7 @@ def _train(host: Host, steps: range) -> None:
     with connect(mine, InProcess(host, "ann")):
         train("gpt2", mine, optimizer_of(mine), steps)
         loss = mine(**batch("gpt2", 9)).loss
-        host.keep()
+        host.save()
         del loss
 
 

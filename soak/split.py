@@ -381,8 +381,8 @@ def frames(scale: float) -> Iterator[Outcome]:
                 return True
 
             count.trial(run, data)
-            if len(session.open) > 32:
-                session.open.clear()  # as if their gradients had come
+            if len(session.pending) > 32:
+                session.pending.clear()  # as if their gradients had come
         if any(not torch.equal(t, weights[n]) for n, t in host.backbone().items()):
             count.add("lost", "the weights have changed at a learning rate of 0")
         count.peak(max(0.0, resident_mb() - before), FRAMES_MB)

@@ -23,7 +23,7 @@ from regauge.errors import SpecError
 # Largest |difference| of the outputs, relative to their largest absolute value (and at least 1),
 # that rounding alone explains.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
-_OUTPUTS = "the spec's `outputs` name what this class of model returns, with its axes"
+_OUTPUTS_HINT = "the spec's `outputs` name what this class of model returns, with its axes"
 
 
 @contextlib.contextmanager
@@ -46,7 +46,7 @@ def strict_float64() -> Iterator[None]:
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
             kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
             if func is getattr(torch, "_grouped_mm", None) and args[0].dtype == torch.float64:
-                return _grouped(*args, **kwargs)
+                return _grouped_mm(*args, **kwargs)
             return func(*args, **kwargs)
 
     default = torch.get_default_dtype()
@@ -58,7 +58,7 @@ def strict_float64() -> Iterator[None]:
         torch.set_default_dtype(default)
 
 
-def _grouped(
+def _grouped_mm(
     rows: torch.Tensor,
     weights: torch.Tensor,
     *,
@@ -74,7 +74,7 @@ def _grouped(
     return out if bias is None else out + bias
 
 
-def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def compute_outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The named floating-point outputs of a model in evaluation mode, computed strictly in float64
     if that is the model's dtype.
     """
@@ -89,10 +89,10 @@ def outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torc
             result = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
     finally:
         model.train(was_training)
-    return named(result)
+    return name_outputs(result)
 
 
-def named(result: Any) -> dict[str, torch.Tensor]:
+def name_outputs(result: Any) -> dict[str, torch.Tensor]:
     """The floating-point tensors that a module returned, by name: one alone is called logits, those
     of a tuple are numbered.
     """
@@ -110,7 +110,7 @@ def named(result: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def select_outputs(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The outputs that the spec speaks of, or all if it names none: T5 also hands out its encoder's
     last state, which is an inner value.
 
@@ -123,7 +123,7 @@ def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
         raise SpecError(
             f"the spec speaks of {', '.join(spec.outputs)}, but the model returns "
             f"{', '.join(outs) or 'nothing'}",
-            hint=_OUTPUTS,
+            hint=_OUTPUTS_HINT,
         )
     wrong = [
         f'  "{name}" is {spec.outputs[name]} in the spec, and {list(value.shape)} in the model'
@@ -133,7 +133,7 @@ def declared(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Te
     if wrong:
         raise SpecError(
             "\n".join(["the model's outputs have other axes than the spec says", *wrong]),
-            hint=_OUTPUTS,
+            hint=_OUTPUTS_HINT,
         )
     return named
 
@@ -155,7 +155,10 @@ def symmetry_error(
     moved = copy.deepcopy(model)
     state = {k: v.detach() for k, v in model.state_dict().items()}
     moved.load_state_dict(apply(g.to(spec), state, force=force))
-    before, after = declared(spec, outputs(model, inputs)), outputs(moved, inputs)
+    before, after = (
+        select_outputs(spec, compute_outputs(model, inputs)),
+        compute_outputs(moved, inputs),
+    )
     if not before:
         raise SpecError(
             f"{type(model).__name__} returned no floating-point output to compare",

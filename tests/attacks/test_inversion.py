@@ -22,7 +22,15 @@ from regauge.attacks.inversion import (
 )
 from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.views import PairedImages
-from regauge.results.metrics import Lpips, MetricError, identified, mse, psnr, similarity, ssim
+from regauge.results.metrics import (
+    Lpips,
+    MetricError,
+    feature_similarity,
+    is_identified,
+    mse,
+    psnr,
+    ssim,
+)
 from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffled
 
 
@@ -182,11 +190,11 @@ def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
     )
     assert ssim(near, true, 1.0).min() > 0.9 > ssim(far, true, 1.0).max()
     assert ssim(true, true, 1.0).tolist() == pytest.approx([1.0] * 5)
-    assert identified(near, true).all()
-    assert not identified(true.mean(0, keepdim=True).expand_as(true), true).any(), (
+    assert is_identified(near, true).all()
+    assert not is_identified(true.mean(0, keepdim=True).expand_as(true), true).any(), (
         "the mean image is of nobody"
     )
-    assert similarity(near, true, lambda x: x).min() > 0.99
+    assert feature_similarity(near, true, lambda x: x).min() > 0.99
     for wrong in (true[:3], true * float("nan")):
         with pytest.raises(MetricError):
             mse(wrong, true)

@@ -13,7 +13,7 @@ from regauge.attacks.texts import embedding_search, order_leak
 from regauge.attacks.views import EmbeddedText, HiddenStates, ServerPass
 from regauge.core.groups import Kind
 from regauge.core.rng import Stream, seed_key
-from regauge.defences.split import Draw, Rows
+from regauge.defences.split import KeyedRandom, Rows
 from regauge.models.cut import cut
 from support.picos import build, gpt2
 
@@ -99,7 +99,7 @@ def test_what_crosses_beside_the_stream_tells_the_order(name: str) -> None:
     model = build(name).eval()
     model.set_attn_implementation("eager")
     crossing = cut(model).embed(input_ids=TEXT)
-    there, _ = Rows("batch").leave(crossing, Draw(bytes(32), "1"))
+    there, _ = Rows("batch").apply_to_crossing(crossing, KeyedRandom(bytes(32), "1"))
     others = {
         k: v[0] if isinstance(v, tuple) else v
         for k, v in there.tensors.items()

@@ -17,11 +17,11 @@ import torch
 from experiments import EXPERIMENTS, Lab
 from regauge.attacks.membership import auc
 from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
-from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, chosen, named
-from regauge.audit.gradients.engine import floors
-from regauge.audit.gradients.scores import told_labels
+from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, resolve_attacks, select_attacks
+from regauge.audit.gradients.engine import score_baselines
+from regauge.audit.gradients.scores import label_recall
 from regauge.audit.split import LeakageError
-from regauge.audit.split.scores import OTHERS, mean
+from regauge.audit.split.scores import OTHERS, mean_score
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.cli import main
 from regauge.data.tasks import Examples
@@ -133,12 +133,12 @@ def test_the_accountant_is_asked_for_before_anything_is_attacked(
         audit_gradients(
             case,
             ["private=1"],
-            attacks=named(["least squares"]),
+            attacks=select_attacks(["least squares"]),
             progress=lambda n, of, what: done.append(what),
         )
     assert not done
     assert audit_gradients(
-        case, ["noise=1"], attacks=named(["least squares"])
+        case, ["noise=1"], attacks=select_attacks(["least squares"])
     ).findings  # who tells no epsilon needs none
 
 
@@ -148,13 +148,13 @@ def several(count: int, seed: int = 0) -> Examples:
         pictures(count, seed),
         (torch.rand(count, 5, generator=torch.Generator().manual_seed(seed)) > 0.5).float(),
     )
-    return Examples(count, 5, lambda i: ({"pixel_values": x[i]}, y[i]), multi=True)
+    return Examples(count, 5, lambda i: ({"pixel_values": x[i]}, y[i]), multi_label=True)
 
 
 def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
     case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
     found = audit_gradients(
-        case, ["batch=2"], attacks=named(["least squares", "labels", "idlg"]), pictures=0
+        case, ["batch=2"], attacks=select_attacks(["least squares", "labels", "idlg"]), pictures=0
     )
     assert {f.id for f in found.findings} >= {
         "gradients/none/least squares",
@@ -169,14 +169,14 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
     one = audit_gradients(
         replace(case, victims=examples(8), own=examples(12, 1)),
         [],
-        attacks=named(["least squares", "labels"]),
+        attacks=select_attacks(["least squares", "labels"]),
         pictures=0,
     )
     assert any("abels" in c for t in one.tables for c in t.columns)
     assert not any("abels" in c for t in found.tables for c in t.columns)
     assert not any("one answer" in line for line in one.unchecked)
     with pytest.raises(UpdateError, match="labels and counts is for one"):
-        audit_gradients(case, [], attacks=named(["labels"]), pictures=0)
+        audit_gradients(case, [], attacks=select_attacks(["labels"]), pictures=0)
 
 
 def test_what_cannot_be_audited_is_refused_by_name(
@@ -205,10 +205,10 @@ def test_of_several_images_in_an_update_the_floor_is_what_a_best_naming_gives_to
     case = GradientCase(
         vit().double(), examples(40, 1), examples(40, 2), [0.5], [0.5], batch=4, updates=2
     )
-    free, alone = floors(case, None), floors(replace(case, batch=1), None)
+    free, alone = score_baselines(case, None), score_baselines(replace(case, batch=1), None)
     assert list(alone) == ["the mean image"]
-    assert (mean(free[OTHERS], "identified") or 0) > (
-        mean(free["the mean image"], "identified") or 0
+    assert (mean_score(free[OTHERS], "identified") or 0) > (
+        mean_score(free["the mean image"], "identified") or 0
     ), "of any images some fit"
 
 
@@ -218,8 +218,8 @@ def test_scores_are_of_what_they_are_named_for() -> None:
     assert by_name(x[:1], x).shape == x.shape
     assert auc(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0])) == 1
     assert auc(torch.zeros(3), torch.zeros(3)) == 0.5
-    assert told_labels(torch.tensor([2, 0, 1]), torch.tensor([0, 2, 2])) == pytest.approx(2 / 3)
-    assert [a.name for a in named(["span", "least squares"])] == ["least squares", "span"]
+    assert label_recall(torch.tensor([2, 0, 1]), torch.tensor([0, 2, 2])) == pytest.approx(2 / 3)
+    assert [a.name for a in select_attacks(["span", "least squares"])] == ["least squares", "span"]
     assert len({a.name for a in ATTACKS}) == len(ATTACKS)
     assert Budget().steps > 0
 
@@ -230,16 +230,18 @@ def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
         (text_audit.ATTACKS, text_audit.ATTACKS[:1], "words"),
     ):
         assert (
-            chosen(None, table, usual, "these") == chosen([], table, usual, "these") == tuple(usual)
+            resolve_attacks(None, table, usual, "these")
+            == resolve_attacks([], table, usual, "these")
+            == tuple(usual)
         )
-        assert [a.name for a in chosen([name], table, usual, "these")] == [name]
+        assert [a.name for a in resolve_attacks([name], table, usual, "these")] == [name]
         assert (
-            chosen(["all"], table, usual, "these")
-            == chosen([name, "all"], table, usual, "these")
+            resolve_attacks(["all"], table, usual, "these")
+            == resolve_attacks([name, "all"], table, usual, "these")
             == table
         )
         with pytest.raises(UpdateError, match='no attack "fog" on these') as caught:
-            chosen([name, "fog"], table, usual, "these")
+            resolve_attacks([name, "fog"], table, usual, "these")
         assert name in str(caught.value.hint)
 
 

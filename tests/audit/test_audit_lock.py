@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
 from regauge.attacks.theft import Budget
 from regauge.audit import lock as audit
-from regauge.audit.lock import AuditError, LockCase, _share, audit_lock, verdict_of
+from regauge.audit.lock import AuditError, LockCase, _key_share, audit_lock, build_verdict
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
 from regauge.core.members import Dense, Monomial
@@ -46,7 +46,7 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     text = readings(spoken(model))  # what the owner's model is sure of
     model.load_state_dict(locked)
     case = LockCase(spec, locked, "permutation", truth=g, base=base, model=model.float(), test=text)
-    found = {f.id: f for f in audit_lock(case, most=0.5).findings}
+    found = {f.id: f for f in audit_lock(case, fail_above=0.5).findings}
     assert found["lock/public base"].value == 1.0
     assert found["lock/public base"].holds is False
     assert found["lock/norm vectors"].value == 1.0
@@ -64,7 +64,7 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     stranger = LockCase(
         spec, locked, "permutation", truth=g, base={n: torch.randn_like(v) for n, v in base.items()}
     )
-    found = {f.id: f for f in audit_lock(stranger, most=0.5).findings}
+    found = {f.id: f for f in audit_lock(stranger, fail_above=0.5).findings}
     assert found["lock/public base"].holds is True
     assert (found["lock/public base"].value or 0) < 0.5
 
@@ -154,14 +154,14 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
 
 
 def test_verdicts() -> None:
-    said = verdict_of([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
+    said = build_verdict([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
     assert said == ["The base is public: this lock gives nothing. Whoever has it undoes the lock."]
     edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
-    assert "The file alone undoes this lock" in verdict_of(edges[:1])[0]
-    assert not any("The file alone" in line for line in verdict_of(edges[1:]))
+    assert "The file alone undoes this lock" in build_verdict(edges[:1])[0]
+    assert not any("The file alone" in line for line in build_verdict(edges[1:]))
     assert (
         "gives 30% of the lock away"
-        in verdict_of([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+        in build_verdict([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
     )
     scored = [Finding("lock/theft/tuned 40", "", None, value, 0.1, 0.9) for value in (0.3, 0.6)]
     scored = [
@@ -170,7 +170,7 @@ def test_verdicts() -> None:
         replace(scored[0], id="lock/theft/scratch 40", value=0.2),
     ]
     assert (
-        verdict_of(scored)[1]
+        build_verdict(scored)[1]
         == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
         "alone give 0.20."
     )
@@ -189,12 +189,15 @@ def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
 def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:
     index = np.arange(4)[None]
     truth = {"stream": Monomial(index, np.array([[1.0, 1.0, -1.0, -1.0]]))}
-    assert _share(truth, truth) == 1.0
-    assert _share({"stream": Monomial(index)}, truth) == 0.5
-    assert _share({"stream": Monomial(index[:, [1, 0, 2, 3]], truth["stream"].scale)}, truth) == 0.5
-    assert _share({"stream": Dense(truth["stream"].matrix())}, truth) == 1.0
-    assert _share({"stream": Dense(-truth["stream"].matrix())}, truth) == 0.0
-    assert _share({}, truth) == 0.0
+    assert _key_share(truth, truth) == 1.0
+    assert _key_share({"stream": Monomial(index)}, truth) == 0.5
+    assert (
+        _key_share({"stream": Monomial(index[:, [1, 0, 2, 3]], truth["stream"].scale)}, truth)
+        == 0.5
+    )
+    assert _key_share({"stream": Dense(truth["stream"].matrix())}, truth) == 1.0
+    assert _key_share({"stream": Dense(-truth["stream"].matrix())}, truth) == 0.0
+    assert _key_share({}, truth) == 0.0
 
 
 def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,8 +223,8 @@ def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_com
         return torch.zeros(2, 4)
 
     spec, state = model_of("gpt2")
-    monkeypatch.setattr(audit, "_entering", entering)
-    audit._features(
+    monkeypatch.setattr(audit, "_embed_tokens", entering)
+    audit._sample_features(
         LockCase(spec, state, "permutation", test=Examples(21, 2, lambda rows: ({}, rows))), 0
     )
     assert not seen[0] & seen[1]
@@ -241,11 +244,13 @@ def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
     assert "of the weights; with -k KEY" in results.facts["verdict"][0]
     assert not any("of the lock away" in line for line in results.facts["verdict"])
     assert (results.findings[0].floor or 0) > 0.01  # nor does the floor forget it
-    own = audit_lock(LockCase(spec, locked, "permutation", base=state), most=0.5).findings[0]
+    own = audit_lock(LockCase(spec, locked, "permutation", base=state), fail_above=0.5).findings[0]
     assert (own.floor or 0) < 0.9 < (own.value or 0)
     assert own.holds is False
     assert (
-        audit_lock(LockCase(spec, locked, "permutation", base=stranger), most=0.5).findings[0].holds
+        audit_lock(LockCase(spec, locked, "permutation", base=stranger), fail_above=0.5)
+        .findings[0]
+        .holds
     )
 
 

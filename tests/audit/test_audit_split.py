@@ -16,29 +16,41 @@ import transformers
 import support.picos as picos
 from regauge.attacks.views import ServerPass
 from regauge.audit.split import LeakageError, SplitCase, audit_split
-from regauge.audit.split.attempts import ATTACKS, Budget, Setting, attempt, patch_of, views_of
-from regauge.audit.split.engine import chance, denormalize, labels_of
-from regauge.audit.split.report import apart, findings_of, verdict_of, without_rows
+from regauge.audit.split.attempts import (
+    ATTACKS,
+    Budget,
+    Setting,
+    attempt,
+    collect_views,
+    patch_size,
+)
+from regauge.audit.split.engine import chance_accuracy, denormalize, measure_label_leak
+from regauge.audit.split.report import (
+    build_findings,
+    build_verdict,
+    identification_rate,
+    without_rows,
+)
 from regauge.audit.split.scores import (
     OTHERS,
-    Attacked,
+    AttackScores,
     Case,
     Row,
     best_assignment,
-    floors,
-    joined,
-    mean,
-    scored,
-    worst,
+    mean_score,
+    merge_trials,
+    score_baselines,
+    score_images,
+    worst_score,
 )
 from regauge.audit.split.victims import (
-    batches_of,
-    defences_of,
+    defend_images,
+    drop_shuffles,
     drop_singleton_batch,
     is_shuffled,
     make_split_pair,
-    on_images,
-    unshuffled,
+    parse_combination,
+    split_batches,
 )
 from regauge.cli import main
 from regauge.data.datasets import Data, DataError
@@ -49,7 +61,7 @@ from regauge.results.findings import load_results
 from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
-ADAMW = OptimizerConfig("adamw", rate=5e-3)
+ADAMW = OptimizerConfig("adamw", lr=5e-3)
 
 
 def vit(seed: int = 0, **more: Any) -> Any:
@@ -92,56 +104,56 @@ def examples(count: int, seed: int = 0, multi: bool = False) -> Examples:
             ],
             1,
         ).float()
-        return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, answers[i]), multi=True)
+        return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, answers[i]), multi_label=True)
     labels = torch.bucketize(x[:, 0, :, :4].mean((1, 2)), torch.tensor([-0.15, 0.15]))
     return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, labels[i]))
 
 
 def test_combinations_are_read_and_taken_apart() -> None:
-    assert defences_of("none") == ()
-    assert [type(d) for d in defences_of("rows+low-pass=0.1")] == [LowPass, Rows]
+    assert parse_combination("none") == ()
+    assert [type(d) for d in parse_combination("rows+low-pass=0.1")] == [LowPass, Rows]
     assert is_shuffled("noise=1+rows")
     assert is_shuffled("batch-shuffle=0.5")
     assert not is_shuffled("noise=1e+3")
-    assert unshuffled("low-pass=0.1,disc+batch-shuffle=0.5+rows=sample") == "low-pass=0.1,disc"
-    assert unshuffled("rows") == "none"
+    assert drop_shuffles("low-pass=0.1,disc+batch-shuffle=0.5+rows=sample") == "low-pass=0.1,disc"
+    assert drop_shuffles("rows") == "none"
     assert (without_rows("noise=1+rows"), without_rows("rows=sample"), without_rows("noise=1")) == (
         "noise=1",
         "none",
         None,
     )
     with pytest.raises(DefenceError, match="fog"):
-        defences_of("fog+rows")
+        parse_combination("fog+rows")
 
 
 def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
     model, x = vit(), pictures(6)
     with torch.no_grad():
         sent = cut(model).embed(pixel_values=x).stream
-    seen = make_split_pair(vit(), "none").watch(x, 3, "a")
+    seen = make_split_pair(vit(), "none").record_features(x, 3, "a")
     assert torch.allclose(seen, sent)
-    shuffled = make_split_pair(vit(), "rows=sample").watch(x, 3, "a")
+    shuffled = make_split_pair(vit(), "rows=sample").record_features(x, 3, "a")
     assert not torch.allclose(shuffled, sent)
     assert torch.allclose(shuffled.sort(1).values, sent.sort(1).values)
-    filtered = make_split_pair(vit(), "low-pass=0.2").watch(x, 3, "a")
+    filtered = make_split_pair(vit(), "low-pass=0.2").record_features(x, 3, "a")
     with torch.no_grad():
         assert torch.allclose(
             filtered,
-            cut(model).embed(pixel_values=on_images("low-pass=0.2", x, 3)).stream,
+            cut(model).embed(pixel_values=defend_images("low-pass=0.2", x, 3)).stream,
             atol=1e-6,
         )
 
 
 def test_what_is_drawn_can_be_drawn_again() -> None:
     pair, x = make_split_pair(vit(), "noise=1+rows"), pictures(4)
-    once, again, later = (pair.watch(x, 2, label) for label in ("a", "a", "b"))
+    once, again, later = (pair.record_features(x, 2, label) for label in ("a", "a", "b"))
     assert torch.equal(once, again)
     assert not torch.equal(once, later)
 
 
 def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
     pair, data = make_split_pair(vit(), "rows", ADAMW), examples(20)
-    passes = pair.train(data, Run(5, 4), watch_first=3)
+    passes = pair.train(data, Run(5, 4), record_first=3)
     assert len(passes) == 3
     assert all(
         p.grad is not None and p.grad.shape == p.stream.shape and float(p.grad.abs().sum()) > 0
@@ -166,28 +178,28 @@ def test_a_victim_learns_with_its_defences_and_rows_cost_nothing() -> None:
 
 
 def test_no_batch_is_one_image_alone() -> None:
-    assert [len(b) for b in batches_of(pictures(7), 3)] == [3, 4]
+    assert [len(b) for b in split_batches(pictures(7), 3)] == [3, 4]
     assert len(drop_singleton_batch(examples(7), 3)) == 6
     assert len(drop_singleton_batch(examples(8), 3)) == 8
-    make_split_pair(vit(), "batch-shuffle").watch(pictures(5), 4, "a")
+    make_split_pair(vit(), "batch-shuffle").record_features(pictures(5), 4, "a")
 
 
 def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     true = denormalize(pictures(6), [0.5], [0.5])
     near = true.clone()
     near[1:] += 0.2 * torch.randn(near[1:].shape, generator=torch.Generator().manual_seed(0))
-    found = scored(near, true)
+    found = score_images(near, true)
     assert set(found) == {"SSIM", "PSNR", "MSE", "identified"}, "AlexNet is not given"
     assert all(len(v) == 6 for v in found.values())
-    assert worst(found, "SSIM") == pytest.approx(1.0)
-    assert worst(found, "MSE") == 0.0
+    assert worst_score(found, "SSIM") == pytest.approx(1.0)
+    assert worst_score(found, "MSE") == 0.0
     assert found["PSNR"][0] == 100.0
-    assert (mean(found, "SSIM") or 0) < 0.99
+    assert (mean_score(found, "SSIM") or 0) < 0.99
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     assert torch.equal(best_assignment(near[order], true), near)
-    free = floors(true, true, 2)
-    assert mean(free["the mean image"], "identified") == 0.0
-    assert (mean(free["true patches in a random order"], "SSIM") or 0) < 0.5
+    free = score_baselines(true, true, 2)
+    assert mean_score(free["the mean image"], "identified") == 0.0
+    assert (mean_score(free["true patches in a random order"], "SSIM") or 0) < 0.5
 
 
 def test_a_best_naming_tells_nobody_apart() -> None:
@@ -195,17 +207,17 @@ def test_a_best_naming_tells_nobody_apart() -> None:
     that is a floor, and no attack's success.
     """
     true, others = (denormalize(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
-    free = floors(others, true, 2)
-    by_naming = mean(free[OTHERS], "identified") or 0.0
+    free = score_baselines(others, true, 2)
+    by_naming = mean_score(free[OTHERS], "identified") or 0.0
     assert by_naming > 2 / 12, "far above a guess"
-    assert floors(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
+    assert score_baselines(others[:5], true, 2)[OTHERS]["SSIM"], "fewer of its own than there are"
     regroup, exact = (
         next(a for a in ATTACKS if a.name == name) for name in ("regrouped", "public embedding")
     )
     got = {
-        a.name: Attacked(
+        a.name: AttackScores(
             a.name,
-            scored(best_assignment(others, true) if a is regroup else true, true),
+            score_images(best_assignment(others, true) if a is regroup else true, true),
             [],
             1.0,
             0.0,
@@ -214,8 +226,8 @@ def test_a_best_naming_tells_nobody_apart() -> None:
     }
     blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
     seen = Row("none", 0.5, 0.1, 0.0, got)
-    assert (apart(blind, ATTACKS), apart(seen, ATTACKS)) == (0.0, 1.0)
-    told = findings_of(Case("faces", (seen, blind), free), ATTACKS)
+    assert (identification_rate(blind, ATTACKS), identification_rate(seen, ATTACKS)) == (0.0, 1.0)
+    told = build_findings(Case("faces", (seen, blind), free), ATTACKS)
     assert [
         f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told
     ] == [f.id.endswith("regrouped") for f in told]
@@ -223,23 +235,28 @@ def test_a_best_naming_tells_nobody_apart() -> None:
 
 def test_when_an_attacker_has_stopped() -> None:
     falling, flat = [1.0 - 0.05 * i for i in range(16)], [1.0, 0.5, 0.3, 0.2, *[0.2] * 12]
-    assert not Attacked("a", {}, falling, 1.0, 0.0).has_stopped
-    assert Attacked("a", {}, flat, 1.0, 0.0).has_stopped
-    assert not Attacked("a", {}, flat[:3], 1.0, 0.0).has_stopped
+    assert not AttackScores("a", {}, falling, 1.0, 0.0).has_stopped
+    assert AttackScores("a", {}, flat, 1.0, 0.0).has_stopped
+    assert not AttackScores("a", {}, flat[:3], 1.0, 0.0).has_stopped
 
 
 def test_attacks_are_exact_without_a_defence_and_at_the_floor_under_noise() -> None:
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
-    floor = mean(floors(denormalize(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM") or 0.0
+    floor = (
+        mean_score(
+            score_baselines(denormalize(own, [0.5], [0.5]), clear, 2)["the mean image"], "SSIM"
+        )
+        or 0.0
+    )
     exact = [a for a in ATTACKS if a.name in ("public embedding", "least squares")]
     got: dict[str, dict[str, float]] = {}
     for combination in ("none", "rows", "noise=30+rows"):
-        views = views_of(make_split_pair(vit(), combination), own, true, 10, 0)
+        views = collect_views(make_split_pair(vit(), combination), own, true, 10, 0)
         setting = Setting(combination, Budget(16, 1, 2), 10)
         tried = {a.name: attempt(a, views, setting) for a in exact if a.fits(combination)}
         got[combination] = {
-            n: mean(scored(denormalize(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+            n: mean_score(score_images(denormalize(t.images, [0.5], [0.5]), clear), "SSIM") or 0.0
             for n, t in tried.items()
             if t is not None
         }
@@ -254,39 +271,41 @@ def test_attacks_are_exact_without_a_defence_and_at_the_floor_under_noise() -> N
 def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
-    views = views_of(make_split_pair(vit(), combination), own, true, 10, 0)
+    views = collect_views(make_split_pair(vit(), combination), own, true, 10, 0)
     chosen = {a.name: a for a in ATTACKS if a.name in ("least squares", "averaged")}
     got = {}
     for name, attack in chosen.items():
         tried = attempt(attack, views, Setting(combination, Budget(16, 1, 2), 10))
         assert tried is not None
-        got[name] = mean(scored(denormalize(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+        got[name] = (
+            mean_score(score_images(denormalize(tried.images, [0.5], [0.5]), clear), "SSIM") or 0.0
+        )
     assert got["averaged"] > got["least squares"] + 0.05
     assert not any(
         chosen["averaged"].fits(c)
         for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5")
     )
-    assert views_of(make_split_pair(vit(), "rows"), own, true, 10, 0).often is None
+    assert collect_views(make_split_pair(vit(), "rows"), own, true, 10, 0).often is None
 
 
 def test_seeds_are_told_apart_from_images() -> None:
-    one = Attacked("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
+    one = AttackScores("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
     assert one.by_seed("SSIM") == pytest.approx([0.2, 0.7])
 
 
 def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
     data, run = examples(60), Run(12, 10)
-    passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, watch_first=6)
-    assert (labels_of(passes, data, run) or 0) > 0.9
+    passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, record_first=6)
+    assert (measure_label_leak(passes, data, run) or 0) > 0.9
     g = torch.Generator().manual_seed(0)
     noise = [
         ServerPass(p.stream, p.others, torch.randn(p.stream.shape, generator=g)) for p in passes
     ]
-    assert (labels_of(noise, data, run) or 0) < 0.65
-    assert labels_of([], data, run) is None
+    assert (measure_label_leak(noise, data, run) or 0) < 0.65
+    assert measure_label_leak([], data, run) is None
     many = examples(60, multi=True)
-    passes = make_split_pair(vit(), "none", ADAMW).train(many, run, watch_first=6)
-    assert (labels_of(passes, many, run) or 0) > chance(many)
+    passes = make_split_pair(vit(), "none", ADAMW).train(many, run, record_first=6)
+    assert (measure_label_leak(passes, many, run) or 0) > chance_accuracy(many)
 
 
 def test_several_answers_to_each_image() -> None:
@@ -304,14 +323,14 @@ def test_several_answers_to_each_image() -> None:
     task = {"kind": "images", "classes": 2, "mean": [0.5], "std": [0.5]}
     for one in ({**task, "attributes": ["glasses", "beard"]}, task):
         made = prepare(one, data)
-        assert made.multi
+        assert made.multi_label
         assert made.batch(np.arange(3))[1].tolist() == [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]]
     logits = torch.tensor([[0.3, -0.3], [-9.0, -9.0], [9.0, 9.0]])
     labels = made.batch(np.arange(3))[1]
     assert float(loss_of(made, logits, labels)) == pytest.approx(
         float(torch.nn.functional.binary_cross_entropy_with_logits(logits, labels))
     )
-    assert chance(made) == pytest.approx(2 / 3)
+    assert chance_accuracy(made) == pytest.approx(2 / 3)
     model = vit(num_labels=2)
     assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0][
         "attributes"
@@ -322,7 +341,7 @@ def test_several_answers_to_each_image() -> None:
     many = examples(60, multi=True)
     before = pair.measure(many, 20)["accuracy"]
     pair.train(many, Run(30, 20))
-    assert pair.measure(many, 20)["accuracy"] > max(before, chance(many) - 0.05)
+    assert pair.measure(many, 20)["accuracy"] > max(before, chance_accuracy(many) - 0.05)
 
 
 def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
@@ -337,8 +356,8 @@ def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
 
 
 def row(combination: str, accuracy: float, decoder: float, best: float, apart: float) -> Row:
-    def got(name: str, value: float) -> Attacked:
-        return Attacked(
+    def got(name: str, value: float) -> AttackScores:
+        return AttackScores(
             name, {"SSIM": [value, value], "identified": [apart, apart]}, [1.0], 1.0, 1.0
         )
 
@@ -358,7 +377,7 @@ def test_the_verdict_is_in_words() -> None:
         row("rows", 0.9, 0.45, 1.0, 1.0),
         row("noise=1", 0.7, 0.5, 0.5, 0.1),
     )
-    said = verdict_of(
+    said = build_verdict(
         Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}),
         ATTACKS,
     )
@@ -368,7 +387,7 @@ def test_the_verdict_is_in_words() -> None:
         "0.90 to 0.45" in said[2]
     )
     assert "The least leaks under noise=1: the best attack goes 17% of the way" in said[3]
-    together = joined([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
+    together = merge_trials([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
     assert together.accuracy == pytest.approx(0.7)
     assert together.value("decoder", "SSIM") == pytest.approx(0.3)
 
@@ -466,27 +485,27 @@ def test_an_audit_fails_where_it_is_told_to(
 def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
     """A stem of 1 x 1, as hybrids have before their patches, was taken for the patch embedding."""
     stem, patches = torch.nn.Conv2d(3, 3, 1), torch.nn.Conv2d(3, 8, 4, stride=4)
-    assert patch_of(torch.nn.Sequential(stem, patches), pictures(2)) == 4
-    assert patch_of(vit(), pictures(2)) == 2
+    assert patch_size(torch.nn.Sequential(stem, patches), pictures(2)) == 4
+    assert patch_size(vit(), pictures(2)) == 2
     for none in (
         torch.nn.Sequential(stem),
         torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)),
         torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
     ):
         with pytest.raises(LeakageError, match="no embedding of square patches"):
-            patch_of(none, pictures(2))
+            patch_size(none, pictures(2))
 
 
 def test_attacks_are_named_or_all_of_them() -> None:
     from regauge.audit.split.attempts import ATTACKS
     from regauge.audit.split.text_audit import TEXT_ATTACKS
-    from regauge.cli.audit_split import _attacks
+    from regauge.cli.audit_split import _select_attacks
 
     first = ATTACKS[0].name
-    assert [a.name for a in _attacks(first, False)] == [first]
+    assert [a.name for a in _select_attacks(first, False)] == [first]
     for text in (None, "all", f"{first}, all"):
-        assert _attacks(text, False) == tuple(ATTACKS)
-    assert _attacks("all", True) == tuple(TEXT_ATTACKS)
+        assert _select_attacks(text, False) == tuple(ATTACKS)
+    assert _select_attacks("all", True) == tuple(TEXT_ATTACKS)
 
 
 @pytest.mark.parametrize(

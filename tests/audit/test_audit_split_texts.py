@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from regauge.audit.split import LeakageError, SplitCase, audit_texts
-from regauge.audit.text_scores import rouge_l, scores_of
+from regauge.audit.text_scores import rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples
 from regauge.results.findings import load_results
@@ -110,7 +110,7 @@ def test_a_causal_model_tells_the_order_by_its_mask() -> None:
 
 
 def test_an_audit_of_texts_fails_where_it_is_told_to() -> None:
-    found = audit_texts(case(bert()), ("rows", "noise=20"), most=0.5)
+    found = audit_texts(case(bert()), ("rows", "noise=20"), fail_above=0.5)
     assert {f.id for f in found.failed} == {"texts/rows/vocabulary", "texts/rows/regression"}
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_scores_of_texts() -> None:
     assert rouge_l([1, 2, 3], [1, 9, 3]) == pytest.approx(2 / 3)
-    scores = scores_of([[4, 5], [1, 2, 3]], [[1, 2, 3], [5, 4]])
+    scores = score_texts([[4, 5], [1, 2, 3]], [[1, 2, 3], [5, 4]])
     assert scores["exact"] == [1.0, 0.0]
     assert scores["words"] == [1.0, 1.0]
     assert scores["in place"] == [1.0, 0.0]

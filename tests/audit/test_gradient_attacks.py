@@ -25,12 +25,12 @@ from regauge.attacks.membership import auc
 from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
-from regauge.audit.gradients.clients import contribute, prepared, rehearse
-from regauge.audit.gradients.scores import patches_of
-from regauge.defences.gradients import Clip, Private, clipped, names_of, plan_of
-from regauge.defences.split import DefenceError, parts_of
+from regauge.audit.gradients.clients import contribute, prepare_model, rehearse
+from regauge.audit.gradients.scores import extract_patches
+from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_plan, part_parameters
+from regauge.defences.split import DefenceError, split_combination
 from regauge.errors import UpdateError
-from regauge.results.metrics import spectral
+from regauge.results.metrics import spectral_distance
 from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit
 
 MODELS = {
@@ -81,11 +81,11 @@ def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(
         )
     data = examples(1, side=224)
     inputs, labels = data.batch([0])
-    update, truth = contribute(model, plan_of("none"), data, inputs, labels)
+    update, truth = contribute(model, parse_plan("none"), data, inputs, labels)
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
     assert psnr(embedding_least_squares(view)[0], truth.read["pixel_values"]) > 60
-    patches = patches_of(truth.read["pixel_values"], 16)
-    others = patches_of(pictures(1, seed=9, side=224), 16)
+    patches = extract_patches(truth.read["pixel_values"], 16)
+    others = extract_patches(pictures(1, seed=9, side=224), 16)
     scores = span_membership(view, torch.cat([patches, others]))
     assert auc(scores[:196], scores[196:]) > 0.99
 
@@ -113,7 +113,7 @@ def test_rehearsed_least_squares_is_at_the_floor_where_nothing_is_left(combinati
     gained = []
     for first in (0, 4, 8):
         view, truth = sent(vit(), combination, first=first)
-        rehearsals = tuple(rehearse(view.model, plan_of(combination), own, 6, 7))
+        rehearsals = tuple(rehearse(view.model, parse_plan(combination), own, 6, 7))
         granted = Granted(view.granted.batch, images=images, rehearsals=rehearsals)
         found, _ = embedding_least_squares(SentUpdate(view.model, view.update, view.shape, granted))
         true = truth.original["pixel_values"]
@@ -165,8 +165,8 @@ def test_mjp_hides_masked_patches_from_least_squares_and_not_its_mask() -> None:
 def test_spans_tell_patches_at_batch_1(combination: str) -> None:
     view, truth = sent(vit(hidden_size=64), combination, dtype=torch.float64)
     true, others = (
-        patches_of(truth.read["pixel_values"], 4),
-        patches_of(pictures(4, seed=3).double(), 4),
+        extract_patches(truth.read["pixel_values"], 4),
+        extract_patches(pictures(4, seed=3).double(), 4),
     )
     scores = span_membership(view, torch.cat([true, others]))
     assert auc(scores[: len(true)], scores[len(true) :]) >= 0.99
@@ -174,7 +174,10 @@ def test_spans_tell_patches_at_batch_1(combination: str) -> None:
 
 def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() -> None:
     view, truth = sent(vit(), "batch=8")
-    true, others = patches_of(truth.read["pixel_values"], 4), patches_of(pictures(8, seed=3), 4)
+    true, others = (
+        extract_patches(truth.read["pixel_values"], 4),
+        extract_patches(pictures(8, seed=3), 4),
+    )
     scores = span_membership(view, torch.cat([true, others]))
     assert 0.4 < auc(scores[: len(true)], scores[len(true) :]) < 0.6
     with pytest.raises(UpdateError, match="patch embedding or of the first attention"):
@@ -248,16 +251,20 @@ def test_attacks_say_which_layer_is_missing() -> None:
 
 
 def test_combinations_are_read_and_refused() -> None:
-    plan = plan_of("noise=0.1+mjp=0.3,unknown=false+batch=4+withhold=positions,head")
-    assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.leaving]) == (
+    plan = parse_plan("noise=0.1+mjp=0.3,unknown=false+batch=4+withhold=positions,head")
+    assert (plan.batch, plan.withheld, [type(d).__name__ for d in plan.update_defences]) == (
         4,
         ("positions", "head"),
         ["Withhold", "Noise"],
     )
-    assert plan_of("steps=3,fresh=true", batch=2).samples == 6
-    assert plan_of("none", batch=3, steps=2).steps is not None
-    assert parts_of("clip=1e+1+noise=0.1,head+rows") == ["clip=1e+1", "noise=0.1,head", "rows"]
-    assert isinstance(plan_of("clip=1e+1+noise=0.1").leaving[0], Clip)
+    assert parse_plan("steps=3,fresh=true", batch=2).samples == 6
+    assert parse_plan("none", batch=3, steps=2).steps is not None
+    assert split_combination("clip=1e+1+noise=0.1,head+rows") == [
+        "clip=1e+1",
+        "noise=0.1,head",
+        "rows",
+    ]
+    assert isinstance(parse_plan("clip=1e+1+noise=0.1").update_defences[0], Clip)
     for text, said in (
         ("fog", "fog"),
         ("mjp=0.5+no-positions", "no-positions"),
@@ -275,9 +282,9 @@ def test_combinations_are_read_and_refused() -> None:
         ("prune=1", "share"),
     ):
         with pytest.raises(DefenceError, match=said):
-            plan_of(text)
+            parse_plan(text)
     with pytest.raises(UpdateError, match="made of 4 samples"):
-        contribute(vit(), plan_of("batch=4"), examples(2), *examples(2).batch([0, 1]))
+        contribute(vit(), parse_plan("batch=4"), examples(2), *examples(2).batch([0, 1]))
 
 
 def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
@@ -285,26 +292,28 @@ def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() 
         sent(vit(), f"steps=3,0.5{more}")[0].update.tensors
         for more in ("", "+withhold=embedding", "+freeze=embedding")
     )
-    assert kept.keys() == still.keys() == both.keys() - names_of(vit(), "embedding")
+    assert kept.keys() == still.keys() == both.keys() - part_parameters(vit(), "embedding")
     assert all(
         torch.equal(kept[n], both[n]) for n in kept
     )  # it is not sent, and all else is as if it were
     assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
-    plan = plan_of("withhold=positions+freeze=head")
+    plan = parse_plan("withhold=positions+freeze=head")
     assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
 
 
 def test_parts_are_what_they_are_called() -> None:
     model = vit()
-    assert names_of(model, "positions") == {NAMES[0]}
-    assert names_of(model, "patches") == {NAMES[1], NAMES[1].replace("weight", "bias")}
-    assert names_of(model, "embedding") == {
+    assert part_parameters(model, "positions") == {NAMES[0]}
+    assert part_parameters(model, "patches") == {NAMES[1], NAMES[1].replace("weight", "bias")}
+    assert part_parameters(model, "embedding") == {
         n for n, _ in model.named_parameters() if ".embeddings." in n
     }
-    assert names_of(model, "first") == {n for n, _ in model.named_parameters() if ".layers.0." in n}
-    wrapped = prepared(model, plan_of("mjp=0.5"))
-    assert "unknown" in names_of(wrapped, "positions")
-    assert all(n.startswith("model.vit.layers.0.") for n in names_of(wrapped, "first"))
+    assert part_parameters(model, "first") == {
+        n for n, _ in model.named_parameters() if ".layers.0." in n
+    }
+    wrapped = prepare_model(model, parse_plan("mjp=0.5"))
+    assert "unknown" in part_parameters(wrapped, "positions")
+    assert all(n.startswith("model.vit.layers.0.") for n in part_parameters(wrapped, "first"))
 
 
 def test_private_updates_are_clipped_by_sample_and_have_an_epsilon() -> None:
@@ -314,14 +323,16 @@ def test_private_updates_are_clipped_by_sample_and_have_an_epsilon() -> None:
     assert 0 < norm <= 0.5
     assert 4 < Private(1.0).epsilon() < 5.5
     assert Private(1.0).epsilon(10) > Private(1.0).epsilon() > Private(2.0).epsilon()
-    assert clipped({"a": torch.tensor([3.0, 4.0])}, 10)["a"].tolist() == [3, 4]
+    assert clip_global_norm({"a": torch.tensor([3.0, 4.0])}, 10)["a"].tolist() == [3, 4]
 
 
 def test_the_spectral_distance_is_that_of_the_pixels() -> None:
     a, b = pictures(3), pictures(3, seed=1)
     pixels = 1 - torch.nn.functional.cosine_similarity(a.double().flatten(1), b.double().flatten(1))
-    assert torch.allclose(spectral(a, b), pixels, atol=1e-10)
-    assert torch.allclose(spectral(a, 2 * a), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(spectral_distance(a, b), pixels, atol=1e-10)
+    assert torch.allclose(
+        spectral_distance(a, 2 * a), torch.zeros(3, dtype=torch.float64), atol=1e-12
+    )
 
 
 def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() -> None:

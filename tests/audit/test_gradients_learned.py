@@ -13,33 +13,39 @@ from regauge.attacks.membership import auc, available_layers, calibrate, calibra
 from regauge.attacks.regression import fit_ridge, resemblance, ridge_regression, update_features
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat
-from regauge.audit.gradients.attempts import Budget, attempt, named
-from regauge.audit.gradients.clients import contribute, practice, prepared, rehearse, view_of
-from regauge.audit.gradients.engine import GradientCase, row_of, shared_out
-from regauge.audit.gradients.scores import patches_of
-from regauge.defences.gradients import names_of, plan_of
+from regauge.audit.gradients.attempts import Budget, attempt, select_attacks
+from regauge.audit.gradients.clients import (
+    build_view,
+    contribute,
+    prepare_model,
+    rehearse,
+    sample_rehearsals,
+)
+from regauge.audit.gradients.engine import GradientCase, audit_combination, split_own_images
+from regauge.audit.gradients.scores import extract_patches
+from regauge.defences.gradients import parse_plan, part_parameters
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import layers_of
+from regauge.jigsaw.layers import find_layers
 from support.updates import examples, psnr, vit
 
 
 def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, torch.Tensor]:
     """A view with other images and rehearsals, and the image."""
-    plan = plan_of(combination)
-    model = prepared(vit(), plan)
+    plan = parse_plan(combination)
+    model = prepare_model(vit(), plan)
     data, own = examples(12), examples(60, seed=5)
     inputs, labels = data.batch(range(first, first + plan.samples * plan.clients))
     update, truth = contribute(model, plan, data, inputs, labels, first)
     images = own.batch(range(60))[0]["pixel_values"]
     rehearsals = rehearse(model, plan, own, count, 7)
-    return view_of(model, plan, update, truth, Threat(images=True), images, rehearsals), truth.read[
-        "pixel_values"
-    ]
+    return build_view(
+        model, plan, update, truth, Threat(images=True), images, rehearsals
+    ), truth.read["pixel_values"]
 
 
 def told(view: SentUpdate, true: torch.Tensor) -> float:
-    others = patches_of(examples(12, seed=9).batch(range(4))[0]["pixel_values"], 4)
-    asked = torch.cat([patches_of(true, 4), others])
+    others = extract_patches(examples(12, seed=9).batch(range(4))[0]["pixel_values"], 4)
+    asked = torch.cat([extract_patches(true, 4), others])
     scores = calibrated_membership(view, asked)
     inside = len(asked) - len(others)
     return auc(scores[:inside], scores[inside:])
@@ -48,8 +54,8 @@ def told(view: SentUpdate, true: torch.Tensor) -> float:
 def test_membership_goes_by_deeper_layers_where_the_first_are_not_sent() -> None:
     view, true = seen("freeze=embedding,first")
     with pytest.raises(UpdateError, match="patch embedding or of the first attention"):
-        span_membership(view, patches_of(true, 4))
-    assert available_layers(view, layers_of(view.model, view.shape)) == ["block 1"]
+        span_membership(view, extract_patches(true, 4))
+    assert available_layers(view, find_layers(view.model, view.shape)) == ["block 1"]
     views = [seen("freeze=embedding,first", first) for first in (0, 3, 6)]
     strangers = [examples(12, seed=77).batch([n])[0]["pixel_values"] for n in (3, 4, 5)]
     members = sum(told(view, true) for view, true in views) / 3
@@ -70,16 +76,16 @@ def test_membership_needs_something_to_practise_on() -> None:
         calibrate(bare)
     view, true = seen("freeze=matrices")
     with pytest.raises(UpdateError, match="patch embedding or an attention"):
-        calibrated_membership(view, patches_of(true, 4))
+        calibrated_membership(view, extract_patches(true, 4))
 
 
 @pytest.mark.parametrize(
     ("combination", "helps"), [("freeze=embedding,first", True), ("private=20", False)]
 )
 def test_regression_learns_what_updates_say(combination: str, helps: bool) -> None:
-    plan = plan_of(combination)
-    model, own = prepared(vit(), plan), examples(80, seed=5)
-    learned = fit_ridge(practice(model, plan, own, 80, 1000))
+    plan = parse_plan(combination)
+    model, own = prepare_model(vit(), plan), examples(80, seed=5)
+    learned = fit_ridge(sample_rehearsals(model, plan, own, 80, 1000))
     mean = own.batch(range(80))[0]["pixel_values"].mean(0, keepdim=True)
     gained = []
     for first in range(8):
@@ -89,7 +95,7 @@ def test_regression_learns_what_updates_say(combination: str, helps: bool) -> No
         assert np.mean(gained) > 0.3
         assert learned.unexplained < 0.97
         view, true = seen(combination, 0, 1)
-        assert resemblance(view, patches_of(true, 4), learned).shape == (16,)
+        assert resemblance(view, extract_patches(true, 4), learned).shape == (16,)
     else:
         assert abs(np.mean(gained)) < 0.3  # the mean image, and not below it
         assert learned.unexplained > 0.97
@@ -110,7 +116,7 @@ def test_a_layer_that_reads_one_token_gives_it_away() -> None:
 
 def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
     model = vit()
-    gone = names_of(model, "matrices")
+    gone = part_parameters(model, "matrices")
     assert all((p.ndim > 1) == (n in gone) for n, p in model.named_parameters())
     view, _ = seen("freeze=matrices")
     assert view.update.tensors
@@ -122,15 +128,17 @@ def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
 
 
 def test_practice_draws_as_often_as_it_is_asked_to() -> None:
-    plan, own = plan_of("batch=4"), examples(6)
-    made = list(practice(vit(), plan, own, 5, 0))
+    plan, own = parse_plan("batch=4"), examples(6)
+    made = list(sample_rehearsals(vit(), plan, own, 5, 0))
     assert [len(m.inputs) for m in made] == [4] * 5
     assert not torch.equal(made[0].inputs, made[1].inputs)
-    assert not list(practice(vit(), plan_of("batch=7"), own, 5, 0))  # never more than there are
+    assert not list(
+        sample_rehearsals(vit(), parse_plan("batch=7"), own, 5, 0)
+    )  # never more than there are
 
 
 def test_members_are_told_apart_from_images_that_the_attacker_was_not_given() -> None:
-    mine, apart = shared_out(examples(40))
+    mine, apart = split_own_images(examples(40))
     given = mine.batch(range(len(mine)))[0]["pixel_values"]
     assert len(mine) + len(apart) == 40
     assert not any(torch.equal(a, b) for a in apart for b in given)
@@ -138,12 +146,16 @@ def test_members_are_told_apart_from_images_that_the_attacker_was_not_given() ->
 
 def test_attacks_that_learn_share_a_lesson_and_say_where_they_cannot() -> None:
     case = GradientCase(vit(), examples(4), examples(40, seed=5), [0.5] * 3, [0.5] * 3, updates=2)
-    attacks = named(["regression", "membership", "resemblance"])
-    row = row_of(case, case.model, "none", attacks, Budget(practice=12), None, 0, lambda now: None)
+    attacks = select_attacks(["regression", "membership", "resemblance"])
+    row = audit_combination(
+        case, case.model, "none", attacks, Budget(practice=12), None, 0, lambda now: None
+    )
     assert row.images["regression"].facts[0]["features"] in ("inputs", "vectors")
     assert len(row.patches) == 2
-    row = row_of(case, case.model, "none", attacks, Budget(practice=2), None, 0, lambda now: None)
-    assert "rehearsed updates must be >= 10" in row.why["regression"]
-    assert "rehearsed updates must be >= 10" in row.why["resemblance"]
+    row = audit_combination(
+        case, case.model, "none", attacks, Budget(practice=2), None, 0, lambda now: None
+    )
+    assert "rehearsed updates must be >= 10" in row.reasons["regression"]
+    assert "rehearsed updates must be >= 10" in row.reasons["resemblance"]
     view, _ = seen("none")
-    assert "learns from updates" in attempt(attacks[0], view, Budget()).why
+    assert "learns from updates" in attempt(attacks[0], view, Budget()).reason

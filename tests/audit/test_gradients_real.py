@@ -16,7 +16,7 @@ from regauge.attacks.updates import Granted, SentUpdate
 from regauge.audit.gradients.clients import contribute
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import plan_of
+from regauge.defences.gradients import parse_plan
 from regauge.errors import UpdateError
 from support.own_modules import Cifar, Mnist
 from support.updates import changed, psnr
@@ -55,7 +55,7 @@ def test_a_trained_module_of_no_library_gives_a_real_image_away() -> None:
     model, images = given("vit_cifar10_postln")
     data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([3, 8, 8, 0])[i]))
     inputs, labels = data.batch([1])
-    update, truth = contribute(model, plan_of("none"), data, inputs, labels)
+    update, truth = contribute(model, parse_plan("none"), data, inputs, labels)
     view = SentUpdate(model, update, (3, 32, 32), Granted(batch=1))
     found, solved = embedding_least_squares(view, plain=True)
     assert solved.rank == 64
@@ -69,6 +69,6 @@ def test_a_module_whose_patches_are_embedded_otherwise_is_told() -> None:
     model, images = given("vit_mnist_preln")
     data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([7, 2, 1, 0])[i]))
     inputs, labels = data.batch([0])
-    update, _ = contribute(model, plan_of("none"), data, inputs, labels)
+    update, _ = contribute(model, parse_plan("none"), data, inputs, labels)
     with pytest.raises(UpdateError, match="Mnist has no patch embedding"):
         embedding_least_squares(SentUpdate(model, update, (1, 28, 28), Granted(batch=1)))

@@ -21,11 +21,11 @@ from regauge.attacks.subspaces import (
 )
 from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.clients import contribute, prepared
-from regauge.audit.text_scores import rouge, rouge_l, scores_of
+from regauge.audit.gradients.clients import contribute, prepare_model
+from regauge.audit.text_scores import rouge, rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import plan_of
+from regauge.defences.gradients import parse_plan
 from regauge.errors import UpdateError
 from regauge.results.findings import load_results
 
@@ -78,8 +78,8 @@ def sent(model: Any, ids: torch.Tensor, combination: str = "", **granted: Any) -
     data = Examples(
         len(ids), 60 if causal else 2, lambda i: ({"input_ids": ids[i]}, labels[i]), causal=causal
     )
-    plan = plan_of(f"batch={len(ids)}{combination}")
-    there = prepared(model, plan)
+    plan = parse_plan(f"batch={len(ids)}{combination}")
+    there = prepare_model(model, plan)
     update, _ = contribute(there, plan, data, {"input_ids": ids}, labels)
     return SentUpdate(
         there, update, (), Granted(**{"batch": len(ids), "length": ids.shape[1], **granted})
@@ -230,7 +230,7 @@ def test_rouge_is_what_it_says() -> None:
     assert rouge([3, 2, 1], [1, 2, 3], 2) == 0
     assert rouge_l([3, 2, 1], [1, 2, 3]) == pytest.approx(1 / 3)
     assert rouge_l([], [1]) == 0
-    found = scores_of([[4, 5], [1, 2, 9]], [[1, 2, 3], [4, 5]])
+    found = score_texts([[4, 5], [1, 2, 9]], [[1, 2, 3], [4, 5]])
     assert found["exact"] == [0, 1]
     assert found["in place"] == [pytest.approx(2 / 3), 1]
 

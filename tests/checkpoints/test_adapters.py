@@ -19,8 +19,8 @@ from regauge.core.action import apply
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.errors import ElementError, SpecError
-from regauge.locking.authorize import authorized
-from regauge.testing import outputs, strict_float64
+from regauge.locking.authorize import authorize_with_element
+from regauge.testing import compute_outputs, strict_float64
 from support.lora import CASES, RANK, adapted, saved
 from support.models import distance, locked
 from support.picos import IDS, PICOS, build, spec_of
@@ -40,16 +40,16 @@ def test_a_moved_adapter_on_a_moved_model_is_the_same_function(name: str, part: 
     model, inputs = build(name), PICOS[name].inputs
     g = element(spec_of(model), 3)
     plain = adapted(model, *CASES[name], bias=name == "llama")
-    expected, adapter = outputs(plain, inputs), saved(plain)
+    expected, adapter = compute_outputs(plain, inputs), saved(plain)
     if part is None:
         moved = copy.deepcopy(model)
         moved.load_state_dict(apply(g, model.state_dict()))
     else:
-        moved = authorized(locked(model, g), g)
+        moved = authorize_with_element(locked(model, g), g)
     twin = adapted(moved, *CASES[name], seed=6, bias=name == "llama")
     there = move_adapter(g, adapter, part)
-    assert distance(outputs(loaded(twin, there), inputs), expected) < 1e-9
-    assert distance(outputs(loaded(twin, adapter), inputs), expected) > 1e-3
+    assert distance(compute_outputs(loaded(twin, there), inputs), expected) < 1e-9
+    assert distance(compute_outputs(loaded(twin, adapter), inputs), expected) > 1e-3
     assert distance(move_adapter(~g, there, part), adapter) < 1e-12
 
 
@@ -69,7 +69,7 @@ def test_permutations_bring_an_adapter_back_bit_for_bit() -> None:
 def test_an_adapter_trained_on_the_locked_model_serves_the_plain_one() -> None:
     model = build("llama")
     g = element(spec_of(model), 3, within="signed")
-    twin = adapted(authorized(locked(model, g), g), "q_proj", "v_proj")
+    twin = adapted(authorize_with_element(locked(model, g), g), "q_proj", "v_proj")
     trained = [p for n, p in twin.named_parameters() if "lora_" in n]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     before = saved(twin)
@@ -80,7 +80,7 @@ def test_an_adapter_trained_on_the_locked_model_serves_the_plain_one() -> None:
         optimizer.step()
     assert distance(saved(twin), before) > 1e-3
     plain = loaded(adapted(model, "q_proj", "v_proj"), move_adapter(~g, saved(twin), "backbone"))
-    assert distance(outputs(plain, IDS), outputs(twin, IDS)) < 1e-9
+    assert distance(compute_outputs(plain, IDS), compute_outputs(twin, IDS)) < 1e-9
 
 
 def test_rotations_move_adapters_too() -> None:
@@ -89,9 +89,9 @@ def test_rotations_move_adapters_too() -> None:
     model.load_state_dict(state)
     g = element(spec, 3)
     plain = adapted(model, *CASES["llama"])
-    twin = adapted(authorized(locked(model, g), g), *CASES["llama"])
+    twin = adapted(authorize_with_element(locked(model, g), g), *CASES["llama"])
     loaded(twin, move_adapter(g, saved(plain), "backbone"))
-    assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
+    assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
 
 
 def test_magnitudes_of_dora_follow_signed_permutations() -> None:
@@ -99,9 +99,9 @@ def test_magnitudes_of_dora_follow_signed_permutations() -> None:
     spec = spec_of(model)
     g = element(spec, 3, within="signed")
     plain = adapted(model, "c_attn", "c_fc", dora=True)
-    twin = adapted(authorized(locked(model, g), g), "c_attn", "c_fc", dora=True)
+    twin = adapted(authorize_with_element(locked(model, g), g), "c_attn", "c_fc", dora=True)
     loaded(twin, move_adapter(g, saved(plain), "backbone"))
-    assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
+    assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
     with pytest.raises(
         ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"
     ):
@@ -121,8 +121,11 @@ def test_magnitudes_of_an_embedding_are_those_of_its_width() -> None:
     moved.load_state_dict(apply(g, model.state_dict()))
     twin = adapted(moved, "wte", seed=6, dora=True)
     loaded(twin, move_adapter(g, saved(plain)))
-    assert distance(outputs(twin, IDS), outputs(plain, IDS)) < 1e-9
-    assert distance(outputs(loaded(twin, saved(plain)), IDS), outputs(plain, IDS)) > 1e-3
+    assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
+    assert (
+        distance(compute_outputs(loaded(twin, saved(plain)), IDS), compute_outputs(plain, IDS))
+        > 1e-3
+    )
     folded, _ = fold_norms(spec, model.state_dict())
     with pytest.raises(
         ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"

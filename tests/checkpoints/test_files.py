@@ -12,7 +12,7 @@ import torch
 from regauge.checkpoints.documents import load_json
 from regauge.checkpoints.spec_files import parse_spec
 from regauge.checkpoints.tensor_files import write_tensors
-from regauge.checkpoints.vocabulary import vocabulary
+from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.data import tasks
 from regauge.data.datasets import open_data
 from regauge.errors import RegaugeError
@@ -20,7 +20,7 @@ from regauge.federated import recorder as recorded
 from regauge.federated import state_store as federated
 from regauge.models.discovery import cache as discovered
 from regauge.results.findings import from_json
-from regauge.split.client.journal import Folder
+from regauge.split.client.journal import FolderJournal
 from regauge.split.server import checkpoint as split
 
 DEEP = "[" * 100_000
@@ -58,12 +58,14 @@ def _seen(folder: Path) -> None:
 
 
 READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
-    "vocabulary": (_text("vocab.json"), vocabulary),
+    "vocabulary": (_text("vocab.json"), read_vocabulary),
     "split checkpoint": (_tensors(split.FILE, "split", split.VERSION, about=DEEP), split.load),
-    "split journal": (_text("session.json"), Folder),
-    "federated run": (_text(federated.ABOUT), federated.about_of),
+    "split journal": (_text("session.json"), FolderJournal),
+    "federated run": (_text(federated.RUN_FILE), federated.load_about),
     "federated state": (
-        _tensors(federated.FILE, "federated state", federated.VERSION, rounds="1", history=DEEP),
+        _tensors(
+            federated.STATE_FILE, "federated state", federated.VERSION, rounds="1", history=DEEP
+        ),
         federated.load,
     ),
     "recorded update": (_seen, lambda folder: recorded.load_update(folder, 0, 0)),
@@ -73,7 +75,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
     ),
     "preprocessor": (
         _text("preprocessor_config.json"),
-        lambda folder: tasks._normalisation(folder, None, None, torch.nn.Linear(1, 1)),
+        lambda folder: tasks._load_normalization(folder, None, None, torch.nn.Linear(1, 1)),
     ),
     "rows": (_text("a.jsonl"), lambda folder: open_data(folder / "a.jsonl")),
     "results": (_text("a.json"), lambda folder: from_json((folder / "a.json").read_text())),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.demo.move import LLAMA, make
+from regauge.demo.move import LLAMA, make_checkpoint
 from support.cli_runs import Run, contents, shard
 from support.picos import build
 
@@ -24,7 +24,7 @@ SECRET = b"the secret of another folder"
 def model(tmp_path: Path) -> Path:
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_bytes(SECRET)
-    return make(tmp_path / "model", LLAMA, 0)
+    return make_checkpoint(tmp_path / "model", LLAMA, 0)
 
 
 def replaced(path: Path) -> Path:

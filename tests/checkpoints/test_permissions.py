@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from regauge.checkpoints.files import make_folder, staged_folder, strictest_mode, write_bytes
 from regauge.cli import main
-from regauge.demo.move import LLAMA, make
+from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.errors import CheckpointError
 from support.picos import build
 
@@ -40,7 +40,10 @@ class Inputs(NamedTuple):
 def made(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     top = tmp_path_factory.mktemp("inputs")
     found = Inputs(
-        make(top / "a", LLAMA, 0), make(top / "b", LLAMA, 1), top / "adapter", top / "more"
+        make_checkpoint(top / "a", LLAMA, 0),
+        make_checkpoint(top / "b", LLAMA, 1),
+        top / "adapter",
+        top / "more",
     )
     for folder in (found.model, found.other):
         (folder / "tokenizer").mkdir()
@@ -294,7 +297,7 @@ def test_what_a_looser_run_has_left_is_tightened(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(writer, "_finish", killed)
+        patched.setattr(writer, "_publish", killed)
         assert (
             main(
                 [

@@ -20,8 +20,8 @@ import regauge.checkpoints.writer as writing_module
 from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.headers import read_header
 from regauge.checkpoints.plan import Thunks, is_finite, plan_checkpoint
-from regauge.checkpoints.reader import Checkpoint, Lazy, open_checkpoint
-from regauge.checkpoints.writer import Written, write_plan
+from regauge.checkpoints.reader import Checkpoint, LazyState, open_checkpoint
+from regauge.checkpoints.writer import WriteResult, write_plan
 from regauge.errors import CheckpointError
 
 CONFIG = {"model_type": "llama", "hidden_size": 4}
@@ -81,7 +81,7 @@ def write_checkpoint(
     config_changes: dict[str, Any] | None = None,
     recipe: bytes = b"",
     **more: Any,
-) -> Written:
+) -> WriteResult:
     plan = plan_checkpoint(
         out, source, thunks, origins=origins, config_changes=config_changes, recipe=recipe
     )
@@ -137,7 +137,7 @@ def test_a_copy_keeps_everything(tmp_path: Path) -> None:
         tmp_path / "in" / "config.json"
     ).read_bytes()
     assert (tmp_path / "out" / "sub" / "extra.txt").read_text() == "carried over"
-    assert written.left == ("pytorch_model.bin",)
+    assert written.skipped == ("pytorch_model.bin",)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
     for file, names in shards_of(out).items():  # another reader agrees
         assert set(load_file(tmp_path / "out" / file)) == set(names)
@@ -472,13 +472,13 @@ def test_a_source_that_goes_away_after_the_rename_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
-    real = writing_module._finish
+    real = writing_module._publish
 
     def finish(partial: Path, out: Path) -> None:
         real(partial, out)
         shutil.rmtree(tmp_path / "in")
 
-    monkeypatch.setattr(writing_module, "_finish", finish)
+    monkeypatch.setattr(writing_module, "_publish", finish)
     written = write_checkpoint(tmp_path / "out", source, copied(source))
     assert written.bytes == sum(
         p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file()
@@ -612,7 +612,7 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_state_of_thunks_makes_each_tensor_anew() -> None:
     made: list[str] = []
-    state = Lazy.of({"a": lambda: made.append("a"), "b": lambda: made.append("b")})
+    state = LazyState.from_thunks({"a": lambda: made.append("a"), "b": lambda: made.append("b")})
     assert (list(state), len(state), "a" in state, "c" in state, made) == (
         ["a", "b"],
         2,

@@ -192,12 +192,12 @@ def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
 
 
 def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> None:
-    from regauge.split.client.journal import Folder
+    from regauge.split.client.journal import FolderJournal
 
     deep = "[" * 500 + "]" * 500
     folder = saved(tmp_path / "model", "gpt2")
     config = (folder / "config.json").read_text()
-    Folder(tmp_path / "journal")
+    FolderJournal(tmp_path / "journal")
     for value, match in (
         (deep, "nested at most 100 deep"),
         ('"\\ud800"', "lone surrogate"),
@@ -207,7 +207,7 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match=match):
             open_checkpoint(folder)
         (tmp_path / "journal" / "session.json").write_text(f'{{"a": {value}}}')
-        rejected(lambda: Folder(tmp_path / "journal"), match)
+        rejected(lambda: FolderJournal(tmp_path / "journal"), match)
         if "ud800" not in value:  # a page replaces what is not valid Unicode
             rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
     (folder / "config.json").write_text(
@@ -217,32 +217,32 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
 
 
 def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
-    from regauge.data.tokenizers import encode, marks
+    from regauge.data.tokenizers import encode, special_tokens
     from soak.files import tokenizer
 
     tokenizer(tmp_path)
     path = tmp_path / "tokenizer.json"
-    assert len(marks(path)) == 3
+    assert len(special_tokens(path)) == 3
     good = json.loads(path.read_text())
     good["post_processor"]["special_tokens"].pop("[CLS]")
     path.write_text(json.dumps(good))
-    rejected(lambda: encode(path, ["a"], special=True), "is no tokenizer")
+    rejected(lambda: encode(path, ["a"], add_special_tokens=True), "is no tokenizer")
     path.write_bytes(b'{"added_tokens": "\xff"}')
-    rejected(lambda: marks(path))
+    rejected(lambda: special_tokens(path))
 
 
 def test_a_federated_run_without_settings(tmp_path: Path) -> None:
     from regauge.federated.settings import Settings
-    from regauge.federated.state_store import about_of, begin
+    from regauge.federated.state_store import begin, load_about
 
     begin(tmp_path / "run", Settings(clients=2, rounds=1), "0" * 64, {})
     path = tmp_path / "run" / "run.json"
-    good = about_of(tmp_path / "run")
+    good = load_about(tmp_path / "run")
     for bad in ({**good, "settings": [1]}, {k: v for k, v in good.items() if k != "layout"}):
         path.write_text(json.dumps(bad))
-        rejected(lambda: about_of(tmp_path / "run"), "must have settings and a layout")
+        rejected(lambda: load_about(tmp_path / "run"), "must have settings and a layout")
     path.write_text("[" * 100_000)
-    rejected(lambda: about_of(tmp_path / "run"), "is not JSON")
+    rejected(lambda: load_about(tmp_path / "run"), "is not JSON")
 
 
 def test_a_key_file_whose_id_is_no_text(tmp_path: Path) -> None:

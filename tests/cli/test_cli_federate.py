@@ -126,7 +126,7 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
         tmp_path / "run",
         wait=60,
         gather=5,
-        spy=True,
+        record=True,
     )
     found = tomllib.loads((tmp_path / "bundle" / "pyproject.toml").read_text())
     config = found["tool"]["flwr"]["app"]["config"]

@@ -22,8 +22,8 @@ import typer
 
 from regauge.cli import app as cli
 from regauge.cli import doctor, main
-from regauge.cli.menu import EXAMPLES, NEXT, PANELS
-from regauge.demo.move import LLAMA, make
+from regauge.cli.menu import EXAMPLES, OVERVIEW, PANELS
+from regauge.demo.move import LLAMA, make_checkpoint
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -88,8 +88,8 @@ def test_help_ends_with_the_example(name: str, capsys: pytest.CaptureFixture[str
 
 def test_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
-    assert capsys.readouterr().out == NEXT + "\n"
-    for line in re.findall(r"regauge (?!COMMAND|--)(\w+(?: \w+)?)", NEXT.split("\n\n", 1)[1]):
+    assert capsys.readouterr().out == OVERVIEW + "\n"
+    for line in re.findall(r"regauge (?!COMMAND|--)(\w+(?: \w+)?)", OVERVIEW.split("\n\n", 1)[1]):
         assert line in ALL or line.split()[0] in ALL, line
     assert main(["--nonsense"]) == 2
 
@@ -139,7 +139,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["torch"]["devices"][0]["name"] == "cpu"
     extras = {extra["name"]: extra for extra in found["extras"]}
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(doctor._BRINGS) == set(project["optional-dependencies"]), (
+    assert set(doctor._PURPOSES) == set(project["optional-dependencies"]), (
         "every extra says what it brings"
     )
     assert extras["report"]["complete"]
@@ -209,7 +209,7 @@ def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> Non
         doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
     )
     monkeypatch.setitem(sys.modules, "jinja2", None)  # an import of it fails
-    found = doctor.facts(load=True)
+    found = doctor.collect_facts(load=True)
     assert found["healthy"]
     assert found["extras"][0]["libraries"][0]["state"] == "does not load"
     assert "jinja2" in doctor.text_of(found)
@@ -337,7 +337,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from safetensors.torch import load_file
 
     here = tmp_path_factory.mktemp("place")
-    make(here / "llama", LLAMA, 0)
+    make_checkpoint(here / "llama", LLAMA, 0)
     (here / "PICKLED").mkdir()
     torch.save(
         load_file(here / "llama" / "model.safetensors"), here / "PICKLED" / "pytorch_model.bin"

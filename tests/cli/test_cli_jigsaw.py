@@ -139,11 +139,11 @@ def test_a_training_goes_on_with_its_own_state_and_no_other(
             raise KeyboardInterrupt
 
     assert main(command("whole", "--ratio", "0.5")) == 0
-    keep = training._keep
-    monkeypatch.setattr(training, "_keep", stopping)
-    monkeypatch.setattr(resume, "KEEP_EVERY", 0.0)
+    keep = training._save_state
+    monkeypatch.setattr(training, "_save_state", stopping)
+    monkeypatch.setattr(resume, "SAVE_INTERVAL", 0.0)
     assert main(command("out", "--ratio", "0.5")) == 130
-    monkeypatch.setattr(training, "_keep", keep)
+    monkeypatch.setattr(training, "_save_state", keep)
     assert ".out.training" in capsys.readouterr().err
     for other in (
         ["--ratio", "0.3"],

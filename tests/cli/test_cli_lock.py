@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.demo.move import GPT2, LLAMA, make
+from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from regauge.locking.keys import Key, load_key
 from regauge.locking.lock import record_of
 from regauge.matching.fingerprint import Fingerprint
@@ -29,7 +29,7 @@ from support.picos import build
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return make(tmp_path / "llama", LLAMA, 0)
+    return make_checkpoint(tmp_path / "llama", LLAMA, 0)
 
 
 @pytest.fixture
@@ -370,7 +370,7 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
 
 
 def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, key: Path) -> None:
-    folder = make(tmp_path / "gpt2", GPT2, 0)
+    folder = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     shutil.copy(folder / "model.safetensors", tmp_path / "one.safetensors")
     shutil.copy(folder / "config.json", tmp_path / "one.config.json")
     assert (
@@ -582,12 +582,12 @@ def test_key_repr_in_errors() -> None:
 
 
 def test_a_key_is_kept_apart_from_all_that_is_written(tmp_path: Path) -> None:
-    from regauge.cli.keygen import keep_apart
+    from regauge.cli.keygen import require_outside
     from regauge.errors import KeyFileError
 
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for place in ("out", "out/key", "out.config.json", ".out.partial/key", "link/key"):
         with pytest.raises(KeyFileError, match="would be given away with it"):
-            keep_apart(tmp_path / place, tmp_path / "model", tmp_path / "out")
+            require_outside(tmp_path / place, tmp_path / "model", tmp_path / "out")
     for place in ("key", "out.key", "outer/key", "config.json"):
-        keep_apart(tmp_path / place, tmp_path / "model", tmp_path / "out")
+        require_outside(tmp_path / place, tmp_path / "model", tmp_path / "out")

@@ -277,7 +277,7 @@ def test_an_interrupted_match_leaves_what_it_found(
     out = tmp_path / "out"
     import regauge.matching.search as finding
 
-    whole, calls = finding._solve, []
+    whole, calls = finding._solve_unit, []
 
     def stop(task: Any) -> Any:
         calls.append(task)
@@ -285,7 +285,7 @@ def test_an_interrupted_match_leaves_what_it_found(
             raise KeyboardInterrupt
         return whole(task)
 
-    monkeypatch.setattr(finding, "_solve", stop)
+    monkeypatch.setattr(finding, "_solve_unit", stop)
     assert run("match", a, b, "-o", out) == 130
     assert (tmp_path / ".out.match").exists()
     said = capsys.readouterr().err.splitlines()
@@ -294,7 +294,7 @@ def test_an_interrupted_match_leaves_what_it_found(
         f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}"
     )  # and how to go on
     assert (tmp_path / ".out.match").stat().st_mode & 0o077 == 0
-    monkeypatch.setattr(finding, "_solve", whole)
+    monkeypatch.setattr(finding, "_solve_unit", whole)
     assert run("match", a, b, "-o", out, "--resume") == 0
     assert json.loads((out / "match.json").read_text())["findings"][0]["value"] < 1e-3
     assert not list(tmp_path.glob(".out*"))

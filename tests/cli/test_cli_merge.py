@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from regauge.demo.move import GPT2, LLAMA, make
+from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from support.cli_runs import Run
 from support.merges import State, digests, interrupting, kill_and_resume, near, state_of, tuned
 from support.picos import build
@@ -22,7 +22,7 @@ from support.picos import build
 
 @pytest.fixture
 def a(tmp_path: Path) -> Path:
-    return make(tmp_path / "a", LLAMA, 0)
+    return make_checkpoint(tmp_path / "a", LLAMA, 0)
 
 
 def edited(folder: Path, change: Callable[[State, dict[str, Any]], None]) -> Path:
@@ -239,7 +239,7 @@ def test_a_merge_loads_with_transformers_and_writes_text(run: Run, tmp_path: Pat
 
 
 def test_tied_weights_are_written_once(run: Run, tmp_path: Path) -> None:
-    gpt2 = make(tmp_path / "gpt2", GPT2, 0)
+    gpt2 = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
 
     def repeat(state: State, config: dict[str, Any]) -> None:
         state["lm_head.weight"] = state["transformer.wte.weight"].clone()
@@ -338,7 +338,7 @@ def test_align_to_another_model_and_with_folded_norms(run: Run, a: Path, tmp_pat
 def test_unrelated_models_are_refused_and_aligned_under_protest(
     run: Run, a: Path, tmp_path: Path
 ) -> None:
-    z = make(tmp_path / "z", LLAMA, 9)
+    z = make_checkpoint(tmp_path / "z", LLAMA, 9)
     said = run("merge", a, z, "-o", tmp_path / "out")
     assert said.code == 1
     assert "does not share a basis" in said.err
@@ -452,9 +452,9 @@ def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
 
 def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -> None:
     b = tuned(a, tmp_path / "b", 1)
-    gpt2 = make(tmp_path / "gpt2", GPT2, 0)
-    wider = make(tmp_path / "wider", {**LLAMA, "intermediate_size": 180}, 0)
-    deeper = make(tmp_path / "deeper", {**LLAMA, "num_hidden_layers": 5}, 0)
+    gpt2 = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
+    wider = make_checkpoint(tmp_path / "wider", {**LLAMA, "intermediate_size": 180}, 0)
+    deeper = make_checkpoint(tmp_path / "deeper", {**LLAMA, "num_hidden_layers": 5}, 0)
     broken = tuned(a, tmp_path / "broken", 1)
     with (broken / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from regauge import load_model
-from regauge.data.tasks import batches_of, read_examples
-from regauge.demo.move import GPT2, LLAMA, make
+from regauge.data.tasks import read_examples, sample_batches
+from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from regauge.merging import merge
 from regauge.merging.statistics import activations, fisher, grams
 from regauge.models.resolve import spec_of
@@ -38,7 +38,7 @@ COMPUTE: dict[str, Callable[..., Any]] = {
 
 @pytest.fixture
 def a(tmp_path: Path) -> Path:
-    return reader(make(tmp_path / "a", LLAMA, 0))
+    return reader(make_checkpoint(tmp_path / "a", LLAMA, 0))
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def looked(
     examples, _ = read_examples(
         module, open_data(str(text)), beside=folder, length=length, labelled=labelled
     )
-    batches = batches_of(examples, samples, 0)
+    batches = sample_batches(examples, samples, 0)
     inputs = [x for x, _ in batches]
     if kind == "fisher":
         return fisher(
@@ -78,7 +78,7 @@ def test_every_method_is_what_its_function_does(
 ) -> None:
     kind = METHODS[method]
     b = (
-        reader(make(tmp_path / "b", LLAMA, 9))
+        reader(make_checkpoint(tmp_path / "b", LLAMA, 9))
         if method.startswith("ot_")
         else tuned(a, tmp_path / "b", 1)
     )  # transport needs no relative
@@ -172,7 +172,7 @@ def test_folded_models(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
     """Folding unties and changes what layers read: the model that is looked at is the folded
     one.
     """
-    tied = reader(make(tmp_path / "gpt2", GPT2, 0))
+    tied = reader(make_checkpoint(tmp_path / "gpt2", GPT2, 0))
     assert (
         run(
             "move",
@@ -279,19 +279,21 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
     the file.
     """
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.merging.data_pass import _names
-    from regauge.merging.engine import _open
+    from regauge.merging.data_pass import _stored_names
+    from regauge.merging.engine import _open_model
 
-    model = _open(str(a))
+    model = _open_model(str(a))
     module = load_model(open_checkpoint(a), "float32")
-    assert _names(module, model, tmp_path / "out") == {n: n for n, _ in module.named_parameters()}
+    assert _stored_names(module, model, tmp_path / "out") == {
+        n: n for n, _ in module.named_parameters()
+    }
     renamed = dict(module.named_parameters())
 
     class Other(torch.nn.Module):
         def named_parameters(self, *given: Any, **more: Any) -> Any:
             return iter([("new." + n, p) for n, p in renamed.items()])
 
-    shown = _names(
+    shown = _stored_names(
         Other(), model, tmp_path / "out"
     )  # the names differ, so a marked copy is loaded, under the library's names
     assert shown == {n: n for n in renamed}

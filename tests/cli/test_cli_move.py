@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from regauge.checkpoints.reader import open_checkpoint
-from regauge.demo.move import GPT2, LLAMA, make
+from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from regauge.results.findings import Figure, Table, from_json
 from support.cli_runs import Run, contents, reconfigure, shard
 
@@ -35,7 +35,7 @@ needs_assets = pytest.mark.skipif(
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    return make(tmp_path / "llama", LLAMA, 0)
+    return make_checkpoint(tmp_path / "llama", LLAMA, 0)
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -89,7 +89,7 @@ def test_inspect(run: Run, llama: Path) -> None:
 
 
 def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> None:
-    folder = make(tmp_path / "gpt2", GPT2, 0)
+    folder = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     state = {
         n.removeprefix("transformer."): t
         for n, t in load_file(folder / "model.safetensors").items()
@@ -208,7 +208,7 @@ def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
 
 
 def test_folding_a_tied_model_unties_it(run: Run, tmp_path: Path) -> None:
-    folder = shard(make(tmp_path / "gpt2", GPT2, 0), tmp_path / "shards")
+    folder = shard(make_checkpoint(tmp_path / "gpt2", GPT2, 0), tmp_path / "shards")
     assert (
         run(
             "move",
@@ -393,7 +393,7 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
     from regauge.core.fold import fold_norms
     from regauge.models.resolve import spec_of
 
-    folder = make(tmp_path / "gpt2", GPT2, 0)
+    folder = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     rewrite(folder, lambda s: s.update({n: t.bfloat16() for n, t in s.items()}))
     said = run(
         "move",
@@ -462,7 +462,7 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
 
 
 def test_elements_that_do_not_belong(run: Run, tmp_path: Path, llama: Path) -> None:
-    gpt2 = make(tmp_path / "gpt2", GPT2, 0)
+    gpt2 = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     assert (
         run(
             "move", gpt2, "--random", "-o", tmp_path / "moved", "--save-element", tmp_path / "g"
@@ -550,7 +550,7 @@ def test_terminated_politely_nothing_is_left(tmp_path: Path, llama: Path) -> Non
 
 
 def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
-    folder = make(tmp_path / "gpt2", GPT2, 0)
+    folder = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     state = load_file(folder / "model.safetensors")
     pickled = {
         **state,
@@ -744,15 +744,15 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The demo as it is, but for the number of epochs and of optimizers."""
-    from regauge.demo import digits, jigsaw, leakage
+    from regauge.demo import jigsaw, leakage, show_training
     from regauge.verification import general
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules[digits.__module__], "EPOCHS", 3)
+    monkeypatch.setattr(sys.modules[show_training.__module__], "EPOCHS", 3)
     monkeypatch.setattr(leakage, "EPOCHS", 1)
-    monkeypatch.setattr(leakage, "ROUNDS", 2)
-    monkeypatch.setattr(jigsaw, "FIRST", 5)
-    monkeypatch.setattr(jigsaw, "THEN", 3)
+    monkeypatch.setattr(leakage, "DECODER_EPOCHS", 2)
+    monkeypatch.setattr(jigsaw, "BASE_EPOCHS", 5)
+    monkeypatch.setattr(jigsaw, "TUNING_EPOCHS", 3)
     monkeypatch.setattr(
         general,
         "optimizer_matrix",
@@ -1008,7 +1008,7 @@ def test_an_interrupt_says_what_became_of_the_output(
 ) -> None:
     import regauge.checkpoints.writer as writing
 
-    real = writing._finish
+    real = writing._publish
     for late in (False, True):
 
         def finish(partial: Path, out: Path, late: bool = late) -> None:
@@ -1016,7 +1016,7 @@ def test_an_interrupt_says_what_became_of_the_output(
                 real(partial, out)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(writing, "_finish", finish)
+        monkeypatch.setattr(writing, "_publish", finish)
         (tmp_path / "out").mkdir()  # an empty folder may be taken, and is no output
         said = run(
             "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"

@@ -51,10 +51,10 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     """A server in a thread, until the end of the block; the address that it listens on. It must end
     well.
     """
-    address, asked, codes = f"127.0.0.1:{free_port()}", split_server.Asked(), []
+    address, asked, codes = f"127.0.0.1:{free_port()}", split_server.StopRequests(), []
 
     @contextmanager
-    def signals(reload_clients: object = None) -> Iterator[split_server.Asked]:
+    def signals(reload_clients: object = None) -> Iterator[split_server.StopRequests]:
         yield asked
 
     with monkeypatch.context() as patched:
@@ -196,7 +196,7 @@ def test_it_is_the_training_in_one_process(
     from regauge.data.tasks import logits_of, loss_of, read_examples
     from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run as Steps
-    from regauge.split.client.train import drawing
+    from regauge.split.client.train import batch_rng
 
     options = [
         "--optimizer",
@@ -246,11 +246,11 @@ def test_it_is_the_training_in_one_process(
     optimizer = own.build(plain.parameters())
     for step in range(5):
         for group in optimizer.param_groups:
-            group["lr"] = own.rate_at(step)
+            group["lr"] = own.lr_at(step)
         optimizer.zero_grad()
         for n in (2 * step, 2 * step + 1):
-            inputs, labels = examples.batch(steps.rows(examples, n))
-            with drawing(0, n):
+            inputs, labels = examples.batch(steps.batch_indices(examples, n))
+            with batch_rng(0, n):
                 (loss_of(examples, logits_of(plain, inputs), labels) / 2).backward()
         optimizer.step()
     assert (
@@ -364,7 +364,7 @@ def test_who_may_come_and_what_is_said_to_others(
             == 0
         )
     (tmp_path / "list").write_text("ann sessions=1\n")
-    monkeypatch.setattr("regauge.cli.split_client.FIRST", 1.0)
+    monkeypatch.setattr("regauge.cli.split_client.FIRST_CONTACT_SECONDS", 1.0)
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     certs = ["--tls", tmp_path / "certs"]
     with served(
@@ -531,8 +531,8 @@ def test_nothing_is_lost_at_awkward_moments(
         hosts.append(host)
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(split_client, "signals", signals)
-    monkeypatch.setattr(split_client._Ticker, "__call__", ticked)
+    monkeypatch.setattr(split_client, "stop_signals", signals)
+    monkeypatch.setattr(split_client._StepReporter, "__call__", ticked)
     with served(
         monkeypatch,
         model,
@@ -557,7 +557,7 @@ def test_nothing_is_lost_at_awkward_moments(
             f"127.0.0.1:{free_port()}",
         )
         assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
-        with split_server.only_one(journal, "run"):
+        with split_server.exclusive_folder(journal, "run"):
             said = run(
                 "split",
                 "train",
@@ -598,7 +598,7 @@ def test_nothing_is_lost_at_awkward_moments(
             True,
             [],
         ), said.err
-    monkeypatch.setattr("regauge.split.server.host.Host.keep", failed)
+    monkeypatch.setattr("regauge.split.server.host.Host.save", failed)
     with (
         pytest.raises(AssertionError),
         served(
@@ -799,7 +799,7 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(
 ) -> None:
     from regauge.split import Host
 
-    keep, asked = Host.keep, []
+    keep, asked = Host.save, []
 
     def slow(host: Host) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the checkpoint
@@ -807,7 +807,7 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(
         keep(host)
         os.kill(os.getpid(), signal.SIGTERM)  # and before the backbone is written
 
-    monkeypatch.setattr(Host, "keep", slow)
+    monkeypatch.setattr(Host, "save", slow)
 
     def during(address: str) -> None:
         os.kill(os.getpid(), signal.SIGTERM)

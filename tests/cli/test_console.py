@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from regauge.cli.console import data, data_json, escaped, fail, say
-from regauge.demo.move import LLAMA, make
+from regauge.cli.console import escape, info, print_error, print_json, print_result
+from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.errors import RegaugeError
 from support.cli_runs import Run
 
@@ -23,8 +23,8 @@ SHOWN = r"a\u001b]0;title\u0007\u001b[2J\u000d\u009b31m\u202eb\udcff\u007f"
 
 
 def test_escapes() -> None:
-    assert escaped(NASTY) == SHOWN
-    assert escaped("plain, ünïcode 漢字 🙂\n\ttabs") == "plain, ünïcode 漢字 🙂\n\ttabs"
+    assert escape(NASTY) == SHOWN
+    assert escape("plain, ünïcode 漢字 🙂\n\ttabs") == "plain, ünïcode 漢字 🙂\n\ttabs"
 
 
 def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,10 +34,10 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     )  # strict: a surrogate would raise
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    data(NASTY)
-    data_json({"name": NASTY})
-    say(NASTY)
-    fail(RegaugeError(f"bad {NASTY}", hint=NASTY))
+    print_result(NASTY)
+    print_json({"name": NASTY})
+    info(NASTY)
+    print_error(RegaugeError(f"bad {NASTY}", hint=NASTY))
     out.flush()
     err.flush()
     printed = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
-    folder = make(tmp_path / "model", LLAMA, 0)
+    folder = make_checkpoint(tmp_path / "model", LLAMA, 0)
     for source in (tmp_path / NASTY, "\udcff\x1b[31m"):
         said = run("inspect", source)
         assert said.code == 1

@@ -22,7 +22,7 @@ from regauge.core.members import Dense, Member, Monomial, Planes
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Space, Spec
 from regauge.errors import ElementError, SpecError
-from regauge.testing import outputs, strict_float64
+from regauge.testing import compute_outputs, strict_float64
 from support.picos import build, spec_of
 
 SPACES = {
@@ -454,7 +454,7 @@ def test_training_resumes_across_a_move(name: str, make) -> None:
         elif move == "weights":
             apply_(g, model)
         train(model, optimizer, 3)
-        return outputs(model, {"input_ids": ids})["logits"]
+        return compute_outputs(model, {"input_ids": ids})["logits"]
 
     plain = run("none")
     assert float((run("both") - plain).abs().max()) < 1e-7
@@ -487,7 +487,7 @@ def test_moving_between_backward_and_step_moves_the_gradients() -> None:
         if move:
             apply_(g, model, optimizer=optimizer)
         optimizer.step()
-        return outputs(model, {"input_ids": torch.arange(12).view(2, 6)})["logits"]
+        return compute_outputs(model, {"input_ids": torch.arange(12).view(2, 6)})["logits"]
 
     torch.testing.assert_close(run(True), run(False), rtol=0, atol=1e-9)
 

@@ -16,7 +16,7 @@ from regauge.core.fold import fold_lazily, fold_norms
 from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation, SignedPermutation
 from regauge.core.spec import Norm, Scale, Space, Spec
 from regauge.errors import SpecError
-from regauge.testing import outputs
+from regauge.testing import compute_outputs
 from support.picos import PICOS, build, spec_of
 
 
@@ -104,9 +104,9 @@ def test_float32_is_rounded_once() -> None:
         w.dtype == torch.float32 and torch.equal(w, exact[name].float())
         for name, w in folded.items()
     )
-    before = outputs(model.double(), PICOS["gpt2-untied"].inputs)["logits"]
+    before = compute_outputs(model.double(), PICOS["gpt2-untied"].inputs)["logits"]
     model.load_state_dict(folded)
-    after = outputs(model, PICOS["gpt2-untied"].inputs)["logits"]
+    after = compute_outputs(model, PICOS["gpt2-untied"].inputs)["logits"]
     assert (
         0
         < float((after - before).abs().max())
@@ -252,11 +252,11 @@ def test_a_convolution_takes_up_what_it_reads_at_every_place(padding: int) -> No
     spec, state = regauge.discover(model, x), dict(model.state_dict())
     (norm,) = spec.norms
     assert (norm.readers, norm.padded) == ((("conv.weight", "conv.bias"),), bool(padding))
-    expected = outputs(model, {"x": x})["logits"]
+    expected = compute_outputs(model, {"x": x})["logits"]
 
     def error(said: Spec) -> float:
         model.load_state_dict(fold_norms(said, state)[1])
-        return float((outputs(model, {"x": x})["logits"] - expected).abs().max())
+        return float((compute_outputs(model, {"x": x})["logits"] - expected).abs().max())
 
     assert error(spec) < 1e-12
     assert (error(replace(spec, norms=(replace(norm, padded=False),))) > 0.1) == bool(padding)

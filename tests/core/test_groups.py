@@ -12,7 +12,7 @@ import torch
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
-from regauge.core.fit import MANY, assign
+from regauge.core.fit import PRECONDITION_SIZE, assign
 from regauge.core.groups import (
     GROUPS,
     KINDS,
@@ -22,7 +22,7 @@ from regauge.core.groups import (
     Rotary,
     Scaling,
 )
-from regauge.core.members import LIMIT, Dense, Member, Monomial, Planes
+from regauge.core.members import MAX_STRETCH, Dense, Member, Monomial, Planes
 from regauge.core.rng import Stream, seed_key
 from regauge.core.uniform import haar
 
@@ -165,7 +165,7 @@ def test_members_stretch_within_the_limit(
     }[name]
     refused = (
         f"stretches by factors from {low:.3g} to {high:.3g}, which with 1 must lie within "
-        f"a ratio of {LIMIT:g}"
+        f"a ratio of {MAX_STRETCH:g}"
     )
     assert GROUPS[name].fault(member) == (None if allowed else refused)
 
@@ -348,7 +348,7 @@ def test_large_assignments_are_exact(kind: str) -> None:
     is found.
     """
     rng = np.random.default_rng(3)
-    n = MANY + 40
+    n = PRECONDITION_SIZE + 40
     a, b = rng.standard_normal((2, n, 64))
     scores = {
         "random": a @ b.T,

@@ -112,11 +112,11 @@ def test_patterns_that_hang_re_take_bounded_steps() -> None:
 
         found._step = counted  # type: ignore[method-assign]
         assert not found.matches("a" * 100)
-        assert steps <= 100 * patterns.STATES
+        assert steps <= 100 * patterns.MAX_STATES
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_MEMORY", 10)
+    monkeypatch.setattr(patterns, "_MAX_CACHED", 10)
     found = patterns.Pattern(r"(\w|x)*z")
     assert found.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
     assert len(found._known) <= 10

@@ -15,7 +15,7 @@ from regauge.core.check import check, check_spec, require
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import GeneralLinear, Orthogonal, Permutation
-from regauge.core.spec import Scale, Space, Spec, stored
+from regauge.core.spec import Scale, Space, Spec, stored_tensors
 from regauge.errors import AxesError, SpecError
 from regauge.models.families import spec_from
 from support.picos import build, config_of, spec_of, vit
@@ -277,7 +277,7 @@ def test_stacks_unroll_to_the_stored_names() -> None:
         {"expert.0": Space(2, Permutation()), "d": Space(3, Permutation())},
         {"e.{expert.0}.w": "expert.0 d _"},
     )
-    assert {name: entry.axes for name, entry in stored(spec).items()} == {
+    assert {name: entry.axes for name, entry in stored_tensors(spec).items()} == {
         "e.0.w": "d _",
         "e.1.w": "d _",
     }

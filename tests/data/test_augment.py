@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from regauge.data.augment import CHANGES, STRONG, augmented, changed, mixed
+from regauge.data.augment import (
+    DEIT_AUGMENTATION,
+    TRANSFORMS,
+    augment_images,
+    mix_images,
+    rand_augment,
+)
 
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
 
@@ -23,7 +29,9 @@ def images(count: int = 6, side: int = 12) -> torch.Tensor:
 
 def test_images_are_moved_and_mirrored() -> None:
     x = torch.arange(2 * 1 * 6 * 6.0).view(2, 1, 6, 6) + 1
-    drawn = [augmented(x, {"flip": True, "shift": 1}, np.random.default_rng(i)) for i in range(30)]
+    drawn = [
+        augment_images(x, {"flip": True, "shift": 1}, np.random.default_rng(i)) for i in range(30)
+    ]
     assert all(d.shape == x.shape for d in drawn)
     assert len({tuple(d[0].flatten().tolist()) for d in drawn}) > 10
     for d in drawn:
@@ -32,21 +40,23 @@ def test_images_are_moved_and_mirrored() -> None:
         ]  # whatever was done, a neighbour to the right differs by 1 and one below by 6
         assert abs(float(inner[0, 1] - inner[0, 0])) == 1
         assert float(inner[1, 0] - inner[0, 0]) == 6
-    assert torch.equal(augmented(x, {}, np.random.default_rng(0)), x)
-    assert torch.equal(drawn[3], augmented(x, {"flip": True, "shift": 1}, np.random.default_rng(3)))
+    assert torch.equal(augment_images(x, {}, np.random.default_rng(0)), x)
+    assert torch.equal(
+        drawn[3], augment_images(x, {"flip": True, "shift": 1}, np.random.default_rng(3))
+    )
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_change_is_bounded_and_is_one(name: str) -> None:
     x = 0.1 + 0.8 * torch.rand(
         3, 24, 24, generator=torch.Generator().manual_seed(0)
     )  # fewer pixels than values have nothing to equalize
     for level in (0.0, 0.5, 1.0):
         for side in (-1.0, 1.0):
-            found = CHANGES[name](x, level, side)
+            found = TRANSFORMS[name](x, level, side)
             assert found.shape == x.shape
             assert bool(found.isfinite().all())
-    assert (CHANGES[name](x, 0.9, 1.0).clamp(0, 1) - x).abs().max() > 0.01
+    assert (TRANSFORMS[name](x, 0.9, 1.0).clamp(0, 1) - x).abs().max() > 0.01
 
 
 @pytest.mark.parametrize(
@@ -65,30 +75,30 @@ def test_a_change_is_bounded_and_is_one(name: str) -> None:
 )
 def test_no_strength_is_no_change_and_sides_are_two(name: str) -> None:
     x = images(1)[0]
-    torch.testing.assert_close(CHANGES[name](x, 0.0, 1.0), x, rtol=0, atol=1e-5)
-    assert (CHANGES[name](x, 0.9, 1.0) - CHANGES[name](x, 0.9, -1.0)).abs().max() > 0.01
+    torch.testing.assert_close(TRANSFORMS[name](x, 0.0, 1.0), x, rtol=0, atol=1e-5)
+    assert (TRANSFORMS[name](x, 0.9, 1.0) - TRANSFORMS[name](x, 0.9, -1.0)).abs().max() > 0.01
 
 
 def test_known_changes() -> None:
     x = images(1)[0]
-    assert torch.equal(CHANGES["Invert"](x, 0.3, 1.0), 1 - x)
-    assert len(CHANGES["Posterize"](x, 0.9, 1.0).unique()) == 2  # one bit
-    grey = CHANGES["Color"](x, 1 / 0.9, -1.0)
+    assert torch.equal(TRANSFORMS["Invert"](x, 0.3, 1.0), 1 - x)
+    assert len(TRANSFORMS["Posterize"](x, 0.9, 1.0).unique()) == 2  # one bit
+    grey = TRANSFORMS["Color"](x, 1 / 0.9, -1.0)
     torch.testing.assert_close(grey[0], grey[1])
-    stretched = CHANGES["AutoContrast"](x, 0.0, 1.0)
+    stretched = TRANSFORMS["AutoContrast"](x, 0.0, 1.0)
     assert (float(stretched.amin()), float(stretched.amax())) == (0.0, 1.0)
-    moved = CHANGES["TranslateX"](x, 1 / 0.9 / 6, 1.0)  # of width 2: by one of twelve columns
+    moved = TRANSFORMS["TranslateX"](x, 1 / 0.9 / 6, 1.0)  # of width 2: by one of twelve columns
     torch.testing.assert_close(moved[:, :, :-1], x[:, :, 1:], rtol=0, atol=1e-5)
-    level = CHANGES["Equalize"](torch.arange(256.0).view(1, 16, 16).div(255) ** 3, 0.0, 1.0)
+    level = TRANSFORMS["Equalize"](torch.arange(256.0).view(1, 16, 16).div(255) ** 3, 0.0, 1.0)
     assert float((level.flatten().sort().values - torch.linspace(0, 1, 256)).abs().mean()) < 0.25
 
 
 def test_randaugment_stays_between_0_and_1_and_repeats_itself() -> None:
     x = images(1)[0]
-    drawn = [changed(x, 9.0, np.random.default_rng(i)) for i in range(40)]
+    drawn = [rand_augment(x, 9.0, np.random.default_rng(i)) for i in range(40)]
     assert all(float(d.min()) >= 0 and float(d.max()) <= 1 for d in drawn)
     assert 5 < sum(torch.equal(d, x) for d in drawn) < 20  # a quarter: neither of two is done
-    assert torch.equal(drawn[7], changed(x, 9.0, np.random.default_rng(7)))
+    assert torch.equal(drawn[7], rand_augment(x, 9.0, np.random.default_rng(7)))
 
 
 def test_mixing_keeps_shares_and_pixels_together() -> None:
@@ -97,7 +107,7 @@ def test_mixing_keeps_shares_and_pixels_together() -> None:
         torch.tensor([0, 1, 2, 3]),
     )
     for how in ({"mixup": 0.8}, {"cutmix": 1.0}):
-        found = [mixed(x, labels, 4, how, np.random.default_rng(i)) for i in range(20)]
+        found = [mix_images(x, labels, 4, how, np.random.default_rng(i)) for i in range(20)]
         for pixels, shares in found:
             torch.testing.assert_close(shares.sum(1), torch.ones(4))
             mean = pixels.mean(
@@ -105,16 +115,16 @@ def test_mixing_keeps_shares_and_pixels_together() -> None:
             )  # images that say their own label: their mean is the labels' mean
             torch.testing.assert_close(mean, shares @ torch.arange(4.0), rtol=0, atol=1e-4)
         assert len({round(float(s[0, 0]), 6) for _, s in found}) > 5
-    plain, smooth = mixed(x, labels, 4, {"smooth": 0.1}, np.random.default_rng(0))
+    plain, smooth = mix_images(x, labels, 4, {"smooth": 0.1}, np.random.default_rng(0))
     assert torch.equal(plain, x)
     torch.testing.assert_close(smooth[0], torch.tensor([0.925, 0.025, 0.025, 0.025]))
 
 
 def test_the_strong_recipe_changes_every_image_and_nothing_else() -> None:
-    how, x = {**STRONG, "mean": MEAN, "std": STD}, images()
-    found = augmented(x, how, np.random.default_rng(1))
+    how, x = {**DEIT_AUGMENTATION, "mean": MEAN, "std": STD}, images()
+    found = augment_images(x, how, np.random.default_rng(1))
     assert found.shape == x.shape
     assert bool(found.isfinite().all())
     assert all((a - b).abs().max() > 0.01 for a, b in zip(found, x, strict=True))
-    assert torch.equal(found, augmented(x, how, np.random.default_rng(1)))
+    assert torch.equal(found, augment_images(x, how, np.random.default_rng(1)))
     assert torch.equal(x, images())

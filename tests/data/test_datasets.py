@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import support.bombs as bombs
-from regauge.data.datasets import Data, DataError, Pictures, open_data, text_of
+from regauge.data.datasets import Data, DataError, EncodedImages, open_data, text_of
 
 TEXTS = ["one, two", 'a "quoted" word', "007"]
 LABELS = [1, 0, 1]
@@ -135,7 +135,7 @@ def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
     assert replace(pictures, colour="L").array()[:, 0, 0].tolist() == [18, 40]
     assert (
         pictures.sizes
-        == Pictures(tuple(p.read_bytes() for p in pictures.sources)).sizes
+        == EncodedImages(tuple(p.read_bytes() for p in pictures.sources)).sizes
         == {(4, 4)}
     )
     Image.new("L", (6, 5)).save(tmp_path / "c.png")
@@ -236,8 +236,8 @@ def test_a_hub_id_is_read_from_its_parquet_files(
     )
     data = open_data("owner/name", fields={"image": "img", "label": "label"})
     assert data["label"].tolist() == [1, 2, 3]
-    assert isinstance(data["image"], Pictures)
-    assert data["image"].array([2]).tolist() == [[[7, 7], [7, 7]]]
+    assert isinstance(data["image"], EncodedImages)
+    assert data["image"].to_array([2]).tolist() == [[[7, 7], [7, 7]]]
     with pytest.raises(DataError, match='no split "test"') as caught:
         open_data("owner/name", split="test")
     assert "plain/train" in str(caught.value.hint)
@@ -297,14 +297,14 @@ def test_bounds_of_images_and_archives(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "a.png").write_bytes(bombs.png(30, 20))
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros(100_000))
     (tmp_path / "a.parquet").write_bytes(bombs.parquet({"a": [0] * 1000}))
-    assert Pictures((tmp_path / "a.png",))[0].shape == (20, 30)
+    assert EncodedImages((tmp_path / "a.png",))[0].shape == (20, 30)
     assert len(open_data(tmp_path / "a.npz")) == 100_000
     assert len(open_data(tmp_path / "a.parquet")) == 1000
     monkeypatch.setattr("regauge.data.datasets.MAX_PIXELS", 599)
     monkeypatch.setattr("regauge.data.datasets.SPARE", 1000)
     monkeypatch.setattr("regauge.data.datasets.MAX_VALUES", 0)
     with pytest.raises(DataError, match="got 30 x 20"):
-        Pictures((tmp_path / "a.png",))[0]
+        EncodedImages((tmp_path / "a.png",))[0]
     with pytest.raises(DataError, match=r"must inflate to at most .* got 800\.1 kB"):
         open_data(tmp_path / "a.npz")
     with pytest.raises(DataError, match="values for its"):

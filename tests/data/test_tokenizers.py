@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from regauge.data.datasets import DataError
-from regauge.data.tokenizers import decode, encode, marks
+from regauge.data.tokenizers import decode, encode, special_tokens
 from support.texts import WORDS, words
 
 
@@ -30,12 +30,17 @@ def test_texts_come_back_from_their_tokens(tmp_path: Path) -> None:
 
 def test_marks_are_told_from_the_text(tmp_path: Path) -> None:
     file = words(tmp_path)
-    (plain,), (marked,) = encode(file, [WORDS[3]]), encode(file, [WORDS[3]], special=True)
+    (plain,), (marked,) = (
+        encode(file, [WORDS[3]]),
+        encode(file, [WORDS[3]], add_special_tokens=True),
+    )
     assert marked == [1, *plain, 2]
-    assert marks(file)[:2] == ([1], [2])
+    assert special_tokens(file)[:2] == ([1], [2])
 
 
-@pytest.mark.parametrize("use", [lambda t: encode(t, ["a"]), lambda t: decode(t, [0]), marks])
+@pytest.mark.parametrize(
+    "use", [lambda t: encode(t, ["a"]), lambda t: decode(t, [0]), special_tokens]
+)
 def test_what_is_no_tokenizer_is_one_error(tmp_path: Path, use: Callable[[Path], object]) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer") as caught:
@@ -47,7 +52,7 @@ def test_what_is_no_tokenizer_is_one_error(tmp_path: Path, use: Callable[[Path],
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("use", [lambda: encode(None, ["a"]), lambda: marks(None)])
+@pytest.mark.parametrize("use", [lambda: encode(None, ["a"]), lambda: special_tokens(None)])
 def test_texts_without_a_tokenizer_are_refused_with_the_way_out(use: Callable[[], object]) -> None:
     with pytest.raises(DataError, match="texts need a tokenizer") as caught:
         use()

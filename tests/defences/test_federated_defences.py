@@ -16,8 +16,8 @@ import torch
 import support.federations as fed
 from regauge import apply, element, fold_norms
 from regauge.audit.gradients.attempts import Budget
-from regauge.audit.recorded import view_of
-from regauge.audit.recorded.engine import audit_run, open_run, rehearsed
+from regauge.audit.recorded import to_update
+from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
 from regauge.cli import main
 from regauge.defences.split import DefenceError
 from regauge.errors import MissingExtraError, UpdateError
@@ -27,26 +27,26 @@ from regauge.federated import (
     Settings,
     contribute,
     fusion,
-    parts_of,
-    prepared,
+    partition_examples,
+    prepare_model,
     state_of,
     state_store,
 )
-from regauge.federated.defences import defended, epsilon, frozen, read_defences
-from regauge.federated.fusion import average, parted
+from regauge.federated.defences import apply_defences, client_epsilon, frozen_names, read_defences
+from regauge.federated.fusion import average_weights, split_test
 from regauge.federated.recorder import (
     RecordedUpdate,
     load_rows,
     load_update,
+    make_recorder,
     recorded_rounds,
-    spy_on,
 )
-from regauge.federated.runs import Source, federated
+from regauge.federated.runs import Source, run_federated
 from regauge.federated.states import digest_of, layout_of, load_state
 from regauge.models.resolve import spec_of
 from regauge.results.findings import load_results
 
-SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, rate=0.1)
+SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, lr=0.1)
 KEY = bytes(32)
 
 
@@ -65,34 +65,36 @@ def norm(c: Contribution) -> float:
 def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
     big, small = made(), made(1e-4)
     assert norm(big) > 5
-    assert norm(defended(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(
+    assert norm(apply_defences(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(
         1.0, rel=1e-4
     )
-    same = defended(small, fed.vit(), read_defences(["clip=1"]), KEY)
+    same = apply_defences(small, fed.vit(), read_defences(["clip=1"]), KEY)
     assert all(torch.equal(same.tensors[n], small.tensors[n]) for n in small.tensors)
 
 
 def test_private_noise_has_its_size_depends_on_the_secret_and_costs_an_epsilon() -> None:
     chosen = read_defences(["private=2,norm=0.5"])
     quiet = replace(made(), tensors={n: torch.zeros_like(t) for n, t in made().tensors.items()})
-    one, two = (defended(quiet, fed.vit(), chosen, secret) for secret in (KEY, bytes([1]) * 32))
+    one, two = (
+        apply_defences(quiet, fed.vit(), chosen, secret) for secret in (KEY, bytes([1]) * 32)
+    )
     flat = torch.cat([t.flatten() for t in one.tensors.values()])
     assert float(flat.std()) == pytest.approx(1.0, rel=0.1)  # 2 times 0.5
     assert any(not torch.equal(one.tensors[n], two.tensors[n]) for n in one.tensors)
-    few, many = epsilon(chosen, 1), epsilon(chosen, 20)
+    few, many = client_epsilon(chosen, 1), client_epsilon(chosen, 20)
     assert few is not None
     assert many is not None
     assert 0 < few < many
-    assert epsilon(read_defences(["clip=1"]), 5) is None
+    assert client_epsilon(read_defences(["clip=1"]), 5) is None
 
 
 def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> None:
     chosen = read_defences(["withhold=embedding"])
-    sent = defended(made(), fed.vit(), chosen, KEY)
+    sent = apply_defences(made(), fed.vit(), chosen, KEY)
     gone = made().tensors.keys() - sent.tensors.keys()
     assert "vit.embeddings.position_embeddings" in gone
     assert "classifier.weight" in sent.tensors
-    assert not frozen(fed.vit(), chosen)
+    assert not frozen_names(fed.vit(), chosen)
     kept = fed.ran(replace(SETTINGS, defences=("freeze=embedding",)))
     plain, start = fed.ran(SETTINGS), state_of(fed.vit())
     name = "vit.embeddings.position_embeddings"
@@ -102,11 +104,11 @@ def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> Non
 
 
 def test_compression_keeps_few_numbers_or_few_bits() -> None:
-    pruned = defended(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors[
+    pruned = apply_defences(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors[
         "classifier.weight"
     ]
     assert float((pruned != 0).float().mean()) == pytest.approx(0.1, abs=0.03)
-    rounded = defended(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors[
+    rounded = apply_defences(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors[
         "classifier.weight"
     ]
     assert len(rounded.unique()) <= 4
@@ -133,19 +135,19 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
     folder = tmp_path / "run"
     state_store.begin(folder, SETTINGS, "l", {})
     start = state_of(fed.vit())
-    fed.ran(SETTINGS, folder=folder, spy=spy_on(folder, SETTINGS))
+    fed.ran(SETTINGS, folder=folder, recorder=make_recorder(folder, SETTINGS))
     assert recorded_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
     seen = load_update(folder, 0, 1)
     assert (seen.steps, seen.lr, seen.batch) == (1, 0.1, 4)
     assert all(torch.equal(seen.state[n], start[n]) for n in start)
     (rows,) = load_rows(folder, 0, 1)
-    part = parts_of(fed.bars(), SETTINGS)[1]
+    part = partition_examples(fed.bars(), SETTINGS)[1]
     model = fed.vit().train()
     inputs, labels = part.batch(list(rows))
     torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
     slopes = {n: p.grad for n, p in model.named_parameters()}
     assert torch.allclose(
-        view_of(seen).grads["classifier.weight"], slopes["classifier.weight"], atol=1e-5
+        to_update(seen).grads["classifier.weight"], slopes["classifier.weight"], atol=1e-5
     )
     sent = (folder / "seen").rglob("*")
     assert not any(p.suffix == ".json" for p in sent)
@@ -161,16 +163,16 @@ def test_the_accountant_is_asked_for_before_a_run_begins(
     source = Source(str(tmp_path / "start"), "digits", mean=[0.3], std=[0.38], test="digits")
     settings = Settings(clients=2, rounds=1, batch=4, steps=1)
     with pytest.raises(MissingExtraError, match='"privacy"'):
-        federated(source, replace(settings, defences=("private=1",)), tmp_path / "run")
+        run_federated(source, replace(settings, defences=("private=1",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-    federated(source, replace(settings, defences=("clip=1",)), tmp_path / "run")
+    run_federated(source, replace(settings, defences=("clip=1",)), tmp_path / "run")
 
 
 def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
-    federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1), run, spy=True)
+    run_federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, lr=0.1), run, record=True)
     out = tmp_path / "r.json"
     assert (
         main(
@@ -203,11 +205,11 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert "Accuracy over rounds" in page
     assert "Leakage over rounds" in page
     hidden = tmp_path / "hidden"
-    federated(
+    run_federated(
         source,
-        Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1, defences=("freeze=embedding",)),
+        Settings(clients=2, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding",)),
         hidden,
-        spy=True,
+        record=True,
     )
     assert (
         main(
@@ -276,11 +278,11 @@ def test_a_run_of_a_model_from_the_hub_is_read_as_it_was(
         json.dumps({"do_normalize": True, "image_mean": [0.25], "image_std": [0.5]})
     )
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(there))
-    federated(
+    run_federated(
         Source("owner/name", "digits", test="digits"),
         Settings(clients=2, rounds=1, batch=1, steps=1),
         tmp_path / "run",
-        spy=True,
+        record=True,
     )
     run = open_run(tmp_path / "run")
     assert (run.task["kind"], list(run.task["mean"]), list(run.task["std"])) == (
@@ -300,11 +302,11 @@ def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_label
         tmp_path / "data.npz", image=pixels, label=np.random.default_rng(0).integers(0, 2, (40, 4))
     )
     source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
-    federated(
+    run_federated(
         source,
-        Settings(clients=2, rounds=1, batch=1, steps=1, rate=0.1),
+        Settings(clients=2, rounds=1, batch=1, steps=1, lr=0.1),
         tmp_path / "run",
-        spy=True,
+        record=True,
     )
     found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
     assert found.tables[0].rows[0][2] is not None
@@ -320,8 +322,8 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
-    how = {"batch": 1, "steps": 1, "rate": 0.1, "defences": ("freeze=embedding,first",)}
-    federated(source, Settings(clients=6, rounds=1, **how), run, spy=True)  # type: ignore[arg-type]
+    how = {"batch": 1, "steps": 1, "lr": 0.1, "defences": ("freeze=embedding,first",)}
+    run_federated(source, Settings(clients=6, rounds=1, **how), run, record=True)  # type: ignore[arg-type]
     closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
     assert closed.rows[0][2] is None
     assert closed.rows[0][4] is None
@@ -341,25 +343,23 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     clients.
     """
     settings = replace(SETTINGS, steps=2, jigsaw=0.3, probability=1.0, momentum=0.9)
-    model = prepared(fed.vit(), settings)
+    model = prepare_model(fed.vit(), settings)
     state, own = state_of(model), fed.bars(16)
     sent = contribute(model, state, own, settings, 3, 0)
-    seen = RecordedUpdate(
-        3, 0, state, sent.tensors, sent.steps, sent.rate, sent.batch, sent.examples
-    )
-    one, other = rehearsed(model, seen, own, settings, 2, 0)
+    seen = RecordedUpdate(3, 0, state, sent.tensors, sent.steps, sent.lr, sent.batch, sent.examples)
+    one, other = rehearse_recorded(model, seen, own, settings, 2, 0)
     assert one.update.tensors.keys() == seen.tensors.keys()
     assert (one.update.steps, len(one.inputs)) == (2, 8)
     assert not torch.equal(one.inputs, one.original)  # type: ignore[arg-type]
     assert not torch.equal(one.inputs, other.inputs)
-    (hidden,) = rehearsed(
+    (hidden,) = rehearse_recorded(
         model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0
     )
     assert not any("embeddings" in n for n in hidden.update.tensors)
     noisy, still, kept = (
-        next(rehearsed(model, seen, own, replace(settings, defences=(d,)), 1, 0)).update.tensors[
-            "model.classifier.weight"
-        ]
+        next(
+            rehearse_recorded(model, seen, own, replace(settings, defences=(d,)), 1, 0)
+        ).update.tensors["model.classifier.weight"]
         for d in ("noise=0.5", "freeze=embedding", "withhold=embedding")
     )
     assert not torch.allclose(noisy, one.update.tensors["model.classifier.weight"], rtol=0.1)
@@ -367,7 +367,7 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
         still, kept
     )  # in the second step what is withheld has been trained, and what is frozen has not
     assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
-    (summed,) = rehearsed(model, seen, own, settings, 1, 0, clients=3)
+    (summed,) = rehearse_recorded(model, seen, own, settings, 1, 0, clients=3)
     assert len(summed.inputs) == 24
 
 
@@ -383,11 +383,11 @@ def test_an_audit_reads_the_texts_that_were_sent(
         attention_probs_dropout_prob=0.0,
     )
     run, out = tmp_path / "run", tmp_path / "r.json"
-    federated(
+    run_federated(
         source,
-        Settings(clients=2, rounds=2, batch=1, steps=1, rate=0.1, jigsaw=jigsaw, probability=0.0),
+        Settings(clients=2, rounds=2, batch=1, steps=1, lr=0.1, jigsaw=jigsaw, probability=0.0),
         run,
-        spy=True,
+        record=True,
     )
     assert (
         main(
@@ -421,7 +421,9 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
     assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
-    federated(source, Settings(clients=2, rounds=1, batch=8, steps=1, rate=0.1), many, spy=True)
+    run_federated(
+        source, Settings(clients=2, rounds=1, batch=8, steps=1, lr=0.1), many, record=True
+    )
     table = audit_run(many).tables[0]
     assert "fewer tokens than the model has channels" in table.note
     assert table.rows[0][2] < 0.9  # words by place, and not which belong together
@@ -457,10 +459,12 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
         true = model(pixel_values=images).logits
         load_state(
             model,
-            average(model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2),
+            average_weights(
+                model, state, sent, settings, inputs=[{"pixel_values": images}] * 2, steps=2
+            ),
         )
         matched = model(pixel_values=images).logits
-        load_state(model, average(model, state, sent, replace(settings, strategy="fedavg")))
+        load_state(model, average_weights(model, state, sent, replace(settings, strategy="fedavg")))
         plain = model(pixel_values=images).logits
     assert torch.allclose(matched, true, atol=1e-3)
     assert float((plain - true).abs().max()) > 0.1
@@ -469,20 +473,22 @@ def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None
 def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion, "STEPS", 5)
+    monkeypatch.setattr(fusion, "REFINE_STEPS", 5)
     source = fed.reader(tmp_path)
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
-    found = federated(source, settings, tmp_path / "run")
-    assert found.kept.history[0].contributed == (0, 1)
-    _, test, _ = source.read(source.live(settings))
-    rest, inputs = parted(test)
+    found = run_federated(source, settings, tmp_path / "run")
+    assert found.run_state.history[0].contributed == (0, 1)
+    _, test, _ = source.load_examples(source.build_model(settings))
+    rest, inputs = split_test(test)
     assert (
         len(rest)
-        == found.kept.history[0].measures["examples"]
+        == found.run_state.history[0].measures["examples"]
         == len(test) - sum(len(one["input_ids"]) for one in inputs)
     )
-    plain = federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
-    assert plain.kept.history[0].measures["loss"] != found.kept.history[0].measures["loss"]
+    plain = run_federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
+    assert (
+        plain.run_state.history[0].measures["loss"] != found.run_state.history[0].measures["loss"]
+    )
 
 
 def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
@@ -490,13 +496,13 @@ def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
     model = fed.vit()
     from functools import partial
 
-    kept = fed.ran(settings, fuse=partial(average, model, steps=2))
+    kept = fed.ran(settings, fuse=partial(average_weights, model, steps=2))
     assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
     with pytest.raises(FederatedError, match="matched is for clients that begin apart"):
         Settings(clients=2, rounds=1, strategy="matched")
     _, state, sent = apart(settings)
     with pytest.raises(FederatedError, match=r'client 1 did not send "classifier.bias"'):
-        average(
+        average_weights(
             fed.vit(num_labels=10),
             state,
             [

@@ -16,18 +16,18 @@ from regauge.defences.split import (
     Bottleneck,
     Clip,
     DefenceError,
-    Draw,
+    KeyedRandom,
     LowPass,
     Noise,
     PixelNoise,
     Private,
     Round,
     Rows,
-    clipped,
-    leave,
-    ordered,
-    parts_of,
-    read_defence,
+    apply_defences,
+    clip_samples,
+    parse_defence,
+    parse_defences,
+    split_combination,
 )
 from regauge.errors import CutError
 from regauge.models.cut import Crossing, cut
@@ -65,7 +65,7 @@ def test_the_order_is_stated_and_kept() -> None:
         "noise=0.5",
     ]
     named += ["round=2", "bottleneck=4"]
-    found = [type(d).__name__ for d in ordered(named)]
+    found = [type(d).__name__ for d in parse_defences(named)]
     assert found == [
         "LowPass",
         "PixelNoise",
@@ -77,35 +77,35 @@ def test_the_order_is_stated_and_kept() -> None:
         "BatchShuffle",
         "Rows",
     ]
-    assert {type(d) for d in ordered(named)} == set(DEFENCES.values())
+    assert {type(d) for d in parse_defences(named)} == set(DEFENCES.values())
     with pytest.raises(DefenceError, match="twice"):
-        ordered(["noise=1", Noise(2.0)])
+        parse_defences(["noise=1", Noise(2.0)])
 
 
 def test_named_as_on_the_command_line() -> None:
-    assert read_defence("noise=0.5") == Noise(0.5)
-    assert read_defence("low-pass=0.05") == LowPass(0.05, "square")
-    assert read_defence("low-pass=0.05,disc") == LowPass(0.05, "disc")
-    assert read_defence("rows=sample,keep_cls") == Rows("sample", True)
-    assert read_defence("private=1.5,norm=8") == Private(1.5, 8.0)
-    assert read_defence("batch-shuffle=0.5,keep_cls=false") == BatchShuffle(0.5, False)
-    assert read_defence("bottleneck=4") == Bottleneck(4)
-    assert read_defence("round=2") == Round(2)
+    assert parse_defence("noise=0.5") == Noise(0.5)
+    assert parse_defence("low-pass=0.05") == LowPass(0.05, "square")
+    assert parse_defence("low-pass=0.05,disc") == LowPass(0.05, "disc")
+    assert parse_defence("rows=sample,keep_cls") == Rows("sample", True)
+    assert parse_defence("private=1.5,norm=8") == Private(1.5, 8.0)
+    assert parse_defence("batch-shuffle=0.5,keep_cls=false") == BatchShuffle(0.5, False)
+    assert parse_defence("bottleneck=4") == Bottleneck(4)
+    assert parse_defence("round=2") == Round(2)
 
 
 def test_a_text_may_be_several_as_audits_print_them() -> None:
-    assert parts_of("noise=0.5+rows") == ["noise=0.5", "rows"]
-    assert parts_of("noise=1e+1") == ["noise=1e+1"]
-    assert ordered(["rows+noise=0.5", "clip=1e+1"]) == (Clip(10.0), Noise(0.5), Rows())
+    assert split_combination("noise=0.5+rows") == ["noise=0.5", "rows"]
+    assert split_combination("noise=1e+1") == ["noise=1e+1"]
+    assert parse_defences(["rows+noise=0.5", "clip=1e+1"]) == (Clip(10.0), Noise(0.5), Rows())
     with pytest.raises(DefenceError, match="twice"):
-        ordered(["noise=0.5+rows", "rows=sample"])
+        parse_defences(["noise=0.5+rows", "rows=sample"])
     with pytest.raises(DefenceError, match='no defence "fog"'):
-        ordered(["noise=0.5+fog"])
+        parse_defences(["noise=0.5+fog"])
 
 
 def test_a_hint_is_a_whole_sentence() -> None:
     with pytest.raises(DefenceError) as error:
-        read_defence("bottleneck=few")
+        parse_defence("bottleneck=few")
     assert (
         error.value.hint
         == "Nothing of the stream but its first `channels`: a token leaves as that many "
@@ -141,36 +141,36 @@ def test_a_hint_is_a_whole_sentence() -> None:
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(DefenceError, match=said) as error:
-        read_defence(text)
+        parse_defence(text)
     assert error.value.hint
 
 
 def test_low_pass_keeps_low_frequencies_alone() -> None:
-    side, draw = 16, Draw(SECRET, "1")
+    side, draw = 16, KeyedRandom(SECRET, "1")
     line = torch.arange(side, dtype=torch.float64) * 2 * math.pi / side
     for shape in ("square", "disc"):
         low, high = (
             (torch.cos(k * line)[:, None] * torch.ones(side)).expand(1, 1, -1, -1) for k in (2, 4)
         )
-        passed = LowPass(0.2, shape).enter(low + high, draw)  # type: ignore[arg-type]
+        passed = LowPass(0.2, shape).apply_to_images(low + high, draw)  # type: ignore[arg-type]
         torch.testing.assert_close(passed, low + 0 * high)
     # On the diagonal the square keeps what the disc does not.
     corner = (torch.cos(3 * line)[:, None] * torch.cos(3 * line)[None]).expand(1, 1, -1, -1)
-    torch.testing.assert_close(LowPass(0.2).enter(corner, draw), corner)
-    torch.testing.assert_close(LowPass(0.2, "disc").enter(corner, draw), 0 * corner)
-    torch.testing.assert_close(LowPass(0.5).enter(images(), draw), images())
-    twice = LowPass(0.1).enter(LowPass(0.1).enter(images(), draw), draw)
-    torch.testing.assert_close(twice, LowPass(0.1).enter(images(), draw))
+    torch.testing.assert_close(LowPass(0.2).apply_to_images(corner, draw), corner)
+    torch.testing.assert_close(LowPass(0.2, "disc").apply_to_images(corner, draw), 0 * corner)
+    torch.testing.assert_close(LowPass(0.5).apply_to_images(images(), draw), images())
+    twice = LowPass(0.1).apply_to_images(LowPass(0.1).apply_to_images(images(), draw), draw)
+    torch.testing.assert_close(twice, LowPass(0.1).apply_to_images(images(), draw))
 
 
 def test_noise_has_the_size_that_it_says() -> None:
     x = images(8, 64)
-    added = PixelNoise(0.3).enter(x, Draw(SECRET, "1")) - x
+    added = PixelNoise(0.3).apply_to_images(x, KeyedRandom(SECRET, "1")) - x
     assert added.std().item() == pytest.approx(0.3, rel=0.02)
     assert abs(added.mean().item()) < 0.01
     crossing = crossing_of()
     z = crossing.stream
-    there, back = Noise(0.5).leave(crossing, Draw(SECRET, "1"))
+    there, back = Noise(0.5).apply_to_update(crossing, KeyedRandom(SECRET, "1"))
     added = there.stream - z
     assert added.std().item() == pytest.approx(0.5 * z.std().item(), rel=0.1)
     assert back(z) is z
@@ -179,7 +179,7 @@ def test_noise_has_the_size_that_it_says() -> None:
 def test_drawn_from_the_secret_and_the_request() -> None:
     x = images()
     once, again, later, other = (
-        PixelNoise(1.0).enter(x, Draw(s, n))
+        PixelNoise(1.0).apply_to_images(x, KeyedRandom(s, n))
         for s, n in ((SECRET, "1"), (SECRET, "1"), (SECRET, "2"), (bytes(32), "1"))
     )
     assert torch.equal(once, again)
@@ -189,38 +189,44 @@ def test_drawn_from_the_secret_and_the_request() -> None:
 
 def test_clipped_to_a_norm() -> None:
     x = torch.stack([torch.full((5, 4), 10.0), torch.full((5, 4), 0.01)])
-    y = clipped(x, 2.0)
+    y = clip_samples(x, 2.0)
     assert y[0].norm().item() == pytest.approx(2.0)
     assert torch.equal(y[1], x[1])
     torch.testing.assert_close(y[0] / y[0].norm(), x[0] / x[0].norm())
-    there, _ = Clip(1.0).leave(crossing_of(), Draw(SECRET, "1"))
+    there, _ = Clip(1.0).apply_to_update(crossing_of(), KeyedRandom(SECRET, "1"))
     assert there.stream.flatten(1).norm(dim=1).max().item() <= 1 + 1e-9
 
 
 def test_a_bottleneck_lets_few_channels_through_and_noise_stays_in_them() -> None:
     crossing = crossing_of()
     z = crossing.stream.detach().clone().requires_grad_()
-    there, back = Bottleneck(3).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
+    there, back = Bottleneck(3).apply_to_crossing(
+        crossing.with_inputs(hidden_states=z), KeyedRandom(SECRET, "1")
+    )
     assert torch.equal(there.stream[..., :3], z[..., :3])
     assert not there.stream[..., 3:].any()
     (slope,) = torch.autograd.grad(there.stream.sum(), z)
     assert slope[..., :3].all(), "what leaves is what learns"
     assert not slope[..., 3:].any()
     assert back(z) is z
-    noisy, _ = Noise(0.5).leave(there, Draw(SECRET, "1"))
+    noisy, _ = Noise(0.5).apply_to_update(there, KeyedRandom(SECRET, "1"))
     assert not noisy.stream[..., 3:].any()
     added = (noisy.stream - there.stream)[..., :3]
     assert added.std().item() == pytest.approx(0.5 * z[..., :3].std().item(), rel=0.3)
     with pytest.raises(DefenceError, match="all of it"):
-        Bottleneck(z.shape[-1]).leave(crossing, Draw(SECRET, "1"))
+        Bottleneck(z.shape[-1]).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))
 
 
 def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
     crossing = crossing_of()
     z = crossing.stream.detach().clone().requires_grad_()
     for bits in (1, 2, 4):
-        there, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(SECRET, "1"))
-        again, _ = Round(bits).leave(crossing.replaced(hidden_states=z), Draw(bytes(32), "2"))
+        there, _ = Round(bits).apply_to_update(
+            crossing.with_inputs(hidden_states=z), KeyedRandom(SECRET, "1")
+        )
+        again, _ = Round(bits).apply_to_update(
+            crossing.with_inputs(hidden_states=z), KeyedRandom(bytes(32), "2")
+        )
         assert torch.equal(there.stream, again.stream), (
             "nothing is drawn, so that nothing averages out"
         )
@@ -228,20 +234,27 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
         (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
         torch.testing.assert_close(slope, z.detach())
     apart = [
-        float((Round(b).leave(crossing, Draw(SECRET, "1"))[0].stream - z).detach().square().mean())
+        float(
+            (Round(b).apply_to_update(crossing, KeyedRandom(SECRET, "1"))[0].stream - z)
+            .detach()
+            .square()
+            .mean()
+        )
         for b in (1, 2, 4, 6)
     ]
     assert apart == sorted(apart, reverse=True)
-    signs = Round(1).leave(crossing, Draw(SECRET, "1"))[0].stream
+    signs = Round(1).apply_to_update(crossing, KeyedRandom(SECRET, "1"))[0].stream
     assert torch.equal(signs > 0, z >= 0)
-    few, _ = leave(ordered(["bottleneck=3", "round=1"]), crossing, Draw(SECRET, "1"))
+    few, _ = apply_defences(
+        parse_defences(["bottleneck=3", "round=1"]), crossing, KeyedRandom(SECRET, "1")
+    )
     assert not few.stream[..., 3:].any(), "what was left out stays out"
 
 
 def test_batch_shuffle_mixes_samples_and_goes_back() -> None:
     crossing = crossing_of(count=4)
     z = crossing.stream
-    there, back = BatchShuffle().leave(crossing, Draw(SECRET, "1"))
+    there, back = BatchShuffle().apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))
     y = there.stream
     assert torch.equal(back(y), z)
     assert torch.equal(y[:, 0], z[:, 0]), "the first token stays"
@@ -251,25 +264,25 @@ def test_batch_shuffle_mixes_samples_and_goes_back() -> None:
     assert any(int(o) // n != i // n for i, o in enumerate(origin)), (
         "some are in another sample now"
     )
-    half, _ = BatchShuffle(0.5).leave(crossing, Draw(SECRET, "1"))
+    half, _ = BatchShuffle(0.5).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))
     stayed = (half.stream == z).all(-1).float()[:, 1:].mean().item()
     assert 0.4 < stayed < 0.9
-    first, _ = BatchShuffle(keep_cls=False).leave(crossing, Draw(SECRET, "1"))
+    first, _ = BatchShuffle(keep_cls=False).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))
     assert not torch.equal(first.stream[:, 0], z[:, 0])
 
 
 def test_batch_shuffle_refuses_what_it_does_not_fit() -> None:
     one = cut(made("vit")).embed(pixel_values=batch("vit", 0)["pixel_values"][:1])
     with pytest.raises(DefenceError, match="batch of one"):
-        BatchShuffle().leave(one, Draw(SECRET, "1"))
+        BatchShuffle().apply_to_crossing(one, KeyedRandom(SECRET, "1"))
     with pytest.raises(DefenceError, match="belongs to each token"):
-        BatchShuffle().leave(crossing_of("bert-classifier"), Draw(SECRET, "1"))
+        BatchShuffle().apply_to_crossing(crossing_of("bert-classifier"), KeyedRandom(SECRET, "1"))
 
 
 def test_all_of_them_compose_and_go_back() -> None:
     crossing = crossing_of()
-    chosen = ordered([Rows("sample"), BatchShuffle(), Clip(1e9)])
-    there, home = leave(chosen, crossing, Draw(SECRET, "7"))
+    chosen = parse_defences([Rows("sample"), BatchShuffle(), Clip(1e9)])
+    there, home = apply_defences(chosen, crossing, KeyedRandom(SECRET, "7"))
     assert not torch.equal(there.stream, crossing.stream)
     assert torch.equal(home(there.stream), crossing.stream)
 
@@ -299,7 +312,7 @@ def test_noise_through_the_link_is_noise_on_the_stream() -> None:
     plain = made("vit")
 
     def noisy(c: Crossing) -> torch.Tensor:
-        return Noise(0.3).leave(c, Draw(SECRET, "1"))[0].run()
+        return Noise(0.3).apply_to_update(c, KeyedRandom(SECRET, "1"))[0].run()
 
     with strict_float64(), cut(plain).route(noisy):
         wanted = plain(**data).loss
@@ -363,10 +376,10 @@ def test_private_features_and_gradients() -> None:
     seen: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
 
     class Watched(Host):
-        def _answer(self, frame: Any, peer: str) -> bytes:
+        def _dispatch(self, frame: Any, peer: str) -> bytes:
             if frame.kind.name in seen:
                 seen[frame.kind.name].append(next(iter(frame.tensors.values())).clone())
-            return super()._answer(frame, peer)
+            return super()._dispatch(frame, peer)
 
     model = made("vit")
     host = Watched(locked(model, None), ADAMW)

@@ -20,14 +20,14 @@ import torch
 from experiments import training
 from experiments.cells import Cell, key_of, run
 from regauge.checkpoints.environment import default_cache
-from regauge.checkpoints.resume import CacheError, Outcome, Work
+from regauge.checkpoints.resume import CacheError, Outcome, ResumeState
 from regauge.data import train as loop
 from regauge.errors import RegaugeError
 
 CALLS: list[Mapping[str, Any]] = []
 
 
-def double(p: Mapping[str, Any], data: Mapping[str, Any], work: Work) -> Outcome:
+def double(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
     CALLS.append(p)
     return Outcome(
         {"twice": 2 * p["x"]}, {"w": torch.arange(3.0) * p["x"], "empty": torch.zeros(0)}
@@ -53,7 +53,7 @@ def test_a_cell_is_computed_once(tmp_path: Path) -> None:
     assert first.values == again.values == {"twice": 4}
     assert first.digest == again.digest
     assert again.tensors["w"].tolist() == [0, 2, 4]
-    assert again.made["torch"] == torch.__version__
+    assert again.versions["torch"] == torch.__version__
 
 
 @pytest.mark.parametrize("change", ["parameter", "version", "name", "data"])
@@ -100,7 +100,7 @@ def test_parameters_are_plain_json(tmp_path: Path, bad: Any) -> None:
 
 
 def test_a_cell_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    def fails(p: Any, data: Any, work: Work) -> Outcome:
+    def fails(p: Any, data: Any, work: ResumeState) -> Outcome:
         raise OSError(28, "from the cell itself")
 
     with pytest.raises(OSError, match="from the cell itself"):
@@ -224,8 +224,8 @@ def test_a_killed_training_goes_on_to_the_same_end(
     assert not list(cache.glob("*.safetensors"))
     assert len(list(cache.glob("*.working"))) == 1
     steps = []
-    forward = loop.answer_of
-    monkeypatch.setattr(loop, "answer_of", lambda *a: steps.append(1) or forward(*a))
+    forward = loop.logits_and_extra_loss
+    monkeypatch.setattr(loop, "logits_and_extra_loss", lambda *a: steps.append(1) or forward(*a))
     resumed = run(training.TRAIN, LONG, cache, digits())
     assert whole.values["steps"] == 12
     assert len(steps) == 12 - 5

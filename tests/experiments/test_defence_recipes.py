@@ -16,13 +16,13 @@ from experiments.defended import Client
 from experiments.lab import Lab
 from experiments.leaks import leaks
 from experiments.models import build
-from regauge.defences.split import ordered
+from regauge.defences.split import parse_defences
 from regauge.models.cut import cut
 
 
 def client(*defences: str, blocks: int = 0) -> Any:
     model = build(recipes.PICO.model, 0).float().eval()
-    return Client(model, ordered(defences), blocks)
+    return Client(model, parse_defences(defences), blocks)
 
 
 def test_a_client_without_defences_is_its_model_wherever_it_is_cut() -> None:

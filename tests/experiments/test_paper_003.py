@@ -38,7 +38,7 @@ from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.core.members import Dense, Monomial, Soft
 from regauge.core.spec import Spec
-from regauge.merging.transport import plan
+from regauge.merging.transport import transport_map
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Results
 
@@ -141,7 +141,7 @@ def test_transport() -> None:
     draw = np.random.default_rng(0)
     x, order = draw.normal(size=(12, 5)), draw.permutation(12)
     y = x[order] + 0.01 * draw.normal(size=(12, 5))
-    hard, soft = plan(y, x), plan(y, x, 0.5)
+    hard, soft = transport_map(y, x), transport_map(y, x, 0.5)
     assert (hard.argmax(1) == order).all()
     assert set(np.unique(hard.round(9))) == {0.0, 1.0}
     assert soft.sum(0) == pytest.approx(np.ones(12), abs=1e-3)

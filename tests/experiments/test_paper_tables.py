@@ -28,7 +28,7 @@ from experiments.lab import Lab
 from experiments.presets import PRESETS
 from experiments.tables import PAPER
 from experiments.threats import threat_model
-from regauge.checkpoints.resume import Work
+from regauge.checkpoints.resume import ResumeState
 from regauge.data import tasks
 from regauge.data.tasks import Examples
 from regauge.matching.barriers import score
@@ -272,13 +272,13 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(
 ) -> None:
     from regauge.locking import permuted
 
-    right = permuted.passage
+    right = permuted.run_permuted
 
     def wrong(crossing: Any, *, columns: Any = None, shuffle: Any = None) -> Any:
         z = right(crossing, columns=columns, shuffle=shuffle)
         return z if shuffle is None else crossing.restored(shuffle, z)
 
-    monkeypatch.setattr(permuted, "passage", wrong)
+    monkeypatch.setattr(permuted, "run_permuted", wrong)
     failed = {f.id for f in only("table3", "text", tmp_path).failed}
     assert {"text/rows/outputs", "text/rows/weights"} <= failed
     assert not any("columns" in name for name in failed)
@@ -352,8 +352,8 @@ def test_what_is_fine_tuned_on_was_not_trained_on() -> None:
     before = set(order[: small["table4"]["bert"].train.rows].tolist())
     for name in ("bert", "gpt2"):
         tuned = small["table7"][name]
-        rows = tasks._part(tuned.task, 67_349)
-        kept = tasks._part({**tuned.task, **tuned.validated}, 67_349)
+        rows = tasks._select_part(tuned.task, 67_349)
+        kept = tasks._select_part({**tuned.task, **tuned.validated}, 67_349)
         assert len(rows) == 2000
         assert len(kept) == 500
         assert not before & {*rows.tolist(), *kept.tolist()}
@@ -373,8 +373,8 @@ def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.M
         "seed": 0,
     }
     p |= {"validated": {**subject.task, **subject.validated}, "way": "authorized"}
-    whole = tuning.tune(p, data, Work(tmp_path / "a"))
-    right, calls = tuning.loss_on, []
+    whole = tuning.tune(p, data, ResumeState(tmp_path / "a"))
+    right, calls = tuning.mean_loss, []
 
     def stops(*args: Any) -> float:
         calls.append(1)
@@ -382,8 +382,8 @@ def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return right(*args)
 
-    monkeypatch.setattr(tuning, "loss_on", stops)
-    work = Work(tmp_path / "b", every=0.0)
+    monkeypatch.setattr(tuning, "mean_loss", stops)
+    work = ResumeState(tmp_path / "b", every=0.0)
     with pytest.raises(KeyboardInterrupt):
         tuning.tune(p, data, work)
     assert tuning.tune(p, data, work).digest == whole.digest

@@ -21,7 +21,7 @@ from regauge.federated import (
     Contribution,
     InProcess,
     Settings,
-    parts_of,
+    partition_examples,
     run,
     state_of,
     state_store,
@@ -30,13 +30,13 @@ from regauge.federated.deployment import (
     Loopback,
     loopback,
     make_node_key,
-    superlink,
-    supernode,
+    superlink_command,
+    supernode_command,
     write_bundle,
 )
 from regauge.federated.local_state import LocalState
 from regauge.federated.runs import Source
-from regauge.federated.state_store import Kept
+from regauge.federated.state_store import RunState
 from regauge.federated.states import Absence, State
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
@@ -97,7 +97,7 @@ def rounds(folder: Path) -> int:
     return 0 if found is None else len(found.history)
 
 
-def kept(folder: Path) -> Kept:
+def kept(folder: Path) -> RunState:
     found = state_store.load(folder)
     assert found is not None
     return found
@@ -114,10 +114,10 @@ class Absent(InProcess):
         return super().ask(number, [c for c in clients if c in self.there[number]], state)
 
 
-def distance(source: Source, settings: Settings, found: Kept) -> float:
+def distance(source: Source, settings: Settings, found: RunState) -> float:
     """How far the run in this process, with the same contributions, is from one on nodes."""
-    model = source.live(settings)
-    engine = Absent(model, parts_of(source.read(model)[0], settings), settings)
+    model = source.build_model(settings)
+    engine = Absent(model, partition_examples(source.load_examples(model)[0], settings), settings)
     engine.there = [r.contributed for r in found.history if not r.void]
     here = run(engine, state_of(model), settings)
     return max(float((here.state[n] - found.state[n]).abs().max()) for n in found.state)
@@ -128,14 +128,14 @@ def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(
 ) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
     write_bundle(
-        tmp_path / "bundle", source.told(), settings, tmp_path / "run", wait=900, gather=300
+        tmp_path / "bundle", source.to_dict(), settings, tmp_path / "run", wait=900, gather=300
     )
     assert ended(net, tmp_path / "bundle", "first") == 0, net.log("first")
     found = kept(tmp_path / "run")
     assert [r.contributed for r in found.history] == [(0, 1, 2, 3)] * 2
     assert distance(source, settings, found) <= 1e-6
     assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
-    name = state_store.about_of(tmp_path / "run")["name"]
+    name = state_store.load_about(tmp_path / "run")["name"]
     assert [LocalState(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [
         [0],
         [1],
@@ -149,7 +149,7 @@ def test_a_killed_node_and_a_restarted_superlink_lose_no_round(
 ) -> None:
     settings, folder = replace(SETTINGS, rounds=3), tmp_path / "run"
     marks = {name: len(net.log(name)) for name in ("node-0", "node-3")}
-    write_bundle(tmp_path / "bundle", source.told(), settings, folder, wait=900, gather=15)
+    write_bundle(tmp_path / "bundle", source.to_dict(), settings, folder, wait=900, gather=15)
     net.run(tmp_path / "bundle", "second")
     until(net, lambda: "ROUND 1]" in net.log("node-3")[marks["node-3"] :])
     net.kill("node-3")  # which has the message of the second round, and has not answered
@@ -175,7 +175,7 @@ def test_a_killed_node_and_a_restarted_superlink_lose_no_round(
 
 def test_a_node_whose_key_is_not_registered_is_not_let_in(net: Loopback, tmp_path: Path) -> None:
     make_node_key(tmp_path / "stranger")
-    command = supernode(
+    command = supernode_command(
         net.address, net.folder / "certificates", tmp_path / "stranger", 1, {"partition-id": 9}
     )
     stranger = net._start("stranger", command)
@@ -185,7 +185,7 @@ def test_a_node_whose_key_is_not_registered_is_not_let_in(net: Loopback, tmp_pat
 
 
 def test_commands_are_quiet_and_install_nothing(tmp_path: Path) -> None:
-    command = superlink(tmp_path, 1, tmp_path / "db")
+    command = superlink_command(tmp_path, 1, tmp_path / "db")
     assert "--disable-runtime-dependency-installation" in command
     assert "--enable-supernode-auth" in command
     assert "--insecure" not in command

@@ -23,23 +23,23 @@ from regauge.federated import (
     aggregate,
     contribute,
     load_state,
+    partition_examples,
     partitions,
-    parts_of,
-    prepared,
+    prepare_model,
     run,
     state_of,
     state_store,
 )
-from regauge.federated.aggregation import BETAS, TAU, Memory, mean_of
-from regauge.federated.client import rows_of
-from regauge.federated.rounds import PATIENCE, Engine, asked, done
-from regauge.federated.runs import federated
+from regauge.federated.aggregation import BETAS, TAU, Memory, weighted_mean
+from regauge.federated.client import sample_rows
+from regauge.federated.rounds import MAX_VOID_ROUNDS, Engine, completed_rounds, select_clients
+from regauge.federated.runs import run_federated
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Absence, State, digest_of, layout_of
 from regauge.jigsaw import MaskedJigsaw
 from regauge.split.client.train import measure
 
-FOUR = Settings(clients=4, rounds=3, batch=8, rate=0.1)
+FOUR = Settings(clients=4, rounds=3, batch=8, lr=0.1)
 
 
 def same(a: State, b: State) -> bool:
@@ -85,7 +85,7 @@ def test_dirichlet_parts_hold_every_example_once_and_differ_more_the_smaller_alp
 
 def test_more_clients_than_examples_are_refused() -> None:
     with pytest.raises(FederatedError, match="60 clients cannot share 48 examples"):
-        parts_of(fed.bars(), Settings(clients=60, rounds=1))
+        partition_examples(fed.bars(), Settings(clients=60, rounds=1))
 
 
 # A client
@@ -98,7 +98,7 @@ def test_a_contribution_is_the_change_of_plain_steps() -> None:
     made = contribute(model, state, part, settings, 1, 2)
     by_hand = fed.vit().train()
     optimizer = torch.optim.SGD(by_hand.parameters(), 0.1)
-    for rows in rows_of(20, settings, 1, 2):
+    for rows in sample_rows(20, settings, 1, 2):
         inputs, labels = part.batch(np.asarray(rows))
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(by_hand(**inputs).logits, labels).backward()
@@ -114,10 +114,10 @@ def test_a_contribution_is_the_change_of_plain_steps() -> None:
 
 
 def test_rows_of_an_epoch_are_every_example_once() -> None:
-    rows = rows_of(20, FOUR, 0, 0)
+    rows = sample_rows(20, FOUR, 0, 0)
     assert [len(r) for r in rows] == [8, 8, 4]
     assert sorted(i for r in rows for i in r) == list(range(20))
-    assert len(rows_of(20, replace(FOUR, epochs=10, uneven=0.9), 0, 0)) < 30
+    assert len(sample_rows(20, replace(FOUR, epochs=10, step_jitter=0.9), 0, 0)) < 30
 
 
 def test_fedprox_stays_nearer() -> None:
@@ -136,13 +136,13 @@ def test_fedprox_stays_nearer() -> None:
 
 def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
     settings = replace(FOUR, jigsaw=0.5, probability=1.0)
-    model = prepared(fed.vit(), settings)
+    model = prepare_model(fed.vit(), settings)
     assert isinstance(model, MaskedJigsaw)
     state, part = state_of(model), fed.bars(16)
     first = contribute(model, state, part, settings, 0, 0)
     assert same(first.tensors, contribute(model, state, part, settings, 0, 0).tensors)
     assert float(first.tensors["unknown"].abs().sum()) > 0
-    plain = contribute(prepared(fed.vit(), FOUR), state_of(fed.vit()), part, FOUR, 0, 0)
+    plain = contribute(prepare_model(fed.vit(), FOUR), state_of(fed.vit()), part, FOUR, 0, 0)
     name = "vit.layernorm.bias"
     assert not torch.allclose(first.tensors[f"model.{name}"], plain.tensors[name])
 
@@ -163,13 +163,13 @@ def test_another_version_of_the_model_and_an_empty_part_are_refused_by_name() ->
 
 def test_the_mean_weighs_examples_or_clients_in_any_order() -> None:
     some = [sent(2, 4.0, 30), sent(0, 1.0, 10), sent(1, -3.0, 20)]
-    assert mean_of(some)["w"][0] == pytest.approx((10 - 60 + 120) / 60)
-    assert mean_of(some, "clients")["w"][0] == pytest.approx(2 / 3)
+    assert weighted_mean(some)["w"][0] == pytest.approx((10 - 60 + 120) / 60)
+    assert weighted_mean(some, "clients")["w"][0] == pytest.approx(2 / 3)
     draw = [
         sent(i, float(x), 1 + i)
         for i, x in enumerate(np.random.default_rng(0).normal(size=20) * 1e4)
     ]
-    assert same(mean_of(draw), mean_of(draw[::-1]))
+    assert same(weighted_mean(draw), weighted_mean(draw[::-1]))
 
 
 def test_a_tensor_that_some_withhold_is_averaged_over_the_others_and_stays_where_all_do() -> None:
@@ -183,7 +183,7 @@ def test_a_tensor_that_some_withhold_is_averaged_over_the_others_and_stays_where
 
 
 def test_fedadam_follows_its_formula() -> None:
-    settings = replace(FOUR, strategy="fedadam", server_rate=0.1)
+    settings = replace(FOUR, strategy="fedadam", server_lr=0.1)
     state, memory, m, v, x = {"w": torch.zeros(3)}, Memory(), 0.0, 0.0, 0.0
     for t, change in enumerate((1.0, -0.5, 2.0), 1):
         state, memory = aggregate(state, [sent(0, change)], memory, settings)
@@ -220,12 +220,12 @@ class Scripted:
         return self.answers.pop(0)
 
 
-def went(engine: Engine, settings: Settings, folder: Path | None = None) -> state_store.Kept:
+def went(engine: Engine, settings: Settings, folder: Path | None = None) -> state_store.RunState:
     return run(engine, {"w": torch.zeros(3)}, settings, folder=folder)
 
 
 def test_training_together_learns() -> None:
-    settings = Settings(clients=4, rounds=8, batch=8, optimizer="adamw", rate=1e-2)
+    settings = Settings(clients=4, rounds=8, batch=8, optimizer="adamw", lr=1e-2)
     model, test = fed.vit(), fed.bars(100, seed=2)
     before = measure(model, test, 100)["accuracy"]
     load_state(model, fed.ran(settings).state)
@@ -234,13 +234,14 @@ def test_training_together_learns() -> None:
 
 def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> None:
     source = fed.reader(tmp_path)
-    settings = Settings(clients=3, rounds=8, batch=8, optimizer="adamw", rate=1e-2)
-    plain = federated(source, settings, tmp_path / "plain")
-    accuracies = [r.measures["accuracy"] for r in plain.kept.history]
+    settings = Settings(clients=3, rounds=8, batch=8, optimizer="adamw", lr=1e-2)
+    plain = run_federated(source, settings, tmp_path / "plain")
+    accuracies = [r.measures["accuracy"] for r in plain.run_state.history]
     assert max(accuracies) > 0.85 > accuracies[0] + 0.1
-    puzzled = federated(source, replace(settings, rounds=1, jigsaw=0.3), tmp_path / "puzzled")
+    puzzled = run_federated(source, replace(settings, rounds=1, jigsaw=0.3), tmp_path / "puzzled")
     assert not torch.equal(
-        puzzled.kept.state["model.classifier.weight"], plain.kept.state["classifier.weight"]
+        puzzled.run_state.state["model.classifier.weight"],
+        plain.run_state.state["classifier.weight"],
     )
     assert (
         transformers.BertForSequenceClassification.from_pretrained(
@@ -299,12 +300,12 @@ def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
 
 
 def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:
-    settings = Settings(clients=2, rounds=1, least=2)
+    settings = Settings(clients=2, rounds=1, min_clients=2)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
     kept = went(Scripted([sent(0)], [sent(0), sent(1)]), settings, folder)
     assert [(r.number, r.void) for r in kept.history] == [(0, True), (0, False)]
-    assert len(done(kept.history)) == 1
+    assert len(completed_rounds(kept.history)) == 1
 
 
 def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -> None:
@@ -312,24 +313,25 @@ def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
     with pytest.raises(
-        FederatedError, match=f"round 2 had too few contributions {PATIENCE} times.*client 0: gone"
+        FederatedError,
+        match=f"round 2 had too few contributions {MAX_VOID_ROUNDS} times.*client 0: gone",
     ):
-        went(Scripted([sent(0)], *[[Absence(0, "gone")]] * PATIENCE), settings, folder)
+        went(Scripted([sent(0)], *[[Absence(0, "gone")]] * MAX_VOID_ROUNDS), settings, folder)
     kept = went(Scripted([sent(1, 2.0, number=1)]), settings, folder)
     assert kept.state["w"].tolist() == [3.0] * 3
-    assert [r.number for r in done(kept.history)] == [0, 1]
+    assert [r.number for r in completed_rounds(kept.history)] == [0, 1]
 
 
 def test_clients_are_drawn_for_each_round() -> None:
-    settings = Settings(clients=10, rounds=1, asked=0.4)
-    drawn = [asked(settings, n) for n in range(5)]
+    settings = Settings(clients=10, rounds=1, participation=0.4)
+    drawn = [select_clients(settings, n) for n in range(5)]
     assert all(len(set(d)) == 4 for d in drawn)
     assert len(set(drawn)) > 1
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
     settings = replace(
-        FOUR, strategy="fedadam", partition="dirichlet", uneven=0.5, drop=0.2, rounds=4
+        FOUR, strategy="fedadam", partition="dirichlet", step_jitter=0.5, drop=0.2, rounds=4
     )
     whole = fed.ran(settings)
     folder = tmp_path / "run"
@@ -370,7 +372,7 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
     state_store.begin(folder, FOUR, "l", {})
     state_store.begin(folder, replace(FOUR, rounds=9), "l", {})  # longer is allowed
     with pytest.raises(FederatedError, match="other settings"):
-        state_store.begin(folder, replace(FOUR, rate=0.2), "l", {})
+        state_store.begin(folder, replace(FOUR, lr=0.2), "l", {})
     with pytest.raises(FederatedError, match="other settings or another model"):
         state_store.begin(folder, FOUR, "m", {})
     other = tmp_path / "other"
@@ -382,38 +384,40 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
 
 def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with state_store.owning(folder):
+    with state_store.hold_folder(folder):
         state_store.begin(folder, FOUR, "l", {})
-        under_way = folder / f".{state_store.FILE}.partial-00"
+        under_way = folder / f".{state_store.STATE_FILE}.partial-00"
         under_way.write_bytes(b"")
         assert state_store.load(folder) is None
         assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
         with (
             pytest.raises(CheckpointError, match="another process is at work"),
-            state_store.owning(folder),
+            state_store.hold_folder(folder),
         ):
             pass
-    with state_store.owning(folder):
+    with state_store.hold_folder(folder):
         state_store.begin(folder, FOUR, "l", {})
         assert not under_way.exists()
 
 
 def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
     state_store.begin(tmp_path / "run", FOUR, "l", {})
-    (tmp_path / "run" / state_store.FILE).write_bytes(b"nothing")
+    (tmp_path / "run" / state_store.STATE_FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"global.safetensors cannot be read"):
         state_store.load(tmp_path / "run")
-    (tmp_path / "run" / state_store.ABOUT).write_text('{"regauge": "federated run", "version": 99}')
+    (tmp_path / "run" / state_store.RUN_FILE).write_text(
+        '{"regauge": "federated run", "version": 99}'
+    )
     with pytest.raises(FederatedError, match="version 99"):
-        state_store.about_of(tmp_path / "run")
+        state_store.load_about(tmp_path / "run")
     with pytest.raises(FederatedError, match="is no run"):
-        state_store.about_of(tmp_path / "nowhere")
+        state_store.load_about(tmp_path / "nowhere")
 
 
 def test_settings_travel_and_faults_are_told_all_at_once() -> None:
     settings = replace(FOUR, jigsaw=0.3, defences=("clip=1",))
-    assert read_settings(settings.told()) == settings
+    assert read_settings(settings.to_dict()) == settings
     with pytest.raises(FederatedError, match='"colour"'):
-        read_settings({**settings.told(), "colour": 1})
+        read_settings({**settings.to_dict(), "colour": 1})
     with pytest.raises(FederatedError, match=r"(?s)0 clients are none.*no strategy.*no rate"):
-        Settings(clients=0, rounds=1, strategy="best", rate=-1)
+        Settings(clients=0, rounds=1, strategy="best", lr=-1)

@@ -31,12 +31,12 @@ from regauge.federated import (
     aggregate,
     flower,
     load_state,
-    parts_of,
+    partition_examples,
     state_of,
 )
 from regauge.federated.aggregation import Memory
 from regauge.federated.local_state import LocalState
-from regauge.federated.runs import Source, federated
+from regauge.federated.runs import Source, run_federated
 from regauge.federated.states import Absence, Contribution, digest_of, layout_of
 
 SETTINGS = Settings(clients=4, rounds=2, batch=16, steps=2)
@@ -112,7 +112,7 @@ class Nodes:
 
 def served(
     source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any
-) -> flower.Found:
+) -> flower.RunResult:
     return flower.serve(
         Nodes(source, settings.clients, **more), source, settings, folder, gather=0.0
     )  # type: ignore[arg-type]
@@ -135,13 +135,18 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
 ) -> None:
     settings = replace(SETTINGS, strategy="fedadam", partition="dirichlet", jigsaw=0.3)
     here, there = (
-        federated(source, settings, tmp_path / "here"),
+        run_federated(source, settings, tmp_path / "here"),
         served(source, tmp_path / "there", settings),
     )
     assert [r.contributed for r in there.kept.history] == [(0, 1, 2, 3)] * 2
-    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
-    other = federated(source, replace(settings, seed=1), tmp_path / "other")
-    assert any(not torch.equal(here.kept.state[n], other.kept.state[n]) for n in here.kept.state)
+    assert all(
+        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+    )
+    other = run_federated(source, replace(settings, seed=1), tmp_path / "other")
+    assert any(
+        not torch.equal(here.run_state.state[n], other.run_state.state[n])
+        for n in here.run_state.state
+    )
 
 
 def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
@@ -273,16 +278,16 @@ def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
     assert all(
         isinstance(a, Absence)
-        and "two versions of a model meet" in a.why
-        and "classifier.bias" in a.why
+        and "two versions of a model meet" in a.reason
+        and "classifier.bias" in a.reason
         for a in answers
     )
 
 
 def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, clients=20, rounds=1, partition="dirichlet", alpha=0.02)
-    model = source.live(settings)
-    sizes = [len(part) for part in parts_of(source.read(model)[0], settings)]
+    model = source.build_model(settings)
+    sizes = [len(part) for part in partition_examples(source.load_examples(model)[0], settings)]
     (told,) = served(source, tmp_path / "run", settings).kept.history
     empty = {str(client) for client, size in enumerate(sizes) if size == 0}
     assert (
@@ -349,7 +354,7 @@ def test_a_node_cannot_claim_a_client_that_another_has(source: Source) -> None:
 
     engine = flower.GridEngine(Impostor(source, 2), SETTINGS, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0], state_of(fed.vit(num_labels=10))))
-    assert engine.met == {1000: 0}
+    assert engine.clients_by_node == {1000: 0}
     assert [type(a) for a in answers] == [Contribution]
 
 
@@ -362,8 +367,8 @@ def test_clients_without_a_node_are_absent(source: Source) -> None:
 
 def test_a_node_says_where_its_model_and_data_are_and_a_message_cannot() -> None:
     with pytest.raises(FederatedError, match="does not say where its model"):
-        flower.source_of({"partition-id": 0})
-    made = flower.source_of(
+        flower.parse_source({"partition-id": 0})
+    made = flower.parse_source(
         {"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"}
     )
     assert made == Source("M", "D", mean=[0.3, 0.4], fields={"image": "x", "label": "y"})
@@ -379,10 +384,12 @@ def test_defences_act_on_flowers_messages_as_in_this_process(
         SETTINGS, rounds=1, defences=("freeze=embedding", "private=0.5,norm=0.1", "round=8")
     )
     here, there = (
-        federated(source, settings, tmp_path / "here"),
+        run_federated(source, settings, tmp_path / "here"),
         served(source, tmp_path / "there", settings),
     )
-    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    assert all(
+        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+    )
     plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
     assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
 
@@ -396,7 +403,7 @@ def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
             state=RecordDict(),
             run_config=UserConfig(),
         )
-        return [repr(d) for d in flower.defences_of(replace(SETTINGS, defences=texts), context)]
+        return [repr(d) for d in flower.merge_defences(replace(SETTINGS, defences=texts), context)]
 
     assert chosen({"defences": "clip=0.1+round=8"}, "clip=100") == [
         "Clip(norm=0.1)",
@@ -418,29 +425,31 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
             RecordDict({"arrays": flower.to_arrays({"w": torch.full((4,), 5.0)})}), reply_to=message
         )
 
-    reply = flower.mod_of("clip=1.0")(message, context, app)
+    reply = flower.make_mod("clip=1.0")(message, context, app)
     assert flower.from_arrays(reply.content["arrays"])["w"].norm() == pytest.approx(1.0)
     assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(
         10.0
     )
     with pytest.raises(FederatedError, match="needs to know the model"):
-        flower.mod_of("withhold=head")
+        flower.make_mod("withhold=head")
 
 
 def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
     source: Source, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
-    here = federated(source, settings, tmp_path / "here")
+    here = run_federated(source, settings, tmp_path / "here")
     nodes = Nodes(source)
-    nodes.app = flower.client_app(source, own=tmp_path / "own")
+    nodes.app = flower.client_app(source, local_folder=tmp_path / "own")
     there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)  # type: ignore[arg-type]
-    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    assert all(
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
+    )
     one, two = LocalState(tmp_path / "here" / "own"), LocalState(tmp_path / "own")
     assert one.clients() == two.clients() == [0, 1, 2, 3]
     assert all(torch.equal(t, two.latest(2)[n]) for n, t in one.latest(2).items())
     (told, _) = (
-        a.why
+        a.reason
         for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(
             0, [0, 1], state_of(fed.vit(num_labels=10))
         )
@@ -449,10 +458,13 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
 
 
 def test_a_message_names_a_run_and_no_file() -> None:
-    assert flower.folder_of({"keep": "K"}, "0123456789abcdef") == Path("K") / "0123456789abcdef"
+    assert (
+        flower.local_state_folder({"keep": "K"}, "0123456789abcdef")
+        == Path("K") / "0123456789abcdef"
+    )
     for name in ("", "../../elsewhere", "0123456789abcdeg"):
         with pytest.raises(FederatedError, match="does not say which run"):
-            flower.folder_of({"keep": "K"}, name)
+            flower.local_state_folder({"keep": "K"}, name)
 
 
 # Secure aggregation
@@ -461,11 +473,12 @@ def test_a_message_names_a_run_and_no_file() -> None:
 def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, rounds=2, secure=True)
     nodes = Nodes(source)
-    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, spy=True)  # type: ignore[arg-type]
-    plain = federated(source, replace(settings, secure=False), tmp_path / "plain")
-    assert [r.contributed for r in secure.kept.history] == [(0, 1, 2, 3)] * 2
+    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)  # type: ignore[arg-type]
+    plain = run_federated(source, replace(settings, secure=False), tmp_path / "plain")
+    assert [r.contributed for r in secure.run_state.history] == [(0, 1, 2, 3)] * 2
     worst = max(
-        float((secure.kept.state[n] - plain.kept.state[n]).abs().max()) for n in plain.kept.state
+        float((secure.run_state.state[n] - plain.run_state.state[n]).abs().max())
+        for n in plain.run_state.state
     )
     assert 0 < worst < 1e-4
     from regauge.federated.recorder import load_update
@@ -490,11 +503,11 @@ def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_pa
     assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
     engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
-    assert all(isinstance(a, Absence) and "needs 3" in a.why for a in answers)
+    assert all(isinstance(a, Absence) and "needs 3" in a.reason for a in answers)
     with pytest.raises(FederatedError, match="hides nothing"):
         Settings(clients=2, rounds=1, secure=True)
     with pytest.raises(FederatedError, match="secure sums are Flower's"):
-        federated(source, settings, tmp_path / "here")
+        run_federated(source, settings, tmp_path / "here")
 
 
 # Flower's strategies
@@ -525,7 +538,7 @@ def test_flowers_strategies_agree_with_ours(name: str) -> None:
         rounds=1,
         strategy=name,
         proximal=0.1,
-        server_rate=0.1 if name == "fedadam" else None,
+        server_lr=0.1 if name == "fedadam" else None,
     )
     made = {
         "fedavg": theirs.FedAvg,
@@ -568,12 +581,15 @@ def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) 
     texts = fed.reader(tmp_path)
     settings = replace(SETTINGS, jigsaw=0.3)
     here, there = (
-        federated(texts, settings, tmp_path / "here"),
+        run_federated(texts, settings, tmp_path / "here"),
         served(texts, tmp_path / "there", settings),
     )
-    assert all(torch.equal(here.kept.state[n], there.kept.state[n]) for n in here.kept.state)
+    assert all(
+        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+    )
     assert any(
-        not torch.equal(t, there.kept.state[n]) for n, t in state_of(texts.live(settings)).items()
+        not torch.equal(t, there.kept.state[n])
+        for n, t in state_of(texts.build_model(settings)).items()
     )
 
 
@@ -581,12 +597,15 @@ def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) 
 def test_a_simulation_of_berts_is_a_run_in_this_process(tmp_path: Path) -> None:
     texts = fed.reader(tmp_path)
     here, there = (
-        federated(texts, SETTINGS, tmp_path / "here"),
+        run_federated(texts, SETTINGS, tmp_path / "here"),
         flower.simulate(texts, SETTINGS, tmp_path / "there"),
     )
-    assert [len(r.contributed) for r in there.kept.history] == [4] * 2
+    assert [len(r.contributed) for r in there.run_state.history] == [4] * 2
     assert (
-        max(float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state)
+        max(
+            float((here.run_state.state[n] - there.run_state.state[n]).abs().max())
+            for n in here.run_state.state
+        )
         <= 1e-6
     )
 
@@ -598,12 +617,13 @@ def test_a_simulation_is_a_run_in_this_process(
 ) -> None:
     settings = replace(SETTINGS, clients=clients)
     here, there = (
-        federated(source, settings, tmp_path / "here"),
+        run_federated(source, settings, tmp_path / "here"),
         flower.simulate(source, settings, tmp_path / "there"),
     )
-    assert [len(r.contributed) for r in there.kept.history] == [clients] * 2
+    assert [len(r.contributed) for r in there.run_state.history] == [clients] * 2
     worst = max(
-        float((here.kept.state[n] - there.kept.state[n]).abs().max()) for n in here.kept.state
+        float((here.run_state.state[n] - there.run_state.state[n]).abs().max())
+        for n in here.run_state.state
     )
     assert worst <= 1e-6
-    load_state(fed.vit(num_labels=10), there.kept.state)
+    load_state(fed.vit(num_labels=10), there.run_state.state)

@@ -31,11 +31,11 @@ from regauge.federated import (
     state_of,
     state_store,
 )
-from regauge.federated.aggregation import COMBINE, Memory, NonFiniteError, trimmed_at
-from regauge.federated.rounds import PATIENCE
-from regauge.federated.runs import limits_of, save_model
+from regauge.federated.aggregation import COMBINE, Memory, NonFiniteError, trim_count
+from regauge.federated.rounds import MAX_VOID_ROUNDS
+from regauge.federated.runs import save_model, server_limits
 from regauge.federated.settings import read_settings
-from regauge.federated.state_store import Kept
+from regauge.federated.state_store import RunState
 from regauge.federated.states import Absence, State, digest_of, layout_of, norm_of
 from regauge.federated.validation import Limits, printable
 from regauge.results.findings import load_results
@@ -74,7 +74,7 @@ class Scripted:
             )
 
 
-def ran(bad: Any, settings: Settings = FOUR, **more: Any) -> Kept:
+def ran(bad: Any, settings: Settings = FOUR, **more: Any) -> RunState:
     return run(Scripted(settings, bad), START, settings, **more)
 
 
@@ -176,16 +176,20 @@ def test_the_maximum_of_examples_is_a_setting_or_the_largest_part(tmp_path: Path
         == {}
     )
     model = fed.vit()
-    assert limits_of(model, fed.bars(50), FOUR).max_examples == 13
-    parts = fed.parts_of(fed.bars(50), unlike := replace(FOUR, partition="dirichlet", alpha=0.1))
-    assert limits_of(model, fed.bars(50), unlike).max_examples == max(len(p) for p in parts) > 13
+    assert server_limits(model, fed.bars(50), FOUR).max_examples == 13
+    parts = fed.partition_examples(
+        fed.bars(50), unlike := replace(FOUR, partition="dirichlet", alpha=0.1)
+    )
+    assert (
+        server_limits(model, fed.bars(50), unlike).max_examples == max(len(p) for p in parts) > 13
+    )
 
 
 def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     """Otherwise one client alone would decide on tensors that nobody else sends."""
     settings = Settings(clients=3, rounds=1, defences=("freeze=embedding",))
     model, examples = fed.vit(), fed.bars()
-    limits, state = limits_of(model, examples, settings), state_of(model)
+    limits, state = server_limits(model, examples, settings), state_of(model)
     name = "vit.embeddings.patch_embeddings.projection.bias"
 
     class One(InProcess):
@@ -201,11 +205,16 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
                 )
 
     found = run(
-        One(model, fed.parts_of(examples, settings), settings), state, settings, limits=limits
+        One(model, fed.partition_examples(examples, settings), settings),
+        state,
+        settings,
+        limits=limits,
     )
     assert found.history[0].rejected == {"2": "names"}
     assert torch.equal(found.state[name], state[name])
-    unlimited = run(One(model, fed.parts_of(examples, settings), settings), state, settings)
+    unlimited = run(
+        One(model, fed.partition_examples(examples, settings), settings), state, settings
+    )
     assert not torch.equal(unlimited.state[name], state[name])
 
 
@@ -257,19 +266,20 @@ def test_zero_changes_of_most_clients_reject_nobody() -> None:
 def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_last_state(
     tmp_path: Path,
 ) -> None:
-    settings, folder = replace(FOUR, least=4, rounds=2), tmp_path / "run"
+    settings, folder = replace(FOUR, min_clients=4, rounds=2), tmp_path / "run"
     state_store.begin(folder, settings, DIGEST, {})
     first = ran(lambda c: c, replace(settings, rounds=1), folder=folder)
     with pytest.raises(
         FederatedError,
-        match=rf"round 2 had too few contributions {PATIENCE} times \(4 are needed\): client 3: "
+        match=rf"round 2 had too few contributions {MAX_VOID_ROUNDS} times \(4 are needed\): "
+        r"client 3: "
         r"examples must be",
     ):
         ran(lambda c: replace(c, examples=10**12), settings, folder=folder)
     found = state_store.load(folder)
     assert found is not None
     assert same(found.state, first.state)
-    assert [r.rejected for r in found.history] == [{}, *[{"3": "examples"}] * PATIENCE]
+    assert [r.rejected for r in found.history] == [{}, *[{"3": "examples"}] * MAX_VOID_ROUNDS]
 
 
 def test_a_result_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
@@ -278,17 +288,17 @@ def test_a_result_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
         NonFiniteError, match='the aggregated state must be finite, got NaN or Inf in "w"'
     ):
         aggregate(
-            START, [replace(change(0), tensors=huge)], Memory(), replace(FOUR, server_rate=1e20)
+            START, [replace(change(0), tensors=huge)], Memory(), replace(FOUR, server_lr=1e20)
         )
     bad = {n: torch.full_like(t, 3e38) for n, t in START.items()}
     with pytest.raises(NonFiniteError, match="optimizer state"):
         aggregate(
             START, [replace(change(0), tensors=bad)], Memory(), replace(FOUR, strategy="fedadam")
         )
-    settings = replace(FOUR, server_rate=1e38, norm_factor=0.0)
+    settings = replace(FOUR, server_lr=1e38, norm_factor=0.0)
     with pytest.raises(
         FederatedError,
-        match=f"round 1 failed {PATIENCE} times: the aggregated state must be finite",
+        match=f"round 1 failed {MAX_VOID_ROUNDS} times: the aggregated state must be finite",
     ):
         ran(lambda c: replace(c, tensors={n: 1e6 * t for n, t in c.tensors.items()}), settings)
 
@@ -348,7 +358,7 @@ def test_robust_rules_agree_with_slow_ones(rule: str, count: int) -> None:
 
 
 def test_a_trimmed_mean_drops_at_least_one_of_three() -> None:
-    assert [trimmed_at(0.2, n) for n in (1, 2, 3, 4, 5, 9, 10)] == [0, 0, 1, 1, 1, 1, 2]
+    assert [trim_count(0.2, n) for n in (1, 2, 3, 4, 5, 9, 10)] == [0, 0, 1, 1, 1, 1, 2]
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedprox", "fedadam"])
@@ -383,9 +393,9 @@ def test_robust_rules_hold_against_one_client_without_any_check(rule: str, strat
 
 def test_the_default_is_the_weighted_mean_bit_for_bit() -> None:
     """As it was before there were rules: float64 sums by client, then one rounding."""
-    settings = Settings(clients=4, rounds=3, batch=8, rate=0.1, partition="dirichlet", alpha=0.3)
+    settings = Settings(clients=4, rounds=3, batch=8, lr=0.1, partition="dirichlet", alpha=0.3)
     state: dict[str, torch.Tensor] = state_of(fed.vit())
-    engine = InProcess(fed.vit(), fed.parts_of(fed.bars(), settings), settings)
+    engine = InProcess(fed.vit(), fed.partition_examples(fed.bars(), settings), settings)
     for number in range(3):
         sent = [c for c in engine.ask(number, range(4), state) if isinstance(c, Contribution)]
         weights = [c.examples for c in sent]
@@ -433,7 +443,7 @@ def test_settings_that_contradict_themselves_are_one_error(given: dict[str, Any]
 def test_a_run_from_before_goes_on_and_limits_may_change() -> None:
     old = {
         k: v
-        for k, v in FOUR.told().items()
+        for k, v in FOUR.to_dict().items()
         if k
         not in ("aggregation", "trim", "clipping_norm", "max_examples", "max_norm", "norm_factor")
     }
@@ -518,7 +528,7 @@ def saved(folder: Path) -> None:
 
 def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
     saved(tmp_path / "run")
-    path = tmp_path / "run" / state_store.FILE
+    path = tmp_path / "run" / state_store.STATE_FILE
     good = state_store.load(tmp_path / "run")
     assert good is not None
     tensors = {f"state/{n}": t for n, t in good.state.items()} | {
@@ -578,7 +588,7 @@ def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
 )
 def test_a_damaged_description_is_one_typed_error(text: str, tmp_path: Path) -> None:
     saved(tmp_path / "run")
-    (tmp_path / "run" / state_store.ABOUT).write_text(text)
+    (tmp_path / "run" / state_store.RUN_FILE).write_text(text)
     with pytest.raises(FederatedError):
         state_store.begin(tmp_path / "run", FOUR, DIGEST, {})
 
@@ -596,9 +606,9 @@ def test_a_damaged_description_is_one_typed_error(text: str, tmp_path: Path) -> 
     ],
 )
 def test_settings_of_another_type_are_one_typed_error(bad: dict[str, Any]) -> None:
-    assert read_settings(FOUR.told()) == FOUR
+    assert read_settings(FOUR.to_dict()) == FOUR
     with pytest.raises(FederatedError):
-        read_settings({**FOUR.told(), **bad})
+        read_settings({**FOUR.to_dict(), **bad})
 
 
 @pytest.mark.parametrize("exchange", [True, False])

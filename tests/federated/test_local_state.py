@@ -12,21 +12,21 @@ import torch
 
 import support.federations as fed
 from regauge.errors import CheckpointError
-from regauge.federated import InProcess, Settings, parts_of, run, state_of, state_store
-from regauge.federated.local_state import LocalState, withheld
-from regauge.federated.runs import Source, federated
+from regauge.federated import InProcess, Settings, partition_examples, run, state_of, state_store
+from regauge.federated.local_state import LocalState, withheld_names
+from regauge.federated.runs import Source, run_federated
 from regauge.results.findings import load_results
 
-SETTINGS = Settings(clients=3, rounds=3, batch=8, rate=0.1, defences=("withhold=embedding",))
+SETTINGS = Settings(clients=3, rounds=3, batch=8, lr=0.1, defences=("withhold=embedding",))
 NAME = "vit.embeddings.position_embeddings"
 
 
 def ran(
     own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object
-) -> state_store.Kept:
+) -> state_store.RunState:
     model = fed.vit()
     return run(
-        InProcess(model, parts_of(fed.bars(), settings), settings, own),
+        InProcess(model, partition_examples(fed.bars(), settings), settings, own),
         state_of(model),
         settings,
         folder=folder,
@@ -49,7 +49,7 @@ def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
         moved[1] > 1.5 * moved[0]
     )  # a round begins where the last one ended, and not where the server is
     assert (
-        withheld(fed.vit(), InProcess(fed.vit(), [fed.bars()] * 3, SETTINGS).defences)
+        withheld_names(fed.vit(), InProcess(fed.vit(), [fed.bars()] * 3, SETTINGS).defences)
         == own.latest(0).keys()
     )
 
@@ -59,7 +59,7 @@ def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
     ran(whole)
     ran(again)
     model = fed.vit()
-    engine = InProcess(model, parts_of(fed.bars(), SETTINGS), SETTINGS, again)
+    engine = InProcess(model, partition_examples(fed.bars(), SETTINGS), SETTINGS, again)
     before = again.latest(1)[NAME]
     list(engine.ask(2, (1,), state_of(fed.vit())))  # the last round, from another state
     assert not torch.equal(again.latest(1)[NAME], before)
@@ -80,20 +80,23 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
     fed.vit(num_labels=10).save_pretrained(folder)  # type: ignore[operator]
     source = Source(str(folder), "digits", mean=[0.3], std=[0.38], test="digits")
     settings = replace(SETTINGS, steps=2)
-    whole = federated(source, settings, tmp_path / "whole")
-    federated(source, replace(settings, rounds=1), tmp_path / "run")
-    again = federated(source, settings, tmp_path / "run")
-    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    whole = run_federated(source, settings, tmp_path / "whole")
+    run_federated(source, replace(settings, rounds=1), tmp_path / "run")
+    again = run_federated(source, settings, tmp_path / "run")
+    assert all(
+        torch.equal(whole.run_state.state[n], again.run_state.state[n])
+        for n in whole.run_state.state
+    )
     table = load_results(tmp_path / "run" / "results.json").tables[0]
     assert [row[table.columns.index("accuracy of clients")] for row in table.rows] == [
-        r.measures["accuracy of clients"] for r in again.kept.history
+        r.measures["accuracy of clients"] for r in again.run_state.history
     ]
-    assert [r.measures["accuracy of clients"] for r in again.kept.history] == [
-        r.measures["accuracy of clients"] for r in whole.kept.history
+    assert [r.measures["accuracy of clients"] for r in again.run_state.history] == [
+        r.measures["accuracy of clients"] for r in whole.run_state.history
     ]
     (tmp_path / "run" / "own" / "client-00000" / "round-00002.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="round-00002"):
-        federated(source, replace(settings, rounds=4), tmp_path / "run")
+        run_federated(source, replace(settings, rounds=4), tmp_path / "run")
 
 
 def test_without_it_there_is_nothing_of_ones_own() -> None:

@@ -18,7 +18,7 @@ from experiments.texts import evaluate, puzzles_of
 from regauge.data.datasets import DataError
 from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, TextJigsaw
-from regauge.jigsaw.text import span_masks
+from regauge.jigsaw.text import sample_span_masks
 
 SIZE: dict[str, Any] = {
     "hidden_size": 16,
@@ -79,12 +79,13 @@ def texts(pad: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_spans_reach_the_ratio_within_what_is_free() -> None:
     free = np.ones((200, 60), bool)
     free[:, 0] = free[:, 50:] = False
-    masks = span_masks(free, 0.4, 3, np.random.default_rng(0))
+    masks = sample_span_masks(free, 0.4, 3, np.random.default_rng(0))
     assert not (masks & ~free).any()
     assert (masks.sum(1) == int(0.4 * 49)).all()
     runs = np.diff(masks.astype(int), axis=1) == 1
     assert (
-        runs.sum(1).mean() < span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8
+        runs.sum(1).mean()
+        < sample_span_masks(free, 0.4, 1, np.random.default_rng(0)).sum(1).mean() * 0.8
     )  # they hang together
 
 
@@ -95,7 +96,7 @@ def test_the_ends_of_a_text_stay(told: bool) -> None:
     assert wrapped.special == (0,)
     ids, attention = texts(0)
     taken = torch.stack(
-        [wrapped.draw(ids, attention if told else None, seed)[0] for seed in range(50)]
+        [wrapped.sample(ids, attention if told else None, seed)[0] for seed in range(50)]
     ).any(0)
     lengths = attention.sum(1)
     for row, length in zip(taken, lengths, strict=True):
@@ -132,7 +133,9 @@ def tokenizer_of(kind: str, folder: Path) -> Any:
 
 
 def ever_taken(wrapped: TextJigsaw, types: torch.Tensor | None = None) -> list[int]:
-    masks = [wrapped.draw(PAIR, None, seed, 0.9, token_type_ids=types)[0][0] for seed in range(100)]
+    masks = [
+        wrapped.sample(PAIR, None, seed, 0.9, token_type_ids=types)[0][0] for seed in range(100)
+    ]
     return torch.stack(masks).any(0).nonzero().flatten().tolist()
 
 
@@ -203,7 +206,7 @@ def test_ratio_0_is_the_plain_model_and_evaluation_is_too(name: str) -> None:
         atol=1e-6,
     )  # places are the model's
     assert not torch.allclose(
-        some(ids, mask, puzzle=some.draw(ids, mask, 0)).logits,
+        some(ids, mask, puzzle=some.sample(ids, mask, 0)).logits,
         plain(input_ids=ids, attention_mask=mask).logits,
         atol=1e-3,
     )
@@ -213,7 +216,7 @@ def test_ratio_0_is_the_plain_model_and_evaluation_is_too(name: str) -> None:
 def test_only_shuffled_places_are_unknown(name: str) -> None:
     wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
     ids, mask = texts(wrapped.model.config.pad_token_id)
-    chosen, order = wrapped.draw(ids, mask, 3)
+    chosen, order = wrapped.sample(ids, mask, 3)
     assert chosen.any()
     assert not chosen[:, 0].any()
     assert not (chosen & (mask == 0)).any()
@@ -235,7 +238,7 @@ def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
     labels = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
     labels[:, ::3] = -100
     kept = labels.clone()
-    chosen, order = wrapped.draw(ids, mask, 3)
+    chosen, order = wrapped.sample(ids, mask, 3)
     found = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
     by_hand = [
         torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten())
@@ -252,7 +255,7 @@ def test_labels_of_texts_stay() -> None:
     """Of one class per text, and of as many classes as tokens."""
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
-    puzzle = wrapped.draw(ids, mask, 3)
+    puzzle = wrapped.sample(ids, mask, 3)
     found = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
     assert torch.allclose(found.loss, torch.nn.functional.cross_entropy(found.logits, LABELS))
     torch.manual_seed(0)
@@ -275,7 +278,7 @@ def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
     wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
     ids, mask = texts(wrapped.model.config.pad_token_id)
     ids, mask = ids[:1], mask[:1]
-    chosen, order = wrapped.draw(ids, mask, 3)
+    chosen, order = wrapped.sample(ids, mask, 3)
     turned = torch.arange(20).flip(0)[None] + 3
     wrapped(ids, mask, position_ids=turned, puzzle=(chosen, order)).logits.square().sum().backward()
     assert wrapped.unknown.grad.abs().sum() > 0
@@ -294,7 +297,7 @@ def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
 def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
-    puzzle = wrapped.draw(ids, mask, 3)
+    puzzle = wrapped.sample(ids, mask, 3)
     found = wrapped(ids, mask, puzzle=puzzle).logits
     assert torch.equal(
         wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found
@@ -316,7 +319,7 @@ def test_the_unknown_place_cannot_be_given() -> None:
 def test_two_shuffles_of_one_mask_are_one_to_the_model() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
-    chosen, order = wrapped.draw(ids, mask, 3)
+    chosen, order = wrapped.sample(ids, mask, 3)
     plain = torch.arange(20).expand(3, 20)
     assert torch.allclose(
         wrapped(ids, mask, puzzle=(chosen, order)).logits,

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from regauge.jigsaw import JigsawError, block_masks, draw_puzzle
-from regauge.jigsaw.masks import blocks, draw_scramble, shuffles
+from regauge.jigsaw import JigsawError, block_masks, sample_puzzle
+from regauge.jigsaw.masks import sample_blocks, sample_scramble, sample_shuffles
 
 # What the reference's generator achieved on 14 x 14 cells (mean over many masks), and what is least
 # to be expected of one.
@@ -34,7 +34,9 @@ def test_masks_achieve_the_ratio_that_the_reference_achieves(ratio: float) -> No
 
 
 def test_blocks_have_the_sizes_aspects_and_places_that_were_asked_for() -> None:
-    top, left, tall, wide = blocks(np.full(20_000, 75), 8, (14, 14), 0.3, np.random.default_rng(2))
+    top, left, tall, wide = sample_blocks(
+        np.full(20_000, 75), 8, (14, 14), 0.3, np.random.default_rng(2)
+    )
     sizes, aspects = tall * wide, tall / wide
     assert 6 <= sizes.min() <= 8 <= 75 <= sizes.max() <= 90  # 8 to 75, before the sides are rounded
     assert abs(sizes.mean() - (8 + 75) / 2) < 0.5
@@ -57,7 +59,7 @@ def test_any_grid_has_masks(h: int, w: int, ratio: float, seed: int) -> None:
     masks = block_masks(3, (h, w), ratio, np.random.default_rng(seed))
     assert masks.shape == (3, h, w)
     assert (masks.sum((1, 2)) <= int(ratio * h * w)).all()
-    order = shuffles(masks.reshape(3, -1), np.random.default_rng(seed))
+    order = sample_shuffles(masks.reshape(3, -1), np.random.default_rng(seed))
     assert (np.sort(order, 1) == np.arange(h * w)).all()
     assert (order[~masks.reshape(3, -1)] == np.nonzero(~masks.reshape(3, -1))[1]).all()
 
@@ -65,7 +67,7 @@ def test_any_grid_has_masks(h: int, w: int, ratio: float, seed: int) -> None:
 def test_shuffles_are_uniform_over_the_masked_cells() -> None:
     masks = np.zeros((6000, 5), bool)
     masks[:, [0, 2, 4]] = True
-    order = shuffles(masks, np.random.default_rng(0))
+    order = sample_shuffles(masks, np.random.default_rng(0))
     counts = np.unique(order[:, [0, 2, 4]], axis=0, return_counts=True)[1]
     assert len(counts) == 6
     assert abs(counts - 1000).max() < 130  # four standard deviations
@@ -75,7 +77,7 @@ def test_the_images_differ_exactly_where_the_mask_says() -> None:
     images = torch.arange(4 * 3 * 12 * 20, dtype=torch.float32).view(
         4, 3, 12, 20
     )  # every pixel its own value, 3 x 5 patches of 4
-    puzzle = draw_puzzle(4, (3, 5), 0.6, 3)
+    puzzle = sample_puzzle(4, (3, 5), 0.6, 3)
     shuffled = puzzle.apply(images)
     moved = puzzle.order != torch.arange(15)
     assert moved.any()
@@ -96,7 +98,7 @@ def test_the_images_differ_exactly_where_the_mask_says() -> None:
 
 def test_one_puzzle_serves_a_batch() -> None:
     images = torch.randn(3, 1, 8, 8)
-    puzzle = draw_puzzle(1, (4, 4), 0.9, 0)
+    puzzle = sample_puzzle(1, (4, 4), 0.9, 0)
     whole = puzzle.apply(images)
     assert not torch.equal(whole, images)
     assert all(torch.equal(puzzle.apply(images[i : i + 1])[0], whole[i]) for i in range(3))
@@ -105,7 +107,7 @@ def test_one_puzzle_serves_a_batch() -> None:
 def test_a_scramble_moves_pixels_alike_in_every_patch() -> None:
     images = torch.arange(64.0).view(1, 1, 8, 8)
     found = (
-        draw_scramble((2, 2), (4, 4), 0)
+        sample_scramble((2, 2), (4, 4), 0)
         .apply(images)
         .view(2, 4, 2, 4)
         .permute(0, 2, 1, 3)
@@ -118,10 +120,10 @@ def test_a_scramble_moves_pixels_alike_in_every_patch() -> None:
 
 
 def test_a_seed_decides_and_nothing_else_does() -> None:
-    one = draw_puzzle(8, (14, 14), 0.3, [1, 2])
+    one = sample_puzzle(8, (14, 14), 0.3, [1, 2])
     np.random.seed(7)
     torch.manual_seed(7)
-    same, other = draw_puzzle(8, (14, 14), 0.3, [1, 2]), draw_puzzle(8, (14, 14), 0.3, [1, 3])
+    same, other = sample_puzzle(8, (14, 14), 0.3, [1, 2]), sample_puzzle(8, (14, 14), 0.3, [1, 3])
     assert torch.equal(one.mask, same.mask)
     assert torch.equal(one.order, same.order)
     assert not torch.equal(one.mask, other.mask)
@@ -132,7 +134,7 @@ class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return 6
 
     def __getitem__(self, i: int) -> torch.Tensor:
-        return draw_puzzle(1, (6, 6), 0.5, [0, i]).order[0]
+        return sample_puzzle(1, (6, 6), 0.5, [0, i]).order[0]
 
 
 def test_workers_draw_what_the_process_draws() -> None:
@@ -145,9 +147,9 @@ def test_workers_draw_what_the_process_draws() -> None:
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.5, float("nan")])
 def test_a_ratio_outside_is_refused(ratio: float) -> None:
     with pytest.raises(JigsawError, match=r"is not in \[0, 1\)"):
-        draw_puzzle(1, (4, 4), ratio, 0)
+        sample_puzzle(1, (4, 4), ratio, 0)
 
 
 def test_an_image_that_is_no_multiple_of_the_patch_is_refused() -> None:
     with pytest.raises(JigsawError, match="9 x 8 pixels is no multiple"):
-        draw_puzzle(1, (4, 4), 0.5, 0).apply(torch.zeros(1, 3, 9, 8))
+        sample_puzzle(1, (4, 4), 0.5, 0).apply(torch.zeros(1, 3, 9, 8))

@@ -15,26 +15,26 @@ import transformers
 from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.corruptions import CORRUPTIONS, corrupt
-from regauge.jigsaw.figures import corrupted
-from regauge.jigsaw.positions import place_of
+from regauge.jigsaw.figures import report_corruptions
+from regauge.jigsaw.positions import find_positions
 from regauge.jigsaw.robustness import (
-    answers,
     aupr,
     aurra,
     corruption_errors,
     mean_corruption_error,
     mean_error,
+    score_predictions,
 )
 from regauge.jigsaw.studies import (
     accumulated_eigenvalues,
+    attention_entropies,
     attention_maps,
-    entropies,
     explained_variance,
+    position_table,
     project_pca,
     project_umap,
     regress_positions,
-    study,
-    table_of,
+    study_positions,
 )
 
 DRAW = np.random.default_rng(0)
@@ -58,12 +58,12 @@ def vit() -> Any:
 def test_a_table_that_holds_its_places_is_read_and_noise_is_not() -> None:
     linear = PLACES @ DRAW.normal(size=(2, 16)) + 3.0
     found = regress_positions(linear, (5, 6))
-    assert found.two < 1e-9
-    assert found.one < 1e-9  # the index is linear in row and column
+    assert found.grid_mae < 1e-9
+    assert found.index_mae < 1e-9  # the index is linear in row and column
     noise = regress_positions(DRAW.normal(size=(30, 16)), (5, 6))
-    assert noise.two > 0.8
-    assert noise.one > 4
-    assert noise.one_spread > 0
+    assert noise.grid_mae > 0.8
+    assert noise.index_mae > 4
+    assert noise.index_spread > 0
 
 
 def test_explained_variance_and_eigenvalues_by_hand() -> None:
@@ -101,17 +101,23 @@ def test_the_table_is_of_patches_alone() -> None:
     wrapped = MaskedJigsaw(vit(), variant="F")
     with torch.no_grad():
         wrapped.index += 1
-    table, grid = table_of(wrapped)
+    table, grid = position_table(wrapped)
     own = wrapped.model.vit.embeddings.position_embeddings
     assert grid == (5, 6)
     assert np.allclose(table, own[0, 1:].detach().double().numpy() + 1)
-    assert set(study(wrapped)) == {"explained", "eigenvalues", "regression", "pca", "grid"}
+    assert set(study_positions(wrapped)) == {
+        "explained",
+        "eigenvalues",
+        "regression",
+        "pca",
+        "grid",
+    }
     config = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"
     )
     bare = MaskedJigsaw(transformers.ResNetForImageClassification(config), variant="A")
     with pytest.raises(JigsawError, match="no table of absolute positions"):
-        table_of(bare)
+        position_table(bare)
     with pytest.raises(JigsawError, match="no token that looks at all"):
         attention_maps(bare, torch.zeros(1, 3, 32, 32))
 
@@ -128,7 +134,7 @@ def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> N
     }
     config = getattr(transformers, f"{name}Config")(vision_config=size, num_labels=3)
     model = getattr(transformers, f"{name}ForImageClassification")(config)
-    place = place_of(model)
+    place = find_positions(model)
     assert place.patch == (4, 4)
     assert "that is known here" in place.note
     assert "embeddings.position_embedding," in place.note
@@ -137,7 +143,7 @@ def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> N
             embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic"
         )
     )
-    assert "has no absolute position embedding: of MJP" in place_of(bare).note
+    assert "has no absolute position embedding: of MJP" in find_positions(bare).note
     if name == "CLIP":
         assert attention_maps(
             MaskedJigsaw(model, variant="A"), torch.randn(1, 3, 16, 16)
@@ -156,8 +162,10 @@ def test_attention_maps_are_those_of_the_library() -> None:
     expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1:]
     assert found.shape == (2, 2, 5, 6)
     assert np.allclose(found.reshape(2, 2, 30), expected.detach().numpy(), atol=1e-6)
-    assert (entropies(found) <= 1 + 1e-9).all()
-    assert entropies(np.eye(4).reshape(1, 1, 4, 4)[..., :1, :]).max() < 1e-9  # on one patch alone
+    assert (attention_entropies(found) <= 1 + 1e-9).all()
+    assert (
+        attention_entropies(np.eye(4).reshape(1, 1, 4, 4)[..., :1, :]).max() < 1e-9
+    )  # on one patch alone
 
 
 def test_attention_maps_of_timm() -> None:
@@ -295,10 +303,10 @@ def test_what_is_no_corruption_is_refused() -> None:
 
 def test_errors_are_told_where_the_reference_has_none() -> None:
     some, none = {"fog": [0.5]}, {"fog": [0.0]}
-    (table,), _, missing = corrupted({"first": none, "second": some})
+    (table,), _, missing = report_corruptions({"first": none, "second": some})
     assert [row[0] for row in table.rows] == ["fog", "mean"]
     assert "no error under fog" in missing[0]
-    (table,), _, missing = corrupted({"first": some, "second": none})
+    (table,), _, missing = report_corruptions({"first": some, "second": none})
     assert table.rows[-1] == ("mCE, relative to the first", 100.0, 0.0)
     assert not missing
 
@@ -312,12 +320,12 @@ def test_answers_are_of_classifiers_and_of_one_label() -> None:
             torch.zeros(len(rows), dtype=torch.long),
         ),
     )
-    sure, right = answers(vit(), examples)
+    sure, right = score_predictions(vit(), examples)
     assert sure.shape == right.shape == (2,)
     with pytest.raises(JigsawError, match="ViTModel gives no classes"):
-        answers(vit().vit, examples)
+        score_predictions(vit().vit, examples)
     with pytest.raises(JigsawError, match="several labels each"):
-        answers(vit(), replace(examples, multi=True))
+        score_predictions(vit(), replace(examples, multi_label=True))
 
 
 def test_numbers_of_robustness_by_hand() -> None:

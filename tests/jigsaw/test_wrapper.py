@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from regauge.data.tasks import Examples
-from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, draw_puzzle, reference_weight
+from regauge.jigsaw import VARIANTS, JigsawError, MaskedJigsaw, reference_weight, sample_puzzle
 from regauge.jigsaw.masks import Puzzle
-from regauge.jigsaw.metrics import evaluate, features_of, puzzles_of
-from regauge.jigsaw.positions import place_of
-from regauge.jigsaw.wrapper import ramp, until
+from regauge.jigsaw.metrics import capture_features, evaluate, evaluation_puzzles
+from regauge.jigsaw.positions import find_positions
+from regauge.jigsaw.wrapper import ramp, stop_after
 from support.own_modules import Cifar, Mnist
 
 HERE = Path(__file__).parents[1]
@@ -129,7 +129,7 @@ def made(name: str) -> Any:
     """A model with positions that are felt: fresh ones are nothing, or almost."""
     model = WITH_TABLE[name]()
     with torch.no_grad():
-        model.get_parameter(place_of(model).table).normal_(
+        model.get_parameter(find_positions(model).table).normal_(
             generator=torch.Generator().manual_seed(5)
         )
     return model
@@ -168,7 +168,7 @@ def test_without_a_puzzle_the_trained_wrapper_is_its_plain_model(name: str) -> N
     plain = wrapped.unwrap()
     assert torch.equal(out.logits, logits_of(plain, IMAGES))
     assert not torch.allclose(
-        wrapped(IMAGES, puzzle=draw_puzzle(3, wrapped.place.grid, 0.9, 0)).logits, out.logits
+        wrapped(IMAGES, puzzle=sample_puzzle(3, wrapped.layout.grid, 0.9, 0)).logits, out.logits
     )
 
 
@@ -179,9 +179,9 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
     always have one.
     """
     wrapped = MaskedJigsaw(made(name), 0.5).eval()
-    place = wrapped.place
+    place = wrapped.layout
     table = wrapped.model.get_parameter(place.table)
-    puzzle = draw_puzzle(rows, place.grid, 0.5, 4)
+    puzzle = sample_puzzle(rows, place.grid, 0.5, 4)
     positions = wrapped.positions(puzzle.mask)
     assert positions.shape == (rows, *table.shape[1:])
     assert torch.equal(positions[:, : place.prefix], table[:, : place.prefix].expand(rows, -1, -1))
@@ -206,8 +206,8 @@ def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees
     """Masked patches are told apart by nothing but what is in them: two shuffles of one mask give
     the same answer, and without it they do not.
     """
-    puzzle = draw_puzzle(1, (4, 4), 0.5, 0)
-    other = draw_puzzle(1, (4, 4), 0.5, 0)
+    puzzle = sample_puzzle(1, (4, 4), 0.5, 0)
+    other = sample_puzzle(1, (4, 4), 0.5, 0)
     at = puzzle.mask[0].nonzero()[:, 0]
     other.order[0, at] = at.flip(0)
     assert not torch.equal(puzzle.order, other.order)
@@ -235,7 +235,7 @@ def test_without_positions_consistency_is_100_percent(name: str) -> None:
     assert [s.consistency for s in found.shuffled] == [1.0, 1.0]
     assert max(s.norm for s in found.shuffled) < 1e-4
     assert not any(
-        p.requires_grad for n, p in bare.model.named_parameters() if n == bare.place.table
+        p.requires_grad for n, p in bare.model.named_parameters() if n == bare.layout.table
     )
     plain = evaluate(MaskedJigsaw(made(name), variant="A"), examples(), (0.5, 0.9))
     assert plain.shuffled[1].norm > 100 * max(s.norm for s in found.shuffled)
@@ -246,10 +246,10 @@ def test_measures_are_what_they_say() -> None:
     wrapped = MaskedJigsaw(vit(), variant="A").eval()
     found = evaluate(wrapped, examples(12), (0.5,), batch=5)
     again = evaluate(wrapped, examples(12), (0.5,), batch=12)
-    for field, one in found.shuffled[0].as_dict().items():  # batches do not matter
-        assert one == pytest.approx(again.shuffled[0].as_dict()[field], rel=1e-5)
+    for field, one in found.shuffled[0].to_dict().items():  # batches do not matter
+        assert one == pytest.approx(again.shuffled[0].to_dict()[field], rel=1e-5)
     images = examples(12).batch(range(12))[0]["pixel_values"]
-    puzzle = puzzles_of(list(range(12)), wrapped, images, 0.5, 0)
+    puzzle = evaluation_puzzles(list(range(12)), wrapped, images, 0.5, 0)
     with torch.no_grad():
         states = [
             wrapped.model(x, output_hidden_states=True) for x in (images, puzzle.apply(images))
@@ -316,7 +316,7 @@ def test_warm_up_probability_and_schedules() -> None:
     )
     shuffled, weights = [], []
     for _ in range(205):
-        puzzle, weight = wrapped._next(3, (4, 4), IMAGES)
+        puzzle, weight = wrapped._next_puzzle(3, (4, 4), IMAGES)
         shuffled.append(puzzle is not None)
         weights.append(float(weight))
     assert not any(shuffled[:5])
@@ -325,12 +325,12 @@ def test_warm_up_probability_and_schedules() -> None:
     assert weights[5] == pytest.approx(0.01)
     assert weights[-1] == pytest.approx(0.005)
     always, never = (MaskedJigsaw(vit(), 0.5, probability=p) for p in (1.0, 0.0))
-    assert all(always._next(3, (4, 4), IMAGES)[0] is not None for _ in range(5))
-    assert all(never._next(3, (4, 4), IMAGES)[0] is None for _ in range(5))
-    ending = MaskedJigsaw(vit(), 0.5, probability=1.0, schedule=until(8, 0.75))
-    assert [ending._next(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [True] * 6 + [
-        False
-    ] * 2
+    assert all(always._next_puzzle(3, (4, 4), IMAGES)[0] is not None for _ in range(5))
+    assert all(never._next_puzzle(3, (4, 4), IMAGES)[0] is None for _ in range(5))
+    ending = MaskedJigsaw(vit(), 0.5, probability=1.0, schedule=stop_after(8, 0.75))
+    assert [ending._next_puzzle(3, (4, 4), IMAGES)[0] is not None for _ in range(8)] == [
+        True
+    ] * 6 + [False] * 2
 
 
 def test_the_puzzle_of_a_pass_is_known_by_its_number() -> None:
@@ -396,14 +396,14 @@ def test_without_absolute_positions_the_shuffle_is_left_and_that_is_said(name: s
 def test_grids_that_are_not_square_and_other_patches() -> None:
     wide = vit(image_size=(8, 24), patch_size=4)
     wrapped = MaskedJigsaw(wide, 0.5, probability=1.0).train()
-    assert wrapped.place.grid == (2, 6)
+    assert wrapped.layout.grid == (2, 6)
     out = wrapped(torch.randn(2, 3, 8, 24), torch.tensor([0, 1]))
     out.loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
     timm = timm_model(
         "vit_small_patch16_224", img_size=(16, 32), patch_size=8, embed_dim=16, depth=1, num_heads=2
     )
-    assert MaskedJigsaw(timm, 0.5).place.grid == (2, 4)
+    assert MaskedJigsaw(timm, 0.5).layout.grid == (2, 4)
     with pytest.raises(JigsawError, match="18 x 16 pixels is no multiple of the patch, 4 x 4"):
         MaskedJigsaw(vit(), 0.5)(torch.zeros(1, 3, 18, 16))
     with pytest.raises(JigsawError, match="has 8 x 4 patches, the positions are of 4 x 4"):
@@ -455,7 +455,9 @@ def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None
     model = make()
     wrapped = MaskedJigsaw(model, 0.5, probability=1.0, per="sample").eval()
     with torch.no_grad():
-        model.get_parameter(wrapped.place.table).normal_(generator=torch.Generator().manual_seed(5))
+        model.get_parameter(wrapped.layout.table).normal_(
+            generator=torch.Generator().manual_seed(5)
+        )
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
     none = Puzzle(torch.zeros(1, 16, dtype=torch.bool), torch.arange(16)[None], (4, 4))
     plain = wrapped(images, **given).logits
@@ -463,11 +465,11 @@ def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None
         wrapped(images, puzzle=none, **given).logits, plain, rtol=0, atol=1e-6
     )
     assert not torch.allclose(
-        wrapped(images, puzzle=draw_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4
+        wrapped(images, puzzle=sample_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4
     )
     wrapped.train()(images, torch.tensor([1, 2]), **given).loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
-    assert model.get_parameter(wrapped.place.table).grad.abs().sum() > 0
+    assert model.get_parameter(wrapped.layout.table).grad.abs().sum() > 0
     with pytest.raises(JigsawError, match="has 4 x 8 patches, the positions are of 6 x 6"):
         wrapped(torch.zeros(1, 3, 16, 32), **given)
 
@@ -479,7 +481,7 @@ def test_a_real_dinov2_at_another_size_than_its_own() -> None:
         pytest.skip("make real fetches dinov2-small")
     model = transformers.Dinov2ForImageClassification.from_pretrained(path, num_labels=4)
     wrapped = MaskedJigsaw(model, 0.3, probability=1.0)
-    assert wrapped.place.grid == (37, 37)
+    assert wrapped.layout.grid == (37, 37)
     images = torch.randn(2, 3, 224, 224, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         assert torch.equal(wrapped.eval()(images).logits, model(images).logits)
@@ -502,7 +504,7 @@ def test_real_checkpoints_of_no_library(name: str, kind: Any, side: int, patch: 
     wrapped = MaskedJigsaw(model, 0.1, patch=patch).eval()
     images = torch.randn(2, 3 if kind is Cifar else 1, side, side)
     assert torch.equal(wrapped(images).logits, model(images))
-    shuffled = wrapped(images, puzzle=draw_puzzle(2, wrapped.place.grid, 0.5, 0)).logits
+    shuffled = wrapped(images, puzzle=sample_puzzle(2, wrapped.layout.grid, 0.5, 0)).logits
     assert not torch.allclose(shuffled, model(images), atol=1e-2)
     wrapped.train()(images, torch.tensor([1, 2])).loss.backward()
 
@@ -665,7 +667,7 @@ def test_whole_models_of_timm(name: str) -> None:
         warnings.simplefilter("ignore")
         wrapped = MaskedJigsaw(model, 0.1, probability=1.0).train()
     wrapped(torch.randn(2, 3, 224, 224), torch.tensor([0, 1])).loss.backward()
-    assert wrapped.place.patch == ((4, 4) if "swin" in name else (16, 16))
+    assert wrapped.layout.patch == ((4, 4) if "swin" in name else (16, 16))
 
 
 @pytest.mark.slow
@@ -684,12 +686,12 @@ def test_whole_models_of_transformers(kind: str) -> None:
     ).train()
     wrapped(torch.randn(2, 3, 224, 224), torch.tensor([0, 1])).loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
-    assert wrapped.place.grid == ((56, 56) if kind == "Swin" else (14, 14))
+    assert wrapped.layout.grid == ((56, 56) if kind == "Swin" else (14, 14))
 
 
 def test_features_are_what_the_head_is_given() -> None:
     model = vit().eval()
-    with torch.no_grad(), features_of(model) as features:
+    with torch.no_grad(), capture_features(model) as features:
         logits = model(IMAGES).logits
         assert torch.allclose(model.classifier(features()), logits)
 
@@ -716,10 +718,10 @@ def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> N
 def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
     from experiments.models import build
     from experiments.puzzles import subjects_of
-    from regauge.data.train import steps_of
+    from regauge.data.train import count_steps
 
-    assert steps_of({"batch": 50, "epochs": 3}, 1020) == 60
-    assert steps_of({"batch": 50, "steps": 7}, 1020) == 7
+    assert count_steps({"batch": 50, "epochs": 3}, 1020) == 60
+    assert count_steps({"batch": 50, "steps": 7}, 1020) == 7
     about = subjects_of("pico")["vit"].model
     (plain, larger), name = (
         (build({**about, **more}, 0) for more in ({}, {"positions": 3.0})),

@@ -18,12 +18,12 @@ from regauge.core.action import act, apply
 from regauge.core.axes import dual
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
-from regauge.core.spec import stored
+from regauge.core.spec import stored_tensors
 from regauge.errors import CutError, EdgeError, SpecError
-from regauge.locking.authorize import authorized, deauthorize, edge_of, is_authorized
+from regauge.locking.authorize import authorize_with_element, deauthorize, edge_of, is_authorized
 from regauge.locking.permuted import Permuted
 from regauge.models.families import Boundary
-from regauge.testing import outputs, strict_float64
+from regauge.testing import compute_outputs, strict_float64
 from regauge.verification.claims import RECIPES
 from support.models import distance, gradients, locked
 from support.picos import IDS, PICOS, build, config_of, spec_of
@@ -68,12 +68,12 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
     """
     model, twin, g = pair(name)
     inputs, before = PICOS[name].inputs, {k: v.clone() for k, v in twin.state_dict().items()}
-    expected, slopes = outputs(model, inputs), gradients(model, inputs)
-    assert distance(outputs(twin, inputs), expected) > 1e-3
-    assert authorized(twin, g, config=config_of(twin)) is twin
+    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
+    assert distance(compute_outputs(twin, inputs), expected) > 1e-3
+    assert authorize_with_element(twin, g, config=config_of(twin)) is twin
     assert is_authorized(twin)
-    assert distance(outputs(twin, inputs), expected) < 1e-9
-    got, entries = gradients(twin, inputs), stored(g.spec)
+    assert distance(compute_outputs(twin, inputs), expected) < 1e-9
+    got, entries = gradients(twin, inputs), stored_tensors(g.spec)
     for n, grad in slopes.items():
         moves = g.spec.parts[entries[n].pattern] == "backbone"
         assert (
@@ -85,9 +85,9 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
     assert all(torch.equal(after[k], before[k]) for k in before)
     deauthorize(twin)
     assert not is_authorized(twin)
-    assert distance(outputs(twin, inputs), expected) > 1e-3
-    authorized(twin, element(g.spec, 4), config=config_of(twin))  # the wrong key
-    assert distance(outputs(twin, inputs), expected) > 1e-3
+    assert distance(compute_outputs(twin, inputs), expected) > 1e-3
+    authorize_with_element(twin, element(g.spec, 4), config=config_of(twin))  # the wrong key
+    assert distance(compute_outputs(twin, inputs), expected) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["gpt2", "deberta-v3", "bart", "clip"])
@@ -99,7 +99,7 @@ def test_hidden_states_are_the_plain_ones(name: str, return_dict: bool) -> None:
     model, twin, g = pair(name)
     if return_dict:  # the hooks that collect them are there before the edges are, or after
         twin(**PICOS[name].inputs, output_hidden_states=True)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
 
     def states(m: torch.nn.Module) -> list[torch.Tensor]:
         with torch.no_grad(), strict_float64():
@@ -123,7 +123,7 @@ def flat(value: object) -> list[torch.Tensor]:
 
 def test_chosen_hidden_states_are_the_plain_ones() -> None:
     model, twin, g = pair("llama")
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     with torch.no_grad(), strict_float64():
         a, b = (m(**IDS, output_hidden_states=[0]).hidden_states for m in (model, twin))
         c = next(
@@ -138,7 +138,7 @@ def test_chosen_hidden_states_are_the_plain_ones() -> None:
 
 def test_hidden_states_of_a_swin_are_refused() -> None:
     _, twin, g = pair("swin")
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     with pytest.raises(EdgeError, match="between the blocks"):
         twin(**PICOS["swin"].inputs, output_hidden_states=True)
 
@@ -146,14 +146,14 @@ def test_hidden_states_of_a_swin_are_refused() -> None:
 @pytest.mark.parametrize("name", ["vit", "llama"])
 def test_rotations_are_undone_at_the_edges(name: str) -> None:
     model, twin, g = rotated(name)
-    expected = outputs(model, PICOS[name].inputs)
-    assert distance(outputs(twin, PICOS[name].inputs), expected) > 1e-3
+    expected = compute_outputs(model, PICOS[name].inputs)
+    assert distance(compute_outputs(twin, PICOS[name].inputs), expected) > 1e-3
     spec, state = fold_norms(
         spec_of(twin), twin.state_dict()
     )  # what a folded model's own spec is, to whoever has only that model
     assert all(torch.equal(state[n], t) for n, t in twin.state_dict().items())
-    authorized(twin, g.to(spec))
-    assert distance(outputs(twin, PICOS[name].inputs), expected) < 1e-9
+    authorize_with_element(twin, g.to(spec))
+    assert distance(compute_outputs(twin, PICOS[name].inputs), expected) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])
@@ -169,13 +169,13 @@ def test_generation_with_a_cache_is_the_same(name: str) -> None:
 
     expected = speak(model)
     assert not torch.equal(speak(twin), expected)
-    assert torch.equal(speak(authorized(twin, g)), expected)
+    assert torch.equal(speak(authorize_with_element(twin, g)), expected)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "permutation"), ("vit", "rotation")])
 def test_torch_compile_has_one_graph(name: str, kind: str) -> None:
     model, twin, g = rotated(name) if kind == "rotation" else pair(name, kind)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     inputs = PICOS[name].inputs | ({} if name == "vit" else {"use_cache": False})
     compiled = torch.compile(twin, backend="eager", fullgraph=True)
     with strict_float64():
@@ -197,7 +197,7 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> N
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     _, twin, g = pair(name)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     inputs = PICOS[name].inputs | {"use_cache": False}
     expected = gradients(twin, inputs)
     twin.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -224,7 +224,7 @@ def test_the_stream_is_moved_in_its_own_precision_under_autocast() -> None:
     _, twin, g = rotated("llama")
     seen: list[torch.Tensor] = []
     twin.float().model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     entered: list[torch.Tensor] = []
     twin.model.layers[0].register_forward_pre_hook(lambda m, args: entered.append(args[0]))
     with torch.autocast("cpu", torch.bfloat16):
@@ -236,8 +236,8 @@ def test_the_stream_is_moved_in_its_own_precision_under_autocast() -> None:
 
 def test_half_precision_models_and_other_devices() -> None:
     model, twin, g = pair("llama", "signed")
-    authorized(twin, g).to(torch.bfloat16)
-    exact, got = outputs(model, IDS)["logits"], twin(**IDS).logits
+    authorize_with_element(twin, g).to(torch.bfloat16)
+    exact, got = compute_outputs(model, IDS)["logits"], twin(**IDS).logits
     noise = float((model.to(torch.bfloat16)(**IDS).logits - exact).abs().max())
     assert float((got - exact).abs().max()) < 4 * noise
     assert twin.to("meta")(input_ids=IDS["input_ids"].to("meta")).logits.device.type == "meta"
@@ -248,7 +248,7 @@ def test_what_was_first_used_in_inference_mode_can_be_trained(dtype: torch.dtype
     _, twin, g = rotated("llama")
     twin.to(dtype)
     with torch.inference_mode():
-        authorized(twin, g)
+        authorize_with_element(twin, g)
         twin(**IDS)
     twin(**IDS).logits.sum().backward()
     assert twin.model.embed_tokens.weight.grad is not None
@@ -259,11 +259,11 @@ def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
     g = element(spec_of(model), 3, spaces=["ffn", "head"])
     twin = locked(model, g)
     assert not is_authorized(twin)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     assert is_authorized(twin)
-    assert distance(outputs(twin, IDS), outputs(model, IDS)) < 1e-9
+    assert distance(compute_outputs(twin, IDS), compute_outputs(model, IDS)) < 1e-9
     with pytest.raises(EdgeError, match="authorised already"):
-        authorized(twin, g)
+        authorize_with_element(twin, g)
 
 
 # Training.
@@ -357,7 +357,7 @@ def test_a_hundred_steps_are_those_of_the_plain_model(name: str, kind: str, make
         copy.deepcopy(twin),
     )
     train(model, inputs, make, 100)
-    train(authorized(twin, g), inputs, make, 100)
+    train(authorize_with_element(twin, g), inputs, make, 100)
     assert parted(g, start, model, twin) < 1e-9
     for m in (short, lost):
         train(m, inputs, make, 10)
@@ -374,7 +374,7 @@ def test_a_hundred_steps_in_single_precision() -> None:
     model, start = copy.deepcopy(exact).float(), start_of(exact)
     train(exact, IDS, adamw, 100)
     train(model, IDS, adamw, 100)
-    train(authorized(twin.float(), g), IDS, adamw, 100)
+    train(authorize_with_element(twin.float(), g), IDS, adamw, 100)
     rounding = parted(element(g.spec, 1).only(), start, exact, model)
     assert parted(g, start, model, twin) < 4 * rounding < 1e-2
 
@@ -384,14 +384,14 @@ def test_rotations_train_with_sgd_and_frozen_gains(name: str) -> None:
     model, twin, g = rotated(name)
     start, inputs = start_of(model), PICOS[name].inputs
     train(model, inputs, sgd, 20)
-    train(authorized(twin, g), inputs, sgd, 20)
+    train(authorize_with_element(twin, g), inputs, sgd, 20)
     assert parted(g, start, model, twin) < 1e-9
 
 
 def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     model, twin, g = rotated("llama")
     start = start_of(model)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     with pytest.raises(
         EdgeError,
         match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW keeps signed "
@@ -401,22 +401,22 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     assert "SGD" in str(error.value.hint)
     deauthorize(twin)
     train(model, IDS, adamw, 5)
-    train(authorized(twin, g, any_optimizer=True), IDS, adamw, 5)
+    train(authorize_with_element(twin, g, any_optimizer=True), IDS, adamw, 5)
     assert parted(g, start, model, twin) > 0.1
 
 
 def test_trained_gains_dropout_and_scales_are_refused() -> None:
     _, twin, g = rotated("llama", frozen=False)
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     with pytest.raises(EdgeError, match=r"norm.*freeze it at one"):
         train(twin, IDS, sgd, 1)
     _, vit, h = rotated("vit")
     vit.vit.layers[0].attention.add_module("drop", torch.nn.Dropout(0.1))
-    authorized(vit, h).train()
+    authorize_with_element(vit, h).train()
     with pytest.raises(EdgeError, match="dropout"):
         train(vit, PICOS["vit"].inputs, sgd, 1)
     _, scaled, k = pair("llama")
-    authorized(scaled, k)
+    authorize_with_element(scaled, k)
     with pytest.raises(EdgeError, match="no optimizer keeps"):
         train(scaled, IDS, sgd, 1)
 
@@ -426,7 +426,7 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
     taken off.
     """
     _, twin, g = rotated("llama")
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     other = build("llama")
     train(other, IDS, adamw, 1)
     for n, p in twin.named_parameters():
@@ -445,7 +445,7 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
 def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -> None:
     _, twin, g = rotated("llama")
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     held = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     for n, p in held.items():
         p.requires_grad_(n == "lm_head.weight")
@@ -465,7 +465,7 @@ def test_the_guard_agrees_with_the_measured_matrix() -> None:
     refused.
     """
     _, twin, g = rotated("llama")
-    edge = edge_of(authorized(twin, g))
+    edge = edge_of(authorize_with_element(twin, g))
     params = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     for recipe in RECIPES:
         refused = any(edge.faults(o) for o in recipe.make(params))
@@ -490,7 +490,7 @@ def test_the_trainer_trains_it_as_the_plain_model(tmp_path) -> None:
         {"input_ids": row, "labels": row}
         for row in torch.randint(0, 30, (8, 7), generator=torch.Generator().manual_seed(0))
     ]
-    for m in (model, authorized(twin, g)):
+    for m in (model, authorize_with_element(twin, g)):
         arguments = T.TrainingArguments(
             tmp_path,
             max_steps=3,
@@ -524,7 +524,7 @@ def distributed(rank: int, folder: str, port: int) -> None:
 
     torch.set_num_threads(1)
     _, twin, g = pair("gpt2", "permutation")
-    still(authorized(twin, g))
+    still(authorize_with_element(twin, g))
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(
         twin, adamw([p for p in twin.parameters() if p.requires_grad])
@@ -571,18 +571,18 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
 
 def test_authorising_twice_is_an_error() -> None:
     _, twin, g = pair("gpt2")
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     with pytest.raises(EdgeError, match="authorised already") as error:
-        authorized(twin, g)
+        authorize_with_element(twin, g)
     assert "deauthorize" in str(error.value.hint)
     with pytest.raises(EdgeError, match="authorised already"):
-        authorized(twin.transformer, g)
+        authorize_with_element(twin.transformer, g)
 
 
 def test_taking_it_off_leaves_nothing() -> None:
     _, twin, g = pair("deberta-v2")
     before = [dict(m.__dict__) for m in twin.modules()]
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     assert edge_of(twin).element is g
     deauthorize(twin)
     deauthorize(twin)
@@ -592,20 +592,20 @@ def test_taking_it_off_leaves_nothing() -> None:
 
 def test_a_copy_in_memory_is_authorised_and_apart() -> None:
     model, twin, g = pair("gpt2")
-    expected = outputs(model, IDS)
-    other = copy.deepcopy(authorized(twin, g))
+    expected = compute_outputs(model, IDS)
+    other = copy.deepcopy(authorize_with_element(twin, g))
     deauthorize(twin)
-    assert distance(outputs(other, IDS), expected) < 1e-9
+    assert distance(compute_outputs(other, IDS), expected) < 1e-9
     assert edge_of(other).model() is other
     deauthorize(other)
-    assert distance(outputs(other, IDS), expected) > 1e-3
+    assert distance(compute_outputs(other, IDS), expected) > 1e-3
 
 
 def test_a_saved_model_holds_no_key_and_refuses_to_run() -> None:
     model, twin, g = pair("gpt2")
-    expected = outputs(model, IDS)
+    expected = compute_outputs(model, IDS)
     blank, buffer = pickle.dumps(twin), io.BytesIO()
-    authorized(twin, g)
+    authorize_with_element(twin, g)
     torch.save(twin, buffer)
     written = buffer.getvalue()
     for member in (g.members["stream"], (~g).members["stream"]):
@@ -617,22 +617,27 @@ def test_a_saved_model_holds_no_key_and_refuses_to_run() -> None:
     assert not is_authorized(loaded)
     with pytest.raises(EdgeError, match="saved while it was authorised"):
         loaded(**IDS)
-    authorized(loaded, g)
-    assert distance(outputs(loaded, IDS), expected) < 1e-9
+    authorize_with_element(loaded, g)
+    assert distance(compute_outputs(loaded, IDS), expected) < 1e-9
 
 
 def test_save_pretrained_writes_the_locked_model(tmp_path) -> None:
     model, twin, g = pair("gpt2")
-    authorized(twin, g).save_pretrained(tmp_path)
+    authorize_with_element(twin, g).save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert all(torch.equal(loaded.state_dict()[k], v) for k, v in twin.state_dict().items())
     assert not is_authorized(loaded)
-    assert distance(outputs(authorized(loaded, g), IDS), outputs(model, IDS)) < 1e-9
+    assert (
+        distance(
+            compute_outputs(authorize_with_element(loaded, g), IDS), compute_outputs(model, IDS)
+        )
+        < 1e-9
+    )
 
 
 def test_an_edge_dies_with_its_model() -> None:
     _, twin, g = rotated("llama")
-    seen = weakref.ref(authorized(twin, g)), weakref.ref(edge_of(twin))
+    seen = weakref.ref(authorize_with_element(twin, g)), weakref.ref(edge_of(twin))
     del twin
     gc.collect()
     assert [ref() for ref in seen] == [None, None]
@@ -647,7 +652,7 @@ def test_pipelines_take_the_model_as_it_is() -> None:
         T.pipeline("text-classification", model=m.float(), tokenizer=tokenizer, device="cpu")(
             "a b c d"
         )[0]["score"]
-        for m in (model, authorized(twin, g))
+        for m in (model, authorize_with_element(twin, g))
     ]
     deauthorize(twin)
     answers.append(
@@ -670,15 +675,15 @@ def tiny_tokenizer():
 def test_mistakes_are_named() -> None:
     _, twin, g = pair("gpt2")
     with pytest.raises(SpecError, match="does not fit the element's spec"):
-        authorized(build("gpt2-untied"), element(spec_of(build("llama")), 1))
+        authorize_with_element(build("gpt2-untied"), element(spec_of(build("llama")), 1))
     with pytest.raises(EdgeError, match="permuted by a wrapper"):
-        authorized(Permuted(build("gpt2"), columns=g, rows=False).model, g)
+        authorize_with_element(Permuted(build("gpt2"), columns=g, rows=False).model, g)
     with pytest.raises(CutError, match="is authorised"):
-        Permuted(authorized(twin, g), columns=g)
+        Permuted(authorize_with_element(twin, g), columns=g)
     bart, _, h = pair("bart")
     bart.model.encoder.layerdrop = 0.1
     with pytest.raises(EdgeError, match="layer dropping"):
-        authorized(bart, h)
+        authorize_with_element(bart, h)
 
 
 def test_a_module_of_your_own() -> None:
@@ -713,4 +718,6 @@ def test_a_module_of_your_own() -> None:
     twin = locked(mine, g)
     boundary = Boundary("", "mid", {"input": "_ stream"}, "_ stream")
     assert not torch.allclose(twin(x), mine(x))
-    assert torch.allclose(authorized(twin, g, boundaries=[boundary])(x), mine(x), atol=1e-6)
+    assert torch.allclose(
+        authorize_with_element(twin, g, boundaries=[boundary])(x), mine(x), atol=1e-6
+    )

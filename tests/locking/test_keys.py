@@ -273,6 +273,6 @@ def test_too_little_memory_is_no_fault(tmp_path: Path, monkeypatch: pytest.Monke
         raise MemoryError
 
     save_key(Key(SECRET), tmp_path / "key", "x", scrypt=CHEAP)
-    monkeypatch.setattr(keys, "_stretched", none_left)
+    monkeypatch.setattr(keys, "_stretch_passphrase", none_left)
     with pytest.raises(KeyFileError, match="0 MiB of memory, which are not free"):
         load_key(tmp_path / "key", "lock", "x")

@@ -341,7 +341,7 @@ def test_spaces_of_the_head_do_not_move() -> None:
 def test_records_are_read_strictly() -> None:
     model = build("gpt2")
     record = lock(spec_of(model), model.state_dict(), KEY).record
-    good = record.to_json()
+    good = record.to_dict()
     assert read_record(json.loads(json.dumps(good))) == record
     assert record_of({"regauge_lock": good}) == record
     assert record_of({"model_type": "gpt2"}) is None
@@ -387,7 +387,7 @@ def test_a_live_module_carries_its_record(tmp_path: Path) -> None:
     model: Any = build("gpt2")
     _, state, record = lock(spec_of(model), model.state_dict(), KEY)
     model.load_state_dict(state)
-    model.config.regauge_lock = record.to_json()
+    model.config.regauge_lock = record.to_dict()
     model.save_pretrained(tmp_path / "a")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
     again.save_pretrained(tmp_path / "b")

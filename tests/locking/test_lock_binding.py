@@ -20,7 +20,7 @@ from regauge import authorize
 from regauge.checkpoints import writer
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.rng import seed_key
-from regauge.demo.move import GPT2, LLAMA, _shapes, make
+from regauge.demo.move import GPT2, LLAMA, _shapes, make_checkpoint
 from regauge.errors import EdgeError, TamperedModelError
 from regauge.locking import lock_files
 from regauge.locking.authorize import save_trained
@@ -29,7 +29,7 @@ from regauge.locking.lock import UNKNOWN, record_of
 from regauge.locking.lock_files import (
     bound_files,
     check_files,
-    is_free,
+    is_unbound,
     plan_lock,
     plan_rekey,
     plan_unlock,
@@ -45,7 +45,7 @@ KEY, OTHER = Key(seed_key(1), "lock"), Key(seed_key(2), "lock")
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    folder = make(tmp_path / "plain", LLAMA, 0)
+    folder = make_checkpoint(tmp_path / "plain", LLAMA, 0)
     (folder / "tokenizer.json").write_text('{"model": {}}')
     (folder / "generation_config.json").write_text("{}")
     (folder / "README.md").write_text("about")
@@ -222,7 +222,7 @@ def test_what_nothing_loads_may_be_added_and_changed(plain: Path, tmp_path: Path
     (folder / ".cache" / "x.py").write_text("")
     job("unlock", folder, tmp_path / "out").write()
     assert [
-        n for n in ("README.md", "docs/plot.png", "LICENSE.txt", "NOTICE") if not is_free(n)
+        n for n in ("README.md", "docs/plot.png", "LICENSE.txt", "NOTICE") if not is_unbound(n)
     ] == []
     assert [
         n
@@ -235,7 +235,7 @@ def test_what_nothing_loads_may_be_added_and_changed(plain: Path, tmp_path: Path
             "config.json",
             "x.bin",
         )
-        if is_free(n)
+        if is_unbound(n)
     ] == []
 
 

@@ -202,7 +202,7 @@ def test_names_stay_in_their_folder(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(
-        sealing, "_entries", lambda source: ("folder", [(folder / "weights", name)])
+        sealing, "_list_entries", lambda source: ("folder", [(folder / "weights", name)])
     )
     seal(folder, KEY, tmp_path / "sealed")
     assert isinstance(
@@ -254,7 +254,7 @@ def test_what_follows_the_end_and_a_file_that_is_none(
     (tmp_path / "sealed").unlink()
     monkeypatch.setattr(
         sealing,
-        "_entries",
+        "_list_entries",
         lambda source: ("file", [(folder / "weights", "data"), (folder / "run", "more")]),
     )
     seal(folder, KEY, tmp_path / "sealed")
@@ -307,13 +307,13 @@ def test_what_is_opened_is_its_owners_until_it_is_whole(
 ) -> None:
     seal(folder, KEY, tmp_path / "sealed")
     modes: list[int] = []
-    take = sealing._take_all
+    take = sealing._extract_entries
 
     def looked(source: Path, chunks: sealing._Opener, partial: Path) -> object:
         modes.append(stat.S_IMODE(partial.stat().st_mode))
         return take(source, chunks, partial)
 
-    monkeypatch.setattr(sealing, "_take_all", looked)
+    monkeypatch.setattr(sealing, "_extract_entries", looked)
     open_sealed(tmp_path / "sealed", KEY, tmp_path / "out")
     assert modes == [0o700]
 

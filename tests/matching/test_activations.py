@@ -13,7 +13,7 @@ import support.picos as picos
 from regauge import apply, element, fold_norms
 from regauge.errors import RegaugeError
 from regauge.matching import MatchError, match
-from regauge.matching.activations import RecordError, drawn, record, written
+from regauge.matching.activations import RecordError, generate_text, record, sample_noise
 from regauge.testing import strict_float64
 
 
@@ -31,7 +31,7 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
     with strict_float64():
         seen = tuple(record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b))
     assert seen[0].streams
-    found = match(spec, a, b, seen=seen, sweeps=1)  # type: ignore[arg-type]
+    found = match(spec, a, b, activations=seen, sweeps=1)  # type: ignore[arg-type]
     moved = apply(found.element, a)
     scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
     rows: dict[str, int] = {}
@@ -49,17 +49,17 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
 
 def test_models_write_text_by_themselves() -> None:
     models = [picos.build("gpt2", seed).float() for seed in (0, 1)]
-    one, other = (written(models, count=6, length=8, seed=4) for _ in range(2))
+    one, other = (generate_text(models, count=6, length=8, seed=4) for _ in range(2))
     assert [tuple(b["input_ids"].shape) for b in one] == [(3, 8), (3, 8)]
     assert all(torch.equal(x["input_ids"], y["input_ids"]) for x, y in zip(one, other, strict=True))
     with pytest.raises(RecordError, match="writes no text"):
-        written([picos.build("vit")])
+        generate_text([picos.build("vit")])
 
 
 def test_noise_is_drawn_for_models_that_write_nothing() -> None:
     vit, bert = picos.build("vit"), picos.build("bert")
     one, other, strange = (
-        torch.cat([b["pixel_values"] for b in drawn(vit, count=70, seed=s, batch=32)])
+        torch.cat([b["pixel_values"] for b in sample_noise(vit, count=70, seed=s, batch_size=32)])
         for s in (0, 0, 1)
     )
     side, channels = vit.config.image_size, vit.config.num_channels  # type: ignore[union-attr]
@@ -70,11 +70,11 @@ def test_noise_is_drawn_for_models_that_write_nothing() -> None:
     assert float(one.std()) == pytest.approx(1, abs=1e-3)
     steps = (one[..., 1:] - one[..., :-1]).square().mean()
     assert float(steps) < 1.5  # of white noise: 2
-    ids = drawn(bert, count=5, length=4)[0]
+    ids = sample_noise(bert, count=5, length=4)[0]
     assert ids["input_ids"].shape == ids["attention_mask"].shape == (5, 4)
     assert int(ids["input_ids"].max()) < bert.config.vocab_size  # type: ignore[union-attr,operator]
     with pytest.raises(RecordError, match="does not know what a Linear reads"):
-        drawn(torch.nn.Linear(2, 2))
+        sample_noise(torch.nn.Linear(2, 2))
 
 
 def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
@@ -86,7 +86,7 @@ def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
     one, other = record(model, None, spec, [inputs]), record(model, None, spec, [inputs, inputs])
     b = {n: t + 1 for n, t in a.items()}
     with pytest.raises(MatchError, match="different inputs"):
-        match(spec, a, b, seen=(one, other))
+        match(spec, a, b, activations=(one, other))
     assert issubclass(RecordError, RegaugeError)
 
 
@@ -122,7 +122,7 @@ def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
     with strict_float64():
         one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))
     first, kept, swept = (
-        match(spec, a, b, seen=(one, other), **how)  # type: ignore[arg-type]
+        match(spec, a, b, activations=(one, other), **how)  # type: ignore[arg-type]
         for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
     )
     streams = [m.element.members["stream"].matrix() for m in (first, kept, swept)]

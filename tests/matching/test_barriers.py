@@ -24,15 +24,15 @@ from regauge.data.tasks import Examples, loss_of, prepare, task_of
 from regauge.matching.barriers import (
     Curve,
     PathError,
-    _temperature,
-    along,
+    _fit_temperature,
     interpolate,
-    plane,
-    require_joined,
+    measure_path,
+    measure_plane,
+    require_interpolable,
     score,
 )
 from regauge.matching.barriers import Path as Walked
-from regauge.matching.connectivity import FOLDED, STAND, connect
+from regauge.matching.connectivity import FOLDED, UNALIGNED, connect
 from regauge.models.resolve import spec_of
 from regauge.results.findings import load_results
 from regauge.results.report import page
@@ -70,7 +70,7 @@ def labelled(model: Any, count: int = 40) -> Examples:
 def test_the_numbers_of_a_curve() -> None:
     curve = Curve((0.0, 0.25, 0.5, 0.75, 1.0), (1.0, 2.0, 2.5, 2.0, 2.0))
     assert curve.excesses == pytest.approx((0, 0.75, 1.0, 0.25, 0))
-    assert (curve.barrier, curve.at) == (1.0, 0.5)
+    assert (curve.barrier, curve.peak) == (1.0, 0.5)
     assert (curve.rise, curve.span, curve.midpoint) == (1.5, 1.5, 1.5)
     below = Curve((0.0, 0.5, 1.0), (1.0, 0.4, 2.0))
     assert below.barrier == pytest.approx(
@@ -79,7 +79,7 @@ def test_the_numbers_of_a_curve() -> None:
     assert (below.rise, below.span, below.midpoint) == pytest.approx((1.0, 1.6, -0.6))
     assert math.isnan(Curve((0.0, 0.5, 1.0), (1.0, math.nan, 2.0)).barrier)
     path = Walked((0.0, 0.5, 1.0), (0.0, 0.0, 0.0), (0.9, 0.5, 0.7))
-    assert path.of_accuracy == pytest.approx(0.3)
+    assert path.accuracy_barrier == pytest.approx(0.3)
 
 
 def test_interpolation_is_in_float32_or_better() -> None:
@@ -116,14 +116,14 @@ def test_what_no_line_joins(change: dict[str, Any], says: str) -> None:
     b = {n: x for n, x in {**a, **change}.items() if x is not None}
     with pytest.raises(PathError, match=says):
         interpolate(a, b, 0.5)
-    require_joined(a, a)
+    require_interpolable(a, a)
 
 
 def test_a_score_is_the_mean_loss_and_leaves_the_module_alone() -> None:
     model, other = build("vit"), build("vit", seed=1)
     examples = labelled(other)
     before = {n: x.clone() for n, x in model.state_dict().items()}
-    found = score(model, other.state_dict(), examples, batch=7)
+    found = score(model, other.state_dict(), examples, batch_size=7)
     inputs, labels = examples.batch(np.arange(len(examples)))
     with torch.no_grad():
         assert found.loss == pytest.approx(
@@ -153,7 +153,7 @@ def test_the_temperature_that_was_used(true: float) -> None:
     labels = torch.multinomial(
         (logits / true).softmax(1), 1, generator=torch.Generator().manual_seed(1)
     )[:, 0]
-    found = _temperature([(logits[:7000], labels[:7000]), (logits[7000:], labels[7000:])])
+    found = _fit_temperature([(logits[:7000], labels[:7000]), (logits[7000:], labels[7000:])])
     assert found == pytest.approx(true, rel=0.05)
 
     def loss(t: float) -> float:
@@ -164,10 +164,12 @@ def test_the_temperature_that_was_used(true: float) -> None:
 
 def test_temperatures_of_odd_logits() -> None:
     right = torch.tensor([[9.0, 0.0], [0.0, 9.0]])
-    assert _temperature([(right, torch.tensor([0, 1]))]) <= 0.02  # always right: as cold as it gets
-    assert _temperature([(right, torch.tensor([1, 0]))]) >= 500
-    assert _temperature([(torch.zeros(3, 2), torch.tensor([0, 1, 0]))]) > 0
-    assert _temperature([(right * math.nan, torch.tensor([0, 1]))]) == 1
+    assert (
+        _fit_temperature([(right, torch.tensor([0, 1]))]) <= 0.02
+    )  # always right: as cold as it gets
+    assert _fit_temperature([(right, torch.tensor([1, 0]))]) >= 500
+    assert _fit_temperature([(torch.zeros(3, 2), torch.tensor([0, 1, 0]))]) > 0
+    assert _fit_temperature([(right * math.nan, torch.tensor([0, 1]))]) == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama", "vit", "bert-classifier"])
@@ -177,20 +179,20 @@ def test_a_planted_element_makes_a_barrier_and_its_inverse_undoes_it(name: str) 
     spec, a = fold_norms(spec_of(model), model.state_dict())
     g = element(spec, 3)
     b = apply(g, a)
-    plain = along(model, a, b, examples, points=5)
+    plain = measure_path(model, a, b, examples, points=5)
     assert plain.losses[0] == pytest.approx(plain.losses[-1], abs=1e-4)
     assert plain.barrier > 0.1
-    assert plain.of_accuracy > 0.02
-    undone = along(model, a, apply(~g, b), examples, points=5)
+    assert plain.accuracy_barrier > 0.02
+    undone = measure_path(model, a, apply(~g, b), examples, points=5)
     assert abs(undone.barrier) < 1e-4
-    assert undone.of_accuracy == pytest.approx(0, abs=0.01)
+    assert undone.accuracy_barrier == pytest.approx(0, abs=0.01)
 
 
 def test_the_path_has_its_midpoint_and_temperatures() -> None:
     model, other = build("vit"), build("vit", seed=1)
     examples = labelled(model)
     seen: list[tuple[int, int, str]] = []
-    path = along(
+    path = measure_path(
         model,
         model.state_dict(),
         other.state_dict(),
@@ -207,14 +209,16 @@ def test_the_path_has_its_midpoint_and_temperatures() -> None:
     )  # fitted on the same: it can only help
     assert len(path.temperatures) == 5
     with pytest.raises(PathError, match="a path of 2 points has none inside"):
-        along(model, model.state_dict(), other.state_dict(), examples, points=2)
+        measure_path(model, model.state_dict(), other.state_dict(), examples, points=2)
 
 
 def test_the_plane_goes_through_its_corners() -> None:
     model = build("vit").float()
     examples = labelled(build("vit"))
     states = [build("vit", seed=s).float().state_dict() for s in range(3)]
-    found = plane(model, dict(zip("ABC", states, strict=True)), examples, points=3, margin=0.0)
+    found = measure_plane(
+        model, dict(zip("ABC", states, strict=True)), examples, points=3, margin=0.0
+    )
     (ax, ay), (bx, by), (cx, cy) = found.points.values()
     assert (bx, by, ay) == (0, 0, 0)
 
@@ -234,7 +238,7 @@ def test_the_plane_goes_through_its_corners() -> None:
     middle = interpolate(states[0], states[1], 0.5)
     assert found.losses[0][1] == pytest.approx(score(model, middle, examples).loss, rel=1e-4)
     with pytest.raises(PathError, match="lie on one line"):
-        plane(model, {"A": states[0], "B": states[1], "C": middle}, examples, points=3)
+        measure_plane(model, {"A": states[0], "B": states[1], "C": middle}, examples, points=3)
 
 
 def test_results_of_a_planted_pair() -> None:
@@ -243,15 +247,15 @@ def test_results_of_a_planted_pair() -> None:
     b.load_state_dict(apply(g, b.state_dict()))
     examples = readings(spoken(a))
     results = connect(
-        a, b, examples, mover=lambda spec, *_: g.to(spec), moved="moved", points=5, grid=3
+        a, b, examples, aligner=lambda spec, *_: g.to(spec), label="moved", points=5, grid=3
     )
     rows = {
         row[0]: dict(zip(results.tables[0].columns, row, strict=True))
         for row in results.tables[0].rows
     }
-    assert list(rows) == [STAND, FOLDED, "moved"]
-    assert rows[STAND]["barrier"] > 0.1
-    assert rows[STAND]["of as they stand"] == 1
+    assert list(rows) == [UNALIGNED, FOLDED, "moved"]
+    assert rows[UNALIGNED]["barrier"] > 0.1
+    assert rows[UNALIGNED]["of as they stand"] == 1
     assert abs(rows["moved"]["barrier"]) < 1e-3
     assert rows["moved"]["003: range"] < 1e-3
     assert {f.id: f.holds for f in results.findings if f.holds is not None} == {
@@ -277,8 +281,8 @@ def test_the_plane_of_a_pair() -> None:
         a,
         b,
         readings(spoken(a)),
-        mover=lambda spec, *_: g.to(spec),
-        moved="moved",
+        aligner=lambda spec, *_: g.to(spec),
+        label="moved",
         points=3,
         grid=4,
     )
@@ -305,7 +309,7 @@ def test_an_element_that_is_no_symmetry_is_told() -> None:
         return wrong.to(spec)
 
     results = connect(
-        a, b, readings(spoken(a)), mover=mover, moved="moved", points=3, calibrate=False
+        a, b, readings(spoken(a)), aligner=mover, label="moved", points=3, calibrate=False
     )
     assert [f.id for f in results.failed] == ["ends/folded", "ends/moved"]
 
@@ -380,7 +384,7 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
-    stand = results.facts["paths"][STAND]["loss"]
+    stand = results.facts["paths"][UNALIGNED]["loss"]
     assert stand[1] > stand[0] + 0.1
     assert results.facts["A"] == str(pair / "a")
     assert "The loss on the way from A to B" in (pair / "page.html").read_text()
@@ -391,15 +395,15 @@ def test_the_command_finds_the_element_itself(
 ) -> None:
     assert run(pair, "--json", "-", "--no-calibrate") == 0
     found = json.loads(capsys.readouterr().out)["facts"]["paths"]
-    assert list(found) == [STAND, FOLDED, "matched"]
-    assert found["matched"]["loss"] == pytest.approx([found[STAND]["loss"][0]] * 3, abs=1e-3)
+    assert list(found) == [UNALIGNED, FOLDED, "matched"]
+    assert found["matched"]["loss"] == pytest.approx([found[UNALIGNED]["loss"][0]] * 3, abs=1e-3)
     assert "calibrated" not in found["matched"]
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(pair, "--no-match", "--no-calibrate", "--samples", "8", "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["facts"]["paths"]) == [STAND]
+    assert list(found["facts"]["paths"]) == [UNALIGNED]
     assert found["facts"]["examples"] == 8
     assert found["unchecked"]
 
@@ -548,7 +552,10 @@ def test_several_answers_to_each_example_have_no_path() -> None:
     model = build("vit")
     inputs = PICOS["vit"].inputs["pixel_values"]
     several = Examples(
-        2, 5, lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)), multi=True
+        2,
+        5,
+        lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)),
+        multi_label=True,
     )
     with pytest.raises(PathError, match="several answers"):
         score(model, model.state_dict(), several)

@@ -11,7 +11,7 @@ from regauge.errors import SpecError
 from regauge.matching import match
 from regauge.matching.costs import Costs
 from regauge.matching.gauges import balance, fix_gauges
-from regauge.testing import outputs
+from regauge.testing import compute_outputs
 from support.picos import PICOS, build, spec_of
 
 
@@ -19,13 +19,13 @@ def run(
     model: torch.nn.Module, state: dict[str, torch.Tensor], inputs: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     model.load_state_dict(state, strict=False)
-    return outputs(model, inputs)
+    return compute_outputs(model, inputs)
 
 
 @pytest.mark.parametrize("name", PICOS)
 def test_the_function_is_kept(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
-    before = outputs(model, inputs)
+    before = compute_outputs(model, inputs)
     state = {n: v.clone() for n, v in model.state_dict().items()}
     fixed = fix_gauges(spec_of(model), state)
     assert fixed.keys() == state.keys()
@@ -139,8 +139,8 @@ def test_rotations_find_a_general_linear_change_once_both_are_balanced() -> None
     plain = match(spec, a, b, within="orthogonal")
     one, other = (fix_gauges(spec, s) for s in (a, b))
     fixed = match(spec, one, other, within="orthogonal")
-    assert plain.relative > 0.1
-    assert fixed.relative < 1e-7
+    assert plain.relative_distance > 0.1
+    assert fixed.relative_distance < 1e-7
     left = Costs(spec, one, other).distances(fixed.element)
     assert max(d for d, _ in left.values()) < 1e-12
 

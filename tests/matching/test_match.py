@@ -21,14 +21,20 @@ from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, chosen_groups, layers_of, match
-from regauge.matching.blocks import blocks
-from regauge.matching.closed_forms import overlap, plane_overlap, procrustes, rescaling, two_level
+from regauge.matching import MatchError, layers_of, match, select_groups
+from regauge.matching.blocks import split_blocks
+from regauge.matching.closed_forms import (
+    assign_two_level,
+    procrustes,
+    product_cosines,
+    rotary_cosines,
+    solve_rescaling,
+)
 from regauge.matching.compare import compare
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 from regauge.matching.many import match_many, nearest_to_mean
-from regauge.matching.search import Search
+from regauge.matching.search import Solver
 from regauge.testing import strict_float64
 
 FOLDED = (
@@ -296,7 +302,7 @@ def test_what_cannot_be_matched_is_refused_by_name() -> None:
 def test_blocks_of_a_fused_tensor() -> None:
     spec, a = state_of("gpt2")
     name = "transformer.h.0.attn.c_attn.weight"
-    found = blocks(spec, spec.tensors[name], a[name].numpy())
+    found = split_blocks(spec, spec.tensors[name], a[name].numpy())
     assert [str(d) for d in found[1].dims] == ["stream*", "head.0", "qk.0*"]
     assert found[1].values.shape == (12, 3, 4)
     assert_allclose(found[1].values.reshape(12, 12), a[name][:, 12:24].numpy())
@@ -323,7 +329,7 @@ def test_the_rescaling_is_the_best_of_a_grid() -> None:
     def left(a: float) -> float:
         return float(((a * q2 - q1) ** 2).sum() + ((k2 / a - k1) ** 2).sum())
 
-    best = rescaling(q1, k1, q2, k2)
+    best = solve_rescaling(q1, k1, q2, k2)
     grid = np.concatenate([np.linspace(-5, -0.05, 2000), np.linspace(0.05, 5, 2000)])
     assert left(best) <= min(map(left, grid)) + 1e-9
 
@@ -335,12 +341,14 @@ def test_scores_of_heads_do_not_depend_on_the_basis_inside() -> None:
         np.einsum("iab,irbf->iraf", m, q2),
         np.einsum("iab,irbf->iraf", np.linalg.inv(m).swapaxes(1, 2), k2),
     )
-    assert_allclose(overlap((q1, k1), (q3, k3)), overlap((q1, k1), (q2, k2)), atol=1e-12)
+    assert_allclose(
+        product_cosines((q1, k1), (q3, k3)), product_cosines((q1, k1), (q2, k2)), atol=1e-12
+    )
     products = [np.einsum("iraf,irag->ifg".replace(" ", ""), q, k) for q, k in ((q1, k1), (q2, k2))]
     direct = np.einsum("ifg,jfg->ij", *products) / np.sqrt(
         np.outer(*((p**2).sum((1, 2)) for p in products))
     )
-    assert_allclose(overlap((q1, k1), (q2, k2))[:, 0, :, 0], direct, atol=1e-12)
+    assert_allclose(product_cosines((q1, k1), (q2, k2))[:, 0, :, 0], direct, atol=1e-12)
     for layout in ("half", "interleaved"):
         group = Rotary(layout)  # type: ignore[arg-type]
         turn = group.sample(4, 3, Stream(seed_key(1), "test"))
@@ -349,8 +357,8 @@ def test_scores_of_heads_do_not_depend_on_the_basis_inside() -> None:
             for x, y in ((turn.matrix(), q2), (turn.dual().matrix(), k2))
         )
         assert_allclose(
-            plane_overlap((q1, k1), (q4, k4), group),
-            plane_overlap((q1, k1), (q2, k2), group),
+            rotary_cosines((q1, k1), (q4, k4), group),
+            rotary_cosines((q1, k1), (q2, k2), group),
             atol=1e-12,
         )
 
@@ -360,7 +368,7 @@ def test_two_levels_of_assignment_find_a_planted_wreath() -> None:
     features = random.normal(size=(4, 3, 20))
     outer, inner = random.permutation(4), np.stack([random.permutation(3) for _ in range(4)])
     there = np.stack([features[outer[i]][inner[i]] for i in range(4)])
-    found = two_level(np.einsum("irf,jsf->irjs", there, features))
+    found = assign_two_level(np.einsum("irf,jsf->irjs", there, features))
     assert_allclose(found[0], outer)
     assert_allclose(found[1], inner)
 
@@ -375,7 +383,7 @@ def test_layers_are_searched_in_processes_to_the_same_end() -> None:
 def test_a_worker_is_sent_no_layouts() -> None:
     """They are arrays of a shape without values here, and would be whole models there."""
     spec, a = state_of("gpt2")
-    search = Search(Costs(spec, a, a), chosen_groups(spec, None, None, "full"), identity(spec))
+    search = Solver(Costs(spec, a, a), select_groups(spec, None, None, "full"), identity(spec))
     before = len(pickle.dumps(search))
     assert len(search.costs.layouts) > 5
     assert len(pickle.dumps(search)) <= before + 1000
@@ -389,7 +397,7 @@ def _end(task: object) -> None:
 
 def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    monkeypatch.setattr("regauge.matching.search._solve", _end)
+    monkeypatch.setattr("regauge.matching.search._solve_unit", _end)
     with pytest.raises(MatchError, match="ended from outside, most likely because memory ran out"):
         match(spec, a, b, workers=2, sweeps=0)
 
@@ -412,7 +420,7 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
 ) -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
     monkeypatch.setattr(
-        "regauge.matching.search.ENOUGH", 1000
+        "regauge.matching.search.ROWS_PER_COORDINATE", 1000
     )  # more than the rows of these tables
     swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
     assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
@@ -422,10 +430,10 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     seen: list[tuple[Element, list[str]]] = []
-    whole = match(spec, a, b, sweeps=0, saved=lambda g, known: seen.append((g, known)))
+    whole = match(spec, a, b, sweeps=0, save=lambda g, known: seen.append((g, known)))
     g, known = seen[0]
     assert len(known) < len(whole.element.members)
-    rest = match(spec, a, b, sweeps=0, start=g, known=known)
+    rest = match(spec, a, b, sweeps=0, start=g, known_spaces=known)
     assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
     assert {s for s in rest.element.members if s not in known}
 
@@ -498,5 +506,5 @@ def test_one_pass_suffices_for_what_was_planted(seed: int) -> None:
 
 def test_a_head_is_wholly_like_itself() -> None:
     q, k = _pair(7, (3, 1, 4, 9))
-    for scores in (overlap((q, k), (q, k)), plane_overlap((q, k), (q, k), Rotary("half"))):
+    for scores in (product_cosines((q, k), (q, k)), rotary_cosines((q, k), (q, k), Rotary("half"))):
         assert_allclose(np.diag(scores[:, 0, :, 0]), 1, atol=1e-12)

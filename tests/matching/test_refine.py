@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from regauge.core.action import act, apply, moves
+from regauge.core.action import act, apply, tensor_transforms
 from regauge.core.element import Element, element, identity
 from regauge.core.fit import assign
 from regauge.core.fold import fold_norms
@@ -20,8 +20,8 @@ from regauge.core.members import Member, Monomial, Planes
 from regauge.core.spec import Spec
 from regauge.errors import ElementError, SpecError
 from regauge.matching import MatchError, tangents
-from regauge.matching.activations import written
-from regauge.matching.refine import Rates, refine
+from regauge.matching.activations import generate_text
+from regauge.matching.refine import LearningRates, refine
 from regauge.testing import symmetry_error
 from support.picos import PICOS, build, spec_of
 
@@ -53,7 +53,7 @@ def near(spec: Spec, size: float, seed: int = 0) -> Element:
     for name, space in spec.spaces.items():
         x = tangent(space.group, space.size, spec.count(name), rng)
         if x is not None:
-            members[name] = tangents.small(space.group, size * x)
+            members[name] = tangents.retract(space.group, size * x)
     return Element(spec, members)
 
 
@@ -64,10 +64,10 @@ def tangent(group: Group, size: int, count: int, rng: np.random.Generator) -> An
         str(group), (count, size, size) if "orthogonal" in str(group) else (count, size)
     )
     if "rotary" in str(group) or "turns" in str(group):
-        return tangents.within(
+        return tangents.project(
             group, rng.normal(size=(count, size // 2)) + 1j * rng.normal(size=(count, size // 2))
         )
-    return tangents.within(group, rng.normal(size=shape))
+    return tangents.project(group, rng.normal(size=shape))
 
 
 # The tangent space
@@ -77,7 +77,7 @@ def tangent(group: Group, size: int, count: int, rng: np.random.Generator) -> An
 @pytest.mark.parametrize("size", [0.01, 1.0])
 def test_members_of_any_tangent_lie_in_the_group(group: Group, size: float) -> None:
     x = tangent(group, N, K, np.random.default_rng(1))
-    member = tangents.small(group, size * x)
+    member = tangents.retract(group, size * x)
     assert group.fault(member) is None
     assert not np.allclose(member.matrix(), np.eye(N))
 
@@ -85,10 +85,10 @@ def test_members_of_any_tangent_lie_in_the_group(group: Group, size: float) -> N
 @pytest.mark.parametrize("group", CONTINUOUS, ids=str)
 def test_a_small_member_is_the_identity_and_its_tangent(group: Group) -> None:
     x = tangent(group, N, K, np.random.default_rng(1))
-    once, twice = (tangents.small(group, f * x).matrix() - np.eye(N) for f in (1e-5, 2e-5))
+    once, twice = (tangents.retract(group, f * x).matrix() - np.eye(N) for f in (1e-5, 2e-5))
     np.testing.assert_allclose(twice, 2 * once, atol=1e-8)
     np.testing.assert_allclose(
-        tangents.small(group, 0 * x).matrix(), np.broadcast_to(np.eye(N), (K, N, N)), atol=1e-15
+        tangents.retract(group, 0 * x).matrix(), np.broadcast_to(np.eye(N), (K, N, N)), atol=1e-15
     )
 
 
@@ -111,20 +111,20 @@ def test_the_slope_is_that_of_finite_differences(name: str) -> None:
     def loss(h: Element) -> float:
         return sum(
             float((grads[m.name] * act(h, state[m.source], m.axes, at=m.at)).sum())
-            for m in moves(h)
+            for m in tensor_transforms(h)
             if m.source in state
         )
 
     moved = apply(g, state)
-    found = tangents.sides(spec, moved, grads, set(spec.spaces))
+    found = tangents.collect_sides(spec, moved, grads, set(spec.spaces))
     for space, side in found.items():
         group = spec.spaces[space].group
         x = tangent(group, spec.spaces[space].size, spec.count(space), rng)
-        slope = tangents.slope(group, side)
+        slope = tangents.tangent_grad(group, side)
         assert (x is None) == (slope is None)
         if x is not None:
             up, down = (
-                loss(Element(spec, {space: tangents.small(group, e * x)}) @ g)
+                loss(Element(spec, {space: tangents.retract(group, e * x)}) @ g)
                 for e in (1e-5, -1e-5)
             )
             assert (up - down) / 2e-5 == pytest.approx(
@@ -140,8 +140,8 @@ def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
     rng = np.random.default_rng(0)
     grads = {n: torch.from_numpy(rng.normal(size=tuple(w.shape))) for n, w in state.items()}
     for space in ("ffn.1", "head.0"):
-        votes = tangents.votes(
-            spec.spaces[space].group, tangents.sides(spec, state, grads, {space})[space]
+        votes = tangents.assignment_scores(
+            spec.spaces[space].group, tangents.collect_sides(spec, state, grads, {space})[space]
         )
         assert votes is not None
         alike, slopes = votes
@@ -180,12 +180,12 @@ def test_a_planted_element_is_found_again_from_nearby(name: str) -> None:
         model,
         [PICOS[name].inputs],
         steps=60,
-        every=20,
-        rates=Rates(0.01, 0.01, 0.01, 0.01),
+        eval_every=20,
+        lr=LearningRates(0.01, 0.01, 0.01, 0.01),
     )
-    assert found.loss < 0.1 * found.start
-    assert found.gain == pytest.approx(found.start - found.loss)
-    assert found.step > 0
+    assert found.loss < 0.1 * found.initial_loss
+    assert found.gain == pytest.approx(found.initial_loss - found.loss)
+    assert found.best_step > 0
     assert [m.step for m in found.history] == [0, 20, 40, 60]
     assert symmetry_error_of(name, spec, a, found.g) < 1e-9
     assert found.h.members == {}
@@ -211,11 +211,11 @@ def test_both_ends_move_and_keep_their_functions() -> None:
         g,
         build("gpt2-untied"),
         [PICOS["gpt2-untied"].inputs],
-        both=True,
+        move_both=True,
         steps=40,
-        rates=Rates(1e-3, 1e-3, 1e-3, 1e-3),
+        lr=LearningRates(1e-3, 1e-3, 1e-3, 1e-3),
     )
-    assert found.loss < 0.3 * found.start
+    assert found.loss < 0.3 * found.initial_loss
     assert found.h.members.keys() == {n for n, s in spec.spaces.items() if s.group.dim(s.size)}
     for state, one in ((a, found.g), (b, found.h)):
         assert symmetry_error_of("gpt2-untied", spec, state, one) < 1e-9
@@ -235,7 +235,7 @@ def test_moving_both_ends_reaches_no_other_path() -> None:
 
 def test_it_is_never_worse_than_the_start() -> None:
     spec, a, b, truth, _ = planted("gpt2-untied", 0.0)
-    wild = Rates(rotation=1.0, linear=1.0)
+    wild = LearningRates(rotation=1.0, linear=1.0)
     found = refine(
         spec,
         a,
@@ -244,10 +244,10 @@ def test_it_is_never_worse_than_the_start() -> None:
         build("gpt2-untied"),
         [PICOS["gpt2-untied"].inputs],
         steps=4,
-        every=1,
-        rates=wild,
+        eval_every=1,
+        lr=wild,
     )
-    assert found.loss <= found.start < 1e-12
+    assert found.loss <= found.initial_loss < 1e-12
     noisy = near(spec, 0.05) @ truth
     found = refine(
         spec,
@@ -257,10 +257,10 @@ def test_it_is_never_worse_than_the_start() -> None:
         build("gpt2-untied"),
         [PICOS["gpt2-untied"].inputs],
         steps=4,
-        every=1,
-        rates=wild,
+        eval_every=1,
+        lr=wild,
     )
-    assert found.loss <= found.start
+    assert found.loss <= found.initial_loss
     found.g.require()
 
 
@@ -271,7 +271,7 @@ def test_the_same_seed_gives_the_same_element() -> None:
         for i in range(6)
     ]
     runs = [
-        refine(spec, a, b, g, build("llama"), batches, steps=5, every=5, seed=seed)
+        refine(spec, a, b, g, build("llama"), batches, steps=5, eval_every=5, seed=seed)
         for seed in (0, 0, 1)
     ]
     first, again, other = (r.g.members["stream"].matrix() for r in runs)
@@ -295,7 +295,7 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
         for i in range(4)
     ]
     begin = Element(spec, {space: wrong}) @ truth
-    rates = Rates(assignment=0.5)
+    rates = LearningRates(assignment=0.5)
     found = refine(
         spec,
         a,
@@ -305,17 +305,26 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
         batches,
         spaces=[space],
         steps=16,
-        every=2,
-        rates=rates,
-        held=batches[:1],
+        eval_every=2,
+        lr=rates,
+        held_out=batches[:1],
     )
-    assert found.start > 0.1
+    assert found.initial_loss > 0.1
     assert found.loss < 1e-9
     assert np.allclose(found.g.members[space].matrix(), truth.members[space].matrix())
     found = refine(
-        spec, a, b, begin, build(name), batches, spaces=[space], steps=2, every=1, held=batches[:1]
+        spec,
+        a,
+        b,
+        begin,
+        build(name),
+        batches,
+        spaces=[space],
+        steps=2,
+        eval_every=1,
+        held_out=batches[:1],
     )
-    assert found.loss == found.start  # without votes nothing discrete moves
+    assert found.loss == found.initial_loss  # without votes nothing discrete moves
 
 
 @pytest.mark.parametrize("name", PICOS)
@@ -337,13 +346,13 @@ def test_every_family_takes_a_step(name: str) -> None:
         model,
         [PICOS[name].inputs],
         loss=squares if spec.visible else None,
-        both=True,
+        move_both=True,
         steps=1,
-        every=1,
-        between=(0.0, 1.0),
-        rates=Rates(1e-4, 1e-4, 1e-4, 1e-4, 1e-4),
+        eval_every=1,
+        t_range=(0.0, 1.0),
+        lr=LearningRates(1e-4, 1e-4, 1e-4, 1e-4, 1e-4),
     )
-    assert found.loss <= found.start
+    assert found.loss <= found.initial_loss
     found.g.require()
     found.h.require()
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
@@ -356,9 +365,11 @@ def test_text_that_the_models_write_serves_as_data() -> None:
         model = build("gpt2-untied")
         model.load_state_dict(state)
         models.append(model)
-    batches = written(models, count=8, length=8, batch=2)
-    found = refine(spec, a, b, g, models[0], batches, steps=20, every=10, rates=Rates(1e-3, 1e-3))
-    assert found.loss < 0.8 * found.start
+    batches = generate_text(models, count=8, length=8, batch_size=2)
+    found = refine(
+        spec, a, b, g, models[0], batches, steps=20, eval_every=10, lr=LearningRates(1e-3, 1e-3)
+    )
+    assert found.loss < 0.8 * found.initial_loss
 
 
 def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
@@ -387,7 +398,9 @@ def test_what_is_held_out_is_not_learnt_from() -> None:
         seen[torch.is_grad_enabled()].add(int(batch["input_ids"][0, 0]))
         return squares(run, batch)
 
-    refine(spec, a, b, g, build("gpt2-untied"), batches, loss=loss, steps=8, every=4, held=0.2)
+    refine(
+        spec, a, b, g, build("gpt2-untied"), batches, loss=loss, steps=8, eval_every=4, held_out=0.2
+    )
     assert len(seen[False]) == 2
     assert seen[True] == set(range(10)) - seen[False]
 
@@ -414,7 +427,7 @@ def test_bad_input_is_one_clear_error() -> None:
     with pytest.raises(SpecError, match="model B does not fit"):
         refine(spec, a, folded("llama", 0)[1], g, model, [inputs])
     with pytest.raises(MatchError, match=r"between 0\.6 and 0\.4"):
-        refine(spec, a, b, g, model, [inputs], between=(0.6, 0.4))
+        refine(spec, a, b, g, model, [inputs], t_range=(0.6, 0.4))
     with pytest.raises(MatchError, match="not finite at the start"):
         refine(
             spec,

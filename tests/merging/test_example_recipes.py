@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from regauge.demo.move import LLAMA, make
+from regauge.demo.move import LLAMA, make_checkpoint
 from support.cli_runs import Run
 from support.merges import State, near, state_of, tuned
 
@@ -22,7 +22,7 @@ RECIPES = sorted((Path(__file__).parents[2] / "examples" / "recipes").glob("*.ym
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, State]:
     """The models that the recipes name, in the folder from which they are named."""
     (tmp_path / "models").mkdir()
-    root = make(tmp_path / "models" / "root", LLAMA, 0)
+    root = make_checkpoint(tmp_path / "models" / "root", LLAMA, 0)
     for seed, name in enumerate("abc"):
         tuned(root, tmp_path / "models" / name, seed, dtype=torch.float16)
     monkeypatch.chdir(tmp_path)

@@ -391,12 +391,16 @@ def test_nothing_is_changed_in_place() -> None:
     base, a, b = three(30, 40)
     before = [t.clone() for t in (base, a, b)]
     for name, method in METHODS.items():
-        if method.transport:
+        if method.is_transport:
             with pytest.raises(MergeError, match="moves whole models"):
                 merge_tensors(name, [a, b])
             continue
         more: dict[str, Any] = (
-            {"weight": 0.5} if "weight" in method.each else {"t": 0.4} if name == "slerp" else {}
+            {"weight": 0.5}
+            if "weight" in method.per_model
+            else {"t": 0.4}
+            if name == "slerp"
+            else {}
         )
         more |= {"statistics": [a.square(), b.square()]} if name == "fisher" else {}
         more |= (
@@ -405,7 +409,7 @@ def test_nothing_is_changed_in_place() -> None:
             else {}
         )
         others = [a] if name in ("slerp", "passthrough") else [a, b]
-        out = merge_tensors(name, others, **({"base": base} if method.base else {}), **more)
+        out = merge_tensors(name, others, **({"base": base} if method.needs_base else {}), **more)
         assert out.dtype == torch.float32
         assert all(torch.equal(x, y) for x, y in zip(before, (base, a, b), strict=True)), name
 
@@ -451,7 +455,7 @@ def test_linear_rounds_as_mergekit_does(monkeypatch: pytest.MonkeyPatch) -> None
     """Where two models almost cancel, the order of the sums decides on the digits that are left: so
     it is mergekit's, in every block.
     """
-    monkeypatch.setattr(methods, "STEP", 1000)
+    monkeypatch.setattr(methods, "BLOCK_SIZE", 1000)
     g = torch.Generator().manual_seed(0)
     a = torch.randn(2500, generator=g).bfloat16()
     b = (-7 / 4 * a.float() * (1 + 1e-3 * torch.randn(2500, generator=g))).bfloat16()

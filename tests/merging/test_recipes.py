@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from regauge.merging.layout import stacks
+from regauge.merging.layout import find_stacks
 from regauge.merging.recipe_yaml import parse_recipe, read_recipe
-from regauge.merging.recipes import Align, RecipeError
+from regauge.merging.recipes import AlignConfig, RecipeError
 
 TIES = """\
 models:
@@ -36,7 +36,7 @@ dtype: float16
 
 def test_a_recipe_of_mergekit() -> None:
     recipe = parse_recipe(TIES)
-    assert (recipe.method, recipe.base, recipe.dtype, recipe.out_dtype, recipe.sliced) == (
+    assert (recipe.method, recipe.base, recipe.dtype, recipe.out_dtype, recipe.is_sliced) == (
         "ties",
         "root",
         "float16",
@@ -48,7 +48,7 @@ def test_a_recipe_of_mergekit() -> None:
     one, two = part.sources
 
     def at(name: str, source: object, tensor: str, t: float) -> object:
-        return recipe.parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
+        return recipe.resolve_parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
 
     assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(
         [1, 0.85, 0.7, 0.4, 0.1]
@@ -69,11 +69,13 @@ def test_the_nearest_parameter_counts() -> None:
     )
     first, second = recipe.slices
     found = [
-        recipe.parameter("weight", first, s, n, 0, None) for s in first.sources for n in ("q", "k")
+        recipe.resolve_parameter("weight", first, s, n, 0, None)
+        for s in first.sources
+        for n in ("q", "k")
     ]
     assert found == [1, 2, 2, 2]  # the source's own where its filter fits, else the slice's
     assert (
-        recipe.parameter("weight", second, second.sources[0], "q", 0, None) == 3
+        recipe.resolve_parameter("weight", second, second.sources[0], "q", 0, None) == 3
     )  # else the recipe's
     assert first.sources[1].layers == (2, 4)
 
@@ -84,13 +86,15 @@ def test_tokenizer_and_align() -> None:
     assert parse_recipe(head + "tokenizer_source: union").tokens.source == "union"  # type: ignore[union-attr]
     found = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
     assert found is not None
-    assert (found.source, found.multiple) == ("base", 64)
-    assert parse_recipe(head + "align: true").align == Align()
+    assert (found.source, found.pad_multiple) == ("base", 64)
+    assert parse_recipe(head + "align: true").align == AlignConfig()
     assert parse_recipe(head + "align: false").align is None
     how = parse_recipe(
         head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}"
     ).align
-    assert how == Align("a", True, {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2})
+    assert how == AlignConfig(
+        "a", True, {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2}
+    )
 
 
 def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
@@ -203,7 +207,7 @@ def test_layers_are_told_by_names() -> None:
         "classifier.0.weight",
         "classifier.1.weight",
     ]
-    assert stacks(llama) == {"model.layers.": 3}
+    assert find_stacks(llama) == {"model.layers.": 3}
     both = [
         f"{side}.block.{i}.layer.{j}.{x}"
         for side in ("encoder", "decoder")
@@ -211,8 +215,8 @@ def test_layers_are_told_by_names() -> None:
         for j in range(2)
         for x in "ab"
     ]
-    assert stacks(both) == {"encoder.block.": 2, "decoder.block.": 2}
-    assert stacks([f"h.{i}.{x}" for i in (0, 2) for x in "abcd"]) == {}  # a layer is missing
+    assert find_stacks(both) == {"encoder.block.": 2, "decoder.block.": 2}
+    assert find_stacks([f"h.{i}.{x}" for i in (0, 2) for x in "abcd"]) == {}  # a layer is missing
 
 
 def test_aliases_within_aliases(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from regauge.core.members import Monomial, Soft
 from regauge.merging import merge, merge_tensors
 from regauge.merging.methods import MergeError
 from regauge.merging.statistics import Gram, StatisticsError, activations, fisher, grams
-from regauge.merging.transport import TransportError, plan, transported
+from regauge.merging.transport import TransportError, fit_transport, transport_map
 from support.picos import PICOS, build, spec_of
 
 Tensor = torch.Tensor
@@ -167,7 +167,7 @@ def test_labels_that_are_drawn_give_the_same_fisher_in_the_mean(
     module, a, _ = two("bert-classifier")
     batch = {k: v.repeat(200, 1) for k, v in inputs("bert-classifier").items()}
     exact = fisher(module, a, [inputs("bert-classifier")])
-    monkeypatch.setattr("regauge.merging.statistics.MANY", 1)
+    monkeypatch.setattr("regauge.merging.statistics.MAX_EXACT_CLASSES", 1)
     found = fisher(module, a, [batch])
     name = "classifier.weight"
     assert torch.allclose(found[name], exact[name], rtol=0.3, atol=0.1 * float(exact[name].max()))
@@ -399,7 +399,10 @@ def test_exact_plans_are_permutations_and_soft_ones_are_not() -> None:
     module, a, b = two("vit")
     spec = spec_of(module)
     known = [activations(module, s, [inputs("vit")]) for s in (a, b)]
-    hard, soft = (transported(spec, a, b, soft=s, seen=(known[0], known[1])) for s in (None, 0.2))
+    hard, soft = (
+        fit_transport(spec, a, b, regularization=s, activations=(known[0], known[1]))
+        for s in (None, 0.2)
+    )
     for space, member in hard.members.items():
         assert isinstance(member, Monomial) is (space != "stream"), (
             space
@@ -427,7 +430,7 @@ def _logits(module: Any, state: dict[str, Tensor]) -> Tensor:
 
 
 def test_a_plan_between_rows_that_are_all_alike() -> None:
-    assert (plan(np.zeros((3, 2)), np.zeros((3, 2)), 0.1) == np.eye(3)).all()
+    assert (transport_map(np.zeros((3, 2)), np.zeros((3, 2)), 0.1) == np.eye(3)).all()
 
 
 def test_transport_needs_the_same_inputs() -> None:
@@ -438,7 +441,7 @@ def test_transport_needs_the_same_inputs() -> None:
         activations(module, b, [{k: v[:1] for k, v in batch.items()}]),
     )
     with pytest.raises(TransportError, match="not seen at work on the same inputs"):
-        transported(spec_of(module), a, b, seen=(one, other))
+        fit_transport(spec_of(module), a, b, activations=(one, other))
     with pytest.raises(TransportError, match="no layer was seen"):
-        transported(spec_of(module), a, b, seen=({}, {}))
+        fit_transport(spec_of(module), a, b, activations=({}, {}))
     assert identity(spec_of(module)).members == {}

@@ -16,11 +16,11 @@ from regauge.core.axes import dual
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation
-from regauge.core.spec import Space, Spec, stored
+from regauge.core.spec import Space, Spec, stored_tensors
 from regauge.errors import CutError, UnknownModelError
 from regauge.models.cut import Crossing, Cut, cut
 from regauge.models.families import Boundary
-from regauge.testing import outputs, strict_float64
+from regauge.testing import compute_outputs, strict_float64
 from support.models import distance, gradients, locked
 from support.picos import IDS, PICOS, build, config_of, spec_of
 
@@ -42,7 +42,7 @@ def local(c: Crossing) -> torch.Tensor:
 
 
 def edges(g: Element):
-    return lambda c: c.restored(g, c.moved(g).run())
+    return lambda c: c.restored(g, c.transform(g).run())
 
 
 def attributes(model: torch.nn.Module) -> list[dict]:
@@ -52,11 +52,15 @@ def attributes(model: torch.nn.Module) -> list[dict]:
 @ALL
 def test_a_routed_model_is_the_same_bit_for_bit(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
-    expected, slopes, left = outputs(model, inputs), gradients(model, inputs), attributes(model)
+    expected, slopes, left = (
+        compute_outputs(model, inputs),
+        gradients(model, inputs),
+        attributes(model),
+    )
     seen: list[str] = []
     with cut_of(model).route(lambda c: (seen.append(c.boundary.name), c.run())[1]):
         assert list(model.state_dict()) == list(build(name).state_dict())
-        got, routed = outputs(model, inputs), gradients(model, inputs)
+        got, routed = compute_outputs(model, inputs), gradients(model, inputs)
     assert sorted(set(seen)) == sorted(b.name for b in cut_of(model).boundaries)
     assert all(torch.equal(got[k], expected[k]) for k in expected)
     assert slopes.keys() == routed.keys()
@@ -70,15 +74,15 @@ def test_a_locked_backbone_works_with_its_key_and_only_with_it(name: str) -> Non
     model, inputs = build(name), PICOS[name].inputs
     spec = spec_of(model)
     g, wrong = element(spec, 3), element(spec, 4)
-    expected, slopes = outputs(model, inputs), gradients(model, inputs)
+    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
     twin = locked(model, g)
-    assert distance(outputs(twin, inputs), expected) > 1e-3
+    assert distance(compute_outputs(twin, inputs), expected) > 1e-3
     with cut_of(twin).route(edges(wrong)):
-        assert distance(outputs(twin, inputs), expected) > 1e-3
+        assert distance(compute_outputs(twin, inputs), expected) > 1e-3
     with cut_of(twin).route(edges(g)):
-        assert distance(outputs(twin, inputs), expected) < 1e-9
+        assert distance(compute_outputs(twin, inputs), expected) < 1e-9
         got = gradients(twin, inputs)
-    entries = stored(spec)
+    entries = stored_tensors(spec)
     for n, grad in slopes.items():
         moves = spec.parts[entries[n].pattern] == "backbone"
         assert (
@@ -92,7 +96,7 @@ def test_a_backbone_locked_by_a_rotation_works_too(name: str) -> None:
     from support.models import _load, _twin
 
     model, inputs = build(name), PICOS[name].inputs
-    expected = outputs(model, inputs)
+    expected = compute_outputs(model, inputs)
     spec, state = fold_norms(spec_of(model), model.state_dict())
     g = element(spec, 3)
     assert any(
@@ -103,11 +107,16 @@ def test_a_backbone_locked_by_a_rotation_works_too(name: str) -> None:
     twin = _twin(model, dict(spec.config))
     _load(twin, apply(g, state, part="backbone"))
     assert (
-        distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}) > 1e-3
+        distance(
+            {"logits": compute_outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}
+        )
+        > 1e-3
     )
     with cut_of(twin).route(edges(g)):
         assert (
-            distance({"logits": outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]})
+            distance(
+                {"logits": compute_outputs(twin, inputs)["logits"]}, {"logits": expected["logits"]}
+            )
             < 1e-9
         )
 
@@ -152,7 +161,7 @@ def test_the_decoders_view_of_the_encoder_is_moved_on_entry() -> None:
         assert second.axes("encoder_hidden_states") == "_ source stream"
         states = second.inputs["encoder_hidden_states"]
         assert torch.equal(
-            second.moved(g).inputs["encoder_hidden_states"], act(g, states, "_ _ stream")
+            second.transform(g).inputs["encoder_hidden_states"], act(g, states, "_ _ stream")
         )
 
 
@@ -161,7 +170,7 @@ def test_the_decoders_view_of_the_encoder_is_moved_on_entry() -> None:
 )
 def test_embed_backbone_head_are_the_model(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
-    expected, slopes = outputs(model, inputs), gradients(model, inputs)
+    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
     c = cut_of(model)
 
     def parts(**given: torch.Tensor):
@@ -215,38 +224,38 @@ PADDED = IDS | {"attention_mask": torch.tensor([[1] * 7, [1] * 4 + [0] * 3])}
 )
 def test_rows_move_with_their_masks_and_positions(name: str, inputs: dict) -> None:
     model = build(name)
-    expected = outputs(model, inputs)
+    expected = compute_outputs(model, inputs)
     n = cut(model).embed(**inputs).stream.shape[1]
     r = rows(n)
     with cut(model).route(edges(r)):
-        assert distance(outputs(model, inputs), expected) < 1e-9
-    with cut(model).route(lambda c: c.moved(r).run()):
-        assert distance(outputs(model, inputs), expected) > 1e-3
+        assert distance(compute_outputs(model, inputs), expected) < 1e-9
+    with cut(model).route(lambda c: c.transform(r).run()):
+        assert distance(compute_outputs(model, inputs), expected) > 1e-3
     if "attention_mask" in inputs:  # the rows alone do not do it
-        with cut(model).route(lambda c: c.restored(r, c.run(hidden_states=c.moved(r).stream))):
-            assert distance(outputs(model, inputs), expected) > 1e-3
+        with cut(model).route(lambda c: c.restore(r, c.run(hidden_states=c.transform(r).stream))):
+            assert distance(compute_outputs(model, inputs), expected) > 1e-3
 
 
 def test_rows_and_columns_move_together() -> None:
     model, inputs = build("llama"), IDS | {"attention_mask": causal(7)}
-    expected = outputs(model, inputs)
+    expected = compute_outputs(model, inputs)
     g, r = element(spec_of(model), 3), rows(7)
     twin = locked(model, g)
-    with cut(twin).route(lambda c: c.restored(g, c.restored(r, c.moved(r).moved(g).run()))):
-        assert distance(outputs(twin, inputs), expected) < 1e-9
+    with cut(twin).route(lambda c: c.restore(g, c.restore(r, c.transform(r).transform(g).run()))):
+        assert distance(compute_outputs(twin, inputs), expected) < 1e-9
 
 
 def test_gemmas_two_masks_cross_under_two_names() -> None:
     model = build("gemma2")
     model.set_attn_implementation("eager")
-    expected = outputs(model, IDS)
+    expected = compute_outputs(model, IDS)
     crossing = cut(model).embed(**IDS)
     full = crossing.inputs["attention_mask@1"]
     assert not torch.equal(crossing.inputs["attention_mask"], full)
     with cut(model).route(edges(rows(7))):
-        assert distance(outputs(model, IDS), expected) < 1e-9
+        assert distance(compute_outputs(model, IDS), expected) < 1e-9
     with cut(model).route(lambda c: c.run(attention_mask=c.inputs["attention_mask@1"])):
-        assert distance(outputs(model, IDS), expected) > 1e-4
+        assert distance(compute_outputs(model, IDS), expected) > 1e-4
 
 
 def test_an_implicit_causal_mask_keeps_rows_in_place() -> None:
@@ -255,7 +264,7 @@ def test_an_implicit_causal_mask_keeps_rows_in_place() -> None:
     with pytest.raises(
         CutError, match='make "attention_mask" from the order of their rows'
     ) as error:
-        crossing.moved(rows(7))
+        crossing.transform(rows(7))
     assert "4-D mask" in str(error.value.hint)
 
 
@@ -264,18 +273,18 @@ def test_t5_rows_take_their_position_bias_along(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
     model.set_attn_implementation("eager")
     spec = spec_of(model)
-    g, r, expected = element(spec, 3), rows(7), outputs(model, inputs)
-    with cut(model).route(lambda c: c.restored(r, c.moved(r).run())):
-        assert distance(outputs(model, inputs), expected) < 1e-9
-    with cut(model).route(lambda c: c.moved(r).run()):
-        assert distance(outputs(model, inputs), expected) > 1e-3
+    g, r, expected = element(spec, 3), rows(7), compute_outputs(model, inputs)
+    with cut(model).route(lambda c: c.restore(r, c.transform(r).run())):
+        assert distance(compute_outputs(model, inputs), expected) < 1e-9
+    with cut(model).route(lambda c: c.transform(r).run()):
+        assert distance(compute_outputs(model, inputs), expected) > 1e-3
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
     for both in (
-        lambda c: c.moved(g).moved(r),
-        lambda c: c.moved(r).moved(g),
+        lambda c: c.transform(g).moved(r),
+        lambda c: c.transform(r).moved(g),
     ):  # the bias is made by moved blocks, whichever comes first
         with cut(model).route(lambda c, both=both: c.restored(g, c.restored(r, both(c).run()))):
-            assert distance(outputs(model, inputs), expected) < 1e-9
+            assert distance(compute_outputs(model, inputs), expected) < 1e-9
 
 
 # Housekeeping.
@@ -286,7 +295,7 @@ def test_what_crosses_is_named_and_has_axes() -> None:
     assert crossing.tensors.keys() == {"hidden_states", "position_ids", "position_embeddings"}
     assert crossing.axes("position_embeddings") == "_ token _"
     assert crossing.axes("past_key_values") is None
-    assert isinstance(crossing.moved(rows(7).only()).inputs["position_embeddings"], tuple)
+    assert isinstance(crossing.transform(rows(7).only()).inputs["position_embeddings"], tuple)
 
 
 def test_removal_leaves_nothing() -> None:
@@ -301,24 +310,24 @@ def test_removal_leaves_nothing() -> None:
 
 def test_exceptions_pass_through_and_the_model_is_free_again() -> None:
     model = build("gpt2")
-    before, expected = attributes(model), outputs(model, IDS)
+    before, expected = attributes(model), compute_outputs(model, IDS)
 
     def fail(c: Crossing) -> torch.Tensor:
         raise ZeroDivisionError("in fn")
 
     def use() -> None:
         with cut(model).route(fail):
-            outputs(model, IDS)
+            compute_outputs(model, IDS)
 
     with pytest.raises(ZeroDivisionError, match="in fn"):
         use()
     assert attributes(model) == before
-    assert torch.equal(outputs(model, IDS)["logits"], expected["logits"])
+    assert torch.equal(compute_outputs(model, IDS)["logits"], expected["logits"])
 
 
 def test_a_persistent_route_survives_an_exception() -> None:
     model = build("vit")
-    expected = outputs(model, PICOS["vit"].inputs)
+    expected = compute_outputs(model, PICOS["vit"].inputs)
     moods = iter([ValueError("once"), None])
 
     def moody(c: Crossing) -> torch.Tensor:
@@ -329,17 +338,17 @@ def test_a_persistent_route_survives_an_exception() -> None:
 
     route = cut(model).route(moody)
     with pytest.raises(ValueError, match="once"):
-        outputs(model, PICOS["vit"].inputs)
-    assert torch.equal(outputs(model, PICOS["vit"].inputs)["logits"], expected["logits"])
+        compute_outputs(model, PICOS["vit"].inputs)
+    assert torch.equal(compute_outputs(model, PICOS["vit"].inputs)["logits"], expected["logits"])
     route.remove()
 
 
 def test_routes_nest_and_leave_in_order() -> None:
     model = build("gpt2")
-    expected, order = outputs(model, IDS), []
+    expected, order = compute_outputs(model, IDS), []
     outer = cut(model).route(lambda c: (order.append("first"), c.run())[1])
     inner = cut(model).route(lambda c: (order.append("second"), c.run())[1])
-    assert torch.equal(outputs(model, IDS)["logits"], expected["logits"])
+    assert torch.equal(compute_outputs(model, IDS)["logits"], expected["logits"])
     assert order == ["second", "first"]
     with pytest.raises(CutError, match="laid over"):
         outer.remove()
@@ -350,14 +359,14 @@ def test_routes_nest_and_leave_in_order() -> None:
 def test_a_function_may_call_other_routed_models() -> None:
     """Re-entrancy: each model's pass is its own, and so is each call's."""
     a, b = build("gpt2"), build("gpt2", seed=1)
-    expected = outputs(a, IDS)
+    expected = compute_outputs(a, IDS)
     inside: list[torch.Tensor] = []
     with (
         cut(b).route(local),
-        cut(a).route(lambda c: (inside.append(outputs(b, IDS)["logits"]), c.run())[1]),
+        cut(a).route(lambda c: (inside.append(compute_outputs(b, IDS)["logits"]), c.run())[1]),
     ):
-        assert torch.equal(outputs(a, IDS)["logits"], expected["logits"])
-    assert torch.equal(inside[0], outputs(b, IDS)["logits"])
+        assert torch.equal(compute_outputs(a, IDS)["logits"], expected["logits"])
+    assert torch.equal(inside[0], compute_outputs(b, IDS)["logits"])
 
 
 def test_threads_do_not_see_each_other() -> None:
@@ -384,15 +393,15 @@ def test_threads_do_not_see_each_other() -> None:
 
 def test_copies_of_a_routed_model_are_not_routed() -> None:
     model = build("gpt2")
-    expected = outputs(model, IDS)
+    expected = compute_outputs(model, IDS)
     with cut(model).route(lambda c: c.run() * 0):
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        assert distance(outputs(model, IDS), expected) > 1e-3
+        assert distance(compute_outputs(model, IDS), expected) > 1e-3
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
     for c in copies:
-        assert torch.equal(outputs(c, IDS)["logits"], expected["logits"])
+        assert torch.equal(compute_outputs(c, IDS)["logits"], expected["logits"])
 
 
 def test_hooks_run_once_on_the_real_blocks() -> None:
@@ -456,7 +465,7 @@ def test_several_boundaries_are_routed_by_name() -> None:
     model, inputs = build("t5"), PICOS["t5"].inputs
     seen: list[str] = []
     with cut(model).route({"decoder": lambda c: (seen.append(c.boundary.name), c.run())[1]}):
-        outputs(model, inputs)
+        compute_outputs(model, inputs)
     assert seen == ["decoder"]
     with pytest.raises(CutError, match='no boundary "middle"') as error:
         cut(model).route({"middle": local})
@@ -476,7 +485,7 @@ def test_layer_dropping_is_refused() -> None:
     model = build("bart")
     model.config.encoder_layerdrop = 0.5
     with cut(model).route(local):
-        outputs(model, IDS)
+        compute_outputs(model, IDS)
         with pytest.raises(CutError, match="layer dropping"):
             model.train()(**IDS)
 
@@ -490,7 +499,7 @@ def test_mistakes_are_named() -> None:
     with cut(model).route(lambda c: None), pytest.raises(CutError, match="not a NoneType"):  # type: ignore[arg-type, return-value]
         model(**IDS)
     with pytest.raises(CutError, match='"stream", which the element'):
-        crossing.moved(element(spec_of(build("swin")), 1))
+        crossing.transform(element(spec_of(build("swin")), 1))
     with pytest.raises(UnknownModelError, match="neither a config"):
         cut(torch.nn.Linear(2, 2))
     with pytest.raises(CutError, match="no blocks at h"):
@@ -557,7 +566,7 @@ def test_rows_refuse_where_any_block_makes_its_own_mask(kind: str) -> None:
     rows = element(Spec("rows", {"token": Space(7, Permutation())}, {}), 1)
     with (
         pytest.raises(CutError, match="attention_mask"),
-        cut(model).route(lambda c: c.moved(rows).run()),
+        cut(model).route(lambda c: c.transform(rows).run()),
     ):
         model(**IDS)
 
@@ -567,6 +576,6 @@ def test_rows_refuse_where_there_are_none() -> None:
     rows = element(Spec("rows", {"token": Space(64, Permutation())}, {}), 1)
     with (
         pytest.raises(CutError, match="has tokens"),
-        cut(model).route(lambda c: c.moved(rows).run()),
+        cut(model).route(lambda c: c.transform(rows).run()),
     ):
         model(**PICOS["swin"].inputs)

@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import regauge
-from regauge.cli.inspect import explanation
+from regauge.cli.inspect import explain_space
 from regauge.core.check import check
 from regauge.core.element import element
 from regauge.core.spec import Spec
 from regauge.errors import SpecError
 from regauge.models.discovery import Discovery, DiscoveryError, discovery_of, proof
-from regauge.models.discovery.cache import key_of
+from regauge.models.discovery.cache import cache_key
 from regauge.models.discovery.terms import Atom, Product, Sum, cut, leaves, unify
 from regauge.testing import assert_symmetry, symmetry_error
 from support.own_modules_hidden import Hidden
@@ -76,7 +76,7 @@ def test_an_activation_leaves_its_group_and_no_larger_one(
         wider = replace(
             spec, spaces={"up": replace(spec.spaces["up"], group=GROUPS[larger[group]])}
         )
-        model = proof.generic(Hidden(function))
+        model = proof.randomized_copy(Hidden(function))
         assert symmetry_error(model, wider, element(wider, 1), {"x": ROWS.double()}) > 1e-3
 
 
@@ -376,7 +376,7 @@ def test_an_asymmetric_module_loses_its_stream_and_nothing_else(
     found = discovery_of(Stream(way), IDS)
     assert stream_of(found) is None
     assert groups(found.spec) == {"up": "permutation"}  # the hidden layer keeps what it had
-    told = explanation(found, "table.weight[1]")
+    told = explain_space(found, "table.weight[1]")
     assert told["group"] == "nothing acts"
     source = Path(__file__).read_text().splitlines()
     lines = [
@@ -404,7 +404,7 @@ def test_the_same_number_at_every_channel_takes_nothing_away(way: str) -> None:
 
 def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
     found = discovery_of(Stream(), IDS)
-    told = explanation(found, stream_of(found) or "")
+    told = explain_space(found, stream_of(found) or "")
     norm = next(r for r in told["reasons"] if r["operator"] == "layer_norm" and "mean" in r["does"])
     line = Path(__file__).read_text().splitlines()[norm["places"][0]["line"] - 1]
     assert "self.norm(z)" in line
@@ -413,7 +413,7 @@ def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
         "the mean" in norm["text"]
     )
     with pytest.raises(SpecError, match='no space "nothing"'):
-        explanation(found, "nothing")
+        explain_space(found, "nothing")
 
 
 def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> None:
@@ -431,7 +431,7 @@ def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.Monkey
     found = discovery_of(Hidden(F.gelu), ROWS)
     assert groups(found.spec) == {"up": "permutation"}
     assert found.dropped == ('"up" does not keep signed, as the rules said, but permutation',)
-    monkeypatch.setitem(RULES, "cos", elementwise.negated)
+    monkeypatch.setitem(RULES, "cos", elementwise.neg)
     found = discovery_of(Hidden(lambda x: torch.cos(x).cumsum(-1)), ROWS)
     assert found.spec.spaces == {}
 
@@ -529,16 +529,16 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
     kept = discovery_of(module, inputs, cache=tmp_path)
     assert kept.spec == found.spec
     assert kept.reasons == found.reasons
-    assert key_of(Hidden(F.gelu), {"x": ROWS}) is None
+    assert cache_key(Hidden(F.gelu), {"x": ROWS}) is None
     other = build(
         {**config.to_dict(), "hidden_act": "relu", "architectures": ["Starcoder2ForCausalLM"]},
         "meta",
     )
-    assert key_of(other, inputs) != key_of(module, inputs)
-    assert key_of(module, {**inputs, "use_cache": True}) == key_of(
+    assert cache_key(other, inputs) != cache_key(module, inputs)
+    assert cache_key(module, {**inputs, "use_cache": True}) == cache_key(
         module, {**inputs, "use_cache": True}
     )
-    assert key_of(module, {**inputs, "use_cache": True}) != key_of(
+    assert cache_key(module, {**inputs, "use_cache": True}) != cache_key(
         module, {**inputs, "use_cache": False}
     )
 
@@ -598,10 +598,10 @@ def test_without_memory_as_much_is_found(name: str) -> None:
 
 
 def test_what_stands_for_a_large_tensor_is_not_copied() -> None:
-    from regauge.models.discovery.stored_names import _Uncopied
+    from regauge.models.discovery.stored_names import _NoClone
 
     large = torch.arange(8).view(8, 1, 1).expand(8, 1 << 20, 1 << 20)  # eight numbers, for 64 TB
-    with _Uncopied():
+    with _NoClone():
         half = large.chunk(2, 1)[0].contiguous()
     assert half.shape == (8, 1 << 19, 1 << 20)
     assert half.untyped_storage().nbytes() == 8 * 8

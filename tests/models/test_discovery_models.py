@@ -17,7 +17,7 @@ from regauge.core.element import element
 from regauge.core.fold import folded_spec
 from regauge.core.spec import Spec
 from regauge.models.discovery import discovery_of, example_inputs
-from regauge.testing import assert_symmetry, outputs
+from regauge.testing import assert_symmetry, compute_outputs
 from support.further_models import FURTHER, timm_models
 from support.jacobians import CASES, group_dimension, jacobian, nullity
 from support.own_modules import Characters, Cifar, Mnist, Perceptual
@@ -92,7 +92,7 @@ def test_a_poorer_spec_is_told_from_the_family() -> None:
     from dataclasses import replace
 
     from regauge.core.groups import Permutation
-    from regauge.models.discovery.proof import without
+    from regauge.models.discovery.proof import drop_space
 
     model = build("llama")
     known = spec_of(model)
@@ -100,7 +100,7 @@ def test_a_poorer_spec_is_told_from_the_family() -> None:
     assert differences(known, known, shapes) == []
     assert any(
         "qk.0 is not found" in d or "is not" in d
-        for d in differences(without(known, "qk.0"), known, shapes)
+        for d in differences(drop_space(known, "qk.0"), known, shapes)
     )
     smaller = replace(
         known, spaces={**known.spaces, "vo.1": replace(known.spaces["vo.1"], group=Permutation())}
@@ -137,7 +137,7 @@ def test_further_architectures_are_discovered_moved_saved_and_loaded(
     twin.load_state_dict(moved)
     twin.save_pretrained(tmp_path / "moved")
     loaded = type(model).from_pretrained(tmp_path / "moved", dtype=torch.float64).eval()
-    before, after = outputs(model, inputs), outputs(loaded, inputs)
+    before, after = compute_outputs(model, inputs), compute_outputs(loaded, inputs)
     from regauge.core.action import act
 
     for key in spec.outputs:
@@ -218,7 +218,7 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
     found = discovery_of(module, given)
     assert (found.dropped, found.spec.notes) == ((), ())
     g = element(found.spec, 8)
-    before = outputs(module, given)["logits"]
+    before = compute_outputs(module, given)["logits"]
     moved = apply(g, module.state_dict())
     assert all(
         not torch.equal(moved[n], t)
@@ -226,7 +226,7 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
         if "weight" in n and n in found.spec.tensors
     )
     module.load_state_dict(moved)
-    assert float((outputs(module, given)["logits"] - before).abs().max()) < 1e-9 * max(
+    assert float((compute_outputs(module, given)["logits"] - before).abs().max()) < 1e-9 * max(
         1.0, float(before.abs().max())
     )
     if name == "lpips_alex":

@@ -17,7 +17,7 @@ from regauge.core.action import apply
 from regauge.core.check import check
 from regauge.core.element import Element
 from regauge.errors import CutError, LockError
-from regauge.locking.authorize import authorized
+from regauge.locking.authorize import authorize_with_element
 from regauge.locking.keys import load_key
 from regauge.locking.lock import locked_element
 from regauge.models.cut import cut
@@ -25,7 +25,7 @@ from regauge.models.discovery import discovery_of, example_inputs, proof
 from regauge.models.discovery.stored_names import stored_spec
 from regauge.models.families import spec_from
 from regauge.models.load import load_model
-from regauge.testing import outputs
+from regauge.testing import compute_outputs
 from support.further_models import FURTHER, timm_models
 from support.own_modules_hidden import Hidden
 from support.picos import IDS, PICOS, build
@@ -161,12 +161,14 @@ def test_in_python_a_module_of_ones_own_is_locked_at_the_cut_that_was_found() ->
     }
     assert {found.spec.parts[n] for n in ("cls_token", "patch_to_embedding.weight")} == {"embed"}
     assert found.spec.parts["mlp_head.0.weight"] == "head"
-    key, before = regauge.generate_key(), outputs(module, images)["logits"]
+    key, before = regauge.generate_key(), compute_outputs(module, images)["logits"]
     locked = regauge.lock(found.spec, module.state_dict(), key)
     module.load_state_dict(locked.state)
-    assert float((outputs(module, images)["logits"] - before).abs().max()) > 1e-3
-    authorized(module, locked_element(locked.spec, locked.record, key), boundaries=found.boundaries)
-    assert float((outputs(module, images)["logits"] - before).abs().max()) < 1e-9
+    assert float((compute_outputs(module, images)["logits"] - before).abs().max()) > 1e-3
+    authorize_with_element(
+        module, locked_element(locked.spec, locked.record, key), boundaries=found.boundaries
+    )
+    assert float((compute_outputs(module, images)["logits"] - before).abs().max()) < 1e-9
 
 
 def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
@@ -197,18 +199,23 @@ def test_a_locked_backbone_computes_the_plain_function_between_its_boundaries(na
         inputs = {
             k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()
         }
-    model = proof.generic(model)
+    model = proof.randomized_copy(model)
     found = discovery_of(model, inputs)
     assert len(found.boundaries) == CUTS.get(name, len(found.boundaries)) > 0
-    before = outputs(model, inputs)
+    before = compute_outputs(model, inputs)
     whole = regauge.element(found.spec, 4)
     g = Element(
         found.spec, {n: m for n, m in whole.members.items() if found.spec.spaces[n].size > 1}
     )
     model.load_state_dict(apply(g, model.state_dict(), "backbone"))
-    assert max(float((outputs(model, inputs)[k] - v).abs().max()) for k, v in before.items()) > 1e-3
-    with cut(model, boundaries=found.boundaries).route(lambda x: x.restored(g, x.moved(g).run())):
-        after = outputs(model, inputs)
+    assert (
+        max(float((compute_outputs(model, inputs)[k] - v).abs().max()) for k, v in before.items())
+        > 1e-3
+    )
+    with cut(model, boundaries=found.boundaries).route(
+        lambda x: x.restore(g, x.transform(g).run())
+    ):
+        after = compute_outputs(model, inputs)
     assert max(float((after[k] - v).abs().max()) for k, v in before.items()) < 1e-9 * max(
         1.0, *(float(v.abs().max()) for v in before.values())
     )

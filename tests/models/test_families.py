@@ -23,11 +23,17 @@ from regauge.core.fold import fold_norms
 from regauge.core.groups import GeneralLinear, Orthogonal, Permutation, PlaneSigns, Rotary
 from regauge.core.members import Dense, Monomial
 from regauge.core.rng import Stream, seed_key
-from regauge.core.spec import Space, Spec, stored
+from regauge.core.spec import Space, Spec, stored_tensors
 from regauge.errors import CutError, ElementError, SpecError, UnknownModelError
 from regauge.models.cut import cut
 from regauge.models.families import spec_from
-from regauge.testing import assert_symmetry, declared, outputs, strict_float64, symmetry_error
+from regauge.testing import (
+    assert_symmetry,
+    compute_outputs,
+    select_outputs,
+    strict_float64,
+    symmetry_error,
+)
 from support.models import _load, _twin
 from support.picos import PICOS, build, config_of, spec_of
 
@@ -43,7 +49,7 @@ def test_the_spec_fits_and_covers_every_parameter(name: str) -> None:
     model = build(name)
     spec = spec_of(model)
     assert check(spec, model.state_dict()) == []
-    covered = stored(spec)
+    covered = stored_tensors(spec)
     assert {n for n, _ in model.named_parameters()} <= covered.keys()
     parts = {spec.parts[entry.pattern] for entry in covered.values()}
     assert parts - {"head"} == {
@@ -56,8 +62,8 @@ def test_the_spec_fits_and_covers_every_parameter(name: str) -> None:
 def test_what_the_model_returns_is_declared_with_its_axes(name: str) -> None:
     """Nothing declared is missing; what is not declared is an inner value, or a loss."""
     model = build(name)
-    spec, outs = spec_of(model), outputs(model, PICOS[name].inputs)
-    assert declared(spec, outs).keys() == spec.outputs.keys()
+    spec, outs = spec_of(model), compute_outputs(model, PICOS[name].inputs)
+    assert select_outputs(spec, outs).keys() == spec.outputs.keys()
     assert outs.keys() - spec.outputs.keys() <= {"encoder_last_hidden_state", "loss"}
 
 
@@ -106,7 +112,7 @@ def test_gradients_follow_the_dual_action(name: str) -> None:
     before = _gradients(model, spec, PICOS[name].inputs)
     model.load_state_dict(apply(g, model.state_dict()))
     after = _gradients(model, spec, PICOS[name].inputs, g)
-    entries = stored(spec)
+    entries = stored_tensors(spec)
     for n, grad in before.items():
         expected = act(g, grad, dual(entries[n].axes))
         scale = max(1.0, float(expected.abs().max()))
@@ -128,7 +134,7 @@ def _gradients(
             if isinstance(result, torch.Tensor)
             else {n: o for n, o in result.items() if isinstance(o, torch.Tensor)}
         )
-        for n, out in declared(spec, named).items():
+        for n, out in select_outputs(spec, named).items():
             weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
             loss = (
                 loss
@@ -149,12 +155,12 @@ def _gradients(
 def test_folding_keeps_the_function_and_enlarges_the_group(name: str) -> None:
     model = build(name)
     spec = spec_of(model)
-    expected = declared(spec, outputs(model, PICOS[name].inputs))
+    expected = select_outputs(spec, compute_outputs(model, PICOS[name].inputs))
     folded_spec, folded = fold_norms(spec, model.state_dict())
     assert check(folded_spec, folded) == []
     twin = _twin(model, folded_spec.config)
     _load(twin, folded)
-    got = outputs(twin, PICOS[name].inputs)
+    got = compute_outputs(twin, PICOS[name].inputs)
     for key in expected:
         assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(
             1.0, float(expected[key].abs().max())
@@ -512,15 +518,17 @@ def test_stored_names(name: str, tmp_path: Path) -> None:
         moved_by({k: v for k, v in loaded.state_dict().items() if k in expected}, expected) < 1e-12
     )
     before, after = (
-        declared(spec, outputs(model, PICOS[name].inputs)),
-        outputs(loaded, PICOS[name].inputs),
+        select_outputs(spec, compute_outputs(model, PICOS[name].inputs)),
+        compute_outputs(loaded, PICOS[name].inputs),
     )
     for n, x in before.items():
         assert float(
             (after[n] - (act(g, x, spec.outputs[n]) if spec.visible else x)).abs().max()
         ) < 1e-9 * max(1.0, float(x.abs().max())), n
     folded_spec, folded = fold_norms(on_disk, state)
-    after = outputs(_reload(model, folded, folded_spec.config, tmp_path), PICOS[name].inputs)
+    after = compute_outputs(
+        _reload(model, folded, folded_spec.config, tmp_path), PICOS[name].inputs
+    )
     for n, x in before.items():
         assert float((after[n] - x).abs().max()) < 1e-9 * max(1.0, float(x.abs().max())), n
 
@@ -542,10 +550,10 @@ def _reload(
 def test_experts_that_are_run_in_one_product_are_checked_in_float64_too() -> None:
     """torch's grouped product, the library's default, has no float64."""
     model = build("mixtral").double()
-    expected = outputs(model, PICOS["mixtral"].inputs)["logits"]
+    expected = compute_outputs(model, PICOS["mixtral"].inputs)["logits"]
     model.set_experts_implementation("grouped_mm")
     assert torch.allclose(
-        outputs(model, PICOS["mixtral"].inputs)["logits"], expected, rtol=0, atol=1e-12
+        compute_outputs(model, PICOS["mixtral"].inputs)["logits"], expected, rtol=0, atol=1e-12
     )
 
 
@@ -555,16 +563,16 @@ def test_the_moved_backbone_fits_behind_its_boundary(name: str) -> None:
     the boundary too, it is itself again.
     """
     model = build(name)
-    spec, expected = spec_of(model), outputs(model, PICOS[name].inputs)
+    spec, expected = spec_of(model), compute_outputs(model, PICOS[name].inputs)
     if name.startswith("deberta-v2-xlarge"):
         with pytest.raises(CutError, match="does not cut"):
             cut(model)
         return
     g = element(spec, 17)
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
-    assert moved_by(expected, outputs(model, PICOS[name].inputs)) > 1e-3
-    with cut(model, config_of(model)).route(lambda c: c.restored(g, c.moved(g).run())):
-        assert moved_by(expected, outputs(model, PICOS[name].inputs)) < 1e-9
+    assert moved_by(expected, compute_outputs(model, PICOS[name].inputs)) > 1e-3
+    with cut(model, config_of(model)).route(lambda c: c.restore(g, c.transform(g).run())):
+        assert moved_by(expected, compute_outputs(model, PICOS[name].inputs)) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["bert", "deberta-v3-classifier", "deberta-v2"])

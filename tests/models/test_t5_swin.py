@@ -18,7 +18,7 @@ from regauge.core.fold import fold_norms
 from regauge.core.groups import Orthogonal, OrthogonalFixingOnes, Permutation
 from regauge.core.members import Monomial
 from regauge.models.families import spec_from
-from regauge.testing import outputs
+from regauge.testing import compute_outputs
 from support.picos import PICOS, build, config_of, spec_of
 
 
@@ -47,7 +47,7 @@ def test_a_checkpoint_on_disk_is_moved_and_folded(name: str, tmp_path: Path) -> 
     config that an untied head needs.
     """
     model = build(name)
-    expected = outputs(model, PICOS[name].inputs)
+    expected = compute_outputs(model, PICOS[name].inputs)
     model.save_pretrained(tmp_path)
     spec, state = stored_spec(tmp_path)
     assert check(spec, state) == []
@@ -64,7 +64,7 @@ def test_a_checkpoint_on_disk_is_moved_and_folded(name: str, tmp_path: Path) -> 
 
 def same(model, folder: Path, expected: dict, names, pico: str) -> None:
     loaded = type(model).from_pretrained(folder, dtype=torch.float64).eval()
-    got = outputs(loaded, PICOS[pico].inputs)
+    got = compute_outputs(loaded, PICOS[pico].inputs)
     for key in names:
         assert float((got[key] - expected[key]).abs().max()) < 1e-9 * max(
             1.0, float(expected[key].abs().max())
@@ -98,11 +98,11 @@ def test_heads_of_one_t5_layer_alone_are_no_symmetry() -> None:
     g = element(spec, 3, spaces=["head.encoder"])
     assert isinstance(g.members["head.encoder"], Monomial)
     state, moved = model.state_dict(), apply(g, model.state_dict())
-    before = outputs(model, PICOS["t5"].inputs)["logits"]
+    before = compute_outputs(model, PICOS["t5"].inputs)["logits"]
     model.load_state_dict({k: moved[k] if "block.1" in k else state[k] for k in state})
-    assert float((outputs(model, PICOS["t5"].inputs)["logits"] - before).abs().max()) > 1e-4
+    assert float((compute_outputs(model, PICOS["t5"].inputs)["logits"] - before).abs().max()) > 1e-4
     model.load_state_dict(moved)
-    assert float((outputs(model, PICOS["t5"].inputs)["logits"] - before).abs().max()) < 1e-9
+    assert float((compute_outputs(model, PICOS["t5"].inputs)["logits"] - before).abs().max()) < 1e-9
 
 
 def test_swins_old_names_give_the_same_spaces() -> None:

@@ -79,7 +79,7 @@ MUTANTS = {
     ),
     "second moments that follow signs": (
         "core/live.py",
-        "ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes)",
+        "ax.dual(m.axes) if key in _FIRST_MOMENTS else ax.bar(m.axes)",
         "ax.dual(m.axes)",
         ACTION,
     ),
@@ -140,7 +140,7 @@ MUTANTS = {
     ),
     "elements of other sizes let through": (
         "core/element.py",
-        "elif self._is_stranger(name):",
+        "elif self._is_foreign(name):",
         "elif False:",
         ACTION,
     ),

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from regauge.cli.advisories import ADVISORIES, Advisory, vulnerable
+from regauge.cli.advisories import ADVISORIES, Advisory, find_vulnerable
 from regauge.errors import MissingExtraError, need
 
 ROOT = Path(__file__).parents[2]
@@ -129,8 +129,8 @@ def test_no_vulnerable_version_is_admitted(advisory: Advisory) -> None:
         for line in (ROOT / "constraints.txt").read_text().lower().splitlines()
         if "==" in line
     )
-    assert not vulnerable([(advisory.library, pins[advisory.library])])
-    assert [v.library for v in vulnerable([(advisory.library.upper(), "0.9")])] == [
+    assert not find_vulnerable([(advisory.library, pins[advisory.library])])
+    assert [v.library for v in find_vulnerable([(advisory.library.upper(), "0.9")])] == [
         advisory.library
     ]
 
@@ -351,9 +351,9 @@ def in_clean(clean: Path, *arguments: object) -> subprocess.CompletedProcess[str
 @pytest.mark.slow
 def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     """The smoke test of a release, with no optional library at all."""
-    from regauge.demo.move import LLAMA, make
+    from regauge.demo.move import LLAMA, make_checkpoint
 
-    model, regauge = make(tmp_path / "llama", LLAMA, 0), clean / "bin" / "regauge"
+    model, regauge = make_checkpoint(tmp_path / "llama", LLAMA, 0), clean / "bin" / "regauge"
     where = in_clean(
         clean, clean / "bin" / "python", "-c", "import regauge; print(regauge.__file__)"
     )
@@ -396,9 +396,9 @@ def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_missing_is_named(clean: Path, tmp_path: Path, line: str, extra: str) -> None:
-    from regauge.demo.move import LLAMA, make
+    from regauge.demo.move import LLAMA, make_checkpoint
 
-    make(tmp_path / "MODEL", LLAMA, 0)
+    make_checkpoint(tmp_path / "MODEL", LLAMA, 0)
     done = in_clean(
         clean,
         clean / "bin" / "regauge",

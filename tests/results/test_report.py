@@ -23,8 +23,8 @@ import pytest
 from regauge.cli import main
 from regauge.errors import FindingsError, MissingExtraError
 from regauge.results.findings import Figure, Finding, Results, Table, from_json, to_json
-from regauge.results.report import amount, number, page, verdict
-from regauge.results.report.plots import panels
+from regauge.results.report import format_amount, format_number, page, verdict
+from regauge.results.report.plots import build_panels
 
 GREY = [[0.0, 0.5], [1.0, 0.25]]
 FIGURES = {
@@ -252,7 +252,7 @@ def test_the_summary_stays_short() -> None:
 
 
 def test_panels() -> None:
-    errors, guesses = panels(RESULTS.findings)
+    errors, guesses = build_panels(RESULTS.findings)
     assert (errors.section, errors.measure, len(errors.dots)) == ("row", "relative error", 3)
     forward, exact, rotary = errors.dots
     ticks = {text: at for at, text in errors.ticks}
@@ -268,7 +268,7 @@ def test_panels() -> None:
     assert guesses.dots[0].value == pytest.approx(
         ticks["0"] + 0.0312 * (ticks["1"] - ticks["0"]), abs=0.02
     )  # a linear one
-    assert panels([replace(RESULTS.findings[0], floor=None, ceiling=None)]) == []
+    assert build_panels([replace(RESULTS.findings[0], floor=None, ceiling=None)]) == []
 
 
 @pytest.mark.parametrize("measure", ["relative error", "accuracy"])
@@ -277,7 +277,7 @@ def test_panels() -> None:
 )
 def test_no_number_breaks_the_panels(value: float, measure: str) -> None:
     for other in (value, 1.0, -1e308, None):
-        for dot in panels([Finding("a/b", "c", True, value, other, value, measure=measure)])[
+        for dot in build_panels([Finding("a/b", "c", True, value, other, value, measure=measure)])[
             0
         ].dots:
             assert dot.value is not None
@@ -302,8 +302,8 @@ def test_no_number_breaks_the_panels(value: float, measure: str) -> None:
     ],
 )
 def test_numbers(value: float | None, cell: str, error: str) -> None:
-    assert number(value) == cell
-    assert amount(value, RESULTS.findings[0]) == error
+    assert format_number(value) == cell
+    assert format_amount(value, RESULTS.findings[0]) == error
 
 
 def poisoned(value: Any, poison: str) -> Any:

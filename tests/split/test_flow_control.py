@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from regauge.split import Host, InProcess, TransportError, connect
-from regauge.split.client.journal import Folder
+from regauge.split.client.journal import FolderJournal
 from regauge.split.protocol.channel import Loop
 from regauge.split.protocol.frames import (
     Frame,
@@ -23,7 +23,7 @@ from regauge.split.protocol.frames import (
     encode,
 )
 from regauge.split.server import network as module
-from regauge.split.server.flow_control import FlowControl, Held
+from regauge.split.server.flow_control import FlowControl, StreamUsage
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
 from support.split_pairs import ADAMW, batch, made, optimizer_of, train
@@ -37,7 +37,7 @@ def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
     with holdings.stream("ann") as a, holdings.stream("ann") as b, holdings.stream("bob") as c:
 
         def who() -> list[bool]:
-            return [holdings.may_go_on(held) for held in (a, b, c)]
+            return [holdings.may_read(held) for held in (a, b, c)]
 
         assert who() == [True, True, True]
         b.add(60)
@@ -51,7 +51,7 @@ def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
         assert who() == [True, True, True]
         a.add(100)
         assert who() == [True, False, True]
-    assert (holdings.held, holdings.open) == ({}, {})
+    assert (holdings.usage, holdings.stream_counts) == ({}, {})
 
 
 def test_a_stream_that_ends_gives_back_what_it_held() -> None:
@@ -60,7 +60,7 @@ def test_a_stream_that_ends_gives_back_what_it_held() -> None:
         with holdings.stream("ann") as b:
             b.add(500)
             a.add(1)
-            assert not holdings.may_go_on(a)
+            assert not holdings.may_read(a)
             with (
                 pytest.raises(FrameError, match="ann has 2 streams open") as found,
                 holdings.stream("ann"),
@@ -69,11 +69,11 @@ def test_a_stream_that_ends_gives_back_what_it_held() -> None:
             assert found.value.code == "busy"
             with holdings.stream("bob"):
                 pass
-        assert holdings.may_go_on(a)
+        assert holdings.may_read(a)
 
 
 async def _stream(link: Grpc, *pieces: bytes) -> Any:
-    stream = link._open()
+    stream = link._open_stream()
     for piece in pieces:
         await stream.write(piece)
     return stream
@@ -91,16 +91,16 @@ def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(
     """Two halves are held, and a third stream's bytes are not read, until one of them has ended.
     Its client hears that the server is there.
     """
-    monkeypatch.setattr(module, "BEAT", 0.05)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     half = len(GOOD) // 2
     with (
         Server(Host(made("gpt2"), limits=Limits(payload=2 * half))) as server,
         Grpc(f"127.0.0.1:{server.port}") as link,
     ):
-        server.holdings.share = 2 * half
+        server.flow_control.share = 2 * half
 
         def held() -> list[int]:
-            return [sum(streams.values()) for streams in server.holdings.held.values()]
+            return [sum(streams.values()) for streams in server.flow_control.usage.values()]
 
         async def run() -> None:
             first, second = await _stream(link, GOOD[:half]), await _stream(link, GOOD[:half])
@@ -119,7 +119,7 @@ def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(
 
 
 def test_streams_of_one_client_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "STREAMS", 2)
+    monkeypatch.setattr(module, "MAX_STREAMS", 2)
     with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
 
         async def run() -> None:
@@ -157,7 +157,7 @@ def test_bytes_that_are_no_request_count_too() -> None:
 
 
 def test_a_known_client_takes_a_quarter_of_all_places() -> None:
-    host = Host(made("gpt2"), sessions=8)
+    host = Host(made("gpt2"), max_sessions=8)
     for _ in range(2):
         connect(made("gpt2"), InProcess(host, "ann")).close()
     with pytest.raises(RefusedError, match="ann has 2 sessions, and may have 2"):
@@ -172,13 +172,13 @@ def test_a_known_client_takes_a_quarter_of_all_places() -> None:
 def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "BEAT", 0.05)
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     with (
         Server(Host(made("gpt2"))) as server,
-        Grpc(f"127.0.0.1:{server.port}", computing=0.5) as link,
+        Grpc(f"127.0.0.1:{server.port}", compute_timeout=0.5) as link,
     ):
-        server.holdings.share = -1
-        with server.holdings.stream("") as other:
+        server.flow_control.share = -1
+        with server.flow_control.stream("") as other:
             other.add(1)  # what began before never ends
             with pytest.raises(TransportError):
                 link.exchange([memoryview(GOOD)])
@@ -195,15 +195,15 @@ def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
     host, mine = Host(made("gpt2"), ADAMW), made("gpt2")
     with connect(mine, InProcess(host), journal=tmp_path / "a"):
         train("gpt2", mine, optimizer_of(mine), range(1))
-    session = Folder(tmp_path / "a").session
-    Folder(tmp_path / "a").abandon()  # a run that has begun stays
-    assert Folder(tmp_path / "a").session == session
+    session = FolderJournal(tmp_path / "a").session
+    FolderJournal(tmp_path / "a").abandon()  # a run that has begun stays
+    assert FolderJournal(tmp_path / "a").session == session
     assert batch("gpt2", 0)
 
 
 def test_what_is_held_is_of_one_stream() -> None:
-    peer: dict[Held, int] = {}
-    one, other = Held(peer), Held(peer)
+    peer: dict[StreamUsage, int] = {}
+    one, other = StreamUsage(peer), StreamUsage(peer)
     one.add(3)
     one.add(4)
     assert (one.size, other.size) == (7, 0)

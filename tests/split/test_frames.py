@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from regauge.split.protocol.frames import (
-    BARE,
     CHUNK,
     DTYPES,
     HEADER,
     MAGIC,
+    UNCHECKED_SIZE,
     VERSION,
     Assembler,
     Frame,
@@ -48,7 +48,7 @@ def packed(said: object, held: bytes = b"", **more: int) -> bytes:
         "number": 7,
         **more,
     }
-    bare = HEADER.pack(MAGIC, *fields.values(), b"")[:BARE]
+    bare = HEADER.pack(MAGIC, *fields.values(), b"")[:UNCHECKED_SIZE]
     return bare + checksum(bare, text, held) + text + held
 
 
@@ -126,7 +126,7 @@ def test_chunks_and_frames_that_follow_each_other() -> None:
         assert all(
             torch.equal(f.tensors["x"], g.tensors["x"]) for f, g in zip(found, frames, strict=True)
         )
-        assert box.is_between
+        assert box.is_empty
 
 
 ROW = ["x", "F32", [2], ""]
@@ -191,7 +191,7 @@ def test_limits_are_looked_at_before_anything_is_held() -> None:
     with pytest.raises(FrameError) as caught:
         list(box.feed(packed({"values": {}, "tensors": []}, payload=101)[: HEADER.size]))
     assert caught.value.code == "limit"
-    assert box.whole is None
+    assert box.buffer is None
     for limits, code in (
         (Limits(tensors=0), "limit"),
         (Limits(axes=0), "shape"),
@@ -233,13 +233,15 @@ def test_mutants_are_frames_or_typed_errors(data: st.DataObject) -> None:
             case "double":
                 mutant[at:at] = mutant[at : at + 30]
     if len(mutant) >= HEADER.size and data.draw(st.booleans()):
-        mutant[BARE : HEADER.size] = checksum(mutant[:BARE], mutant[HEADER.size :])
+        mutant[UNCHECKED_SIZE : HEADER.size] = checksum(
+            mutant[:UNCHECKED_SIZE], mutant[HEADER.size :]
+        )
     box = Assembler(Limits(payload=1 << 16))
     with suppress(FrameError):
         for at in range(0, len(mutant), 50):
             for frame in box.feed(bytes(mutant[at : at + 50])):
                 assert sum(t.numel() for t in frame.tensors.values()) < 1 << 16
-    assert box.whole is None or len(box.whole) < (1 << 17) + HEADER.size
+    assert box.buffer is None or len(box.buffer) < (1 << 17) + HEADER.size
 
 
 @settings(max_examples=200, deadline=None)
@@ -252,7 +254,7 @@ def test_what_happens_to_bytes_on_their_way_is_found(data: st.DataObject) -> Non
     match data.draw(st.sampled_from(["burst", "swap", "cut"])):
         case "burst":
             at, bits = (
-                data.draw(st.integers(BARE * 8, len(good) * 8 - 1)),
+                data.draw(st.integers(UNCHECKED_SIZE * 8, len(good) * 8 - 1)),
                 data.draw(st.binary(min_size=1, max_size=64)),
             )
             number = int.from_bytes(good, "little") ^ (int.from_bytes(bits, "little") | 1) << at

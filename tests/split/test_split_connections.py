@@ -16,7 +16,12 @@ import grpc
 from regauge.split import Host, connect
 from regauge.split.protocol.certificates import make_certificates
 from regauge.split.server import connections
-from regauge.split.server.connections import SPARE_FILES, Watches, raise_open_files, server_options
+from regauge.split.server.connections import (
+    SPARE_FILES,
+    Watches,
+    raise_open_file_limit,
+    server_options,
+)
 from regauge.split.server.network import Grpc, Server
 from support.split_pairs import ADAMW, batch, made
 
@@ -33,7 +38,7 @@ def server() -> Iterator[Server]:
 def test_watch_streams_are_bounded_per_client(server: Server) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         watch = channel.unary_stream(WATCH)
-        streams = [watch(b"", timeout=30) for _ in range(connections.WATCHES_PER_CLIENT)]
+        streams = [watch(b"", timeout=30) for _ in range(connections.MAX_WATCHES_PER_CLIENT)]
         assert [next(s) for s in streams] == [b"\x08\x01"] * len(streams)
         with pytest.raises(grpc.RpcError) as refused:
             next(watch(b"", timeout=30))
@@ -49,7 +54,7 @@ def test_watch_streams_are_bounded_per_client(server: Server) -> None:
 
 
 def test_watch_streams_are_bounded_in_all() -> None:
-    watches = Watches(most=3, per_client=2)
+    watches = Watches(total=3, per_client=2)
     with ExitStack() as stack:
         assert [
             stack.enter_context(watches.stream(name)) for name in ("a", "a", "a", "b", "c")
@@ -73,7 +78,7 @@ def closed(one: socket.socket, seconds: float) -> bool:
 def test_connections_without_a_handshake_are_bounded_and_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 2)
     tls = make_certificates(tmp_path, ["127.0.0.1"], ["ann"])
     with Server(Host(made("gpt2"), ADAMW), tls=tls["server"]) as server, ExitStack() as stack:
@@ -101,7 +106,7 @@ def test_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 300), hard))
-        raised = raise_open_files()
+        raised = raise_open_file_limit()
         assert raised == resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 300 or hard <= 300
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -23,9 +23,9 @@ from regauge.split import TransportError
 from regauge.split.protocol.frames import (
     BITS,
     CODECS,
+    DTYPE_NAMES,
     DTYPES,
     HEADER,
-    NAMES,
     Assembler,
     FrameError,
     Kind,
@@ -94,8 +94,8 @@ def test_mutated_frames_are_answered(name: str) -> None:
         now = host.sessions[SESSION].done if SESSION in host.sessions else done
         assert now in (done, done + 1)
         assert len(host.sessions) <= 4
-        if session.open and len(session.open) > 32:
-            session.open.clear()  # as if they had been let go
+        if session.pending and len(session.pending) > 32:
+            session.pending.clear()  # as if they had been let go
     assert resident() - before < ROOM
     assert codes.keys() >= {
         "half",
@@ -138,8 +138,8 @@ def test_streams_of_mutants_are_cut_or_refused() -> None:
                             <= limits.payload
                         )
                     assert (
-                        box.whole is None
-                        or len(box.whole) <= HEADER.size + limits.payload + limits.table
+                        box.buffer is None
+                        or len(box.buffer) <= HEADER.size + limits.payload + limits.table
                     )
         except FrameError as error:
             refused += bool(error.code)
@@ -156,7 +156,7 @@ def test_every_dtype_and_codec_that_a_table_may_name_is_read_or_refused() -> Non
                     with suppress(FrameError):
                         (found,) = decode(fitted(head + text + held)).tensors.values()
                         assert list(found.shape) == shape
-                        assert NAMES[found.dtype] == dtype
+                        assert DTYPE_NAMES[found.dtype] == dtype
 
 
 def resident() -> int:

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, TransportError, connect
-from regauge.split.client.journal import Memory
+from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol.channel import Loop
 from regauge.split.protocol.frames import (
-    BARE,
     HEADER,
     MAGIC,
+    UNCHECKED_SIZE,
     VERSION,
     Bytes,
     Frame,
@@ -61,7 +61,9 @@ class Tapped:
 
 def raw(kind: int, number: int, table: bytes, payload: bytes = b"") -> bytes:
     """A frame of any table."""
-    bare = HEADER.pack(MAGIC, VERSION, kind, 0, len(table), len(payload), number, b"")[:BARE]
+    bare = HEADER.pack(MAGIC, VERSION, kind, 0, len(table), len(payload), number, b"")[
+        :UNCHECKED_SIZE
+    ]
     return bare + checksum(bare, table, payload) + table + payload
 
 
@@ -98,7 +100,7 @@ def test_a_request_cannot_make_the_checkpoint_unwritable(tmp_path: Path) -> None
     forward = opened(host)
     assert said(host, with_value(forward, "x", "1e999")).values["code"] == "table"
     assert said(host, with_value(forward, "x", "1e99")).kind is Kind.OUTPUT
-    host.keep()
+    host.save()
 
 
 def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None:
@@ -107,8 +109,10 @@ def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None
     assert (
         said(host, with_value(opened(host), "x", '"' + "\u4e2d" * 20_000 + '"')).kind is Kind.OUTPUT
     )
-    host.keep()
-    assert len(next(iter(Host(made("gpt2"), ADAMW, folder=tmp_path).sessions.values())).open) == 1
+    host.save()
+    assert (
+        len(next(iter(Host(made("gpt2"), ADAMW, folder=tmp_path).sessions.values())).pending) == 1
+    )
 
 
 @pytest.mark.parametrize("shape", [[0, 1 << 39, 1 << 39], [1 << 39, 1 << 39, 0]])
@@ -157,7 +161,10 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine, calm = made("gpt2"), made("gpt2")
-    host, other = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2), Host(made("gpt2"), ADAMW)
+    host, other = (
+        Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=2),
+        Host(made("gpt2"), ADAMW),
+    )
     optimizer = optimizer_of(mine)
     with connect(mine, InProcess(host)) as link:
         with full_disk():
@@ -169,10 +176,10 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
                 [],
             )  # type: ignore[union-attr]
             with pytest.raises(CheckpointError, match="cannot be written"):
-                host.keep()
+                host.save()
         train("gpt2", mine, optimizer, range(3, 5))
-        assert link.log.saved == 0 or host.kept_at == 4
-    assert host.kept_at == 4
+        assert link.log.saved == 0 or host.saved_step == 4
+    assert host.saved_step == 4
     with connect(calm, InProcess(other)):
         train("gpt2", calm, optimizer_of(calm), range(5))
     assert same(host.backbone(), other.backbone())
@@ -207,8 +214,8 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
     """The client's journal still has all requests: no checkpoint was there to say that they are
     kept.
     """
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000, sessions=1, idle=0.0)
-    mine, journal = made("gpt2"), Memory()
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=1000, max_sessions=1, idle=0.0)
+    mine, journal = made("gpt2"), MemoryJournal()
     with connect(mine, InProcess(host), journal=journal) as link:
         train("gpt2", mine, optimizer_of(mine), range(2))
         if how == "ended":
@@ -217,10 +224,10 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
         connect(made("gpt2"), InProcess(host)).close()  # takes its place
     before = host.backbone()
     assert sorted(journal.requests) == [1, 2, 3, 4]
-    host.keep()
+    host.save()
     for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
         with pytest.raises(RefusedError, match="this session has ended") as error:
-            link.log.settle() if server is host else connect(
+            link.log.flush() if server is host else connect(
                 made("gpt2"), InProcess(server), journal=journal
             )
         assert error.value.code == "ended"
@@ -230,7 +237,7 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
 
 def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Path) -> None:
     def fresh(folder: str) -> Host:
-        return Host(made("gpt2"), ADAMW, folder=tmp_path / folder, every=1000)
+        return Host(made("gpt2"), ADAMW, folder=tmp_path / folder, save_every=1000)
 
     class Lost(Tapped):
         def exchange(self, request: Sequence[memoryview]) -> Bytes:
@@ -272,11 +279,11 @@ def test_who_is_refused_takes_nobodys_place() -> None:
     """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes
     her place. A client over a quota that was lowered loses none of its sessions by asking in vain.
     """
-    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), sessions=2, idle=100.0)
+    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), max_sessions=2, idle=100.0)
     for peer in ("carol", "bob"):
         connect(made("gpt2"), InProcess(host, peer)).close()
     (carols, carol), (_, bob) = host.sessions.items()
-    carol.seen -= 200.0
+    carol.last_seen -= 200.0
     with pytest.raises(RefusedError, match="bob has 1 sessions, and may have 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
@@ -285,15 +292,15 @@ def test_who_is_refused_takes_nobodys_place() -> None:
     assert carols not in host.sessions
     with pytest.raises(RefusedError, match="the server has 2 sessions"):
         connect(made("gpt2"), InProcess(host, "erin"))
-    host.quotas, host.most = Quotas(), 8
+    host.quotas, host.max_sessions = Quotas(), 8
     connect(made("gpt2"), InProcess(host, "bob")).close()
     host.quotas = Quotas(Quota(sessions=1))
-    bob.seen -= 200.0
+    bob.last_seen -= 200.0
     with pytest.raises(RefusedError, match="bob has 2 sessions, and may have 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
     for session in host.sessions.values():
-        session.seen -= 200.0
+        session.last_seen -= 200.0
     connect(made("gpt2"), InProcess(host, "bob")).close()
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "dave"]
 
@@ -302,7 +309,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
 
 
 def test_those_who_come_and_go_in_a_round_are_counted() -> None:
-    host = Host(made("gpt2"), ADAMW, average=3, sessions=4)
+    host = Host(made("gpt2"), ADAMW, average=3, max_sessions=4)
     slow = made("gpt2")
     with connect(slow, InProcess(host)):
         train("gpt2", slow, optimizer_of(slow), range(1))  # the round waits for it
@@ -311,7 +318,7 @@ def test_those_who_come_and_go_in_a_round_are_counted() -> None:
             with connect(mine, InProcess(host)) as link:
                 train("gpt2", mine, optimizer_of(mine), range(1))
                 link.end()
-        assert len(host.rounds.left) == 4
+        assert len(host.rounds.departed) == 4
         mine = made("gpt2")
         with (
             connect(mine, InProcess(host), patience=0.01),
@@ -322,11 +329,11 @@ def test_those_who_come_and_go_in_a_round_are_counted() -> None:
         train("gpt2", slow, optimizer_of(slow), range(1, 2))
         with connect(mine, InProcess(host)):
             train("gpt2", mine, optimizer_of(mine), range(1))
-    assert not host.rounds.left
+    assert not host.rounds.departed
 
 
 def test_a_text_in_a_cache_has_an_end() -> None:
-    host = Host(made("gpt2").eval(), length=8)
+    host = Host(made("gpt2").eval(), max_length=8)
     mine = made("gpt2").eval()
     ids = batch("gpt2", 0)["input_ids"][:, :4]
     with connect(mine, InProcess(host)), torch.no_grad():
@@ -391,7 +398,7 @@ def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
     with connect(mine, InProcess(host)):
         train("gpt2", mine, optimizer_of(mine), range(1))
     (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
-    host.keep()
+    host.save()
     with pytest.raises(
         CheckpointError, match="holds a training with sgd, and this one is with adamw"
     ):
@@ -417,7 +424,7 @@ def without_a_trainer(path: Path) -> None:
 
 
 def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
-    Host(made("gpt2"), ADAMW, folder=tmp_path).keep()
+    Host(made("gpt2"), ADAMW, folder=tmp_path).save()
     for other in (OptimizerConfig("sgd", 0.1), OptimizerConfig("adam", 1e-2)):
         with pytest.raises(
             CheckpointError,
@@ -450,19 +457,19 @@ def test_what_a_server_says_of_itself_is_printable() -> None:
         )
 
     with connect(made("gpt2"), Tapped(Host(made("gpt2")), change=changed)) as link:
-        assert link.told["key"] == "[2J" + "k" * 9
+        assert link.server_info["key"] == "[2J" + "k" * 9
 
 
 @pytest.mark.parametrize(
     "told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
 )
 def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
-    from regauge.cli.split_client import _checked
+    from regauge.cli.split_client import _check_server_config
 
-    good = {"trains": True, **ADAMW.told()}
-    assert _checked(good) == good
+    good = {"trains": True, **ADAMW.to_dict()}
+    assert _check_server_config(good) == good
     with pytest.raises(FrameError, match=f'does not say its "{min(told)}"'):
-        _checked({**good, **told})
+        _check_server_config({**good, **told})
 
 
 def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -470,11 +477,11 @@ def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
 
     from regauge.split.server import network
 
-    monkeypatch.setattr(network, "STALL", 0.2)
+    monkeypatch.setattr(network, "STALL_SECONDS", 0.2)
     good = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
 
     async def written(pieces: Sequence[bytes]) -> object:
-        stream = link._open()
+        stream = link._open_stream()
         for piece in pieces:
             await stream.write(piece)
         return await asyncio.wait_for(stream.read(), 30)

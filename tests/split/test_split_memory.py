@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from regauge.split import Host, InProcess, OptimizerConfig, connect
-from regauge.split.client.journal import Memory
+from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol import frames as frames_module
 from regauge.split.protocol.frames import (
     Frame,
@@ -25,7 +25,7 @@ from regauge.split.protocol.frames import (
 from regauge.split.protocol.transport import deliver
 from regauge.split.server.costs import Estimator
 from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
-from regauge.split.server.metrics import text_of
+from regauge.split.server.metrics import render_metrics
 from support.cli_runs import Run
 from support.split_pairs import ADAMW, batch, made, same
 
@@ -47,14 +47,14 @@ def wide(rows: int, tokens: int = 16) -> dict[str, torch.Tensor]:
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all tensors that are unpacked."""
     seen: list[int] = []
-    real = frames_module._unpacked
+    real = frames_module._unpack_tensor
 
     def watched(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> torch.Tensor:
         found = real(data, dtype, shape, codec)
         seen.append(found.numel() * found.element_size())
         return found
 
-    monkeypatch.setattr(frames_module, "_unpacked", watched)
+    monkeypatch.setattr(frames_module, "_unpack_tensor", watched)
     return seen
 
 
@@ -177,7 +177,7 @@ def test_predictions_are_admitted_by_their_peak() -> None:
 
 
 def test_caches_of_generated_texts_are_charged() -> None:
-    host, model = Host(made("gpt2"), memory=64 * MB, caches=20), made("gpt2").eval()
+    host, model = Host(made("gpt2"), memory=64 * MB, max_caches=20), made("gpt2").eval()
     with connect(model, InProcess(host)), torch.no_grad():
         first = model(input_ids=wide(256, 8)["input_ids"], use_cache=True).past_key_values
         (charged,) = [c.held for _, c in host.charges() if c.held]
@@ -228,18 +228,18 @@ def test_copies_that_are_averaged_are_charged() -> None:
         assert refused.value.code == "memory"
         host.budget = Budget(1 << 30, 1 << 30)
         other(**batch("gpt2", 0)).loss.backward()  # control
-    assert sum(s.learner is not None for s in host.sessions.values()) == 2
+    assert sum(s.backbone is not None for s in host.sessions.values()) == 2
 
 
 def test_a_pass_out_of_a_checkpoint_is_admitted_when_it_is_run_again(tmp_path: Path) -> None:
-    model, journal = made("gpt2"), Memory()
+    model, journal = made("gpt2"), MemoryJournal()
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
     network = InProcess(host)
     link = connect(model, network, journal=journal)
     loss = model(**batch("gpt2", 0)).loss
-    host.keep()
+    host.save()
     network.host = Host(made("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
-    (passed,) = next(iter(network.host.sessions.values())).open.values()
+    (passed,) = next(iter(network.host.sessions.values())).pending.values()
     assert passed.cost is None
     loss.backward()
     assert network.host.step == 1
@@ -268,7 +268,7 @@ def saved_bytes(host: Host, frame: Frame) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        passed = host.runner.opened(host.main, frame)
+        passed = host.executor.forward(host.main, frame)
     assert passed.output is not None
     seen[passed.output.untyped_storage().data_ptr()] = passed.output.untyped_storage().nbytes()
     return sum(seen.values())
@@ -279,19 +279,19 @@ def saved_bytes(host: Host, frame: Frame) -> int:
 def test_the_estimate_is_what_a_graph_saves(
     name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, model = Host(made(name, dropout=dropout), OptimizerConfig("sgd", rate=0.0)), made(name)
+    host, model = Host(made(name, dropout=dropout), OptimizerConfig("sgd", lr=0.0)), made(name)
     asked: list[Frame] = []
-    real = Estimator.of
+    real = Estimator.estimate_pass
     monkeypatch.setattr(
         Estimator,
-        "of",
+        "estimate_pass",
         lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
     )
     parts: list[Any] = []
-    simulated = Estimator._simulated
+    simulated = Estimator._simulate
     monkeypatch.setattr(
         Estimator,
-        "_simulated",
+        "_simulate",
         lambda self, crossing, *, learns: (
             parts.extend(simulated(self, crossing, learns=learns)) or parts
         ),
@@ -299,7 +299,7 @@ def test_the_estimate_is_what_a_graph_saves(
     with connect(model, InProcess(host)):
         inputs = batch(name, 0)
         loss = model(**{k: v.repeat(8, *[1] * (v.dim() - 1)) for k, v in inputs.items()}).loss
-        estimate = host.costs.of(asked[0], learns=True)
+        estimate = host.costs.estimate_pass(asked[0], learns=True)
         measured = saved_bytes(host, asked[0]) + frames_module.nbytes(asked[0])
         loss.backward()
     assert len(parts) == len(host.blocks)  # counted on fake tensors, not bounded
@@ -312,19 +312,19 @@ def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(
 ) -> None:
     model, costs = made(name), []
     asked: list[Frame] = []
-    real = Estimator.of
+    real = Estimator.estimate_pass
     monkeypatch.setattr(
         Estimator,
-        "of",
+        "estimate_pass",
         lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
     )
     for fails in (False, True):
         if fails:
-            monkeypatch.setattr(Estimator, "_simulated", lambda *args, **kwargs: 1 / 0)
-        host = Host(made(name), OptimizerConfig("sgd", rate=0.0), memory=1 << 30)
+            monkeypatch.setattr(Estimator, "_simulate", lambda *args, **kwargs: 1 / 0)
+        host = Host(made(name), OptimizerConfig("sgd", lr=0.0), memory=1 << 30)
         with connect(model, InProcess(host)):
             model(**batch(name, 0)).loss.backward()
-        costs.append(host.costs.of(asked[-1], learns=True))
+        costs.append(host.costs.estimate_pass(asked[-1], learns=True))
     assert costs[0].held <= costs[1].held <= 6 * costs[0].held
 
 
@@ -332,10 +332,10 @@ def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     host, model, count = Host(made("gpt2"), ADAMW, memory=1 << 30), made("gpt2"), []
-    real = Estimator._simulated
+    real = Estimator._simulate
     monkeypatch.setattr(
         Estimator,
-        "_simulated",
+        "_simulate",
         lambda self, crossing, *, learns: (count.append(1), real(self, crossing, learns=learns))[1],
     )
     with connect(model, InProcess(host)):
@@ -350,7 +350,7 @@ def test_the_result_is_the_same_with_a_budget() -> None:
     weights = []
     for memory in (None, 64 * MB):
         host, model = Host(made("gpt2", dropout=0.1), ADAMW, memory=memory), made("gpt2")
-        journal = Memory()
+        journal = MemoryJournal()
         journal.session = "0" * 32  # dropout is drawn from the session's name
         with connect(model, InProcess(host), journal=journal, secret=1):
             for step in range(2):
@@ -363,12 +363,12 @@ def test_the_result_is_the_same_with_a_budget() -> None:
 
 
 def test_budgets() -> None:
-    assert Budget.of(8 * MB) == Budget(8 * MB, 4 * MB)
-    assert Budget.of(8 * MB, 2 * MB).share("ann") == 2 * MB
-    assert Budget.of(8 * MB, 2 * MB).share("") == 8 * MB
-    default = Budget.of()
+    assert Budget.with_defaults(8 * MB) == Budget(8 * MB, 4 * MB)
+    assert Budget.with_defaults(8 * MB, 2 * MB).share("ann") == 2 * MB
+    assert Budget.with_defaults(8 * MB, 2 * MB).share("") == 8 * MB
+    default = Budget.with_defaults()
     assert MB <= default.client <= default.total
-    assert Budget.of(reserved=1 << 60).total == MB
+    assert Budget.with_defaults(reserved=1 << 60).total == MB
     for total, client in ((100, 100), (8 * MB, 9 * MB), (8 * MB, 10)):
         with pytest.raises(BudgetError, match=r"memory budgets must be at least 1\.0 MB"):
             Budget(total, client)
@@ -423,7 +423,7 @@ def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
     host = Host(made("gpt2"), memory=8 * MB, client_memory=4 * MB)
     assert host.limits.payload == MB
     assert decode(deliver(host, [bits(1 << 18)])).values["code"] == "limit"
-    text = text_of(host)
+    text = render_metrics(host)
     assert f"regauge_split_memory_budget_bytes {8 * MB}\n" in text
     assert f"regauge_split_memory_client_budget_bytes {4 * MB}\n" in text
     assert "regauge_split_memory_reserved_bytes 0\n" in text

@@ -194,7 +194,7 @@ def test_a_server_that_is_gone_for_a_while_is_found_again(tmp_path: Path) -> Non
 
     def served() -> Server:
         return Server(
-            Host(locked(start, None), ADAMW, folder=tmp_path, every=2), f"127.0.0.1:{port}"
+            Host(locked(start, None), ADAMW, folder=tmp_path, save_every=2), f"127.0.0.1:{port}"
         )
 
     servers = [served()]

@@ -12,7 +12,7 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
-from regauge.split.client.journal import Folder, JournalError, Memory
+from regauge.split.client.journal import FolderJournal, JournalError, MemoryJournal
 from regauge.split.protocol.frames import (
     Frame,
     FrameError,
@@ -20,7 +20,7 @@ from regauge.split.protocol.frames import (
     RefusedError,
     decode,
     encode,
-    marks,
+    frame_identity,
 )
 from support.split_pairs import (
     ADAMW,
@@ -52,8 +52,8 @@ def undisturbed(
     return whole(mine, host, g)
 
 
-def known(journal: Memory | None = None) -> Memory:
-    journal = journal or Memory()
+def known(journal: MemoryJournal | None = None) -> MemoryJournal:
+    journal = journal or MemoryJournal()
     journal.session = "0" * 32
     return journal
 
@@ -91,7 +91,7 @@ def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to
     "options",
     [
         ADAMW,
-        OptimizerConfig("sgd", rate=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20),
+        OptimizerConfig("sgd", lr=0.1, momentum=0.9, accumulate=3, schedule="linear", steps=20),
     ],
     ids=["adamw", "sgd"],
 )
@@ -104,7 +104,10 @@ def test_a_server_that_starts_again_is_told_what_it_lost(
 
     def started() -> Host:
         return Host(
-            locked(start, None), options, folder=tmp_path, every=1 if options.accumulate > 1 else 3
+            locked(start, None),
+            options,
+            folder=tmp_path,
+            save_every=1 if options.accumulate > 1 else 3,
         )
 
     hosts = [started()]
@@ -142,13 +145,13 @@ def test_a_checkpoint_has_the_passes_that_are_open(tmp_path: Path) -> None:
 
     class Watched(Faulty):
         def exchange(self, request: list[memoryview]) -> bytes:
-            seen.append(marks(request[0])[0])
+            seen.append(frame_identity(request[0])[0])
             return super().exchange(request)
 
     with connect(mine, Watched(lambda: hosts[-1], 0, rate=0.0), journal=known()):
         torch.manual_seed(0)
         loss = mine(**batch("gpt2", 0)).loss
-        hosts[0].keep()
+        hosts[0].save()
         hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path))
         for block, other in zip(hosts[0].blocks, hosts[1].blocks, strict=True):
             for a, b in zip(block.modules(), other.modules(), strict=True):
@@ -191,7 +194,7 @@ def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(
 ) -> None:
     first = made("gpt2")
     g = columns(first)
-    host = Host(locked(first, g), ADAMW, folder=tmp_path / "server", every=2)
+    host = Host(locked(first, g), ADAMW, folder=tmp_path / "server", save_every=2)
     kept: dict = {}
 
     def run(
@@ -205,7 +208,7 @@ def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(
                     optimizer=clone(optimizer.state_dict()),
                     link=link.state_dict(),
                 )
-                link.saved()
+                link.mark_saved()
 
         train("gpt2", model, optimizer, steps, after)
 
@@ -278,7 +281,7 @@ def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
 
 def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
     mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, length=64)
+    host = Host(made("gpt2"), ADAMW, max_length=64)
     link = connect(mine, InProcess(host), journal=known())
     sent: list[Frame] = []
     exchange = link.log.transport.exchange
@@ -379,7 +382,7 @@ def test_another_model_is_refused_when_connecting() -> None:
 
 
 def test_a_session_is_its_owners_and_sessions_are_counted() -> None:
-    host = Host(made("gpt2"), ADAMW, sessions=1)
+    host = Host(made("gpt2"), ADAMW, max_sessions=1)
     link = connect(made("gpt2"), InProcess(host, "ann"))
     with pytest.raises(RefusedError, match="another client's"):
         connect(made("gpt2"), InProcess(host, "bob"), journal=link.log.journal)
@@ -391,10 +394,10 @@ def test_a_session_is_its_owners_and_sessions_are_counted() -> None:
 
 def test_a_lost_checkpoint_is_told_and_not_papered_over(tmp_path: Path) -> None:
     mine = made("gpt2")
-    hosts = [Host(made("gpt2"), ADAMW, folder=tmp_path / "a", every=1)]
+    hosts = [Host(made("gpt2"), ADAMW, folder=tmp_path / "a", save_every=1)]
     with connect(mine, Faulty(lambda: hosts[-1], 0, rate=0.0)):
         train("gpt2", mine, optimizer_of(mine), range(3))
-        hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path / "b", every=1))
+        hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path / "b", save_every=1))
         with pytest.raises(FrameError, match="has lost request 1"):
             train("gpt2", mine, optimizer_of(mine), range(1))
     with pytest.raises(CheckpointError, match="another model's training"):
@@ -405,19 +408,19 @@ def test_a_lost_checkpoint_is_told_and_not_papered_over(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
-    journal = Folder(tmp_path / "j")
+    journal = FolderJournal(tmp_path / "j")
     journal.put_request(1, [b"x"])
     assert (tmp_path / "j").stat().st_mode & 0o077 == 0
     assert all(f.stat().st_mode & 0o077 == 0 for f in (tmp_path / "j").iterdir())
-    assert Folder(tmp_path / "j").session == journal.session
+    assert FolderJournal(tmp_path / "j").session == journal.session
     (tmp_path / "j" / "session.json").write_text("{}")
     with pytest.raises(JournalError, match=r"session\.json"):
-        Folder(tmp_path / "j")
+        FolderJournal(tmp_path / "j")
 
 
 def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
     mine = made("llama")
-    host = Host(made("llama"), ADAMW, length=64, graphs=500)
+    host = Host(made("llama"), ADAMW, max_length=64, max_open_passes=500)
     seen: list[Frame] = []
 
     class Watched(InProcess):
@@ -444,7 +447,7 @@ def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
         assert all(bool(torch.isfinite(t).all()) for t in host.backbone().values())
         link.log.number = host.sessions["0" * 32].done  # as if all had been this client's own
         link.log.journal.requests.clear()
-        link.dead = sorted(host.sessions["0" * 32].open)
+        link.abandoned = sorted(host.sessions["0" * 32].pending)
         train("llama", mine, optimizer_of(mine), range(2))
 
 

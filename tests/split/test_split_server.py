@@ -20,18 +20,18 @@ import torch
 
 from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
-from regauge.split.client.journal import Memory
+from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol.frames import FrameError, Kind, RefusedError, decode
-from regauge.split.server.backbone import mean, slopes
-from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, asked_for
-from regauge.split.server.metrics import text_of
+from regauge.split.server.backbone import compute_gradients, weighted_mean
+from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, parse_request
+from regauge.split.server.metrics import render_metrics
 from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
 from support.split_pairs import ADAMW, batch, distance, made, optimizer_of, same, train
 
 
-def named(letter: str) -> Memory:
-    journal = Memory()
+def named(letter: str) -> MemoryJournal:
+    journal = MemoryJournal()
     journal.session = letter * 32
     return journal
 
@@ -110,7 +110,7 @@ def test_mixed_precision_is_near_and_told(precision: str) -> None:
         mine = made("gpt2", torch.float32)
         host = Host(made("gpt2", torch.float32), ADAMW, precision=chosen)
         with connect(mine, InProcess(host)) as link:
-            assert link.told["precision"] == chosen
+            assert link.server_info["precision"] == chosen
             losses.append(train("gpt2", mine, optimizer_of(mine), range(6)))
             assert all(t.dtype == torch.float32 for t in host.backbone().values())
     assert losses[0] != losses[1]
@@ -124,12 +124,12 @@ def test_small_gradients_do_not_vanish_in_half_precision() -> None:
     with torch.autocast("cpu", dtype=torch.float16):
         y = (torch.nn.functional.gelu(x @ weight) @ weight).float()
     plain = torch.autograd.grad(y, [weight], slope, retain_graph=True)[0]
-    (scaled,) = slopes(y, [weight], slope, "fp16")
+    (scaled,) = compute_gradients(y, [weight], slope, "fp16")
     exact = torch.autograd.grad(torch.nn.functional.gelu(x @ weight) @ weight, [weight], slope)[0]
     assert scaled is not None
     assert float((scaled - exact).norm() / exact.norm()) < 0.01
     assert float((plain - exact).norm() / exact.norm()) > 0.05
-    (huge,) = slopes(y, [weight], slope * 1e12, "fp16")
+    (huge,) = compute_gradients(y, [weight], slope * 1e12, "fp16")
     assert huge is not None
     assert bool(torch.isfinite(huge).all())
 
@@ -153,7 +153,7 @@ def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptur
         with connect(mine, InProcess(host)), caplog.at_level(logging.WARNING, "regauge.split"):
             train("gpt2", mine, optimizer_of(mine), range(1))
         found.append(host.backbone())
-        assert bool(host.runner.compiler) == (compiler == "aot_eager")
+        assert bool(host.executor.compiler) == (compiler == "aot_eager")
         torch._dynamo.reset()
     assert "torch.compile does not work here" in caplog.text
     assert distance(found[1], found[0]) < 1e-4
@@ -173,7 +173,7 @@ def test_the_average_of_one_is_plain_training() -> None:
         mine = made("gpt2", dropout=0.1)
         host = Host(made("gpt2", dropout=0.1), ADAMW, average=average)
         with connect(mine, InProcess(host), journal=named("a")) as link:
-            assert link.told["average"] == average
+            assert link.server_info["average"] == average
             torch.manual_seed(0)
             stepped(mine, range(5), optimizer_of(mine))
         found.append(host.backbone())
@@ -205,15 +205,15 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
         with torch.no_grad():
             bob(**batch("gpt2", 0))  # a prediction has no turn
         stepped(ann, range(1, 2), optimizers[0])
-        expected = mean([(1, alone[0]), (1, alone[1])])
+        expected = weighted_mean([(1, alone[0]), (1, alone[1])])
         assert same(dict(host.main.state()), expected)
         assert all(
-            same(dict(s.learner.state()), expected) for s in host.sessions.values() if s.learner
+            same(dict(s.backbone.state()), expected) for s in host.sessions.values() if s.backbone
         )
         link.log.patience = 60.0
         stepped(bob, range(12, 13), optimizers[1])
         assert host.step == 5
-        assert [s.learner.since for s in host.sessions.values() if s.learner] == [0, 1]
+        assert [s.backbone.steps_since_mean for s in host.sessions.values() if s.backbone] == [0, 1]
 
 
 def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
@@ -228,11 +228,11 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
             stepped(bob, range(10, 11), other)
             stepped(ann, range(2), optimizer)
             copies = {
-                n: {k: t.clone() for k, t in s.learner.state().items()}
+                n: {k: t.clone() for k, t in s.backbone.state().items()}
                 for n, s in host.sessions.items()
-                if s.learner
+                if s.backbone
             }
-            expected = mean([(2, copies["a" * 32]), (1, copies["b" * 32])])
+            expected = weighted_mean([(2, copies["a" * 32]), (1, copies["b" * 32])])
             if how == "leaves":
                 link.end()
             else:
@@ -240,7 +240,9 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
                 assert same(dict(host.main.state()), expected)
                 loss.backward()
                 stepped(bob, range(11, 12), other)  # and is a member again when it comes back
-                assert [s.learner.since for s in host.sessions.values() if s.learner] == [1, 1]
+                assert [
+                    s.backbone.steps_since_mean for s in host.sessions.values() if s.backbone
+                ] == [1, 1]
                 continue
         assert same(host.backbone(), expected)
 
@@ -252,7 +254,7 @@ def test_averaging_needs_training_and_its_own_checkpoint(tmp_path: Path) -> None
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, average=2)
     with connect(mine, InProcess(host)):
         stepped(mine, range(1), optimizer_of(mine))
-    host.keep()
+    host.save()
     with pytest.raises(CheckpointError, match="copies that are averaged"):
         Host(made("gpt2"), ADAMW, folder=tmp_path)
 
@@ -286,7 +288,7 @@ def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.T
     other.
     """
     network = Restarting(
-        lambda: Host(made("gpt2"), ADAMW, folder=folder, every=2, average=2), after
+        lambda: Host(made("gpt2"), ADAMW, folder=folder, save_every=2, average=2), after
     )
     models = [made("gpt2"), made("gpt2")]
     links: list[RemoteBackbone] = [
@@ -341,10 +343,10 @@ def test_two_clients_and_a_server_that_is_lost_again_and_again(tmp_path: Path) -
 
 def test_health_by_known_bytes() -> None:
     assert (SERVING, NOT_SERVING, UNKNOWN) == (b"\x08\x01", b"\x08\x02", b"\x08\x03")
-    assert asked_for(b"") == ""
-    assert asked_for(b"\n\rregauge.Split") == "regauge.Split"
+    assert parse_request(b"") == ""
+    assert parse_request(b"\n\rregauge.Split") == "regauge.Split"
     for wrong in (b"\n", b"\n\x05abc", b"\x10\x01", b"\n\x02abc"):
-        assert asked_for(wrong) is None
+        assert parse_request(wrong) is None
 
 
 def test_the_health_service_is_beside_the_server() -> None:
@@ -376,7 +378,7 @@ def test_health_as_the_library_asks() -> None:
         health.HealthCheckResponse.FromString(SERVING).status == health.HealthCheckResponse.SERVING
     )
     assert (
-        asked_for(health.HealthCheckRequest(service="regauge.Split").SerializeToString())
+        parse_request(health.HealthCheckRequest(service="regauge.Split").SerializeToString())
         == "regauge.Split"
     )
 
@@ -387,7 +389,7 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     from regauge.split.server.network import Grpc, Server
 
     mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=2)
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=2)
     with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as network:
         page = Metrics(host, server)
         with connect(mine, network):
@@ -421,7 +423,7 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     ) == (1, 1, 2, 1)
     assert min(numbers["received_bytes_total"], numbers["sent_bytes_total"]) > 1000
     assert numbers["compute_seconds_total"] > 0
-    assert "regauge_split_steps_total 3\n" in text_of(host)
+    assert "regauge_split_steps_total 3\n" in render_metrics(host)
 
 
 def test_metrics_on_a_port_that_is_taken() -> None:
@@ -488,7 +490,7 @@ def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
     then on.
     """
     mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, every=1000)
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=1000)
     with connect(mine, InProcess(host)) as link:
         train("gpt2", mine, optimizer_of(mine), range(3))
         link.end()
@@ -501,14 +503,14 @@ def test_a_training_is_told() -> None:
     told = OptimizerConfig(
         "sgd",
         0.1,
-        decay=0.2,
+        weight_decay=0.2,
         momentum=0.9,
         schedule="linear",
         warmup=1,
         steps=9,
         clip=0.5,
         accumulate=2,
-    ).told()
+    ).to_dict()
     assert told == {
         "optimizer": "sgd",
         "rate": 0.1,
@@ -527,7 +529,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
-    host.keep()
+    host.save()
     path = tmp_path / "split.safetensors"
     with safe_open(path, "pt") as file:
         about = file.metadata()["about"]
@@ -540,10 +542,10 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"rate": -0.1}, "rate is -0.1"),
-        ({"rate": math.nan}, "rate is nan"),
-        ({"rate": math.inf}, "rate is inf"),
-        ({"decay": -1.0}, "decay is -1"),
+        ({"lr": -0.1}, "lr is -0.1"),
+        ({"lr": math.nan}, "lr is nan"),
+        ({"lr": math.inf}, "lr is inf"),
+        ({"weight_decay": -1.0}, "weight_decay is -1"),
         ({"momentum": -1.0}, "momentum is -1"),
         ({"clip": -1.0}, "clip is -1"),
         ({"clip": math.nan}, "clip is nan"),
@@ -554,6 +556,6 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
 )
 def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=words) as caught:
-        OptimizerConfig("sgd", **{"rate": 0.1, **given})
+        OptimizerConfig("sgd", **{"lr": 0.1, **given})
     assert "or more" in (caught.value.hint or "")
-    assert OptimizerConfig("sgd", rate=0.0, clip=0.0, accumulate=1).rate == 0.0
+    assert OptimizerConfig("sgd", lr=0.0, clip=0.0, accumulate=1).lr == 0.0

@@ -32,7 +32,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     from regauge.split.server.network import Server
 
-    with Server(Host(made("gpt2"), sessions=4)) as server:
+    with Server(Host(made("gpt2"), max_sessions=4)) as server:
         pipe.send(("ready", server.port))
         pipe.recv()
 
@@ -47,7 +47,7 @@ def _ask(pipe: Connection, port: int, messages: int) -> None:
 
             async def work() -> None:
                 if self.stream is None or self.stream.done():
-                    self.stream = self._open()
+                    self.stream = self._open_stream()
                 await self.stream.write(request)
                 self.stream.cancel()
                 self.stream = None

@@ -29,7 +29,7 @@ def tensors_of(host: Host) -> list[torch.Tensor]:
     moments = [
         t for _, entries in sorted(learner.moments().items()) for _, t in sorted(entries.items())
     ]
-    return [*learner.names.values(), *learner.masters.values(), *moments]
+    return [*learner.parameters.values(), *learner.masters.values(), *moments]
 
 
 def snapshot_of(host: Host) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ def test_a_half_precision_backbone_trains_near_float32(
     """Steps are smaller than the spacing of the half-precision weights, and must add up all the
     same.
     """
-    options = OptimizerConfig(optimizer, rate=1e-4 if optimizer != "sgd" else 1e-3)
+    options = OptimizerConfig(optimizer, lr=1e-4 if optimizer != "sgd" else 1e-3)
     moved: list[dict[str, torch.Tensor]] = []
     for kind in (dtype, torch.float32):
         start = made("gpt2").to(dtype).to(kind)  # both from the same numbers
@@ -62,7 +62,7 @@ def test_a_half_precision_backbone_trains_near_float32(
         with connect(mine, InProcess(host)):
             for step in range(8):  # of the server alone: the client's parts stay as they are
                 mine(**batch("gpt2", step, kind)).loss.backward()
-        host.keep()
+        host.save()
         assert host.step == 8
         assert are_finite(tensors_of(host))
         assert all(m.dtype == torch.float32 for m in host.main.masters.values())
@@ -88,7 +88,9 @@ def test_a_plain_optimizer_in_float16_is_the_negative_control() -> None:
 def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
     for dtype in (torch.float32, torch.float64):
         a, b = made("gpt2", dtype), made("gpt2", dtype)
-        options = OptimizerConfig("adamw", 1e-2, clip=0.1, decay=0.1, schedule="linear", steps=9)
+        options = OptimizerConfig(
+            "adamw", 1e-2, clip=0.1, weight_decay=0.1, schedule="linear", steps=9
+        )
         own, plain = (
             MasterOptimizer(options, dict(a.named_parameters())),
             options.build(b.parameters()),
@@ -99,7 +101,7 @@ def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
                 model(**batch("gpt2", step, dtype)).loss.backward()
             own.step(step)
             torch.nn.utils.clip_grad_norm_(b.parameters(), 0.1)
-            plain.param_groups[0]["lr"] = options.rate_at(step)
+            plain.param_groups[0]["lr"] = options.lr_at(step)
             plain.step()
             plain.zero_grad()
         assert same(a.state_dict(), b.state_dict())
@@ -115,9 +117,9 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
     """The weights would leave the range of their dtype."""
     host = Host(
         made("gpt2", dtype),
-        OptimizerConfig("sgd", rate=3e38 if dtype is torch.float32 else 1e8, momentum=0.9),
+        OptimizerConfig("sgd", lr=3e38 if dtype is torch.float32 else 1e8, momentum=0.9),
         folder=tmp_path,
-        every=1,
+        save_every=1,
     )
     mine = made("gpt2", dtype)
     with connect(mine, InProcess(host)) as link:
@@ -131,7 +133,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
         assert error.value.hint
         assert "a step was undone" in caplog.text
         assert unchanged(host, before)
-        assert (host.step, host.main.step, host.main.waiting, host.main.gradients()) == (
+        assert (host.step, host.main.step, host.main.losses_since_step, host.main.gradients()) == (
             0,
             0,
             0,
@@ -139,10 +141,10 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
         )
         assert not path.exists()
         host.training = host.main.training = host.main.optimizer.training = OptimizerConfig(
-            "sgd", rate=1e-3, momentum=0.9
+            "sgd", lr=1e-3, momentum=0.9
         )  # type: ignore[union-attr]
         mine(**batch("gpt2", 1, dtype)).loss.backward()  # the session goes on
-        assert link.log.greet()["done"] == 3  # two forward passes and a backward pass
+        assert link.log.handshake()["done"] == 3  # two forward passes and a backward pass
     assert host.step == 1
     assert not unchanged(host, before)
     assert are_finite(tensors_of(host))
@@ -152,8 +154,8 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
     tmp_path: Path,
 ) -> None:
     """One client's huge gradient does not block the steps of all others."""
-    options = OptimizerConfig("sgd", rate=100.0, accumulate=2)
-    host = Host(made("gpt2", torch.float16), options, folder=tmp_path, every=1000)
+    options = OptimizerConfig("sgd", lr=100.0, accumulate=2)
+    host = Host(made("gpt2", torch.float16), options, folder=tmp_path, save_every=1000)
     models = [made("gpt2", torch.float16) for _ in range(2)]
     links = [
         connect(m, InProcess(host, peer))
@@ -165,7 +167,7 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
     with pytest.raises(RefusedError, match="must leave finite weights"):
         models[1](**batch("gpt2", 1, torch.float16)).loss.backward()
     for server in (host, Host(made("gpt2", torch.float16), options, folder=tmp_path)):
-        assert (server.main.gradients(), server.main.waiting, server.step) == ({}, 0, 0)
+        assert (server.main.gradients(), server.main.losses_since_step, server.step) == ({}, 0, 0)
         assert unchanged(server, before)
     models[1](**batch("gpt2", 2, torch.float16)).loss.backward()
     models[1](**batch("gpt2", 3, torch.float16)).loss.backward()
@@ -205,12 +207,12 @@ def test_a_step_that_fails_half_way_is_undone(
 
 def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
     host = Host(made("gpt2"), ADAMW, folder=tmp_path)
-    host.keep()
+    host.save()
     good = (tmp_path / "split.safetensors").read_bytes()
     with torch.no_grad():
-        next(iter(host.main.names.values())).view(-1)[0] = math.nan
+        next(iter(host.main.parameters.values())).view(-1)[0] = math.nan
     with pytest.raises(CheckpointError, match="hold NaN or Inf"):
-        host.keep()
+        host.save()
     with pytest.raises(CheckpointError, match="hold NaN or Inf"):
         host.backbone()
     assert (tmp_path / "split.safetensors").read_bytes() == good
@@ -250,13 +252,18 @@ def asked(host: Host, frame: Frame, peer: str = "") -> Frame:
 
 def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
     options = OptimizerConfig("adamw", 1e-2, schedule="linear", steps=10)
-    host, mine = Host(made("gpt2"), options, folder=tmp_path, every=1), made("gpt2")
+    host, mine = Host(made("gpt2"), options, folder=tmp_path, save_every=1), made("gpt2")
     with connect(mine, InProcess(host)) as link:
-        session = str(link.told["session"])
+        session = str(link.server_info["session"])
         for _ in range(20):
             reply = asked(host, Frame(Kind.STEP, 1, {"session": session}))
             assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "empty")
-        assert (host.step, host.main.step, host.main.waiting, host.sessions[session].done) == (
+        assert (
+            host.step,
+            host.main.step,
+            host.main.losses_since_step,
+            host.sessions[session].done,
+        ) == (
             0,
             0,
             0,
@@ -283,9 +290,11 @@ def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
     ):
         mine(**batch("gpt2", 0)).loss.backward()
         before = snapshot_of(host)
-        reply = asked(host, Frame(Kind.STEP, 1, {"session": other.told["session"]}), "mallory")
+        reply = asked(
+            host, Frame(Kind.STEP, 1, {"session": other.server_info["session"]}), "mallory"
+        )
         assert reply.values["code"] == "empty"
-        assert (host.step, host.main.waiting) == (0, 1)
+        assert (host.step, host.main.losses_since_step) == (0, 1)
         assert unchanged(host, before)
 
 
@@ -297,11 +306,11 @@ def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -
     ann, bob = made("gpt2"), made("gpt2")
     with connect(ann, InProcess(host, "ann")) as link, connect(bob, InProcess(host, "bob")):
         losses = [ann(**batch("gpt2", step)).loss for step in (0, 1)]
-        link._stepped = lambda: None  # type: ignore[method-assign]  # sent by hand below
+        link._send_step = lambda: None  # type: ignore[method-assign]  # sent by hand below
         losses[0].backward()
         bob(**batch("gpt2", 2)).loss.backward()
         assert host.step == 1
-        frame = Frame(Kind.STEP, 4, {"session": link.told["session"]})
+        frame = Frame(Kind.STEP, 4, {"session": link.server_info["session"]})
         replies = [asked(host, frame, "ann") for _ in range(2)]
         assert [r.kind for r in replies] == [Kind.ACKNOWLEDGE] * 2
         assert (host.step, host.main.step) == (1, 1)
@@ -323,7 +332,7 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
     path = tmp_path / "clients.txt"
     path.write_text("ann\nbob sessions=3\n")
     listed = client_list.ClientFile(path)
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path / "kept", every=1000)
+    host = Host(made("gpt2"), ADAMW, folder=tmp_path / "kept", save_every=1000)
     models = {name: made("gpt2") for name in ("ann", "bob")}
     with (
         caplog.at_level(logging.WARNING, "regauge.split"),
@@ -335,7 +344,7 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
     ):
         for name in models:
             train("gpt2", models[name], optimizer_of(models[name]), range(1))
-        assert (host.step, server.streams, listed.named["bob"].sessions) == (2, 2, 3)
+        assert (host.step, server.streams, listed.quotas["bob"].sessions) == (2, 2, 3)
         loss = models["bob"](**batch("gpt2", 1)).loss  # a pass is open
         for bad in (b"\xff\xfe", b"", b"ann\nann\n", b"ann speed=9\n"):
             path.write_bytes(bad)
@@ -347,7 +356,7 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
         path.write_text("ann requests=900\n")
         wait_for(lambda: "cut off: bob" in caplog.text and server.streams == 1)
         assert [s.peer for s in host.sessions.values()] == ["ann"]
-        assert host.quotas.of("ann").requests == 900
+        assert host.quotas.for_client("ann").requests == 900
         with pytest.raises(RefusedError, match="does not know you") as error:
             loss.backward()
         assert error.value.code == "client"
@@ -358,7 +367,7 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
         with pytest.raises(RefusedError, match="session has ended"):
             train("gpt2", models["bob"], optimizer_of(models["bob"]), range(1))
         with connect(made("gpt2"), bob) as again:
-            assert again.told["done"] == 0
+            assert again.server_info["done"] == 0
     assert [
         s.peer for s in Host(made("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()
     ].count("bob") == 1
@@ -383,11 +392,11 @@ def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None
         assert host.end_unlisted() == ["mallory"]
         for frame in (
             Frame(Kind.HELLO, 0, link.log.hello),
-            Frame(Kind.STEP, 3, {"session": link.told["session"]}),
+            Frame(Kind.STEP, 3, {"session": link.server_info["session"]}),
         ):
             assert asked(host, frame, "mallory").values["code"] == "client"
         assert asked(host, Frame(Kind.HELLO, 0, other.log.hello), "ann").kind is Kind.WELCOME
-        assert not host.rounds.left  # what it trained in this round is not averaged
+        assert not host.rounds.departed  # what it trained in this round is not averaged
         assert not same(host.backbone(), before)
         assert same(host.backbone(), Host(made("gpt2"), ADAMW).backbone())
 
@@ -434,7 +443,7 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
         }
         reply = asked(host, Frame(Kind.HELLO, 0, {**link.log.hello, **hostile}))
         assert reply.kind is Kind.WELCOME
-        assert {k: reply.values[k] for k in ADAMW.told()} == ADAMW.told()
+        assert {k: reply.values[k] for k in ADAMW.to_dict()} == ADAMW.to_dict()
         train("gpt2", mine, optimizer_of(mine), range(1, 3))
         train("gpt2", calm, optimizer_of(calm), range(1))
         train("gpt2", calm, optimizer_of(calm), range(1, 3))
@@ -447,8 +456,8 @@ def test_nobody_makes_the_server_forget_anothers_ended_session(
     """Otherwise requests of that session, sent again, would be applied a second time."""
     from regauge.split.server import host as module
 
-    monkeypatch.setattr(module, "_GONE", 4)
-    host, mine = Host(made("gpt2"), ADAMW, sessions=2), made("gpt2")
+    monkeypatch.setattr(module, "_MAX_ENDED_SESSIONS", 4)
+    host, mine = Host(made("gpt2"), ADAMW, max_sessions=2), made("gpt2")
     link = connect(mine, InProcess(host, "ann"))
     with link:
         train("gpt2", mine, optimizer_of(mine), range(1))
@@ -458,7 +467,7 @@ def test_nobody_makes_the_server_forget_anothers_ended_session(
         with connect(model, InProcess(host, "mallory")) as hostile:
             train("gpt2", model, optimizer_of(model), range(1))
             hostile.end()
-    assert len(host.gone) == 4
+    assert len(host.ended_sessions) == 4
     assert asked(host, Frame(Kind.HELLO, 0, link.log.hello), "ann").values["code"] == "ended"
 
 
@@ -476,7 +485,7 @@ def trained_folder(folder: Path, **more: Any) -> Path:
         train("gpt2", mine, optimizer_of(mine), range(3))
         mine(**batch("gpt2", 9))
         loss = mine(**batch("gpt2", 9)).loss
-        host.keep()
+        host.save()
         del loss
     return folder / "split.safetensors"
 
@@ -581,7 +590,7 @@ def test_a_server_that_only_serves_for_a_while_loses_no_training_state(
     saved: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "split.safetensors").write_bytes(saved.read_bytes())
-    Host(made("gpt2"), folder=tmp_path).keep()
+    Host(made("gpt2"), folder=tmp_path).save()
     a, b = (Host(made("gpt2"), OPTIONS, folder=folder) for folder in (saved.parent, tmp_path))
     assert a.main.moments()
     assert unchanged(b, snapshot_of(a))
@@ -609,11 +618,11 @@ def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
     with connect(mine, InProcess(host)):
         for step in range(3):
             mine(**batch("gpt2", step, torch.float16)).loss.backward()
-        host.keep()
+        host.save()
     again = Host(
         made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
     )
-    (one,), (other,) = ([s.learner for s in h.sessions.values()] for h in (host, again))
+    (one,), (other,) = ([s.backbone for s in h.sessions.values()] for h in (host, again))
     assert one is not None
     assert other is not None
     assert same(

@@ -117,19 +117,19 @@ def test_features_cross_in_fewer_bytes_and_masks_as_they_are(codec: str) -> None
 
 def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
     options = OptimizerConfig(
-        "sgd", rate=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2
+        "sgd", lr=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2
     )
     mine, plain = made("bert-classifier"), made("bert-classifier")
     host = Host(made("bert-classifier"), options)
     mine_optimizer, optimizer = (
-        optimizer_of(mine, OptimizerConfig("sgd", rate=0.0)),
+        optimizer_of(mine, OptimizerConfig("sgd", lr=0.0)),
         optimizer_of(plain, options),
     )
     edges = [p for n, p in plain.named_parameters() if ".layer." not in n]
     with connect(mine, InProcess(host)):
         for step in range(6):
             for group in optimizer.param_groups:
-                group["lr"] = options.rate_at(step // 2)
+                group["lr"] = options.lr_at(step // 2)
             for model in (mine, plain):
                 model(**batch("bert-classifier", step)).loss.backward()
             mine_optimizer.zero_grad()
@@ -144,7 +144,7 @@ def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
 
 def test_passes_without_a_backward_pass_are_let_go() -> None:
     mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, graphs=3)
+    host = Host(made("gpt2"), ADAMW, max_open_passes=3)
     with connect(mine, InProcess(host)):
         for step in range(6):
             mine(**batch("gpt2", step))
@@ -153,7 +153,7 @@ def test_passes_without_a_backward_pass_are_let_go() -> None:
             mine(**batch("gpt2", 3))
         sum(kept).backward()
         assert host.step == 1
-        assert not any(s.open for s in host.sessions.values())
+        assert not any(s.pending for s in host.sessions.values())
         logged = mine(
             **batch("gpt2", 4)
         ).loss  # a pass that is never gone back through is in nobody's way
@@ -231,7 +231,7 @@ def test_generation_has_its_cache_on_the_server(name: str, how: dict) -> None:
     }
     inputs["attention_mask"][0, :2] = 0
     g = columns(mine)
-    host = Host(locked(mine, g), sessions=2)
+    host = Host(locked(mine, g), max_sessions=2)
     sizes: list[int] = []
     with connect(mine, Counting(InProcess(host), sizes), element=g):
         got = mine.generate(**inputs, max_new_tokens=6, do_sample=False, **how)

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from regauge.data.tasks import Examples
-from regauge.federated import InProcess, Settings, parts_of, prepared, run, state_of
+from regauge.federated import InProcess, Settings, partition_examples, prepare_model, run, state_of
 from regauge.federated.runs import Source
-from regauge.federated.state_store import Kept
+from regauge.federated.state_store import RunState
 
 SIZE = {
     "hidden_size": 16,
@@ -47,11 +47,11 @@ def bars(count: int = 48, seed: int = 1) -> Examples:
 
 def ran(
     settings: Settings, examples: Examples | None = None, folder: Path | None = None, **more: Any
-) -> Kept:
+) -> RunState:
     """A run in this process."""
-    model = prepared(vit(), settings)
+    model = prepare_model(vit(), settings)
     return run(
-        InProcess(model, parts_of(examples or bars(), settings), settings),
+        InProcess(model, partition_examples(examples or bars(), settings), settings),
         state_of(model),
         settings,
         folder=folder,

@@ -13,11 +13,11 @@ import struct
 import torch
 
 from regauge.split import Host, InProcess, OptimizerConfig, connect
-from regauge.split.client.journal import Memory
+from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol.frames import (
-    BARE,
     CODECS,
     HEADER,
+    UNCHECKED_SIZE,
     Frame,
     FrameError,
     Kind,
@@ -39,11 +39,11 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
     mine = made(name)
     host = Host(
         made(name),
-        OptimizerConfig("adamw", rate=0.0),
+        OptimizerConfig("adamw", lr=0.0),
         limits=LIMITS,
-        length=64,
-        graphs=64,
-        sessions=4,
+        max_length=64,
+        max_open_passes=64,
+        max_sessions=4,
     )
     seen: list[bytes] = []
 
@@ -52,7 +52,7 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
             seen.append(b"".join(request))
             return super().exchange(request)
 
-    journal = Memory()
+    journal = MemoryJournal()
     journal.session = SESSION
     link = connect(mine, Watched(host), journal=journal)
     train(name, mine, optimizer_of(mine), range(1))
@@ -71,7 +71,7 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
 def fitted(data: bytearray) -> bytes:
     """With lengths and a checksum that fit, if there is a header."""
     if len(data) >= HEADER.size:
-        data[BARE : HEADER.size] = checksum(data[:BARE], data[HEADER.size :])
+        data[UNCHECKED_SIZE : HEADER.size] = checksum(data[:UNCHECKED_SIZE], data[HEADER.size :])
     return bytes(data)
 
 

@@ -124,7 +124,7 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], No
     """Interrupt a merge after so many tensors; what is returned ends that."""
     from regauge.merging import engine
 
-    make_it, made = engine._make, 0
+    make_it, made = engine._merge_output, 0
 
     def until(merge: Any, place: Any) -> torch.Tensor:
         nonlocal made
@@ -133,8 +133,8 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, after: int) -> Callable[[], No
             raise KeyboardInterrupt
         return make_it(merge, place)
 
-    monkeypatch.setattr(engine, "_make", until)
-    return lambda: monkeypatch.setattr(engine, "_make", make_it)
+    monkeypatch.setattr(engine, "_merge_output", until)
+    return lambda: monkeypatch.setattr(engine, "_merge_output", make_it)
 
 
 def reader(folder: Path, count: int = 256) -> Path:

@@ -19,7 +19,7 @@ from regauge.testing import strict_float64
 from support.picos import IDS, IMAGES, PICOS, build, spec_of
 
 NAMES = ("gpt2", "bert-classifier", "vit", "llama")
-ADAMW = OptimizerConfig("adamw", rate=1e-2, decay=0.01)
+ADAMW = OptimizerConfig("adamw", lr=1e-2, weight_decay=0.01)
 
 
 def batch(name: str, step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:

@@ -144,7 +144,8 @@ def _serve(pipe: Connection, port: int, folder: str, every: int) -> None:
 
     model = made("gpt2")
     served = Server(
-        Host(locked(model, columns(model)), ADAMW, folder=folder, every=every), f"127.0.0.1:{port}"
+        Host(locked(model, columns(model)), ADAMW, folder=folder, save_every=every),
+        f"127.0.0.1:{port}",
     )
     pipe.send(("ready",))
     pipe.recv()
@@ -198,7 +199,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
                         "link": link.state_dict(),
                     },
                 )
-                link.saved()
+                link.mark_saved()
 
         for step in range(done, steps):
             while allowed <= step:

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from regauge.attacks.updates import Granted, SentUpdate, Update
-from regauge.audit.gradients.clients import Truth, contribute, prepared
+from regauge.audit.gradients.clients import Truth, contribute, prepare_model
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import plan_of
+from regauge.defences.gradients import parse_plan
 
 
 def vit(seed: int = 0, **more: Any) -> Any:
@@ -73,8 +73,8 @@ def sent(
     **granted: Any,
 ) -> tuple[SentUpdate, Truth]:
     """One update of some images, as the server has it, and the truth."""
-    plan = plan_of(combination)
-    there = prepared(model.to(dtype), plan)
+    plan = parse_plan(combination)
+    there = prepare_model(model.to(dtype), plan)
     size = plan.samples * plan.clients
     data = examples(first + size, side=model.config.image_size if hasattr(model, "config") else 16)
     inputs, labels = data.batch(torch.arange(first, first + size))

@@ -637,7 +637,7 @@ def test_generation_with_a_wrapped_model() -> None:
     model = build("gpt2")
     expected = model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False)
     wrapped = Permuted(model, columns=1, rows=False)
-    with wrapped.routed():
+    with wrapped.route():
         assert torch.equal(
             model.generate(**PICOS["gpt2"].inputs, max_new_tokens=4, do_sample=False), expected
         )

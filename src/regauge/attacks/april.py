@@ -15,7 +15,7 @@ import torch
 from regauge.attacks.embeddings import LeastSquaresResult, assemble_image
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import inner_of, layers_of, readers_of
+from regauge.jigsaw.layers import find_layers, find_readers, unwrap_model
 
 Tensor = torch.Tensor
 MARK = "_regauge_april"
@@ -38,7 +38,7 @@ def make_april_model(model: torch.nn.Module) -> torch.nn.Module:
     from regauge.models.cut import cut
 
     copied = copy.deepcopy(model)
-    inner, _ = inner_of(copied)
+    inner, _ = unwrap_model(copied)
     block: Any = inner.get_submodule(f"{cut(inner).boundaries[0].blocks}.0")
     if not any(hasattr(block, n) for n in ("layernorm_after", "norm2")) or not hasattr(
         block, "mlp"
@@ -76,13 +76,13 @@ def april(view: SentUpdate) -> tuple[Tensor, LeastSquaresResult]:
     Cost: one least squares with as many rows as tokens. Singular values count down to the rounding
         of the update's dtype, as in LAPACK.
     """
-    layers, readers = layers_of(view.model, view.shape), readers_of(view.model)
+    layers, readers = find_layers(view.model, view.shape), find_readers(view.model)
     if layers.positions is None:
         raise UpdateError(
             "the model must have a table of absolute positions, got "
             f"{type(layers.inner).__name__} without one"
         )
-    if layers.stretched is not None:
+    if layers.table_layout is not None:
         raise UpdateError(
             "inputs must have the model's own size, got one with interpolated positions",
             hint="pass images of the model's own size; APRIL does not undo interpolation",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from regauge.attacks.updates import SentUpdate
-from regauge.jigsaw.layers import head_of
+from regauge.jigsaw.layers import find_head
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ def label_counts(view: SentUpdate, classes: int | None = None) -> Tensor:
     References: iDLG (2001.02610); Yin et al. 2021 (GradInversion); Ma et al. 2022 (iLRG).
     Cost: negligible.
     """
-    weight, bias = head_of(view.model, classes)
+    weight, bias = find_head(view.model, classes)
     batch = view.granted.batch or 1
     grads = view.grads
     state = {n: p.detach().double().cpu() for n, p in view.model.named_parameters()}

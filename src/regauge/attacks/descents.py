@@ -20,7 +20,7 @@ from regauge.attacks.embeddings import unused_rows
 from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import layers_of
+from regauge.jigsaw.layers import find_layers
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -122,7 +122,7 @@ def descend(
     )
     names, grid = (
         list(target),
-        layers_of(view.model, view.shape)
+        find_layers(view.model, view.shape)
         if config.seam_weight or config.objective == "april"
         else None,
     )
@@ -341,7 +341,7 @@ def _mask(view: SentUpdate) -> Tensor | None:
         return None
     if view.granted.mask is not None:
         return view.granted.mask[:1]
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     if layers.unknown is None or layers.positions is None or layers.positions not in view.grads:
         return None
     table = view.grads[layers.positions][0, layers.prefix :].detach().double()
@@ -357,9 +357,9 @@ def _labels(view: SentUpdate, batch: int) -> Tensor:
 
 def _classes(view: SentUpdate) -> int:
     """Return the number of classes."""
-    from regauge.jigsaw.layers import head_of
+    from regauge.jigsaw.layers import find_head
 
-    return int(view.model.get_parameter(head_of(view.model)[0]).shape[0])
+    return int(view.model.get_parameter(find_head(view.model)[0]).shape[0])
 
 
 def _range(view: SentUpdate, like: Tensor) -> tuple[Tensor, Tensor]:

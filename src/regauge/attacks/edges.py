@@ -239,16 +239,16 @@ def _permuted_streams(view: LockedFile) -> list[str]:
 
 def _weight_blocks(view: LockedFile, stream: str) -> Iterator[WeightBlock]:
     """Yield the weight blocks that touch the stream."""
-    spec, costs = view.spec, Costs(view.spec, view.state, view.state, whole=True)
-    for name in costs.where(stream):
+    spec, costs = view.spec, Costs(view.spec, view.state, view.state, include_key_bias=True)
+    for name in costs.tensors_in(stream):
         layer = _layer(name)
-        for block in costs.own(name):
-            places = block.places(stream)
+        for block in costs.target_blocks(name):
+            places = block.axes_of(stream)
             if len(places) != 1:
                 continue
             leaf = block.dims[places[0]]
             assert leaf is not None
-            values = np.asarray(block.unfolded(places[0]), np.float64)
+            values = np.asarray(block.unfold(places[0]), np.float64)
             others = [
                 d.space.partition(".")[0] for d in block.dims if d is not None and d.space != stream
             ]

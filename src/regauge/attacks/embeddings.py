@@ -15,7 +15,7 @@ import torch
 from regauge.attacks.inversion import to_images, to_patches
 from regauge.attacks.updates import Rehearsal, SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import Layers, layers_of
+from regauge.jigsaw.layers import Layers, find_layers
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -81,7 +81,7 @@ def embedding_least_squares(
     References: APRIL (2112.14087), for positions that reveal the gradients of tokens; MacKay 1992.
     Cost: one SVD.
     """
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     prior = build_prior(view.granted.images, layers, view.shape[0])
     system = build_system(view, layers, prior)
     if plain:
@@ -340,7 +340,7 @@ def position_grads(view: SentUpdate, layers: Layers) -> Tensor:
     table = (
         view.grad(layers.positions, "the gradient of the position table").detach().double().cpu()
     )
-    table = layers.grads_as_used(table)
+    table = layers.used_position_grads(table)
     model = view.model
     if not isinstance(model, MaskedJigsaw) or model.localizer is None:
         return table

@@ -21,7 +21,7 @@ from regauge.attacks.inversion import to_patches
 from regauge.attacks.spans import candidate_inputs
 from regauge.attacks.updates import Rehearsal, SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import Layers, Readers, inner_of, layers_of, readers_of
+from regauge.jigsaw.layers import Layers, Readers, find_layers, find_readers, unwrap_model
 
 Tensor = torch.Tensor
 LEVELS = (
@@ -83,7 +83,7 @@ def calibrate(view: SentUpdate) -> Calibration:
     Raises:
         UpdateError: Other images and their updates are not granted, or no layer can be used.
     """
-    layers, rehearsals = layers_of(view.model, view.shape), view.granted.rehearsals
+    layers, rehearsals = find_layers(view.model, view.shape), view.granted.rehearsals
     images = view.granted.images
     if len(rehearsals) < 2 or images is None:
         raise UpdateError(
@@ -159,7 +159,7 @@ def calibrated_membership(
     Cost: an eigenvalue decomposition, and for deeper blocks up to a thousand forward passes.
     """
     calibration = calibration or calibrate(view)
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     moments = gradient_moments(view, layers, calibration.layer)
     plain, relative = _scores(
         view,
@@ -261,8 +261,8 @@ def features_in_context(
         [positions, candidates, channels], averaged over images.
     """
     model = copy.deepcopy(view.model).eval()
-    inner, lead = inner_of(model)
-    norm = inner.get_submodule(_name_of(inner_of(view.model)[0], readers.norm))
+    inner, lead = unwrap_model(model)
+    norm = inner.get_submodule(_name_of(unwrap_model(view.model)[0], readers.norm))
     state = {n: p.detach() for n, p in inner.named_parameters()}
     max_images = max(1, MAX_PASSES // len(candidates))
     chosen_contexts = list(contexts[: max(1, min(len(contexts), max_images // layers.cells))])
@@ -332,7 +332,7 @@ def attention_blocks(model: torch.nn.Module) -> dict[int, Readers]:
     blocks: dict[int, Readers] = {}
     while True:
         try:
-            blocks[len(blocks)] = readers_of(model, len(blocks))
+            blocks[len(blocks)] = find_readers(model, len(blocks))
         except UpdateError:
             return blocks
 

@@ -15,7 +15,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regauge.attacks.updates import SentUpdate
-from regauge.jigsaw.layers import inner_of, layers_of
+from regauge.jigsaw.layers import find_layers, unwrap_model
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -41,7 +41,7 @@ def make_gradient_fn(view: SentUpdate, mask: Tensor | None = None) -> GradientFn
         mask: The positions that have MJP's unknown embedding.
     """
     model = copy.deepcopy(view.model).eval()
-    inner, lead = inner_of(model)
+    inner, lead = unwrap_model(model)
     disable_fused_attention(inner)
     state = {n: p.detach() for n, p in model.named_parameters()}
     sent = {n: state[n] for n in view.update.tensors}
@@ -49,7 +49,7 @@ def make_gradient_fn(view: SentUpdate, mask: Tensor | None = None) -> GradientFn
     buffers = dict(inner.named_buffers())
     table = unknown = None
     if isinstance(model, MaskedJigsaw) and mask is not None:
-        layers = layers_of(model, view.shape)
+        layers = find_layers(model, view.shape)
         if layers.unknown is not None and layers.positions is not None:
             table, unknown = layers.positions, layers.unknown
             mask = torch.nn.functional.pad(mask.reshape(1, -1), (layers.prefix, 0)).to(

@@ -26,20 +26,22 @@ def layer_products(costs: Costs, space: str) -> Pairs:
         if inner == space or costs.spec.children(inner):
             continue
         sides: dict[str, list[tuple[Floats, Floats]]] = {"plain": [], "dual": [], "bar": []}
-        for y, x in costs.each(inner, identity(costs.spec), lambda block: space in block.spaces):
-            leaf = y.dims[y.places(inner)[0]]
+        for y, x in costs.iter_block_pairs(
+            inner, identity(costs.spec), lambda block: space in block.spaces
+        ):
+            leaf = y.dims[y.axes_of(inner)[0]]
             assert leaf is not None
             over = costs.spec.spaces[inner].over
             axes = (
-                y.places(over)[0] if over is not None and y.places(over) else None,
-                y.places(inner)[0],
-                y.places(space)[0],
+                y.axes_of(over)[0] if over is not None and y.axes_of(over) else None,
+                y.axes_of(inner)[0],
+                y.axes_of(space)[0],
             )
             others = [d for d in y.dims if d is not None and d.space not in (inner, over, space)]
             if any(type(costs.spec.spaces[d.space].group) is not Permutation for d in others):
                 continue
             pair = tuple(
-                np.asarray(v.unfolded(*axes), np.float64).sum(-1) for v in (y, x)
+                np.asarray(v.unfold(*axes), np.float64).sum(-1) for v in (y, x)
             )  # sum the queries that share a key
             sides["bar" if leaf.bar else "dual" if leaf.star else "plain"].append(pair)
         orthogonal = costs.spec.spaces[inner].group.is_orthogonal

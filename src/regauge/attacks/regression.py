@@ -16,7 +16,7 @@ import torch
 from regauge.attacks.inversion import to_patches
 from regauge.attacks.updates import Rehearsal, SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import layers_of
+from regauge.jigsaw.layers import find_layers
 
 Tensor = torch.Tensor
 PENALTIES = tuple(10.0**n for n in range(-2, 4))
@@ -153,7 +153,7 @@ def resemblance(view: SentUpdate, candidates: Tensor, model: RidgeModel) -> Tens
     References: as for the regression.
     Cost: negligible after it.
     """
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     estimate = to_patches(ridge_regression(view, model).double().cpu(), layers.patch[0])[0]
     mean = to_patches(model.mean.view(1, *view.shape), layers.patch[0])[0]
     c = candidates.double().cpu()

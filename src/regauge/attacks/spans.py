@@ -16,7 +16,7 @@ import torch
 from regauge.attacks.embeddings import position_grads, unused_rows
 from regauge.attacks.updates import SentUpdate
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import Layers, Readers, layers_of, readers_of
+from regauge.jigsaw.layers import Layers, Readers, find_layers, find_readers
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -90,7 +90,7 @@ def span_membership(view: SentUpdate, candidates: Tensor) -> Tensor:
     References: DAGER (2405.15586).
     Cost: one SVD and a product for each position.
     """
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     tokens = (
         None if view.granted.batch is None else view.granted.batch * (layers.cells + layers.prefix)
     )
@@ -131,7 +131,7 @@ def span_membership(view: SentUpdate, candidates: Tensor) -> Tensor:
 def _readers(view: SentUpdate) -> Readers | None:
     """Return the first block's query, key and value weights if all are sent."""
     try:
-        readers = readers_of(view.model)
+        readers = find_readers(view.model)
     except UpdateError:
         return None
     return readers if all(n in view.grads for n in readers.names) else None
@@ -153,7 +153,7 @@ def candidate_inputs(
     z = candidates.to(weight) @ weight.T + (state[layers.bias] if layers.bias is not None else 0)
     positions: list[Tensor] = []
     if layers.positions is not None:
-        positions = list(layers.as_used(state[layers.positions]))
+        positions = list(layers.used_positions(state[layers.positions]))
     if layers.unknown is not None:
         positions.append(state[layers.unknown])
     norm = readers.norm
@@ -178,7 +178,7 @@ def mask_leak(view: SentUpdate) -> Tensor:
         embeddings.
     Cost: negligible.
     """
-    layers = layers_of(view.model, view.shape)
+    layers = find_layers(view.model, view.shape)
     if layers.positions is None or not isinstance(view.model, MaskedJigsaw):
         raise UpdateError(
             "the model must have an unknown embedding and a position table, got "

@@ -104,10 +104,12 @@ def public_base(view: LockedFileWithBase, *, sweeps: int = 5) -> Guess:
     for start, stream in initial_guesses(spec, a, b, view.kind).items():
         initial = Element(spec, stream)
         result = match(
-            spec, a, b, sweeps=sweeps, within=view.kind, start=initial, known=list(stream)
+            spec, a, b, sweeps=sweeps, within=view.kind, start=initial, known_spaces=list(stream)
         )
-        if best is None or result.relative < best.relative:
-            best = Guess(result.element, result.relative, time.monotonic() - started, start)
+        if best is None or result.relative_distance < best.relative:
+            best = Guess(
+                result.element, result.relative_distance, time.monotonic() - started, start
+            )
     assert best is not None
     return Guess(best.element, best.relative, time.monotonic() - started, best.start)
 
@@ -201,7 +203,9 @@ def _by_vectors(costs: Costs, space: str, kind: Kind, product_pairs: Pairs) -> M
     if isinstance(group, Orthogonal):  # too few vectors for a rotation
         return None
     sides: dict[str, list[tuple[Floats, Floats]]] = {}
-    for y, x in costs.each(space, identity(costs.spec), lambda block: len(block.dims) == 1):
+    for y, x in costs.iter_block_pairs(
+        space, identity(costs.spec), lambda block: len(block.dims) == 1
+    ):
         leaf = y.dims[0]
         assert leaf is not None
         locked, base = (np.asarray(v.values, np.float64)[None, :, None] for v in (y, x))

@@ -41,7 +41,7 @@ from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.errors import CutError, RegaugeError
 from regauge.matching.barriers import score
-from regauge.matching.invariants import nonfinite
+from regauge.matching.invariants import find_nonfinite
 from regauge.models.cut import cut
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from regauge.locking.keys import Key
     from regauge.locking.lock import Record
 
-LABELS = (50, 200, 1000)
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
-ALL = 0.99  # a key is known if so much of it is
+LABEL_COUNTS = (50, 200, 1000)
+TOKEN_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+RECOVERED = 0.99  # a key is known if so much of it is
 EXPLAINED = "share explained"  # what is measured of a guess where there is no key to score it by
 
 
@@ -85,10 +85,10 @@ class LockCase:
 def audit_lock(
     case: LockCase,
     *,
-    labels: Sequence[int] = LABELS,
+    labels: Sequence[int] = LABEL_COUNTS,
     budget: theft.Budget | None = None,
     seed: int = 0,
-    most: float | None = None,
+    fail_above: float | None = None,
     attacks: Collection[str] | None = None,
     progress: Progress | None = None,
 ) -> Results:
@@ -101,28 +101,28 @@ def audit_lock(
         ("the base", case.base),
         *case.candidates.items(),
     ):
-        bad = None if state is None else nonfinite(state)
+        bad = None if state is None else find_nonfinite(state)
         if bad is not None:
             raise AuditError(
                 f'{what} holds NaN or Inf in "{bad}", so that nothing can be compared with it',
                 hint="is it the right file?",
             )
     parts: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
-        ("public edges", lambda: _public_edges(case)),
-        ("public base", lambda: _public_base(case, seed)),
-        ("lineage", lambda: _lineage(case, seed)),
-        ("known inputs", lambda: _known(case, seed)),
-        ("seen features", lambda: _seen(case, seed)),
-        ("vocabulary", lambda: _vocabulary(case, seed)),
-        ("theft", lambda: _theft(case, labels, budget)),
-        ("handling", lambda: _handling(case)),
+        ("public edges", lambda: _try_public_edges(case)),
+        ("public base", lambda: _try_public_base(case, seed)),
+        ("lineage", lambda: _try_lineage(case, seed)),
+        ("known inputs", lambda: _try_known_inputs(case, seed)),
+        ("seen features", lambda: _try_observed_features(case, seed)),
+        ("vocabulary", lambda: _try_vocabulary(case, seed)),
+        ("theft", lambda: _try_theft(case, labels, budget)),
+        ("handling", lambda: _check_handling(case)),
     ]
     parts = [part for part in parts if attacks is None or part[0] in attacks]
     findings: list[Finding] = []
     costs: list[tuple[str, float]] = []
     unchecked: list[str] = []
     for i, (name, run) in enumerate(parts):
-        why = _missing(case, name)
+        why = _reason_skipped(case, name)
         if why:
             unchecked.append(f"{name}: {why}")
             continue
@@ -135,7 +135,7 @@ def audit_lock(
                 if n > len(case.train)
             ]
         for finding, seconds in run():
-            findings.append(apply_threshold(finding, most))
+            findings.append(apply_threshold(finding, fail_above))
             costs.append((finding.id, round(seconds, 2)))
     if not findings:
         raise AuditError(
@@ -150,7 +150,7 @@ def audit_lock(
             for f, (_, s) in zip(findings, costs, strict=True)
         ),
     )
-    verdict = verdict_of(findings)
+    verdict = build_verdict(findings)
     return Results(
         "What this lock is worth",
         tuple(findings),
@@ -161,19 +161,19 @@ def audit_lock(
     )
 
 
-def verdict_of(findings: Sequence[Finding]) -> list[str]:
+def build_verdict(findings: Sequence[Finding]) -> list[str]:
     """What it comes to, for the user's situation."""
     by = {f.id: f for f in findings}
     out = []
     edge = by.get("lock/public edges")
-    if edge is not None and edge.value is not None and edge.value >= ALL:
+    if edge is not None and edge.value is not None and edge.value >= RECOVERED:
         out.append(
             "The file alone undoes this lock: its embedding and head, which are in plain, give "
             "the order of the stream away."
         )
     base = by.get("lock/public base")
     if base is not None and base.value is not None:
-        if base.value >= ALL:
+        if base.value >= RECOVERED:
             out.append(
                 "The base is public: this lock gives nothing. Whoever has it undoes the lock."
             )
@@ -209,26 +209,26 @@ def verdict_of(findings: Sequence[Finding]) -> list[str]:
         who = "No relative known" if base is None else "Without a base"
         out.append(f"{who}: an attacker with {labels} labels reaches {best.value:.2f}{top}{rest}.")
     known = by.get("lock/known inputs")
-    if known is not None and known.value is not None and known.value >= ALL:
+    if known is not None and known.value is not None and known.value >= RECOVERED:
         out.append(
             "Whoever sees moved features of inputs that it knows has the key of the stream: "
             + known.sentence
         )
     seen = by.get("lock/seen features")
-    if seen is not None and seen.value is not None and seen.value >= ALL:
+    if seen is not None and seen.value is not None and seen.value >= RECOVERED:
         out.append(
             "Whoever sees moved features of enough unknown inputs, and has the embedding, has "
             "it too: do not use one key for many batches."
         )
     text = by.get("lock/vocabulary")
-    if text is not None and text.value is not None and text.value >= ALL:
+    if text is not None and text.value is not None and text.value >= RECOVERED:
         out.append(
             "Hidden states of an open language model give the text itself, whatever the key."
         )
     return out
 
 
-def _missing(case: LockCase, name: str) -> str:
+def _reason_skipped(case: LockCase, name: str) -> str:
     if name == "handling":
         return "" if case.record is not None and case.key is not None else "the key was not given"
     if name == "public edges":
@@ -258,35 +258,39 @@ def _missing(case: LockCase, name: str) -> str:
     )  # what is known and what is sought are halves of them
 
 
-def _public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
+def _try_public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
     assert case.truth is not None
     guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind))
     streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
     if not streams:
         return
-    share = _share(guess.element.members, streams)
+    share = _key_share(guess.element.members, streams)
     floor = len(streams) / sum(m.size for m in streams.values())
     said = f"the file alone gives {share:.1%} of the order of the stream in {guess.seconds:.1f} s"
     statement = "embedding and head, in plain, do not give the key of the stream"
-    yield _finding("lock/public edges", statement, share, floor, 1.0, said), guess.seconds
+    yield _make_finding("lock/public edges", statement, share, floor, 1.0, said), guess.seconds
     if case.model is not None and case.test is not None:
-        yield from _used(case, guess, "public edges")
+        yield from _try_unlocked_model(case, guess, "public edges")
 
 
-def _used(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[tuple[Finding, float]]:
+def _try_unlocked_model(
+    case: LockCase, guess: weights.Guess, attack: str
+) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
     value, floor, ceiling = (
-        _quality(case, s) for s in (guess.unlock(case.spec, case.state), case.state, _plain(case))
+        _evaluate(case, s) for s in (guess.unlock(case.spec, case.state), case.state, _unlock(case))
     )
     said = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
     yield (
-        _finding(f"lock/{attack}, used", statement, value, floor, ceiling, said, _unit(case)),
+        _make_finding(
+            f"lock/{attack}, used", statement, value, floor, ceiling, said, _metric_name(case)
+        ),
         time.monotonic() - started,
     )
 
 
-def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _try_public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     assert case.base is not None
     view = LockedFileWithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
@@ -294,10 +298,10 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         guess = weights.norm_vectors(view)
         streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
         if streams:
-            share = _share(guess.element.members, streams)
+            share = _key_share(guess.element.members, streams)
             said = f"gains and biases give {share:.0%} of the order of the stream"
             yield (
-                _finding(
+                _make_finding(
                     "lock/norm vectors",
                     "gains and biases do not tell the key of the stream",
                     share,
@@ -312,7 +316,7 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     seconds = time.monotonic() - started
     if case.truth is not None:
         inside = part_spec(case.spec, "backbone").spaces
-        share = _share(
+        share = _key_share(
             guess.element.members, {s: m for s, m in case.truth.members.items() if s in inside}
         )
         said = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.start}"
@@ -320,7 +324,7 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     # without the key: how much of the locked weights the guess explains, and a guess from the same
     # numbers in no order
     else:
-        by_none = weights.public_base(replace(view, base=_stranger(case.base, seed)))
+        by_none = weights.public_base(replace(view, base=_shuffle_weights(case.base, seed)))
         share, floor = (max(0.0, 1 - one.relative**2) for one in (guess, by_none))
         said = (
             f"the base, moved as guessed, explains {share:.1%} of the locked weights' "
@@ -328,7 +332,7 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         )
         measure = EXPLAINED
     yield (
-        _finding(
+        _make_finding(
             "lock/public base",
             "a public base does not give the key away",
             share,
@@ -340,15 +344,15 @@ def _public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         seconds,
     )
     if case.model is not None and case.test is not None:
-        yield from _used(case, guess, "public base")
+        yield from _try_unlocked_model(case, guess, "public base")
 
 
-def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _try_lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
     candidates = dict(case.candidates)
     if case.base is not None:
         candidates["the base"] = case.base
-        candidates["a stranger"] = _stranger(case.base, seed)
+        candidates["a stranger"] = _shuffle_weights(case.base, seed)
     found = weights.lineage(
         LockedFileWithCandidates(case.spec, case.state, case.kind, candidates=candidates)
     )
@@ -360,7 +364,7 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     )
     share = max(0.0, 1 - found[nearest] / stranger) if stranger else 1.0
     yield (
-        _finding(
+        _make_finding(
             "lock/lineage",
             "the model's descent is hidden",
             share,
@@ -373,7 +377,7 @@ def _lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     )
 
 
-def _stranger(base: State, seed: int) -> dict[str, torch.Tensor]:
+def _shuffle_weights(base: State, seed: int) -> dict[str, torch.Tensor]:
     """A model of the same numbers in no order: what it gives, anything gives."""
     draw = torch.Generator().manual_seed(seed)
     return {
@@ -384,15 +388,15 @@ def _stranger(base: State, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, others, member = _features(case, seed)
-    moved = _moved(plain, member)
+    plain, others, member = _sample_features(case, seed)
+    moved = _apply_member(plain, member)
     needed, share = math.nan, 0.0
-    for n in (n for n in TOKENS if n <= len(plain)):
+    for n in (n for n in TOKEN_COUNTS if n <= len(plain)):
         guess = features.known_inputs(KnownInputs(plain[:n], moved[:n], case.kind))
-        share = _restored(guess, member, others)
-        if share >= ALL:
+        share = _restored_share(guess, member, others)
+        if share >= RECOVERED:
             needed = n
             break
     said = (
@@ -400,7 +404,7 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         if needed == needed
         else f"{len(plain)} tokens give {share:.0%}"
     )
-    finding = _finding(
+    finding = _make_finding(
         "lock/known inputs",
         "known inputs do not give the key of the stream",
         share,
@@ -411,17 +415,19 @@ def _known(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     yield finding, time.monotonic() - started
 
 
-def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _try_observed_features(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, others, member = _features(case, seed)
-    guess = features.feature_statistics(ObservedFeatures(_moved(plain, member), others, case.kind))
-    share = _restored(guess, member, plain)
+    plain, others, member = _sample_features(case, seed)
+    guess = features.feature_statistics(
+        ObservedFeatures(_apply_member(plain, member), others, case.kind)
+    )
+    share = _restored_share(guess, member, plain)
     said = (
         f"{len(plain)} moved tokens, and {len(others)} of other examples through the "
         f"embedding, give {share:.0%}"
     )
     yield (
-        _finding(
+        _make_finding(
             "lock/seen features",
             "moved features alone do not give the key of the stream",
             share,
@@ -433,20 +439,20 @@ def _seen(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     )
 
 
-def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
+def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
     """On the model as it stands: any model would do of which the adversary has the weights and sees
     hidden states.
     """
     assert case.model is not None
     assert case.test is not None
     started = time.monotonic()
-    *_, member = _features(case, seed)
+    *_, member = _sample_features(case, seed)
     ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :tokens]
     layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
     with torch.no_grad():
         states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
     found = features.vocabulary_search(
-        HiddenStates(_moved(states, member), case.model, layer, case.kind)
+        HiddenStates(_apply_member(states, member), case.model, layer, case.kind)
     )
     share = float(np.mean([a == b for a, b in zip(found, ids[0].tolist(), strict=True)]))
     said = (
@@ -454,7 +460,7 @@ def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[F
         f"{ids.shape[1]} tokens, from the states at layer {layer}"
     )
     yield (
-        _finding(
+        _make_finding(
             "lock/vocabulary",
             "hidden states do not give the text",
             share,
@@ -467,13 +473,13 @@ def _vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[F
     )
 
 
-def _theft(
+def _try_theft(
     case: LockCase, labels: Sequence[int], budget: theft.Budget
 ) -> Iterator[tuple[Finding, float]]:
     assert case.model is not None
     assert case.train is not None
-    owner = _quality(case, _plain(case))
-    floor = _quality(case, case.state)
+    owner = _evaluate(case, _unlock(case))
+    floor = _evaluate(case, case.state)
     draw = np.random.default_rng(budget.seed)
     for n in (n for n in labels if n <= len(case.train)):
         some = case.train.only(np.sort(draw.permutation(len(case.train))[:n]))
@@ -488,39 +494,39 @@ def _theft(
             started = time.monotonic()
             trained = (steal(view, one) for one in budget.each_lr())
             value = max(
-                (_quality(case, stolen.state_dict(), stolen) for stolen in trained),
+                (_evaluate(case, stolen.state_dict(), stolen) for stolen in trained),
                 key=lambda v: -math.inf if math.isnan(v) else v,
             )
             said = f"{value:.3f} with {n} labels; the locked model as it stands {floor:.3f}" + (
                 "" if owner is None else f", the owner's {owner:.3f}"
             )
             yield (
-                _finding(
+                _make_finding(
                     f"lock/theft/{name} {n}",
                     f"{n} labels are of little use to a thief",
                     value,
                     floor,
                     owner,
                     said,
-                    _unit(case),
+                    _metric_name(case),
                 ),
                 (time.monotonic() - started),
             )
 
 
-def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
+def _check_handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
     """What goes wrong in use: another key, a changed bit, a lost tensor, and one key for two
     models.
     """
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.locking.keys import generate_key
-    from regauge.locking.lock import header_of, locked_element, tagged, verify_tags
+    from regauge.locking.lock import add_tags, header_of, locked_element, verify_tags
 
     record, key = case.record, case.key
     assert record is not None
     assert key is not None
     header, digests = header_of(case.state), {name: name.encode() for name in case.state}
-    sealed = tagged(
+    sealed = add_tags(
         record, key, case.spec, header, digests
     )  # tags of stand-ins for digests, so that not all is hashed again
     first = min(header)
@@ -555,7 +561,7 @@ def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
         ),
         "key reuse": (
             "one key gives two models unrelated elements",
-            lambda: _reused(case, record, key),
+            lambda: _measure_key_reuse(case, record, key),
         ),
     }
     for name, (statement, attempt) in tries.items():
@@ -564,7 +570,7 @@ def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
         said = "as it should" if value < 0.5 else "NOT as it should"
         yield (
             replace(
-                _finding(
+                _make_finding(
                     f"lock/handling/{name}",
                     statement,
                     value,
@@ -579,7 +585,7 @@ def _handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
         )
 
 
-def _reused(case: LockCase, record: Record, key: Key) -> float:
+def _measure_key_reuse(case: LockCase, record: Record, key: Key) -> float:
     """The share of one model's stream that the element of another model, under the same key, has in
     the same place.
     """
@@ -592,10 +598,10 @@ def _reused(case: LockCase, record: Record, key: Key) -> float:
         for digest in (record.digest, f"{1:064x}")
     ]
     streams = {s: m for s, m in drawn[0].members.items() if s.startswith("stream")}
-    return _share({s: m for s, m in drawn[1].members.items() if s in streams}, streams)
+    return _key_share({s: m for s, m in drawn[1].members.items() if s in streams}, streams)
 
 
-def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Member]:
+def _sample_features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Member]:
     """What enters the backbone through the model's own embedding, of two halves of the test that
     have no example in common, and a member like the key's: the attacks on features do not depend on
     which it is, so that no key is needed to try them.
@@ -603,7 +609,7 @@ def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Me
     assert case.test is not None
     order = np.random.default_rng(seed).permutation(len(case.test))
     half = len(order) // 2
-    one, other = (_entering(case, rows, seed) for rows in (order[:half], order[half:]))
+    one, other = (_embed_tokens(case, rows, seed) for rows in (order[:half], order[half:]))
     return (
         one,
         other,
@@ -611,7 +617,7 @@ def _features(case: LockCase, seed: int) -> tuple[torch.Tensor, torch.Tensor, Me
     )
 
 
-def _entering(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
+def _embed_tokens(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
     """The tokens of some examples where they enter the backbone, padding left out, in random
     order.
     """
@@ -627,21 +633,21 @@ def _entering(case: LockCase, chosen: Any, seed: int) -> torch.Tensor:
         rows.append(
             flat if mask is None or mask.numel() != len(flat) else flat[mask.flatten().bool()]
         )
-        if sum(map(len, rows)) >= TOKENS[-1]:
+        if sum(map(len, rows)) >= TOKEN_COUNTS[-1]:
             break
     found = torch.cat(rows).double()
     return found[torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))]
 
 
-def _moved(rows: torch.Tensor, member: Member) -> torch.Tensor:
+def _apply_member(rows: torch.Tensor, member: Member) -> torch.Tensor:
     return rows @ torch.from_numpy(member.matrix()[0]).to(rows).T
 
 
-def _plain(case: LockCase) -> State | None:
+def _unlock(case: LockCase) -> State | None:
     return None if case.truth is None else apply(~case.truth, case.state, "backbone")
 
 
-def _quality(case: LockCase, state: Any, model: torch.nn.Module | None = None) -> Any:
+def _evaluate(case: LockCase, state: Any, model: torch.nn.Module | None = None) -> Any:
     """The accuracy; of a language model, minus its nats."""
     if state is None:
         return None
@@ -654,13 +660,13 @@ def _quality(case: LockCase, state: Any, model: torch.nn.Module | None = None) -
     return -found.loss if case.test.causal else found.accuracy
 
 
-def _unit(case: LockCase) -> str:
+def _metric_name(case: LockCase) -> str:
     return (
         "minus nats of a next token" if case.test is not None and case.test.causal else "accuracy"
     )
 
 
-def _finding(
+def _make_finding(
     name: str,
     statement: str,
     value: float,
@@ -672,13 +678,13 @@ def _finding(
     return Finding(name, statement, None, float(value), floor, ceiling, sentence, measure=measure)
 
 
-def _restored(guess: Member, member: Member, rows: torch.Tensor) -> float:
+def _restored_share(guess: Member, member: Member, rows: torch.Tensor) -> float:
     """How much of a member is known: of a permutation the share of places, of a matrix the share of
     the features that it restores (features fill a part of the space only, and beyond that part
     there is nothing to know).
     """
     if isinstance(guess, Monomial) and isinstance(member, Monomial):
-        return _share({"": guess}, {"": member})
+        return _key_share({"": guess}, {"": member})
     x = rows.numpy()
     apart = np.square(x @ (guess.matrix()[0] - member.matrix()[0]).T).sum() / max(
         float(np.square(x).sum()), 1e-300
@@ -686,7 +692,7 @@ def _restored(guess: Member, member: Member, rows: torch.Tensor) -> float:
     return max(0.0, 1 - float(apart))
 
 
-def _share(found: Mapping[str, Member], truth: Mapping[str, Member]) -> float:
+def _key_share(found: Mapping[str, Member], truth: Mapping[str, Member]) -> float:
     """How much of a key's members is known: of permutations the share of coordinates that are
     right, of matrices that of rows to a tenth.
     """

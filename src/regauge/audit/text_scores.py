@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-Words = Sequence[int]
+TokenIds = Sequence[int]
 MEASURES = ("words", "in place", "ROUGE-1", "ROUGE-2", "ROUGE-L", "exact")
 
 
-def rouge(found: Words, true: Words, n: int) -> float:
+def rouge(found: TokenIds, true: TokenIds, n: int) -> float:
     """F1 of n-grams, as bags."""
     a, b = (
         Counter(tuple(t[i : i + n]) for i in range(len(t) - n + 1))
@@ -21,7 +21,7 @@ def rouge(found: Words, true: Words, n: int) -> float:
     return 2 * both / max(1, sum(a.values()) + sum(b.values()))
 
 
-def rouge_l(found: Words, true: Words) -> float:
+def rouge_l(found: TokenIds, true: TokenIds) -> float:
     """F1 by the longest common subsequence."""
     row = [0] * (len(true) + 1)
     for word in found:
@@ -31,7 +31,7 @@ def rouge_l(found: Words, true: Words) -> float:
     return 2 * row[-1] / max(1, len(found) + len(true))
 
 
-def scores_of(found: Sequence[Words], true: Sequence[Words]) -> dict[str, list[float]]:
+def score_texts(found: Sequence[TokenIds], true: Sequence[TokenIds]) -> dict[str, list[float]]:
     """Each true text against the found one that is nearest to it by ROUGE-L; one is the answer to
     one.
     """

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoints.adapters import LORA, find, require_lora, unwrapped
+from regauge.checkpoints.adapters import LORA, find_tensor, require_lora, unwrap_name
 from regauge.checkpoints.headers import DTYPES
 from regauge.checkpoints.reader import Checkpoint, open_checkpoint, read_json
 from regauge.core.patterns import compile_pattern
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-_FETCH = "copy the adapter's own files again"
-_PATTERNS = 1000  # of one adapter: each is held against every layer
+_REFETCH_HINT = "copy the adapter's own files again"
+_MAX_PATTERNS = 1000  # of one adapter: each is held against every layer
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Change:
     names: dict[str, str] = field(default_factory=dict)
 
 
-class Adapted(Checkpoint):
+class AdaptedCheckpoint(Checkpoint):
     """A checkpoint whose tensors are read with the adapter's changes."""
 
     as_stored = False
@@ -54,11 +54,11 @@ class Adapted(Checkpoint):
             model.path, model.files.values(), model.config, model.config_path, model.index
         )
         self.model, self.adapter = model, adapter
-        self.changes, self.transposed = _changes(self, adapter)
+        self.changes, self.transposed = _collect_changes(self, adapter)
         self.files |= {f"adapter/{name}": shard for name, shard in adapter.files.items()}
 
     def __reduce__(self) -> Any:
-        return _reopened, (self.model.path, self.adapter.path)
+        return _open_pair, (self.model.path, self.adapter.path)
 
     def __getitem__(self, name: str) -> Tensor:
         plain = super().__getitem__(name)
@@ -66,7 +66,7 @@ class Adapted(Checkpoint):
         return (
             plain
             if change is None
-            else _changed(plain, change, self.adapter, self.transposed).to(plain.dtype)
+            else _apply_change(plain, change, self.adapter, self.transposed).to(plain.dtype)
         )
 
     @property
@@ -77,7 +77,7 @@ class Adapted(Checkpoint):
         return (
             super()._read_bits(name)
             if name not in self.changes
-            else self[name].view(_unsigned(self.entries[name].dtype)).numpy()
+            else self[name].view(_unsigned_dtype(self.entries[name].dtype)).numpy()
         )
 
 
@@ -91,14 +91,14 @@ def open_adapted(source: str) -> Checkpoint:
     if not is_adapted(source):
         return open_checkpoint(source)
     model, _, adapter = source.partition("+")
-    return _reopened(model, adapter)
+    return _open_pair(model, adapter)
 
 
-def _reopened(model: str | Path, adapter: str | Path) -> Adapted:
-    return Adapted(open_checkpoint(model), open_checkpoint(adapter))
+def _open_pair(model: str | Path, adapter: str | Path) -> AdaptedCheckpoint:
+    return AdaptedCheckpoint(open_checkpoint(model), open_checkpoint(adapter))
 
 
-def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change], bool]:
+def _collect_changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change], bool]:
     folder = adapter.path if adapter.is_folder else adapter.path.parent
     require_lora(folder)
     path = folder / "adapter_config.json"
@@ -107,13 +107,13 @@ def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change],
     for name, entry in adapter.entries.items():
         found = LORA.fullmatch(name)
         if found is None:
-            target, kind = find(model.entries, unwrapped(name)), "whole"
+            target, kind = find_tensor(model.entries, unwrap_name(name)), "whole"
         else:
             layer, kind = (
-                unwrapped(found["layer"]),
+                unwrap_name(found["layer"]),
                 found["kind"] + (".bias" if found["what"] == "bias" else ""),
             )
-            target = find(
+            target = find_tensor(
                 model.entries, f"{layer}.bias" if kind == "lora_B.bias" else f"{layer}.weight"
             )
         if target is None:
@@ -128,11 +128,13 @@ def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change],
                 raise CheckpointError(
                     f'"{name}" of {adapter.path} must be [rank, size] with a rank above 0, got '
                     f"{list(entry.shape)}",
-                    hint=_FETCH,
+                    hint=_REFETCH_HINT,
                 )
-            change.scale = _scale(config, path, target[1].removesuffix(".weight"), entry.shape[0])
+            change.scale = _lora_scale(
+                config, path, target[1].removesuffix(".weight"), entry.shape[0]
+            )
     for name, change in out.items():
-        _require_whole(model, adapter, name, change, bool(config.get("fan_in_fan_out")))
+        _require_complete(model, adapter, name, change, bool(config.get("fan_in_fan_out")))
     for name, change in out.items():  # a bias is scaled as its layer is
         if "lora_B.bias" in change.names:
             weight = out.get(f"{name.removesuffix('.bias')}.weight")
@@ -146,14 +148,16 @@ def _changes(model: Checkpoint, adapter: Checkpoint) -> tuple[dict[str, Change],
     return out, bool(config.get("fan_in_fan_out"))
 
 
-def _scale(config: Mapping[str, Any], path: Path, layer: str, rank: int) -> float:
+def _lora_scale(config: Mapping[str, Any], path: Path, layer: str, rank: int) -> float:
     if "lora_alpha" not in config:
         raise CheckpointError(
             f'{path} does not say "lora_alpha", so that the adapter\'s scale is not known',
             hint="copy adapter_config.json beside it",
         )
     try:
-        alpha = float(_by_pattern(config.get("alpha_pattern") or {}, layer, config["lora_alpha"]))
+        alpha = float(
+            _match_pattern(config.get("alpha_pattern") or {}, layer, config["lora_alpha"])
+        )
     except (
         TypeError,
         ValueError,
@@ -169,15 +173,15 @@ def _scale(config: Mapping[str, Any], path: Path, layer: str, rank: int) -> floa
         raise CheckpointError(
             f'the "lora_alpha" or "alpha_pattern" of {path} must be finite for "{layer}", got '
             f"{alpha}",
-            hint=_FETCH,
+            hint=_REFETCH_HINT,
         )
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
+def _match_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
     """A layer's own value: the first pattern that its name ends with, as PEFT reads them."""
-    if len(patterns) > _PATTERNS:
-        raise PatternError(f"there must be at most {_PATTERNS} patterns, got {len(patterns)}")
+    if len(patterns) > _MAX_PATTERNS:
+        raise PatternError(f"there must be at most {_MAX_PATTERNS} patterns, got {len(patterns)}")
     return next(
         (
             value
@@ -188,7 +192,7 @@ def _by_pattern(patterns: Mapping[str, Any], layer: str, default: Any) -> Any:
     )
 
 
-def _require_whole(
+def _require_complete(
     model: Checkpoint, adapter: Checkpoint, name: str, change: Change, transposed: bool
 ) -> None:
     """A and B are both there, and what they add has the shape of the weight."""
@@ -204,7 +208,7 @@ def _require_whole(
             raise CheckpointError(
                 f'{second} of "{name}" in {adapter.path} must be [size, rank], got '
                 f"{list(shapes[second])}",
-                hint=_FETCH,
+                hint=_REFETCH_HINT,
             )
     shape = model.entries[name].shape
     if "lora_A" in shapes:
@@ -229,7 +233,7 @@ def _require_whole(
             raise CheckpointError(
                 f'the magnitudes of "{name}" in {adapter.path} must be {length} numbers, got '
                 f"{list(shapes['lora_magnitude_vector'])}",
-                hint=_FETCH,
+                hint=_REFETCH_HINT,
             )
     if added != shape or not inner:
         raise CheckpointError(
@@ -238,7 +242,7 @@ def _require_whole(
         )
 
 
-def _changed(plain: Tensor, change: Change, adapter: Checkpoint, transposed: bool) -> Tensor:
+def _apply_change(plain: Tensor, change: Change, adapter: Checkpoint, transposed: bool) -> Tensor:
     import torch
 
     work = torch.float64 if plain.dtype == torch.float64 else torch.float32
@@ -265,7 +269,7 @@ def _changed(plain: Tensor, change: Change, adapter: Checkpoint, transposed: boo
     return weight.T.contiguous() if flip else weight
 
 
-def _unsigned(dtype: str) -> Any:
+def _unsigned_dtype(dtype: str) -> Any:
     import torch
 
     return {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[DTYPES[dtype][1]]

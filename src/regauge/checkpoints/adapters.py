@@ -31,7 +31,7 @@ from regauge.core.action import apply
 from regauge.core.check import Fault, check, require
 from regauge.core.element import Element
 from regauge.core.groups import Orthogonal, SignedPermutation
-from regauge.core.spec import Shaped, Spec, stored
+from regauge.core.spec import Shaped, Spec, stored_tensors
 from regauge.errors import ElementError, SpecError
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
     >>> # adapter_spec(spec_of(model),
     adapter).tensors["base_model.model.h.0.attn.c_proj.lora_B.weight"] is "stream _"
     """
-    known = stored(spec)
+    known = stored_tensors(spec)
     tensors: dict[str, str] = {}
     parts: dict[str, str] = {}
     faults: list[Fault] = []
     for name in names:
         try:
-            new, axes, pattern = _described(spec, known, name)
+            new, axes, pattern = _describe_tensor(spec, known, name)
         except SpecError as error:
             faults.append(Fault(name, str(error)))
             continue
@@ -96,13 +96,13 @@ def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
     return Spec(spec.family, spec.spaces, tensors, parts)
 
 
-def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, str, str]:
+def _describe_tensor(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, str, str]:
     """What the adapter's spec says of one tensor: its name (with braces if it is one of a stack),
     its axes, the pattern of the weight behind it.
     """
     found = LORA.fullmatch(name)
     if found is None:
-        whole = find(known, unwrapped(name))
+        whole = find_tensor(known, unwrap_name(name))
         if whole is None:
             raise SpecError(f'"{name}" is neither a tensor of the model nor one of a LoRA adapter')
         pattern = known[whole[1]].pattern
@@ -111,8 +111,8 @@ def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, st
                 f'"{name}" is one expert of several, which are moved with the whole model only'
             )
         return name, spec.tensors[pattern], pattern
-    layer = _layer(spec, known, name, unwrapped(found["layer"]))
-    terms = _terms(layer, found["kind"], found["what"], name)
+    layer = _find_layer(spec, known, name, unwrap_name(found["layer"]))
+    terms = _lora_terms(layer, found["kind"], found["what"], name)
     new = name
     if layer.stack:
         stem = layer.pattern.removesuffix(".weight")
@@ -120,12 +120,12 @@ def _described(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, st
     return new, str(ax.Axes((*layer.stack, *terms))), layer.pattern
 
 
-def unwrapped(name: str) -> str:
+def unwrap_name(name: str) -> str:
     """The model's name of what PEFT has wrapped."""
     return _WRAPPED.sub("", f"{name}.")[:-1]
 
 
-def find(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
+def find_tensor(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
     """A name without whatever stands before the model's own, and that."""
     words = name.split(".")
     for i in range(len(words)):
@@ -134,8 +134,8 @@ def find(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
     return None
 
 
-def _layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> Layer:
-    found = find(known, f"{path}.weight")
+def _find_layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> Layer:
+    found = find_tensor(known, f"{path}.weight")
     if found is None:
         raise SpecError(f'"{name}" adapts a layer that the model does not have')
     prefix, weight = found
@@ -158,7 +158,7 @@ def _is_input(term: ax.Term) -> bool:
     return bool(inner) and all(leaf.star for leaf in inner)
 
 
-def _terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Term, ...]:
+def _lora_terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Term, ...]:
     match kind, what:
         case "lora_A", "weight":
             return (_HOLE, layer.into, *layer.rest)
@@ -197,7 +197,7 @@ def element_for(g: Element, tensors: Mapping[str, Shaped]) -> Element:
         spec, tensors={n: axes.replace("|", "") for n, axes in spec.tensors.items()}
     )  # bars say how an axis moves, not how long it is
     require(
-        check(sizes, tensors, whole=False),
+        check(sizes, tensors, complete=False),
         f'the adapter does not fit the spec "{spec.family}"',
         hint=HINT,
     )
@@ -229,12 +229,12 @@ def require_lora(folder: Path) -> None:
 
 
 def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
-    known = stored(g.spec)
+    known = stored_tensors(g.spec)
     for name in names:
         found = LORA.fullmatch(name)
         if found is None or found["kind"] != "lora_magnitude_vector":
             continue
-        layer = _layer(g.spec, known, name, unwrapped(found["layer"]))
+        layer = _find_layer(g.spec, known, name, unwrap_name(found["layer"]))
         written, read = (layer.into, layer.out) if layer.is_table else (layer.out, layer.into)
         for side, term, group, allowed in (
             ("output", written, SignedPermutation(), "signed permutations"),

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from regauge.checkpoints.files import amount
+from regauge.checkpoints.files import format_bytes
 from regauge.errors import CheckpointError
 
 MAX_DIRECTORY = (
@@ -25,7 +25,9 @@ MAX_DIRECTORY = (
 MAX_RATIO = 8  # all entries, inflated, over the size of the archive
 SPARE = 1 << 26  # bytes that are allowed beyond every ratio, for small archives
 _CHUNK = 1 << 20
-_LOCAL = struct.Struct("<4s22xHH")  # signature, ..., length of the name, length of the extra field
+_LOCAL_HEADER = struct.Struct(
+    "<4s22xHH"
+)  # signature, ..., length of the name, length of the extra field
 _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 
@@ -66,29 +68,33 @@ class Archive:
                 pending = self.file.read(min(_CHUNK, stop - at))
                 at += len(pending)
                 if not pending:
-                    raise self.damaged(f'entry "{record.name}" ends early')
+                    raise self.damage_error(f'entry "{record.name}" ends early')
             if inflate is None:
                 piece, pending = pending, b""
             else:
                 try:
                     piece = inflate.decompress(pending, _CHUNK)
                 except zlib.error as error:
-                    raise self.damaged(
+                    raise self.damage_error(
                         f'entry "{record.name}" cannot be inflated ({error})'
                     ) from error
                 pending = inflate.unconsumed_tail
             size += len(piece)
             if size > record.size:
-                raise self.damaged(f'entry "{record.name}" must have {record.size} bytes, got more')
+                raise self.damage_error(
+                    f'entry "{record.name}" must have {record.size} bytes, got more'
+                )
             if piece:
                 crc = zlib.crc32(piece, crc)
                 yield piece
             if not pending and at >= stop and (not piece or inflate is None or inflate.eof):
                 break
         if size != record.size:
-            raise self.damaged(f'entry "{record.name}" must have {record.size} bytes, got {size}')
+            raise self.damage_error(
+                f'entry "{record.name}" must have {record.size} bytes, got {size}'
+            )
         if self.checksums and crc != record.crc:
-            raise self.damaged(
+            raise self.damage_error(
                 f'the CRC-32 of entry "{record.name}" must be {record.crc:08x}, got {crc:08x}'
             )
 
@@ -96,18 +102,18 @@ class Archive:
         """Read a whole entry of at most `limit` bytes."""
         if record.size > limit:
             raise CheckpointError(
-                f'{self.label}: entry "{record.name}" must have at most {amount(limit)}, got '
-                f"{amount(record.size)}",
+                f'{self.label}: entry "{record.name}" must have at most {format_bytes(limit)}, got '
+                f"{format_bytes(record.size)}",
                 hint="no checkpoint needs this much beside its tensors; fetch the file from a "
                 "source you trust",
             )
         return b"".join(self.chunks(record))
 
-    def damaged(self, what: str) -> CheckpointError:
+    def damage_error(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.label} is damaged: {what}", hint="fetch the file again")
 
 
-class _Bounded:
+class _BoundedReader:
     """The view of a file that `zipfile` gets: no read is larger than the directory may be."""
 
     def __init__(self, file: BinaryIO) -> None:
@@ -120,7 +126,8 @@ class _Bounded:
     def read(self, n: int = -1) -> bytes:
         if n > MAX_DIRECTORY:
             raise zipfile.BadZipFile(
-                f"the zip directory must have at most {amount(MAX_DIRECTORY)}, got {amount(n)}"
+                f"the zip directory must have at most {format_bytes(MAX_DIRECTORY)}, got "
+                f"{format_bytes(n)}"
             )
         return self._file.read(MAX_DIRECTORY if n < 0 else n)
 
@@ -147,7 +154,7 @@ def open_archive(
         )
 
     try:
-        with zipfile.ZipFile(_Bounded(file)) as opened:
+        with zipfile.ZipFile(_BoundedReader(file)) as opened:
             found, directory = opened.infolist(), opened.start_dir
     except (
         zipfile.BadZipFile,
@@ -188,8 +195,9 @@ def open_archive(
     limit = max_ratio * size + spare
     if total > limit:
         raise CheckpointError(
-            f"{label} must inflate to at most {amount(limit)} ({max_ratio} times its size plus "
-            f"{amount(spare)}), got {amount(total)}",
+            f"{label} must inflate to at most {format_bytes(limit)} ({max_ratio} times its size "
+            "plus "
+            f"{format_bytes(spare)}), got {format_bytes(total)}",
             hint="if you trust the file, repack it without compression (unzip, then zip -0)",
         )
     return Archive(
@@ -208,13 +216,13 @@ def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int)
     if not end <= info.header_offset < directory:
         return None
     file.seek(info.header_offset)
-    raw = file.read(_LOCAL.size)
-    if len(raw) < _LOCAL.size:
+    raw = file.read(_LOCAL_HEADER.size)
+    if len(raw) < _LOCAL_HEADER.size:
         return None
-    signature, length, extra = _LOCAL.unpack(raw)
+    signature, length, extra = _LOCAL_HEADER.unpack(raw)
     name = file.read(length)
     if signature != b"PK\x03\x04" or name != info.orig_filename.encode(
         "utf-8" if info.flag_bits & 0x800 else "cp437"
     ):
         return None
-    return int(info.header_offset + _LOCAL.size + length + extra)
+    return int(info.header_offset + _LOCAL_HEADER.size + length + extra)

@@ -36,7 +36,7 @@ class Blocks:
         return out
 
 
-def whole(made: Tensor | Blocks) -> Tensor:
+def materialize(made: Tensor | Blocks) -> Tensor:
     return made.tensor() if isinstance(made, Blocks) else made
 
 

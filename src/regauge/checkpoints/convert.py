@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.archives import SPARE, Archive, open_archive
-from regauge.checkpoints.files import amount, reading, require_file, require_inside, strictest_mode
+from regauge.checkpoints.files import (
+    format_bytes,
+    require_file,
+    require_inside,
+    strictest_mode,
+    wrap_read_errors,
+)
 from regauge.checkpoints.headers import DTYPE_NAMES
 from regauge.checkpoints.pickles import (
     MAX_BYTES,
@@ -33,7 +39,7 @@ from regauge.checkpoints.reader import (
     WEIGHTS,
     read_index,
     read_json,
-    require_placed,
+    require_matching_index,
 )
 from regauge.errors import CheckpointError
 
@@ -77,12 +83,12 @@ class Source:
             tensor.shape,
             f"{self.order}u{tensor.itemsize}",
             self.buffer,
-            self.place(tensor),
+            self.byte_offset(tensor),
             strides,
         )
         return view.astype(f"<u{tensor.itemsize}") if self.order == ">" else view
 
-    def place(self, tensor: PickledTensor) -> int:
+    def byte_offset(self, tensor: PickledTensor) -> int:
         """Return the position of a tensor's first byte in the buffer."""
         return (
             self.start
@@ -92,17 +98,17 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Pickled:
+class MappedTensor:
     """A tensor of a pickled file: its description, and the bytes that it looks into."""
 
     tensor: PickledTensor
     source: Source
 
     @property
-    def place(self) -> tuple[Any, ...]:
+    def location(self) -> tuple[Any, ...]:
         return (
             id(self.source.buffer),
-            self.source.place(self.tensor),
+            self.source.byte_offset(self.tensor),
             self.tensor.shape,
             self.tensor.stride,
             self.tensor.dtype,
@@ -113,21 +119,21 @@ class Pickled:
 
 
 @dataclass(frozen=True)
-class Pickles:
+class PickledCheckpoint:
     """The tensors of pickled files, by file. `aliases` maps a name to the tensor it repeats;
     `dropped` an entry that is left out to the reason. `unchecked` names the files that carry no
     checksums.
     """
 
     path: Path
-    files: Mapping[str, Mapping[str, Pickled]]
+    files: Mapping[str, Mapping[str, MappedTensor]]
     aliases: Mapping[str, str]
     dropped: Mapping[str, str]
     metadata: Mapping[str, Any]
     unchecked: tuple[str, ...]
 
 
-def open_pickles(source: Path) -> Pickles:
+def open_pickles(source: Path) -> PickledCheckpoint:
     """Open one pickled file or a folder of them. Names that share all their memory with an earlier
     one become aliases.
 
@@ -139,13 +145,13 @@ def open_pickles(source: Path) -> Pickles:
             f"{source} does not exist", hint="name a pickled file, or a folder with one"
         )
     folder = source if source.is_dir() else None
-    paths, metadata = _paths(source)
+    paths, metadata = _find_files(source)
     for path in paths if folder else ():
         require_inside(path, source)
     config = (
         read_json(folder / "config.json") if folder and (folder / "config.json").is_file() else {}
     )
-    files: dict[str, dict[str, Pickled]] = {}
+    files: dict[str, dict[str, MappedTensor]] = {}
     aliases: dict[str, str] = {}
     dropped: dict[str, str] = {}
     names: dict[str, dict[str, None]] = {path.name: {} for path in paths}
@@ -164,24 +170,24 @@ def open_pickles(source: Path) -> Pickles:
             names[path.name][name] = None
             if (
                 value.tensor.numel
-                and value.place in seen
+                and value.location in seen
                 and config.get("tie_word_embeddings") is not False
             ):
-                aliases[name] = seen[value.place]
+                aliases[name] = seen[value.location]
             else:
-                seen[value.place] = name
+                seen[value.location] = name
                 tensors[name] = value
     if metadata:
-        require_placed(source / _INDEX, metadata["weight_map"], names)
+        require_matching_index(source / _INDEX, metadata["weight_map"], names)
     if not any(files.values()):
         raise CheckpointError(
             f"{source} holds no tensors",
             hint="a checkpoint is a dictionary of tensors, as model.state_dict() gives it",
         )
-    return Pickles(source, files, aliases, dropped, metadata, tuple(unchecked))
+    return PickledCheckpoint(source, files, aliases, dropped, metadata, tuple(unchecked))
 
 
-def _paths(source: Path) -> tuple[list[Path], dict[str, Any]]:
+def _find_files(source: Path) -> tuple[list[Path], dict[str, Any]]:
     if not source.is_dir():
         require_file(source)
         if source.suffix == ".safetensors":
@@ -218,7 +224,7 @@ def _paths(source: Path) -> tuple[list[Path], dict[str, Any]]:
     )
 
 
-def _load(path: Path) -> tuple[dict[str, Pickled | None], dict[str, str], bool]:
+def _load(path: Path) -> tuple[dict[str, MappedTensor | None], dict[str, str], bool]:
     """Read the dictionary of a file.
 
     Returns:
@@ -226,8 +232,10 @@ def _load(path: Path) -> tuple[dict[str, Pickled | None], dict[str, str], bool]:
         the reason why they are left out, and whether the file has checksums.
     """
     require_file(path)
-    data = _mapped(path)
-    loaded, sources, checked = (_load_zip if data[:4] == b"PK\x03\x04" else _load_old)(path, data)
+    data = _map_file(path)
+    loaded, sources, checked = (_load_zip if data[:4] == b"PK\x03\x04" else _load_legacy)(
+        path, data
+    )
     beside: dict[str, str] = {}
     for wrapper in _WRAPPERS:
         inner = loaded.get(wrapper) if isinstance(loaded, dict) else None
@@ -260,7 +268,7 @@ def _load(path: Path) -> tuple[dict[str, Pickled | None], dict[str, str], bool]:
     tensors = [value for value in loaded.values() if isinstance(value, PickledTensor)]
     _require_bounded(path, tensors)
     kept = {
-        n: Pickled(v, sources[v.storage.key]) if isinstance(v, PickledTensor) else None
+        n: MappedTensor(v, sources[v.storage.key]) if isinstance(v, PickledTensor) else None
         for n, v in loaded.items()
     }
     return kept, beside, checked
@@ -281,17 +289,18 @@ def _require_bounded(path: Path, tensors: list[PickledTensor]) -> None:
     if total > limit:
         largest = max(tensors, key=lambda t: t.nbytes)
         raise CheckpointError(
-            f"the tensors of {path} must have at most {amount(limit)} ({MAX_EXPANSION} times "
-            f"the {amount(held)} that it stores, "
-            f"plus {amount(SPARE)}), got {amount(total)}: one has shape {list(largest.shape)} "
+            f"the tensors of {path} must have at most {format_bytes(limit)} ({MAX_EXPANSION} times "
+            f"the {format_bytes(held)} that it stores, "
+            f"plus {format_bytes(SPARE)}), got {format_bytes(total)}: one has shape "
+            f"{list(largest.shape)} "
             f"and strides {list(largest.stride)}",
             hint="if you trust the file, save its expanded tensors with .contiguous()",
         )
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def _map_file(path: Path) -> mmap.mmap:
     """Map a file for reading. The map lives as long as a tensor refers to it."""
-    with reading(path), path.open("rb") as file:
+    with wrap_read_errors(path), path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise CheckpointError(
                 f"{path} cannot be read as a torch checkpoint: it is empty",
@@ -302,11 +311,11 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool]:
     """Read the format since torch 1.6: a zip with the pickle, and an entry for every storage."""
-    with reading(path), path.open("rb") as file:
+    with wrap_read_errors(path), path.open("rb") as file:
         archive = open_archive(file, str(path))
         records = {name.partition("/")[2]: record for name, record in archive.records.items()}
         if len(records) != len(archive.records):
-            raise archive.damaged("its entries lie in more than one folder")
+            raise archive.damage_error("its entries lie in more than one folder")
         if "constants.pkl" in records:
             raise CheckpointError(
                 f"{path} is a TorchScript archive, not a checkpoint", hint="save model.state_dict()"
@@ -319,18 +328,18 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
         value, end, storages = read_pickle(archive.read(records["data.pkl"], MAX_BYTES), str(path))
         order = archive.read(records["byteorder"], 16) if "byteorder" in records else b"little"
         if order not in (b"little", b"big"):
-            raise archive.damaged(f"its byte order must be little or big, got {order!r}")
+            raise archive.damage_error(f"its byte order must be little or big, got {order!r}")
         if end != records["data.pkl"].size:
-            raise archive.damaged("its pickle has bytes behind its end")
+            raise archive.damage_error("its pickle has bytes behind its end")
         sources = {}
         for key, storage in storages.items():
             record = records.get(f"data/{key}")
             if record is None:
-                raise archive.damaged(
+                raise archive.damage_error(
                     f'it has no entry "data/{key}" for a storage of {storage.nbytes} bytes'
                 )
             if record.size != storage.nbytes:
-                raise archive.damaged(
+                raise archive.damage_error(
                     f'its record "{record.name}" has {record.size} bytes, the storage in it '
                     f"{storage.nbytes}"
                 )
@@ -354,7 +363,7 @@ def _require_checksums(archive: Archive, used: set[str]) -> None:
                 pass
 
 
-def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool]:
+def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool]:
     """Read the format before torch 1.6: five pickles, then each storage as its number of elements
     and its bytes.
     """
@@ -388,9 +397,9 @@ def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
     for key in keys:
         storage: Storage = storages[key]
         numel = int.from_bytes(data[at : at + 8], "little")
-        if numel != storage.whole or at + 8 + storage.nbytes > len(data):
+        if numel != storage.full_numel or at + 8 + storage.nbytes > len(data):
             raise damaged(
-                f'storage "{key}" must have {storage.whole} elements, got {numel}, with '
+                f'storage "{key}" must have {storage.full_numel} elements, got {numel}, with '
                 f"{max(0, len(data) - at - 8)} bytes left in the file"
             )
         sources[key] = Source(path, data, at + 8, len(data))
@@ -400,7 +409,9 @@ def _load_old(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
     return value, sources, False
 
 
-def plan_conversion(out: Path, pickles: Pickles) -> tuple[Plan, dict[str, Callable[[], Any]]]:
+def plan_conversion(
+    out: Path, pickles: PickledCheckpoint
+) -> tuple[Plan, dict[str, Callable[[], Any]]]:
     """The plan of the safetensors files, and the thunks that fill it. Shards stay shards."""
     single = len(pickles.files) == 1
     if is_file_name(out) and not single:

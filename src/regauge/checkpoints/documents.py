@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from regauge.checkpoints.files import amount, reading, require_file
+from regauge.checkpoints.files import format_bytes, require_file, wrap_read_errors
 from regauge.errors import CheckpointError, RegaugeError
 
 CONFIG_BYTES = 8_000_000  # config.json, adapter_config.json, session.json, run.json
@@ -33,12 +33,13 @@ def read_document(path: Path, limit: int, error: type[RegaugeError] = Checkpoint
         where it is too large.
     """
     require_file(path)
-    with reading(path), path.open("rb") as file:
+    with wrap_read_errors(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         data = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
         raise error(
-            f"{path} must have at most {amount(limit)}, got {amount(max(size, len(data)))}",
+            f"{path} must have at most {format_bytes(limit)}, got "
+            f"{format_bytes(max(size, len(data)))}",
             hint="is it the right file?",
         )
     return data

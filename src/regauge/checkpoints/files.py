@@ -37,7 +37,7 @@ def strictest_mode(inputs: Iterable[Path]) -> int:
     """
     mode = EVERYONE
     for path in inputs:
-        with reading(path):
+        with wrap_read_errors(path):
             found = path.stat().st_mode
         needed = 0o111 if stat.S_ISDIR(found) else 0o444
         allowed = stat.S_IMODE(found) & 0o777
@@ -66,7 +66,7 @@ def make_folder(folder: Path, mode: int = EVERYONE) -> None:
             path.mkdir(mode=mode, exist_ok=True)
 
 
-def tighten(path: Path, mode: int) -> None:
+def restrict_mode(path: Path, mode: int) -> None:
     """Take away what `mode` does not allow. Nothing is ever added."""
     found = stat.S_IMODE(path.stat().st_mode)
     if found & ~mode:
@@ -101,12 +101,12 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
     one is in its place.
     """
     partial = temp_sibling(out)
-    with writing(out):
+    with wrap_write_errors(out):
         try:
             make_folder(partial.parent)
             partial.mkdir(mode=OWNER)
             yield partial
-            mode &= _umasked(partial)
+            mode &= _read_umask(partial)
             for path in partial.rglob("*"):
                 path.chmod(mode if path.is_dir() else file_mode(mode))
                 _fsync(path)
@@ -119,7 +119,7 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
     fsync_folder(out.absolute().parent)
 
 
-def _umasked(folder: Path) -> int:
+def _read_umask(folder: Path) -> int:
     """Return what the umask leaves of all bits, read off a new folder: `os.umask` can only be read
     by changing it, for all threads at once.
     """
@@ -176,7 +176,7 @@ def require_inside(path: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def reading(path: Path) -> Iterator[None]:
+def wrap_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -184,7 +184,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def wrap_write_errors(path: Path) -> Iterator[None]:
     """Turn what the system says into one error that names the file and the way out."""
     try:
         yield
@@ -234,8 +234,8 @@ def fsync_folder(folder: Path) -> None:
 
 def check_writable(path: Path) -> None:
     """Refuse a file that cannot be written before the work that it is for."""
-    with writing(path):
-        _require_plain(path)
+    with wrap_write_errors(path):
+        _require_replaceable(path)
         if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             raise CheckpointError(
                 f"{path} cannot be written: its folder does not exist, or is not yours",
@@ -243,7 +243,7 @@ def check_writable(path: Path) -> None:
             )
 
 
-def _require_plain(path: Path) -> None:
+def _require_replaceable(path: Path) -> None:
     """A target is a regular file or nothing: a rename over a device or a pipe would take its
     place.
     """
@@ -298,12 +298,12 @@ def write_bytes(
 
     It is never looser than the file that it replaces.
     """
-    with writing(path):
-        _require_plain(path)
+    with wrap_write_errors(path):
+        _require_replaceable(path)
         if not new and path.exists():
             mode &= stat.S_IMODE(path.stat().st_mode) | 0o600
     partial = temp_sibling(path)
-    with writing(path):
+    with wrap_write_errors(path):
         try:
             with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
                 file.write(data)
@@ -315,12 +315,12 @@ def write_bytes(
     fsync_folder(path.parent)
 
 
-def amount(n: int) -> str:
+def format_bytes(n: int) -> str:
     """A number of bytes as people say it: 12 B, 3.4 kB, 1,234.5 MB."""
     return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"
 
 
-_LARGEST_KEY_FILE = 1 << 16
+_MAX_KEY_FILE_BYTES = 1 << 16
 
 
 def is_key_file(path: Path) -> bool:
@@ -328,7 +328,7 @@ def is_key_file(path: Path) -> bool:
     copied along with a model.
     """
     try:
-        if not path.is_file() or path.stat().st_size > _LARGEST_KEY_FILE:
+        if not path.is_file() or path.stat().st_size > _MAX_KEY_FILE_BYTES:
             return False
         fields = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

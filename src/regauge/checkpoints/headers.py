@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.documents import HEADER_BYTES
-from regauge.checkpoints.files import amount, reading, require_file
+from regauge.checkpoints.files import format_bytes, require_file, wrap_read_errors
 from regauge.errors import CheckpointError
 
 # The dtypes that regauge moves, then those that only buffers have; with their torch names and
@@ -75,7 +75,7 @@ def read_header(path: Path) -> Shard:
         return CheckpointError(f"{path} is damaged: {what}", hint="fetch the file again")
 
     require_file(path)
-    with reading(path), path.open("rb") as file:
+    with wrap_read_errors(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         first = file.read(8)
         if first[:8] == b"version ":
@@ -85,8 +85,8 @@ def read_header(path: Path) -> Shard:
         length = int.from_bytes(first, "little")
         if HEADER_BYTES < length <= size - 8:
             raise CheckpointError(
-                f"the header of {path} must have at most {amount(HEADER_BYTES)}, got "
-                f"{amount(length)}",
+                f"the header of {path} must have at most {format_bytes(HEADER_BYTES)}, got "
+                f"{format_bytes(length)}",
                 hint="split the model into shards",
             )
         if len(first) < 8 or length > HEADER_BYTES:
@@ -99,7 +99,7 @@ def read_header(path: Path) -> Shard:
         raw = file.read(length)
     try:
         header = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique
+            raw.decode("utf-8"), object_pairs_hook=_reject_duplicates
         )  # bytes would pass as UTF-16 too
     except (ValueError, RecursionError) as error:
         raise damaged(f"its header is not JSON ({str(error)[:80]})") from error
@@ -113,7 +113,9 @@ def read_header(path: Path) -> Shard:
     for text in [*header, *(metadata or {}), *(metadata or {}).values()]:
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise damaged("its header has text that is not Unicode")
-    entries = {name: _entry(name, value, 8 + length, damaged) for name, value in header.items()}
+    entries = {
+        name: _parse_entry(name, value, 8 + length, damaged) for name, value in header.items()
+    }
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     at = 8 + length
     for name, entry in ordered.items():
@@ -133,7 +135,7 @@ def read_header(path: Path) -> Shard:
     return Shard(path, ordered, metadata, size)
 
 
-def _entry(name: str, value: Any, base: int, damaged: Any) -> Entry:
+def _parse_entry(name: str, value: Any, base: int, damaged: Any) -> Entry:
     def numbers(key: str) -> list[int] | None:
         found = value.get(key)
         return (
@@ -163,7 +165,7 @@ def _entry(name: str, value: Any, base: int, damaged: Any) -> Entry:
     return Entry(value["dtype"], tuple(shape), base + offsets[0], base + offsets[1])
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise ValueError("a name occurs twice")

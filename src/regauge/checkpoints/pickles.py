@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from regauge.checkpoints.files import amount
+from regauge.checkpoints.files import format_bytes
 from regauge.errors import CheckpointError
 
 MAX_BYTES = 1 << 25  # of one pickle
@@ -145,13 +145,13 @@ class Storage:
     key: str
     dtype: str
     itemsize: int
-    whole: int
+    full_numel: int
     offset: int
     numel: int
 
     @property
     def nbytes(self) -> int:
-        return self.whole * self.itemsize
+        return self.full_numel * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class _Machine:
     def __init__(self, data: bytes | mmap.mmap, label: str, start: int) -> None:
         self.data, self.label, self.at = data, label, start
         self.end = min(len(data), start + MAX_BYTES)
-        self.left = MAX_OPCODES
+        self.budget = MAX_OPCODES
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
@@ -252,7 +252,7 @@ class _Machine:
                 return self.stack.pop()
             step = table.get(code)
             if step is None:
-                raise self.refused(
+                raise self.rejection(
                     f"opcode 0x{code:02x} at byte {self.at - 1} is not one that torch.save writes"
                 )
             step(self)
@@ -263,7 +263,7 @@ class _Machine:
         at = self.at
         if at + n > self.end:
             if self.end < len(self.data):
-                raise self.refused(f"its pickle must have at most {amount(MAX_BYTES)}")
+                raise self.rejection(f"its pickle must have at most {format_bytes(MAX_BYTES)}")
             raise CheckpointError(
                 f"{self.label} is damaged: its pickle is truncated", hint="fetch the file again"
             )
@@ -276,17 +276,17 @@ class _Machine:
     def line(self) -> str:
         stop = self.data.find(b"\n", self.at, min(self.end, self.at + _MAX_GLOBAL + 1))
         if stop < 0:
-            raise self.refused(f"a name in its pickle must have at most {_MAX_GLOBAL} characters")
+            raise self.rejection(f"a name in its pickle must have at most {_MAX_GLOBAL} characters")
         return self.take(stop + 1 - self.at)[:-1].decode("utf-8")
 
     def spend(self, n: int) -> None:
-        self.left -= n
-        if self.left < 0:
-            raise self.refused(
+        self.budget -= n
+        if self.budget < 0:
+            raise self.rejection(
                 f"its pickle must have at most {MAX_OPCODES:,} opcodes", "save the model in shards"
             )
 
-    def refused(
+    def rejection(
         self, what: str, hint: str = "save model.state_dict() alone, where you trust the file"
     ) -> CheckpointError:
         return CheckpointError(
@@ -300,7 +300,7 @@ class _Machine:
 
     def mark(self) -> None:
         if len(self.marks) >= MAX_DEPTH:
-            raise self.refused(f"its pickle must nest at most {MAX_DEPTH} levels")
+            raise self.rejection(f"its pickle must nest at most {MAX_DEPTH} levels")
         self.marks.append(self.stack)
         self.stack = []
 
@@ -310,7 +310,7 @@ class _Machine:
 
     def put(self, index: int) -> None:
         if index > MAX_OPCODES:  # picklers count from zero
-            raise self.refused(f"memo index must be <= {MAX_OPCODES:,}, got {index:,}")
+            raise self.rejection(f"memo index must be <= {MAX_OPCODES:,}, got {index:,}")
         self.memo[index] = self.stack[-1]
 
     def tuple_of(self, n: int) -> None:
@@ -323,14 +323,14 @@ class _Machine:
     def set_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
-            raise self.refused(f"cannot set items of a {type(target).__name__}")
+            raise self.rejection(f"cannot set items of a {type(target).__name__}")
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[_key(key)] = value
+            target[_sanitize_key(key)] = value
 
     def append_items(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if type(target) is not list:
-            raise self.refused(f"cannot append to a {type(target).__name__}")
+            raise self.rejection(f"cannot append to a {type(target).__name__}")
         target.extend(items)
 
     def protocol(self) -> None:
@@ -345,14 +345,16 @@ class _Machine:
         module, name = self.line(), self.line()
         module = {"__builtin__": "builtins", "torch.tensor": "torch._tensor"}.get(module, module)
         if f"{module}.{name}" not in _GLOBALS:
-            raise self.refused(f"it names {module[:80]!r}.{name[:80]!r}, which no checkpoint needs")
+            raise self.rejection(
+                f"it names {module[:80]!r}.{name[:80]!r}, which no checkpoint needs"
+            )
         self.push(_Global(f"{module}.{name}"))
 
     def reduce(self) -> None:
         args = self.stack.pop()
         function = self.stack.pop()
         if type(function) is not _Global or type(args) is not tuple:
-            raise self.refused(f"cannot call a {type(function).__name__}")
+            raise self.rejection(f"cannot call a {type(function).__name__}")
         self.push(self.call(function.name, args))
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -363,7 +365,7 @@ class _Machine:
                 return {}
             case "OrderedDict", (list() as pairs,):  # Python 2 wrote the items as arguments
                 self.spend(4 * len(pairs))  # a key and an entry for each
-                return {_key(key): value for key, value in pairs}
+                return {_sanitize_key(key): value for key, value in pairs}
             case "Size", (tuple() as size,):
                 return size
             case "_rebuild_tensor", (storage, offset, size, stride):
@@ -390,7 +392,7 @@ class _Machine:
                 return tensor
             case "_rebuild_from_type_v2", (_Global() as function, _, tuple() as inner, _):
                 if "_rebuild_from_type" in function.name:  # one level, so that nothing recurses
-                    raise self.refused("tensor types must not be nested")
+                    raise self.rejection("tensor types must not be nested")
                 return self.call(function.name, inner)
             case "_rebuild_device_tensor_from_cpu_tensor", (
                 PickledTensor() as tensor,
@@ -406,7 +408,7 @@ class _Machine:
                     )
                 )
             case last, _ if last.startswith(("_rebuild", "OrderedDict", "Size", "Parameter")):
-                raise self.refused(f"the arguments of {name} make no sense")
+                raise self.rejection(f"the arguments of {name} make no sense")
         return Opaque(name)
 
     def build(self) -> None:
@@ -415,7 +417,7 @@ class _Machine:
         """
         self.stack.pop()
         if isinstance(self.stack[-1], PickledTensor | UnsupportedTensor):
-            raise self.refused("cannot set the state of a tensor")
+            raise self.rejection("cannot set the state of a tensor")
 
     def storage(self) -> None:
         pid = self.stack.pop()
@@ -425,21 +427,21 @@ class _Machine:
             case ("storage", _Global(name), str() as key, str(), int() as numel, view):
                 pass
             case _:
-                raise self.refused("a persistent id must describe a storage")
+                raise self.rejection("a persistent id must describe a storage")
         known = _STORAGES.get(name.rpartition(".")[2])
         if known is None:
-            raise self.refused(f"{name} is not a storage class")
+            raise self.rejection(f"{name} is not a storage class")
         offset, size = (0, numel) if view is None else (view[1], view[2])
-        whole = _checked(numel)
-        storage = Storage(key, *known, whole, _checked(offset), _checked(size))
+        whole = _check_number(numel)
+        storage = Storage(key, *known, whole, _check_number(offset), _check_number(size))
         if storage.offset + storage.numel > whole:
-            raise self.refused(
+            raise self.rejection(
                 f'a view of storage "{key}" must end at element {whole}, got '
                 f"{storage.offset + storage.numel}"
             )
         first = self.storages.setdefault(key, storage)
         if (first.nbytes, first.itemsize) != (storage.nbytes, storage.itemsize):
-            raise self.refused(
+            raise self.rejection(
                 f'storage "{key}" is declared twice, with {first.nbytes} and with '
                 f"{storage.nbytes} bytes"
             )
@@ -455,9 +457,9 @@ class _Machine:
         metadata: Any = (),
     ) -> Any:
         if type(storage) is not Storage or type(size) is not tuple or type(stride) is not tuple:
-            raise self.refused("a tensor must have a storage, a shape and strides")
+            raise self.rejection("a tensor must have a storage, a shape and strides")
         if len(size) != len(stride) or len(size) > MAX_DIMENSIONS:
-            raise self.refused(
+            raise self.rejection(
                 f"a tensor must have at most {MAX_DIMENSIONS} dimensions and as many strides, "
                 f"got {len(size)} and {len(stride)}"
             )
@@ -467,15 +469,15 @@ class _Machine:
         if dtype is not None:
             itemsize = _SIZES.get(dtype, 0)
             if not itemsize:
-                raise self.refused(f"{dtype} is not a dtype")
+                raise self.rejection(f"{dtype} is not a dtype")
         shape, steps, first = (
-            tuple(map(_checked, size)),
-            tuple(map(_checked, stride)),
-            _checked(offset),
+            tuple(map(_check_number, size)),
+            tuple(map(_check_number, stride)),
+            _check_number(offset),
         )
         last = first + sum((n - 1) * step for n, step in zip(shape, steps, strict=True))
         if 0 not in shape and (last + 1) * itemsize > storage.numel * storage.itemsize:
-            raise self.refused(
+            raise self.rejection(
                 f'a tensor of shape {list(shape)} must lie within its storage "{storage.key}" '
                 f"of {storage.numel * storage.itemsize} bytes, "
                 f"got {(last + 1) * itemsize}"
@@ -483,13 +485,13 @@ class _Machine:
         return PickledTensor(storage, dtype or storage.dtype, itemsize, first, shape, steps)
 
 
-def _checked(value: Any) -> int:
+def _check_number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
         raise ValueError
     return value
 
 
-def _key(key: Any) -> Any:
+def _sanitize_key(key: Any) -> Any:
     """Replace every key that is not a string.
 
     Strings are hashed with a secret seed. Numbers can be chosen so that their hashes are equal,

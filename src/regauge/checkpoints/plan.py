@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import (
     EVERYONE,
-    amount,
+    format_bytes,
     is_key_file,
     require_inside,
     strictest_mode,
-    writing,
+    wrap_write_errors,
 )
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
@@ -98,11 +98,11 @@ class Plan:
     files: tuple[File, ...]
     small: Mapping[str, bytes] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
-    left: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     recipe: bytes = b""
     was_finite: Callable[[str], bool] | None = None
     finish: Callable[[Mapping[str, bytes], Mapping[str, bytes]], Mapping[str, bytes]] | None = None
-    known: Mapping[str, bytes] = field(default_factory=dict)
+    known_digests: Mapping[str, bytes] = field(default_factory=dict)
     mode: int = EVERYONE
 
     @property
@@ -162,7 +162,7 @@ def plan_checkpoint(
     """
     check_target(out, source.path)
     plan = replace(
-        _plan(out, source, thunks, dict(config_changes or {}), recipe),
+        _build_plan(out, source, thunks, dict(config_changes or {}), recipe),
         was_finite=partial(_was_finite, source, origins or {}),
         mode=source.mode,
     )
@@ -185,7 +185,7 @@ def model_mode(source: Path | None, copied: Iterable[Path] = ()) -> int:
 
 def check_target(out: Path, source: Path) -> None:
     """Refuse an output that is there already, or that overlaps the source."""
-    with writing(out):
+    with wrap_write_errors(out):
         here, there = real_path(out), source.resolve()
     if here == there:
         raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
@@ -202,7 +202,7 @@ def check_new(out: Path) -> None:
     """Refuse an output that is there already, or that has no place to be."""
     if out.name in ("", ".."):
         raise CheckpointError(f"the output {out} has no name of its own", hint="name a new folder")
-    with writing(out):
+    with wrap_write_errors(out):
         out.is_dir()  # looks at more than the next line does: a name may be too long
         taken = is_taken(out)
     if taken:
@@ -239,7 +239,7 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors"
 
 
-def _plan(
+def _build_plan(
     out: Path, source: Checkpoint, thunks: Thunks, changes: dict[str, Any], recipe: bytes
 ) -> Plan:
     files: list[File] = []
@@ -248,9 +248,11 @@ def _plan(
             (name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks
         )
         files.append(File(shard.path.name, kept, shard.metadata))
-    new = tuple((name, *_described(name, thunks[name]())) for name in thunks if name not in source)
+    new = tuple(
+        (name, *_describe_tensor(name, thunks[name]())) for name in thunks if name not in source
+    )
     files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
-    config = _config(source, changes)
+    config = _config_bytes(source, changes)
     stamps = [(n, s.size, s.path.stat().st_mtime_ns) for n, s in source.files.items()]
     recipe = json.dumps([stamps, changes]).encode() + recipe
     if is_file_name(out):
@@ -270,14 +272,14 @@ def _plan(
     return Plan((File(WEIGHTS, files[0].tensors, files[0].metadata),), small, recipe=recipe)
 
 
-def _described(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+def _describe_tensor(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
         raise CheckpointError(f'"{name}" is {tensor.dtype}, which cannot be written')
     return dtype, tuple(tensor.shape)
 
 
-def _config(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
+def _config_bytes(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
     """config.json byte for byte, unless something in it changes."""
     if source.config is None or source.config_path is None:
         return None
@@ -332,7 +334,7 @@ def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple
     return copies, tuple(left)
 
 
-def named_files(folder: Path, names: Iterable[str]) -> list[Path]:
+def existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
     """Return those of some files of a model folder that are there, to be copied."""
     found = [folder / name for name in names if (folder / name).is_file()]
     for path in found:
@@ -361,8 +363,9 @@ def check_space(parent: Path, need: int) -> None:
     free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
-            f"no space left on the device: {parent} has {amount(free)} free, the output needs "
-            f"{amount(need)}",
+            f"no space left on the device: {parent} has {format_bytes(free)} free, the output "
+            "needs "
+            f"{format_bytes(need)}",
             hint="free some space, or write to another disk",
         )
 

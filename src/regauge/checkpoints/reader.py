@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.documents import CONFIG_BYTES, INDEX_BYTES, parse_json, read_document
-from regauge.checkpoints.files import reading, require_inside, strictest_mode
+from regauge.checkpoints.files import require_inside, strictest_mode, wrap_read_errors
 from regauge.checkpoints.headers import DTYPES, FLOATS, Entry, Shard, read_header
 from regauge.errors import CheckpointError
 
@@ -34,16 +34,16 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*")
 
 
-class Lazy(Mapping[str, Any]):
+class LazyState(Mapping[str, Any]):
     """A state whose tensors are made each time they are asked for, so that none is kept."""
 
     def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
         self.names, self.read = names, read
 
     @classmethod
-    def of(cls, thunks: Mapping[str, Callable[[], Any]]) -> Lazy:
+    def from_thunks(cls, thunks: Mapping[str, Callable[[], Any]]) -> LazyState:
         """The state whose tensors these thunks make."""
-        return cls(thunks, partial(_made, thunks))
+        return cls(thunks, partial(_call_thunk, thunks))
 
     def __getitem__(self, name: str) -> Any:
         return self.read(name)
@@ -58,7 +58,7 @@ class Lazy(Mapping[str, Any]):
         return name in self.names
 
 
-def _made(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
+def _call_thunk(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
     return thunks[name]()
 
 
@@ -121,7 +121,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no
         torch is loaded.
         """
-        return Lazy(self.entries, self._read_bits)
+        return LazyState(self.entries, self._read_bits)
 
     def _read_bits(self, name: str) -> Any:
         import numpy as np
@@ -180,7 +180,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:
             if shard.path not in self._maps:
-                with reading(shard.path), shard.path.open("rb") as file:
+                with wrap_read_errors(shard.path), shard.path.open("rb") as file:
                     _require_size(shard, os.fstat(file.fileno()).st_size)
                     self._maps[shard.path] = _private_map(file.fileno())
             found = self._maps[shard.path]
@@ -266,15 +266,15 @@ def _download(repo: str) -> Path:
 
 def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
-        raise _gguf(path)
+        raise _gguf_error(path)
     if path.suffix in PICKLES:
-        raise _pickle(path)
+        raise _pickle_error(path)
     shard = read_header(path)
     for config_path in (path.with_name(f"{path.stem}.config.json"), path.with_name("config.json")):
         if config_path.is_file():
             require_inside(config_path, path.parent)
-            return _opened(path, [shard], config_path)
-    return _opened(path, [shard], None)
+            return _build_checkpoint(path, [shard], config_path)
+    return _build_checkpoint(path, [shard], None)
 
 
 def _open_folder(folder: Path) -> Checkpoint:
@@ -283,16 +283,18 @@ def _open_folder(folder: Path) -> Checkpoint:
         if os.path.lexists(path):
             require_inside(path, folder)
     if (folder / WEIGHTS).exists():
-        return _opened(folder, [read_header(folder / WEIGHTS)], config_path)
+        return _build_checkpoint(folder, [read_header(folder / WEIGHTS)], config_path)
     if (folder / INDEX).exists():
         index = read_index(folder / INDEX)
-        return _opened(folder, _read_shards(folder, index["weight_map"]), config_path, index)
-    with reading(folder):
+        return _build_checkpoint(
+            folder, _read_shards(folder, index["weight_map"]), config_path, index
+        )
+    with wrap_read_errors(folder):
         found = sorted(p for p in folder.iterdir() if p.is_file())
     tensors = [p for p in found if p.suffix == ".safetensors"]
     if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
         require_inside(tensors[0], folder)
-        return _opened(folder, [read_header(tensors[0])], config_path)
+        return _build_checkpoint(folder, [read_header(tensors[0])], config_path)
     if tensors:
         raise CheckpointError(
             f"{folder} has {len(tensors)} safetensors files ({tensors[0].name}, ...) but no "
@@ -300,16 +302,16 @@ def _open_folder(folder: Path) -> Checkpoint:
             hint="fetch the index file too, or name one file",
         )
     if any(p.suffix == ".gguf" for p in found):
-        raise _gguf(next(p for p in found if p.suffix == ".gguf"))
+        raise _gguf_error(next(p for p in found if p.suffix == ".gguf"))
     if any(p.suffix in PICKLES for p in found):
-        raise _pickle(next(p for p in found if p.suffix in PICKLES))
+        raise _pickle_error(next(p for p in found if p.suffix in PICKLES))
     what = "is empty" if not found else "has no weights"
     raise CheckpointError(
         f"{folder} {what}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards"
     )
 
 
-def _pickle(path: Path) -> CheckpointError:
+def _pickle_error(path: Path) -> CheckpointError:
     source = path.parent if (path.parent / "config.json").is_file() else path
     return CheckpointError(
         f"{path} is a pickle, which can run code when it is read",
@@ -317,14 +319,14 @@ def _pickle(path: Path) -> CheckpointError:
     )
 
 
-def _gguf(path: Path) -> CheckpointError:
+def _gguf_error(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is GGUF, which regauge does not read",
         hint="start from the safetensors checkpoint that it was made from",
     )
 
 
-def _opened(
+def _build_checkpoint(
     path: Path,
     shards: Iterable[Shard],
     config_path: Path | None,
@@ -401,11 +403,13 @@ def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
     for file in files:
         require_inside(folder / file, folder)
     shards = {f: read_header(folder / f) for f in sorted(files)}
-    require_placed(folder / INDEX, where, {file: shard.entries for file, shard in shards.items()})
+    require_matching_index(
+        folder / INDEX, where, {file: shard.entries for file, shard in shards.items()}
+    )
     return list(shards.values())
 
 
-def require_placed(
+def require_matching_index(
     index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]
 ) -> None:
     """Hold an index to the names that its shards have: each tensor is where the index places it,

@@ -18,7 +18,7 @@ from regauge.checkpoints.files import write_bytes
 from regauge.errors import RegaugeError
 
 FORMAT = "1"
-KEEP_EVERY = 20.0  # seconds between two saved states
+SAVE_INTERVAL = 20.0  # seconds between two saved states
 
 
 class CacheError(RegaugeError):
@@ -34,7 +34,7 @@ class Outcome:
     values: Mapping[str, Any]
     tensors: Mapping[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
-    made: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -42,27 +42,29 @@ class Outcome:
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
             found.update(canonical_values([name, str(tensor.dtype), list(tensor.shape)]))
-            found.update(tensor.flatten().view(_bytes()).numpy().data if tensor.numel() else b"")
+            found.update(
+                tensor.flatten().view(_byte_dtype()).numpy().data if tensor.numel() else b""
+            )
         return found.hexdigest()
 
 
 @dataclass(frozen=True)
-class Work:
+class ResumeState:
     """Where a long cell keeps its state while it works. `device` is where it computes: no
     parameter, since it should not matter. `of` says what work it is, where the path does not.
     """
 
     path: Path
-    every: float = KEEP_EVERY
+    every: float = SAVE_INTERVAL
     device: str = "cpu"
-    of: str = ""
+    label: str = ""
 
     def load(self) -> Outcome | None:
         """The state that an interrupted run left, if there is one and it is whole. That of other
         work is refused: it would be gone on with.
         """
         found = read_outcome(self.path)
-        if found is not None and found.values.get("of", "") != self.of:
+        if found is not None and found.values.get("of", "") != self.label:
             raise CacheError(
                 f"{self.path} is of other work that was interrupted",
                 hint="finish that by the command it was begun with, or remove the file",
@@ -70,7 +72,7 @@ class Work:
         return found
 
     def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        write_outcome(self.path, Outcome({**values, "of": self.of}, tensors))
+        write_outcome(self.path, Outcome({**values, "of": self.label}, tensors))
 
 
 def canonical_values(value: Any) -> bytes:
@@ -79,7 +81,7 @@ def canonical_values(value: Any) -> bytes:
     """
     try:
         return json.dumps(
-            value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_mapping_to_dict
         ).encode()
     except (TypeError, ValueError) as error:
         raise CacheError(
@@ -88,13 +90,13 @@ def canonical_values(value: Any) -> bytes:
         ) from error
 
 
-def _mapping(value: Any) -> Any:
+def _mapping_to_dict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"a {type(value).__name__} is not")
 
 
-def _bytes() -> Any:
+def _byte_dtype() -> Any:
     import torch
 
     return torch.uint8
@@ -109,7 +111,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
         "values": canonical_values(outcome.values).decode(),
         "digest": outcome.digest,
     }
-    about |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.made))}
+    about |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.versions))}
     write_bytes(
         path,
         save({name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, about),

@@ -27,7 +27,10 @@ from regauge.errors import AxesError, CheckpointError, PatternError, SpecError
 
 VERSION = 1
 _HINT = "docs/formats.md describes spec files"
-_MOST, _MOST_IN_ALL = 100_000, 400_000  # names that one line and a whole file may stand for
+_MAX_NAMES_PER_LINE, _MAX_NAMES = (
+    100_000,
+    400_000,
+)  # names that one line and a whole file may stand for
 
 _FIELDS = (
     *(
@@ -44,7 +47,7 @@ _FIELDS = (
     *("norms", "scales", "fixed", "buffers", "notes", "config"),
 )
 Pairs = tuple[tuple[str, str | None], ...]
-_BARE = re.compile(r"[A-Za-z0-9_-]+")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def load_spec(path: Path | str) -> Spec:
@@ -88,7 +91,7 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
     spec = reader.spec()
     faults = [
         *reader.faults,
-        *(f for f in check_spec(spec, whole=not reader.faults) if f.name not in reader.blamed),
+        *(f for f in check_spec(spec, complete=not reader.faults) if f.name not in reader.faulty),
     ]
     if faults:
         lines = [
@@ -109,23 +112,23 @@ class _Reader:
     def __init__(self, file: Mapping[str, Any]) -> None:
         self.file = file
         self.faults: list[Fault] = []
-        self.blamed: set[str] = set()
+        self.faulty: set[str] = set()
         self.repeat: dict[str, int] = {}
         self.names = 0
 
     def fault(self, name: str, text: str) -> None:
         self.faults.append(Fault(name, text))
-        self.blamed.add(name)
+        self.faulty.add(name)
 
     def spec(self) -> Spec:
-        self.known("", self.file, _FIELDS)
+        self.check_fields("", self.file, _FIELDS)
         for variable, n in self.table("repeat").items():
             if type(n) is int and 0 < n <= 10_000 and variable.isidentifier():
                 self.repeat[variable] = n
             else:
                 self.fault(
                     "repeat",
-                    f"repeat.{variable} is {_short(n)}, not a number of times (1 to 10000)",
+                    f"repeat.{variable} is {_abbreviate(n)}, not a number of times (1 to 10000)",
                 )
         family = self.file.get("family")
         if not isinstance(family, str) or not family:
@@ -141,17 +144,17 @@ class _Reader:
             parts=parts,
             ties=dict(self.strings("ties")),
             untied=dict(self.numbers("untied")),
-            untied_config=self.plain("untied_config"),
+            untied_config=self.json_table("untied_config"),
             outputs=dict(self.axes("outputs", self.table("outputs"))),
             norms=tuple(self.norms()),
             scales=tuple(self.scales()),
             fixed=dict(self.numbers("fixed")),
             buffers=self.patterns(),
-            notes=tuple(self.listed("notes", self.file.get("notes", []))),
-            config=self.plain("config"),
+            notes=tuple(self.string_list("notes", self.file.get("notes", []))),
+            config=self.json_table("config"),
         )
 
-    def known(self, key: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+    def check_fields(self, key: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:
         for field in table:
             if field not in fields:
                 self.fault(field, f'unknown field "{key}{field}"; fields are {", ".join(fields)}')
@@ -163,7 +166,7 @@ class _Reader:
         self.fault(key, f"{key} is not a table")
         return {}
 
-    def plain(self, key: str) -> dict[str, Any]:
+    def json_table(self, key: str) -> dict[str, Any]:
         """A table of what config.json can hold: TOML's dates and infinities are not among it."""
         table = self.table(key)
         for name, value in table.items():
@@ -172,22 +175,24 @@ class _Reader:
                     raise ValueError
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
-                self.fault(key, f'{key}."{name}" is {_short(value)}, which config.json cannot hold')
+                self.fault(
+                    key, f'{key}."{name}" is {_abbreviate(value)}, which config.json cannot hold'
+                )
         return table
 
-    def each(self, *texts: str) -> Iterator[tuple[str, ...]]:
+    def expand(self, *texts: str) -> Iterator[tuple[str, ...]]:
         """These texts, once for every value of the repeat variables that the first one holds."""
         used = [v for v in self.repeat if "{" + v + "}" in texts[0]]
         count = math.prod(self.repeat[v] for v in used) * len(texts)
-        if count > _MOST * 2:  # a tensor and its axes, a space and its parent
-            self.fault(texts[0], f'"{texts[0]}" stands for more than {_MOST} names')
+        if count > _MAX_NAMES_PER_LINE * 2:  # a tensor and its axes, a space and its parent
+            self.fault(texts[0], f'"{texts[0]}" stands for more than {_MAX_NAMES_PER_LINE} names')
             return
         self.names += count
-        if self.names > _MOST_IN_ALL:
-            if "repeat" not in self.blamed:
+        if self.names > _MAX_NAMES:
+            if "repeat" not in self.faulty:
                 self.fault(
                     "repeat",
-                    f"the file must stand for at most {_MOST_IN_ALL:,} names, repeats written out",
+                    f"the file must stand for at most {_MAX_NAMES:,} names, repeats written out",
                 )
             return
         for values in itertools.product(*(range(self.repeat[v]) for v in used)):
@@ -204,7 +209,7 @@ class _Reader:
                     f'spaces."{key}" is not a table such as {{ size = 8, group = "permutation" }}',
                 )
                 continue
-            self.known(
+            self.check_fields(
                 f'spaces."{key}".', value, ("size", "group", "over", "folded", "why", "constant")
             )
             size, over, why, constant = (
@@ -214,7 +219,7 @@ class _Reader:
                 value.get("constant", ""),
             )
             if type(size) is not int or size < 1:
-                self.fault(key, f'spaces."{key}" has size {_short(size)}')
+                self.fault(key, f'spaces."{key}" has size {_abbreviate(size)}')
                 continue
             if not isinstance(why, str) or not isinstance(over, str | None):
                 self.fault(key, f'spaces."{key}": why and over are strings')
@@ -222,7 +227,8 @@ class _Reader:
             if constant not in ("", "unseen", "passed"):
                 self.fault(
                     key,
-                    f'spaces."{key}" has constant {_short(constant)}; it is "unseen" or "passed"',
+                    f'spaces."{key}" has constant {_abbreviate(constant)}; it is "unseen" or '
+                    '"passed"',
                 )
                 continue
             group, folded = (
@@ -230,7 +236,7 @@ class _Reader:
             )
             if group is None:
                 continue
-            for name, parent in self.each(key, over or ""):
+            for name, parent in self.expand(key, over or ""):
                 yield name, Space(size, group, parent or None, folded, why, constant)
 
     def group(self, key: str, field: str, name: Any) -> Any:
@@ -238,7 +244,8 @@ class _Reader:
             return None
         if not isinstance(name, str) or name not in GROUPS:
             self.fault(
-                key, f'spaces."{key}" has {field} {_short(name)}; groups are {", ".join(GROUPS)}'
+                key,
+                f'spaces."{key}" has {field} {_abbreviate(name)}; groups are {", ".join(GROUPS)}',
             )
             return None
         return GROUPS[name]
@@ -246,14 +253,14 @@ class _Reader:
     def axes(self, key: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         for pattern, text in table.items():
             if not isinstance(text, str):
-                self.fault(pattern, f'{key}."{pattern}" is {_short(text)}, not an axes string')
+                self.fault(pattern, f'{key}."{pattern}" is {_abbreviate(text)}, not an axes string')
                 continue
-            for name, one in self.each(pattern, text):
+            for name, one in self.expand(pattern, text):
                 try:
                     ax.parse(one)
                 except AxesError as error:
                     self.fault(name, f'{key}."{pattern}": {error}')
-                    self.blamed.add(f"output {name}")
+                    self.faulty.add(f"output {name}")
                     break
                 yield name, one
 
@@ -277,18 +284,18 @@ class _Reader:
     def strings(self, key: str) -> Iterator[tuple[str, str]]:
         for name, value in self.table(key).items():
             if isinstance(value, str):
-                yield from ((a, b) for a, b in self.each(name, value))
+                yield from ((a, b) for a, b in self.expand(name, value))
             else:
-                self.fault(name, f'{key}."{name}" is {_short(value)}, not a tensor name')
+                self.fault(name, f'{key}."{name}" is {_abbreviate(value)}, not a tensor name')
 
     def numbers(self, key: str) -> Iterator[tuple[str, float]]:
         for name, value in self.table(key).items():
             if _is_number(value):
-                yield from ((one, float(value)) for (one,) in self.each(name))
+                yield from ((one, float(value)) for (one,) in self.expand(name))
             else:
-                self.fault(name, f'{key}."{name}" is {_short(value)}, not a number')
+                self.fault(name, f'{key}."{name}" is {_abbreviate(value)}, not a number')
 
-    def listed(self, key: str, value: Any) -> list[str]:
+    def string_list(self, key: str, value: Any) -> list[str]:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return value
         self.fault(key, f"{key} is not a list of strings")
@@ -296,7 +303,7 @@ class _Reader:
 
     def patterns(self) -> tuple[str, ...]:
         out = []
-        for pattern in self.listed("buffers", self.file.get("buffers", [])):
+        for pattern in self.string_list("buffers", self.file.get("buffers", [])):
             try:
                 compile_pattern(pattern)
                 out.append(pattern)
@@ -327,7 +334,7 @@ class _Reader:
                 continue
             yield from (
                 Norm(g, b, r, float(neutral), padded)
-                for g, b, r in self.repeated(gain, bias, readers)
+                for g, b, r in self.expand_pairs(gain, bias, readers)
             )
 
     def scales(self) -> Iterator[Scale]:
@@ -339,7 +346,7 @@ class _Reader:
                     f'scales[{i}] needs gain = "name" and writers = [["weight", "bias"], ...]',
                 )
                 continue
-            yield from (Scale(g, w) for g, _, w in self.repeated(gain, None, writers))
+            yield from (Scale(g, w) for g, _, w in self.expand_pairs(gain, None, writers))
 
     def entries(self, key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
         value = self.file.get(key, [])
@@ -347,7 +354,7 @@ class _Reader:
             self.fault(key, f"{key} is not a list of tables, [[{key}]]")
             return []
         for i, entry in enumerate(value):
-            self.known(f"{key}[{i}].", entry, fields)
+            self.check_fields(f"{key}[{i}].", entry, fields)
         return value
 
     def pairs(self, value: Any) -> list[tuple[str, str]] | None:
@@ -358,10 +365,12 @@ class _Reader:
         )
         return [(p[0], p[1] if len(p) == 2 else "") for p in value] if good else None
 
-    def repeated(
+    def expand_pairs(
         self, gain: str, bias: str | None, pairs: list[tuple[str, str]]
     ) -> Iterator[tuple[str, str | None, Pairs]]:
-        for one, shift, *names in self.each(gain, bias or "", *(n for pair in pairs for n in pair)):
+        for one, shift, *names in self.expand(
+            gain, bias or "", *(n for pair in pairs for n in pair)
+        ):
             yield (
                 one,
                 shift or None,
@@ -369,7 +378,7 @@ class _Reader:
             )
 
 
-def _short(value: Any) -> str:
+def _abbreviate(value: Any) -> str:
     """Show a value of a file in an error, whatever its size and depth."""
     try:
         text = repr(value) if isinstance(value, str) else str(value)
@@ -394,83 +403,92 @@ def dump_spec(spec: Spec) -> str:
             f'"{homeless[0]}" is in no part, and a spec file lists tensors by part',
             hint=f"parts are {', '.join(PARTS)}",
         )
-    lines = [f"regauge = {VERSION}", f"family = {_quote(spec.family)}"]
+    lines = [f"regauge = {VERSION}", f"family = {_format_string(spec.family)}"]
     for key, listed in (("buffers", spec.buffers), ("notes", spec.notes)):
         if listed:
-            lines += [f"{key} = [", *(f"    {_quote(v)}," for v in listed), "]"]
+            lines += [f"{key} = [", *(f"    {_format_string(v)}," for v in listed), "]"]
     lines += [
         "",
         "[spaces]",
-        *(f"{_key(name)} = {_space(space)}" for name, space in spec.spaces.items()),
+        *(f"{_format_key(name)} = {_format_space(space)}" for name, space in spec.spaces.items()),
     ]
     for part in PARTS:
         lines += ["", f"[tensors.{part}]"]
         lines += [
-            f"{_key(n)} = {_quote(text)}"
+            f"{_format_key(n)} = {_format_string(text)}"
             for n, text in spec.tensors.items()
             if spec.parts.get(n) == part
         ]
     for key in ("outputs", "ties", "untied", "untied_config", "fixed", "config"):
         table: Mapping[str, Any] = getattr(spec, key)
         if table:
-            lines += ["", f"[{key}]", *(f"{_key(n)} = {_value(v)}" for n, v in table.items())]
+            lines += [
+                "",
+                f"[{key}]",
+                *(f"{_format_key(n)} = {_format_value(v)}" for n, v in table.items()),
+            ]
     for norm in spec.norms:
-        lines += ["", "[[norms]]", f"gain = {_quote(norm.gain)}"]
-        lines += [f"bias = {_quote(norm.bias)}"] if norm.bias is not None else []
-        lines += [f"readers = {_pairs(norm.readers)}"]
+        lines += ["", "[[norms]]", f"gain = {_format_string(norm.gain)}"]
+        lines += [f"bias = {_format_string(norm.bias)}"] if norm.bias is not None else []
+        lines += [f"readers = {_format_pairs(norm.readers)}"]
         lines += [f"neutral = {norm.neutral!r}"] if norm.neutral != 1.0 else []
         lines += ["padded = true"] if norm.padded else []
     for scale in spec.scales:
         lines += [
             "",
             "[[scales]]",
-            f"gain = {_quote(scale.gain)}",
-            f"writers = {_pairs(scale.writers)}",
+            f"gain = {_format_string(scale.gain)}",
+            f"writers = {_format_pairs(scale.writers)}",
         ]
     return "\n".join(lines) + "\n"
 
 
-def _quote(text: str) -> str:
+def _format_string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _key(name: str) -> str:
-    return name if _BARE.fullmatch(name) else _quote(name)
+def _format_key(name: str) -> str:
+    return name if _BARE_KEY.fullmatch(name) else _format_string(name)
 
 
-def _space(space: Space) -> str:
-    fields = {"size": str(space.size), "group": _quote(str(space.group))}
+def _format_space(space: Space) -> str:
+    fields = {"size": str(space.size), "group": _format_string(str(space.group))}
     if space.over is not None:
-        fields["over"] = _quote(space.over)
+        fields["over"] = _format_string(space.over)
     if space.folded is not None:
-        fields["folded"] = _quote(str(space.folded))
+        fields["folded"] = _format_string(str(space.folded))
     if space.why:
-        fields["why"] = _quote(space.why)
+        fields["why"] = _format_string(space.why)
     if space.constant:
-        fields["constant"] = _quote(space.constant)
+        fields["constant"] = _format_string(space.constant)
     return "{ " + ", ".join(f"{k} = {v}" for k, v in fields.items()) + " }"
 
 
-def _pairs(pairs: Pairs) -> str:
+def _format_pairs(pairs: Pairs) -> str:
     return (
         "["
         + ", ".join(
-            "[" + ", ".join(_quote(n) for n in pair if n is not None) + "]" for pair in pairs
+            "[" + ", ".join(_format_string(n) for n in pair if n is not None) + "]"
+            for pair in pairs
         )
         + "]"
     )
 
 
-def _value(value: Any) -> str:
+def _format_value(value: Any) -> str:
     match value:
         case bool():
             return "true" if value else "false"
         case int() | float():
             return repr(value)
         case str():
-            return _quote(value)
+            return _format_string(value)
         case list() | tuple():
-            return "[" + ", ".join(map(_value, value)) + "]"
+            return "[" + ", ".join(map(_format_value, value)) + "]"
         case Mapping():
-            return "{ " + ", ".join(f"{_key(k)} = {_value(v)}" for k, v in value.items()) + " }"
+            return (
+                "{ "
+                + ", ".join(f"{_format_key(k)} = {_format_value(v)}" for k, v in value.items())
+                + " }"
+            )
     raise SpecError(f"a spec file cannot hold {value!r}")

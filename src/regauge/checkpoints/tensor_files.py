@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from regauge.checkpoints.files import fsync_folder, require_file, temp_sibling, writing
+from regauge.checkpoints.files import fsync_folder, require_file, temp_sibling, wrap_write_errors
 from regauge.errors import CheckpointError
 
 Tensor = torch.Tensor
@@ -35,7 +35,7 @@ def write_tensors(
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    with writing(path):
+    with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = temp_sibling(path)
         try:
@@ -105,7 +105,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     return made.hexdigest()
 
 
-def sweep(path: Path) -> None:
+def remove_partials(path: Path) -> None:
     """Remove what a kill has left half-written of this file. For its owner only: another's write
     may be under way.
     """

@@ -21,38 +21,42 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Moving:
+class TransformSource:
     """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges
     fixed first. `described` is the spec of `state`, `spec` that of the file.
     """
 
     checkpoint: Checkpoint
     spec: Spec
-    described: Spec
+    state_spec: Spec
     state: Mapping[str, Any]
-    prepared: tuple[str, ...] = ()
+    steps: tuple[str, ...] = ()
 
-    def with_state(self, made: Mapping[str, Callable[[], Any]], steps: Sequence[str]) -> Moving:
+    def with_state(
+        self, made: Mapping[str, Callable[[], Any]], steps: Sequence[str]
+    ) -> TransformSource:
         """Return the same checkpoint with another state of the same function, and the names of the
         steps that made it.
         """
-        from regauge.checkpoints.reader import Lazy
+        from regauge.checkpoints.reader import LazyState
 
-        return replace(self, state=Lazy.of(made), prepared=(*self.prepared, *steps))
+        return replace(self, state=LazyState.from_thunks(made), steps=(*self.steps, *steps))
 
     def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
         """What makes each tensor of the output."""
         from regauge.core.action import apply_lazily, is_exact_on
-        from regauge.core.fold import origin
+        from regauge.core.fold import resolve_tie
 
         bits = (
-            not self.prepared and not self.described.fixed and is_exact_on(g)
+            not self.steps and not self.state_spec.fixed and is_exact_on(g)
         )  # permutations and signs look at no value, so torch is not even loaded
         made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
-        if self.prepared:  # rounded once, and only now
+        if self.steps:  # rounded once, and only now
             made = {
                 name: partial(
-                    _rounded, make, self.checkpoint[origin(self.spec, self.checkpoint, name)].dtype
+                    _make_rounded,
+                    make,
+                    self.checkpoint[resolve_tie(self.spec, self.checkpoint, name)].dtype,
                 )
                 for name, make in made.items()
             }
@@ -72,20 +76,21 @@ class Moving:
         checkpoint allow.
         """
         from regauge.checkpoints.plan import is_file_name, plan_checkpoint
-        from regauge.core.action import moves
-        from regauge.core.fold import origin
+        from regauge.core.action import tensor_transforms
+        from regauge.core.fold import resolve_tie
 
-        sources = {m.name: m.source for m in moves(g, part)}
+        sources = {m.name: m.source for m in tensor_transforms(g, part)}
         origins = {
-            name: origin(self.spec, self.checkpoint, sources.get(name, name)) for name in thunks
+            name: resolve_tie(self.spec, self.checkpoint, sources.get(name, name))
+            for name in thunks
         }
-        recipe = recipe_of(g, self.spec, self.prepared, part)
+        recipe = recipe_digest(g, self.spec, self.steps, part)
         plan = plan_checkpoint(
             out,
             self.checkpoint,
             thunks,
             origins=origins,
-            config_changes=self.described.config,
+            config_changes=self.state_spec.config,
             recipe=recipe,
         )
         names = {key.replace("_", "."): value for key, value in small.items()}
@@ -95,20 +100,20 @@ class Moving:
         return replace(plan, small={**plan.small, **names}, copies=copies, mode=plan.mode & mode)
 
 
-def moving(checkpoint: Checkpoint, spec: Spec, fold: bool) -> Moving:
+def prepare_source(checkpoint: Checkpoint, spec: Spec, fold: bool) -> TransformSource:
     """Prepare a checkpoint to be transformed, with its norms folded if asked. Only norms are
     read.
     """
     if not fold:
-        return Moving(checkpoint, spec, spec, checkpoint)
-    from regauge.checkpoints.reader import Lazy
+        return TransformSource(checkpoint, spec, spec, checkpoint)
+    from regauge.checkpoints.reader import LazyState
     from regauge.core.fold import fold_lazily
 
     described, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return Moving(checkpoint, spec, described, Lazy.of(folded), ("fold",))
+    return TransformSource(checkpoint, spec, described, LazyState.from_thunks(folded), ("fold",))
 
 
-def moving_adapter(source: str, g: Element) -> tuple[Moving, Element]:
+def prepare_adapter(source: str, g: Element) -> tuple[TransformSource, Element]:
     """A LoRA adapter of the element's model, and the element over it."""
     from regauge.checkpoints.adapters import element_for, require_lora
     from regauge.checkpoints.reader import open_checkpoint
@@ -116,10 +121,10 @@ def moving_adapter(source: str, g: Element) -> tuple[Moving, Element]:
     adapter = open_checkpoint(source)
     require_lora(adapter.path if adapter.is_folder else adapter.path.parent)
     h = element_for(g, adapter.entries)
-    return Moving(adapter, h.spec, h.spec, adapter), h
+    return TransformSource(adapter, h.spec, h.spec, adapter), h
 
 
-def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | None) -> bytes:
+def recipe_digest(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | None) -> bytes:
     """What, besides the source, determines the values that are written."""
     from regauge import __version__
     from regauge.checkpoints.spec_files import dump_spec
@@ -140,5 +145,5 @@ def recipe_of(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | N
     return whole.digest()
 
 
-def _rounded(make: Callable[[], Any], dtype: Any) -> Any:
+def _make_rounded(make: Callable[[], Any], dtype: Any) -> Any:
     return make().to(dtype)

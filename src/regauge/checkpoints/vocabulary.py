@@ -11,7 +11,7 @@ from regauge.checkpoints.documents import VOCABULARY_BYTES, parse_json, read_doc
 from regauge.errors import CheckpointError
 
 
-def vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
+def read_vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
     """The tokens of a model and their rows, from its tokenizer.json (those that were added to it
     too) or vocab.json.
     """

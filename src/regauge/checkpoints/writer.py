@@ -29,9 +29,9 @@ from regauge.checkpoints.files import (
     file_mode,
     fsync_folder,
     make_folder,
-    tighten,
+    restrict_mode,
+    wrap_write_errors,
     write_bytes,
-    writing,
 )
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.plan import (
@@ -55,15 +55,15 @@ if TYPE_CHECKING:
 
 
 _JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
-_FLUSH = 1 << 27  # bytes written between two flushes of a shard
+_FLUSH_BYTES = 1 << 27  # bytes written between two flushes of a shard
 _CHUNK = (
     1 << 18
 )  # bytes handed to the system at once: as cp does; whole tensors at once took longer here
-_SMALL = 1 << 24  # memory for tensors in flight that is always allowed
+_MIN_BUDGET = 1 << 24  # memory for tensors in flight that is always allowed
 
 
 @dataclass(frozen=True)
-class Written:
+class WriteResult:
     """What was written. `nonfinite` names tensors that hold NaN or Inf; `left` the files of the
     source that were not carried over.
     """
@@ -72,7 +72,7 @@ class Written:
     files: tuple[str, ...]
     bytes: int
     nonfinite: tuple[str, ...]
-    left: tuple[str, ...]
+    skipped: tuple[str, ...]
     resumed: tuple[str, ...]
 
 
@@ -84,18 +84,18 @@ def write_plan(
     progress: Progress | None = None,
     resume: bool = False,
     threads: int | None = None,
-) -> Written:
+) -> WriteResult:
     """Write a plan beside the output and rename it into place. The output has been checked.
 
     With `resume`, shards that an interrupted run of the same plan has finished are kept.
     """
     parent = real_path(out).parent
     partial = parent / f".{out.name}.partial"
-    with writing(out):
+    with wrap_write_errors(out):
         size, mode = plan.size, plan.output_mode
-    with _staged(partial, plan, resume, mode) as done:
+    with _stage_folder(partial, plan, resume, mode) as done:
         check_space(parent, size - sum(f.size for f in plan.files if f.name in done))
-        run = _Run(
+        run = _TensorWriter(
             partial,
             plan,
             mode,
@@ -104,7 +104,7 @@ def write_plan(
             progress,
             threads or min(4, max(1, (os.cpu_count() or 1) - 1)),
         )  # one core is the disk's
-        with writing(out):
+        with wrap_write_errors(out):
             run.write()
             copied: dict[str, bytes] = {}
             for name, path in plan.copies.items():
@@ -112,15 +112,15 @@ def write_plan(
                 copied[name] = copy_file(path, partial / name, mode)
             for name, data in {
                 **plan.small,
-                **_finishing(partial, plan, run.digests, done, copied),
+                **_finish_files(partial, plan, run.digests, done, copied),
             }.items():
                 write_bytes(partial / name, data, mode=file_mode(mode))
-            _finish(partial, out)
+            _publish(partial, out)
     files = (*(f.name for f in plan.files), *plan.small, *plan.copies)
-    return Written(out, files, size, tuple(run.nonfinite), plan.left, tuple(done))
+    return WriteResult(out, files, size, tuple(run.nonfinite), plan.skipped, tuple(done))
 
 
-def _finishing(
+def _finish_files(
     partial: Path,
     plan: Plan,
     digests: Mapping[str, bytes],
@@ -132,7 +132,7 @@ def _finishing(
     """
     if plan.finish is None:
         return {}
-    late = dict(plan.finish({**digests, **_digests_of(partial / name for name in done)}, copied))
+    late = dict(plan.finish({**digests, **_hash_files(partial / name for name in done)}, copied))
     for file in plan.files:
         header = late.pop(file.name, None)
         if header is not None:
@@ -146,7 +146,7 @@ def _finishing(
     return late
 
 
-def _digests_of(paths: Iterable[Path]) -> dict[str, bytes]:
+def _hash_files(paths: Iterable[Path]) -> dict[str, bytes]:
     """The SHA-256 of every tensor of files that an interrupted run has finished."""
     out: dict[str, bytes] = {}
     for path in paths:
@@ -173,7 +173,7 @@ def digest_of(array: Any) -> bytes:
     return hashlib.sha256(flat.view(np.uint8) if flat.size else b"").digest()
 
 
-def _finish(partial: Path, out: Path) -> None:
+def _publish(partial: Path, out: Path) -> None:
     (partial / _JOURNAL).unlink(missing_ok=True)
     for folder in {partial, *(p for p in partial.rglob("*") if p.is_dir())}:
         fsync_folder(folder)
@@ -194,30 +194,30 @@ def _fsync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[str]]:
+def _stage_folder(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[str]]:
     """The partial folder, empty or with the finished shards of the same plan (which are yielded).
     An error removes it. What an interrupted run has left may have been made of looser inputs.
     """
     digest = plan.digest()
-    if partial.is_symlink() or (partial.is_dir() and not _is_ours(partial, plan)):
+    if partial.is_symlink() or (partial.is_dir() and not _is_partial_output(partial, plan)):
         raise CheckpointError(
             f"{partial} is in the way, and is not regauge's", hint="remove or rename it first"
         )
-    with writing(partial):
+    with wrap_write_errors(partial):
         partial.mkdir(mode=mode, exist_ok=True)
-        tighten(partial, mode)
+        restrict_mode(partial, mode)
     with exclusive_lock(
         partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"
     ):
-        done = _finished(partial, plan, digest) if resume else set()
+        done = _finished_shards(partial, plan, digest) if resume else set()
         try:
-            with writing(partial):
+            with wrap_write_errors(partial):
                 for path in partial.iterdir():
                     if path.name not in done:
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
                     else:
-                        tighten(path, file_mode(mode))
-                _journal(partial, digest, done)
+                        restrict_mode(path, file_mode(mode))
+                _write_journal(partial, digest, done)
             yield done
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
@@ -228,7 +228,7 @@ def _staged(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[
             raise
 
 
-def _is_ours(partial: Path, plan: Plan) -> bool:
+def _is_partial_output(partial: Path, plan: Plan) -> bool:
     """Is this what an interrupted run has left? It has a journal, unless the run was killed before
     that was there (then there is nothing else but the journal's own beginnings), or after it was
     removed (then all files of the plan are there, whole).
@@ -242,13 +242,13 @@ def _is_ours(partial: Path, plan: Plan) -> bool:
     return (partial / _JOURNAL).is_file() or begun or whole
 
 
-def _journal(partial: Path, digest: str, done: set[str]) -> None:
+def _write_journal(partial: Path, digest: str, done: set[str]) -> None:
     write_bytes(
         partial / _JOURNAL, json.dumps({"plan": digest, "done": sorted(done)}).encode(), mode=0o600
     )
 
 
-def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
+def _finished_shards(partial: Path, plan: Plan, digest: str) -> set[str]:
     try:
         journal = json.loads((partial / _JOURNAL).read_bytes())
         names = set(journal["done"]) if journal["plan"] == digest else set()
@@ -263,7 +263,7 @@ def _finished(partial: Path, plan: Plan, digest: str) -> set[str]:
     }
 
 
-class _Run:
+class _TensorWriter:
     """The tensors of a plan on their way to the disk."""
 
     def __init__(
@@ -286,14 +286,14 @@ class _Run:
         self.done, self.digest = set(done), plan.digest()
         self.files = [f for f in plan.files if f.name not in done]
         self.nonfinite: list[str] = []
-        self.digests: dict[str, bytes] = dict(plan.known)
+        self.digests: dict[str, bytes] = dict(plan.known_digests)
         self.total = sum(f.size for f in plan.files)
         self.written = self.total - sum(f.size for f in self.files)
         self.progress = progress
 
     def write(self) -> None:
         sizes = [nbytes(dtype, shape) for file in self.files for _, dtype, shape in file.tensors]
-        budget = max(2 * max(sizes, default=0), _SMALL)
+        budget = max(2 * max(sizes, default=0), _MIN_BUDGET)
         waiting = deque(zip(self._places(), sizes, strict=True))
         running: deque[tuple[Future[bool], int]] = deque()
         held = 0
@@ -323,7 +323,7 @@ class _Run:
                             self.nonfinite.append(name)
                         unflushed += self._count(n)
                         held -= n
-                        if unflushed >= _FLUSH:
+                        if unflushed >= _FLUSH_BYTES:
                             flushes.append(flusher.submit(_fsync, self.folder / file.name))
                             unflushed = 0
                     flushes.append(flusher.submit(self._close, file))
@@ -364,7 +364,7 @@ class _Run:
         digest = (
             hashlib.sha256() if self.plan.finish is not None and name not in self.digests else None
         )
-        for piece in _pieces(made, name, dtype):
+        for piece in _iter_bits(made, name, dtype):
             bits = np.ascontiguousarray(piece).reshape(-1)
             if finite and dtype in FLOATS and not is_finite(bits, dtype):
                 finite = False
@@ -408,7 +408,7 @@ class _Run:
             opened.flush()
             os.fsync(opened.fileno())
         self.done.add(file.name)
-        _journal(self.folder, self.digest, self.done)
+        _write_journal(self.folder, self.digest, self.done)
 
 
 def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
@@ -423,7 +423,7 @@ def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
         view = view[done:]
 
 
-def _pieces(made: Any, name: str, dtype: str) -> Iterator[Any]:
+def _iter_bits(made: Any, name: str, dtype: str) -> Iterator[Any]:
     """The bits of what a thunk has made, as numpy arrays, in order."""
     import numpy as np
 

@@ -15,13 +15,13 @@ INTERRUPTED = 130
 # How long torch's threads spin before they sleep. The library's own 300,000 makes small models
 # crawl where another process has a core: measured on two cores 546 ms a step, and 42 with this; on
 # a machine of one's own 3 ms with either.
-SPINS = "3000"
+SPIN_COUNT = "3000"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     try:
         from regauge.cli.app import (
             run,

@@ -50,7 +50,7 @@ ADVISORIES = (
 
 
 @dataclass(frozen=True)
-class Vulnerable:
+class VulnerableLibrary:
     """An installed library with a known vulnerability."""
 
     library: str
@@ -67,7 +67,7 @@ class Vulnerable:
         )
 
 
-def vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[Vulnerable]:
+def find_vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[VulnerableLibrary]:
     """Return the installed libraries that an advisory names.
 
     Args:
@@ -80,10 +80,10 @@ def vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[Vulne
             if (version := installed_version(a.library)) is not None
         ]
     return [
-        Vulnerable(a.library, version, a.fixed, a.identifiers, a.why)
+        VulnerableLibrary(a.library, version, a.fixed, a.identifiers, a.why)
         for name, version in installed
         for a in ADVISORIES
-        if normalized(name) == a.library and not satisfies(version, f">={a.fixed}")
+        if normalize_name(name) == a.library and not satisfies(version, f">={a.fixed}")
     ]
 
 
@@ -95,7 +95,7 @@ def installed_version(library: str) -> str | None:
         return None
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a distribution's name as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -104,7 +104,7 @@ def satisfies(version: str, wanted: str) -> bool:
     """Does a version lie within `>=a,<b`? Numbers before any letter count: 2.13.0+cpu is 2.13.0."""
     for clause in filter(None, wanted.split(",")):
         sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        here, there = _numbers(version), _numbers(number)
+        here, there = _parse_version(version), _parse_version(number)
         width = max(len(here), len(there))
         here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
         if not {
@@ -119,5 +119,5 @@ def satisfies(version: str, wanted: str) -> bool:
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]

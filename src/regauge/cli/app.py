@@ -22,8 +22,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
-from regauge.cli.console import StoppedError, data, fail, say, silence
-from regauge.cli.menu import NEXT, epilog_of, panel_of
+from regauge.cli.console import StoppedError, discard_stream, info, print_error, print_result
+from regauge.cli.menu import OVERVIEW, epilog_of, panel_of
 from regauge.errors import RegaugeError, RegaugeWarning
 
 _COMMANDS = {  # the name, and where its function is: what is not asked for is not imported
@@ -50,7 +50,7 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
 _GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
-def _bare(found: list[Any]) -> list[Any]:
+def _hide_flag_metavars(found: list[Any]) -> list[Any]:
     """A switch takes no value, and its help shows none (typer 0.29 writes <bool> there, and <int>
     for -v).
     """
@@ -62,12 +62,12 @@ def _bare(found: list[Any]) -> list[Any]:
 
 class _Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _bare(super().get_params(ctx))
+        return _hide_flag_metavars(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
     def get_params(self, ctx: Any) -> list[Any]:
-        return _bare(super().get_params(ctx))
+        return _hide_flag_metavars(super().get_params(ctx))
 
 
 def build_app(arguments: list[str]) -> typer.Typer:
@@ -88,18 +88,18 @@ def build_app(arguments: list[str]) -> typer.Typer:
     app.callback()(_root)
     for name, place in _COMMANDS.items():
         if not known or name == first:
-            app.command(name)(_found(place))
-            _dress(app.registered_commands[-1], name)
+            app.command(name)(_load_command(place))
+            _set_help(app.registered_commands[-1], name)
     for name, place in _GROUPS.items():
         if not known or name == first:
-            group = _found(place)
+            group = _load_command(place)
             app.add_typer(group, cls=_Group, rich_help_panel=panel_of(name))
             for command in group.registered_commands:
-                _dress(command, f"{name} {command.name or command.callback.__name__}")
+                _set_help(command, f"{name} {command.name or command.callback.__name__}")
     return app
 
 
-def _dress(command: Any, name: str) -> None:
+def _set_help(command: Any, name: str) -> None:
     """What the help of every command has: its place in the list, one line there, and an example at
     the end.
     """
@@ -107,12 +107,12 @@ def _dress(command: Any, name: str) -> None:
     command.short_help = " ".join((command.callback.__doc__ or "").split())
 
 
-def _found(place: str) -> Any:
+def _load_command(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(f"regauge.cli.{module}"), name)
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         from regauge import __version__
 
@@ -123,11 +123,11 @@ def _version(asked: bool) -> None:
 def _root(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
     ),
 ) -> None:
     if context.invoked_subcommand is None:
-        data(NEXT)
+        print_result(OVERVIEW)
 
 
 def run(
@@ -139,52 +139,54 @@ def run(
     completely.
     """
     _stop_on_sigterm()
-    _mend_streams()
+    _repair_streams()
     with warnings.catch_warnings():
         warnings.simplefilter("always", RegaugeWarning)
-        warnings.showwarning = _note(warnings.showwarning)
+        warnings.showwarning = _print_notes(warnings.showwarning)
         code = _run(arguments, build, name)
-    return code if _is_flushed() else code or 1
+    return code if _flush_stdout() else code or 1
 
 
 def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: str) -> int:
     try:
         code = int(build(arguments)(args=arguments, prog_name=name, standalone_mode=False) or 0)
         return (
-            _interrupted(arguments) if code == INTERRUPTED else code
+            _report_interrupt(arguments) if code == INTERRUPTED else code
         )  # typer makes this code of an interrupt
     except RegaugeError as error:
-        if _debugging(arguments):
-            say(traceback.format_exc())
-        fail(error)
+        if _is_debugging(arguments):
+            info(traceback.format_exc())
+        print_error(error)
         return INTERRUPTED if isinstance(error, StoppedError) else 1
     except typer.Exit as stop:
-        return _interrupted(arguments) if stop.exit_code == INTERRUPTED else int(stop.exit_code)
+        return (
+            _report_interrupt(arguments) if stop.exit_code == INTERRUPTED else int(stop.exit_code)
+        )
     except (KeyboardInterrupt, typer.Abort):
-        return _interrupted(arguments)
+        return _report_interrupt(arguments)
     except Exception as error:
         if (
             isinstance(error, OSError) and error.filename is None
         ):  # what regauge opens has a name: this is a stream
-            _lose_stdout(error)
+            _abandon_stdout(error)
             return 1
-        return _unexpected(error, arguments)
+        return _report_unexpected(error, arguments)
 
 
-def _note(others: Callable[..., None]) -> Callable[..., None]:
+def _print_notes(others: Callable[..., None]) -> Callable[..., None]:
     """Return a `warnings.showwarning` that prints regauge's own warnings as notes."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if issubclass(category, RegaugeWarning):
-            say(f"note: {message}")
+            info(f"note: {message}")
         else:
             others(message, category, *place, **more)
 
     return show
 
 
-def _interrupted(arguments: list[str]) -> int:
-    say("error: interrupted")
+def _report_interrupt(arguments: list[str]) -> int:
+    info("error: interrupted")
     outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
     kept = sorted(
         str(p)
@@ -193,14 +195,14 @@ def _interrupted(arguments: list[str]) -> int:
         for p in out.parent.glob(f".{glob.escape(out.name)}.*")
     )
     if kept:
-        say(
+        info(
             "hint: kept to go on with, by the same command (with --resume where it has that): "
             f"{', '.join(kept)}"
         )
     return INTERRUPTED
 
 
-def _mend_streams() -> None:
+def _repair_streams() -> None:
     """Make the standard streams safe to use, whatever state they were handed over in."""
     while (
         fd := os.open(os.devnull, os.O_RDWR)
@@ -216,42 +218,42 @@ def _mend_streams() -> None:
             )  # a name that the terminal cannot show is no error
 
 
-def _is_flushed() -> bool:
+def _flush_stdout() -> bool:
     """Has stdout taken all that was written to it?"""
     try:
         if getattr(sys, "stdout", None) is not None:
             sys.stdout.flush()
     except OSError as error:
-        _lose_stdout(error)
+        _abandon_stdout(error)
         return False
     return True
 
 
-def _lose_stdout(error: OSError) -> None:
+def _abandon_stdout(error: OSError) -> None:
     if error.errno != errno.EPIPE:  # whoever stops reading knows it
-        say(f"error: stdout cannot be written: {error.strerror}")
-    silence(sys.stdout)
+        info(f"error: stdout cannot be written: {error.strerror}")
+    discard_stream(sys.stdout)
 
 
-def _unexpected(error: Any, arguments: list[str]) -> int:
+def _report_unexpected(error: Any, arguments: list[str]) -> int:
     if hasattr(error, "format_message") and hasattr(
         error, "exit_code"
     ):  # typer's and click's usage errors
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
         if error.format_message():  # without one the help has been shown
-            say(f"error: {error.format_message()}")
-            say(f"hint: {command} --help")
+            info(f"error: {error.format_message()}")
+            info(f"hint: {command} --help")
         return 2
-    if _debugging(arguments):
-        say(traceback.format_exc())
-    say(
+    if _is_debugging(arguments):
+        info(traceback.format_exc())
+    info(
         f"error: {type(error).__name__}: {error}\nhint: this is a fault in regauge; run again "
         "with REGAUGE_DEBUG=1 for the place, and report it"
     )
     return 1
 
 
-def _debugging(arguments: list[str]) -> bool:
+def _is_debugging(arguments: list[str]) -> bool:
     return bool(os.environ.get("REGAUGE_DEBUG")) or arguments.count("-v") >= 2 or "-vv" in arguments
 
 

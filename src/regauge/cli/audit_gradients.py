@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_split import open_plain, require_size, text_of
-from regauge.cli.console import say, step_bar
-from regauge.cli.option_guard import given_of, refuse
+from regauge.cli.audit_split import load_plain_model, require_size, text_of
+from regauge.cli.console import info, step_bar
+from regauge.cli.option_guard import passed_options, reject_options
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from regauge.data.tasks import Examples
 
-SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
-DEFAULT = (
+ATTACKER_SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
+IMAGE_DEFENCES = (
     "rows",
     "no-positions",
     "no-positions=sent",
@@ -48,7 +48,7 @@ DEFAULT = (
 )
 
 
-TEXTS = (
+TEXT_DEFENCES = (
     "dropout",
     "batch=4",
     "clients=4",
@@ -59,9 +59,19 @@ TEXTS = (
     "freeze=embedding",
     "freeze=embedding,first",
 )
-OF_IMAGES = ("batches", "stages", "budget", "practice", "lpips", "gallery", "resize", "mean", "std")
-OF_TEXTS = ("tokenizer", "length")
-OF_RUNS = (
+IMAGE_OPTIONS = (
+    "batches",
+    "stages",
+    "budget",
+    "practice",
+    "lpips",
+    "gallery",
+    "resize",
+    "mean",
+    "std",
+)
+TEXT_OPTIONS = ("tokenizer", "length")
+RUN_OPTIONS = (
     "run",
     "only",
     "attacks",
@@ -212,9 +222,9 @@ def gradients(
     ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed("The seed of samples, draws and attacks.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of samples, draws and attacks.")] = 0,
     json: options.JsonFile = None,
-    report: options.PageOfImages = None,
+    report: options.ImageReport = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
@@ -228,59 +238,68 @@ def gradients(
     from regauge.errors import need
 
     need("torchmetrics", "audit")
-    given = given_of(context)
+    given = passed_options(context)
     if run is not None:
         from regauge.cli.audit_recorded import audit_recorded
 
-        refuse(
+        reject_options(
             given,
             ["fail_above"],
             "a run has no undefended updates that a share of the way could be measured to; "
             "audit its MODEL",
         )
-        refuse(
+        reject_options(
             given,
-            [name for name in given if name not in OF_RUNS],
+            [name for name in given if name not in RUN_OPTIONS],
             "the run that --from names says it",
         )
-        spend = replace(_budget(budget, seed), practice=practice)
+        spend = replace(_parse_budget(budget, seed), practice=practice)
         set_threads(threads)
         return audit_recorded(
-            run, _counts(only, "--rounds"), _names(attacks), spend, gallery, json, report, given
+            run,
+            _parse_counts(only, "--rounds"),
+            _parse_names(attacks),
+            spend,
+            gallery,
+            json,
+            report,
+            given,
         )
-    refuse(given, ["only"], "rounds are of --from RUN")
+    reject_options(given, ["only"], "rounds are of --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("give MODEL and --data, or --from RUN")
-    from regauge.defences.gradients import plan_of
+    from regauge.defences.gradients import parse_plan
 
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
-    combinations, skipped = (list(defence), []) if defence else default(DEFAULT, steps)
+    combinations, skipped = (
+        (list(defence), []) if defence else default_combinations(IMAGE_DEFENCES, steps)
+    )
     for combination in combinations:
-        plan_of(combination, batch, steps, rate)
-    sizes, marks = _counts(batches, "--batches"), _counts(stages, "--train")
-    spend = replace(_budget(budget, seed), practice=practice)
+        parse_plan(combination, batch, steps, rate)
+    sizes, marks = _parse_counts(batches, "--batches"), _parse_counts(stages, "--train")
+    spend = replace(_parse_budget(budget, seed), practice=practice)
     check_device(device)
     from regauge.audit.gradients import GradientCase, audit_gradients
     from regauge.results.metrics import Lpips
 
     set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
-    module, checkpoint = open_plain(model, is_random, seed)
+    module, checkpoint = load_plain_model(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
     reads, other, strange = (
-        ("texts", "images", OF_IMAGES) if is_text else ("images", "texts", OF_TEXTS)
+        ("texts", "images", IMAGE_OPTIONS) if is_text else ("images", "texts", TEXT_OPTIONS)
     )
-    refuse(given, strange, f"it is for models of {other}, and {model} reads {reads}")
+    reject_options(given, strange, f"it is for models of {other}, and {model} reads {reads}")
     if not resize and not is_text:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
-    own, victims = parts(examples, samples, seed)
+    own, victims = split_examples(examples, samples, seed)
     if is_text:
         if not defence:
-            combinations, skipped = default(TEXTS, steps)
-        return _texts(
+            combinations, skipped = default_combinations(TEXT_DEFENCES, steps)
+        return _audit_text_model(
             module.to(device),
             victims,
             own,
@@ -300,13 +319,13 @@ def gradients(
             json,
             report,
         )
-    chosen = _attacks(attacks, False)
-    say(
+    chosen = _select_attacks(attacks, False)
+    info(
         f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} "
         "updates are attacked under each combination"
     )
     module = module.to(device)
-    later = trained(module, victims, marks, seed) if marks else {}
+    later = train_snapshots(module, victims, marks, seed) if marks else {}
     case = GradientCase(
         module,
         victims,
@@ -331,7 +350,7 @@ def gradients(
             batches=sizes,
             lpips=metric,
             pictures=gallery,
-            most=fail_above,
+            fail_above=fail_above,
             progress=progress,
         )
     about: dict[str, Any] = {
@@ -359,7 +378,7 @@ def gradients(
     return deliver(results, text_of(results, 2), json, report)
 
 
-def _texts(
+def _audit_text_model(
     module: torch.nn.Module,
     victims: Examples,
     own: Examples,
@@ -382,8 +401,8 @@ def _texts(
     """The audit of a model of texts."""
     from regauge.audit.gradients.text_audit import TextCase, audit_texts
 
-    chosen = _attacks(attacks, True)
-    say(
+    chosen = _select_attacks(attacks, True)
+    info(
         f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are "
         "attacked under each combination"
     )
@@ -394,7 +413,7 @@ def _texts(
             combinations,
             attacks=chosen,
             optimised=optimised,
-            most=fail_above,
+            fail_above=fail_above,
             progress=progress,
         )
     about: dict[str, Any] = {
@@ -415,7 +434,7 @@ def _texts(
     return deliver(results, text_of(results), json, report)
 
 
-def default(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
+def default_combinations(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
     """What is audited where no combination is named, and what is left out of it, and why: `private`
     is for gradients of one batch.
     """
@@ -425,16 +444,16 @@ def default(combinations: Sequence[str], steps: int) -> tuple[list[str], list[st
     ]
 
 
-def parts(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:
+def split_examples(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:
     """The attacker's own, and the clients'."""
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(len(examples))[:samples]
-    middle = round(SHARE * len(order))
+    middle = round(ATTACKER_SHARE * len(order))
     return examples.only(order[:middle]), examples.only(order[middle:])
 
 
-def trained(
+def train_snapshots(
     model: torch.nn.Module, examples: Examples, marks: list[int], seed: int
 ) -> dict[int, torch.nn.Module]:
     """Copies of the model after so many steps of training on the clients' samples: AdamW, batches
@@ -466,31 +485,32 @@ def trained(
     return out
 
 
-def _counts(text: str, name: str) -> list[int]:
+def _parse_counts(text: str, name: str) -> list[int]:
     given = [p.strip() for p in text.split(",") if p.strip()]
     if not all(p.isdigit() and int(p) > 0 for p in given):
         raise typer.BadParameter(f"{text!r} are no numbers, as in 1,2,4", param_hint=name)
     return sorted({int(p) for p in given})
 
 
-def _names(text: str | None) -> list[str]:
+def _parse_names(text: str | None) -> list[str]:
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
-def _attacks(text: str | None, is_text: bool) -> Any:
+def _select_attacks(text: str | None, is_text: bool) -> Any:
     from regauge.audit.gradients import attempts, text_audit
     from regauge.errors import UpdateError
 
     on_texts: Any = (text_audit.ATTACKS, [a for a in text_audit.ATTACKS if not a.is_slow], "texts")
     try:
-        return attempts.chosen(
-            _names(text), *(on_texts if is_text else (attempts.ATTACKS, attempts.QUICK, "images"))
+        return attempts.resolve_attacks(
+            _parse_names(text),
+            *(on_texts if is_text else (attempts.ATTACKS, attempts.QUICK, "images")),
         )
     except UpdateError as error:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
 
-def _budget(text: str, seed: int) -> Any:
+def _parse_budget(text: str, seed: int) -> Any:
     from regauge.audit.gradients.attempts import Budget
 
     given = text.split(",")

@@ -13,8 +13,8 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.audit_gradients import gradients
 from regauge.cli.audit_split import split
-from regauge.cli.console import say, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, read_counts, set_threads
+from regauge.cli.console import info, step_bar
+from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, set_threads
 
 if TYPE_CHECKING:
     from regauge.audit.lock import LockCase
@@ -80,7 +80,7 @@ def lock(
         str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")
     ] = "3e-4,3e-3",
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed("The seed of samples and trainings.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of samples and trainings.")] = 0,
     passphrase_file: options.PassphraseFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
@@ -92,7 +92,7 @@ def lock(
     """
     started = time.monotonic()
     check_outputs(json, report)
-    counts, tried = read_counts(labels, "--labels", "50,200"), _rates(rates)
+    counts, tried = parse_counts(labels, "--labels", "50,200"), _parse_lrs(rates)
     if not counts:
         raise typer.BadParameter("say how many, as in 50,200", param_hint="--labels")
     from regauge.attacks.theft import Budget
@@ -104,14 +104,14 @@ def lock(
     source = (
         None if data is None else sample.Sample(data, field, split, tokenizer, length, mean, std)
     )
-    case, about = _case(model, secret, against, source, samples, max(counts), seed)
+    case, about = _build_case(model, secret, against, source, samples, max(counts), seed)
     with step_bar("audit") as progress:
         found = audit_lock(
             case,
             labels=counts,
             budget=Budget(steps, lrs=tried, seed=seed),
             seed=seed,
-            most=fail_above,
+            fail_above=fail_above,
             progress=progress,
         )
     facts = {
@@ -131,7 +131,7 @@ app.command("split")(split)
 app.command("gradients")(gradients)
 
 
-def _rates(text: str) -> tuple[float, ...]:
+def _parse_lrs(text: str) -> tuple[float, ...]:
     try:
         found = tuple(float(p) for p in text.split(",") if p.strip())
     except ValueError:
@@ -141,7 +141,7 @@ def _rates(text: str) -> tuple[float, ...]:
     return found
 
 
-def _case(
+def _build_case(
     model: str,
     key: Key | None,
     against: str | None,
@@ -156,7 +156,7 @@ def _case(
     from regauge.audit.lock import LockCase
     from regauge.cli.model import open_model
     from regauge.core.fold import fold_norms
-    from regauge.locking.lock import LOCKS, described_spec, locked_element, require_locked
+    from regauge.locking.lock import LOCKS, element_spec, locked_element, require_locked
     from regauge.locking.lock_files import check_files
     from regauge.models.load import load_model
     from regauge.models.resolve import spec_of
@@ -184,8 +184,8 @@ def _case(
         if live is not None:  # the names in memory may be others than those in the file
             public = load_model(other, "float32")
             theirs, plain = spec_of(public), dict(public.state_dict())
-        base = named_like(
-            described_spec(spec, record.folded),
+        base = align_names(
+            element_spec(spec, record.folded),
             fold_norms(theirs, plain)[1] if record.folded else plain,
             against,
         )
@@ -200,9 +200,9 @@ def _case(
             examples.only(np.sort(order[kept : kept + samples])),
             examples.only(np.sort(order[:kept])),
         )
-        say(f"{len(train)} examples for a thief, {len(test)} to test on")
+        info(f"{len(train)} examples for a thief, {len(test)} to test on")
     case = LockCase(
-        described_spec(spec, record.folded),
+        element_spec(spec, record.folded),
         state,
         LOCKS[record.group].within,
         truth,
@@ -221,7 +221,7 @@ def _case(
     }
 
 
-def named_like(spec: Any, state: dict[str, Any], where: str) -> dict[str, Any]:
+def align_names(spec: Any, state: dict[str, Any], where: str) -> dict[str, Any]:
     """The backbone of another model of the family, by this one's names: a head on top puts a prefix
     before them.
     """
@@ -246,21 +246,21 @@ def text_of(results: Results) -> str:
     """Results as a terminal shows them: what each attack gets, what was not tried, and the
     verdict.
     """
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+    from regauge.models.summary import format_columns
+    from regauge.results.report import format_number
 
     rows = [("attack", "floor", "value", "ceiling", "seconds")]
     for name, floor, value, ceiling, _, seconds in results.tables[0].rows:
         rows.append(
             (
                 str(name).removeprefix("lock/"),
-                number(floor),
-                number(value),
-                number(ceiling),
-                number(seconds),
+                format_number(floor),
+                format_number(value),
+                format_number(ceiling),
+                format_number(seconds),
             )
         )
-    lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
+    lines = [results.title, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
     lines += [f"not tried: {u}" for u in results.unchecked]
     lines += [
         f"holds  {f.id.removeprefix('lock/')}: {f.statement}"

@@ -12,10 +12,10 @@ from typing import Any
 
 from regauge.cli.audit_split import text_of
 from regauge.cli.console import step_bar
-from regauge.cli.option_guard import refuse
+from regauge.cli.option_guard import reject_options
 from regauge.cli.run import deliver, facts_of_run
 
-OF_IMAGES = ("budget", "practice", "gallery", "seed")
+IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
 
 def audit_recorded(
@@ -36,7 +36,9 @@ def audit_recorded(
     started = time.monotonic()
     opened = engine.open_run(run, [n - 1 for n in rounds])
     if opened.task["kind"] != "images":
-        refuse(given, OF_IMAGES, f"it is for runs on images, and that in {run} is on texts")
+        reject_options(
+            given, IMAGE_OPTIONS, f"it is for runs on images, and that in {run} is on texts"
+        )
     with step_bar("audit") as progress:
         found = engine.audit_recorded(
             opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress

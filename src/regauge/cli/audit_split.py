@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
@@ -134,9 +134,9 @@ def split(
     ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed("The seed of samples, trainings and draws.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of samples, trainings and draws.")] = 0,
     json: options.JsonFile = None,
-    report: options.PageOfImages = None,
+    report: options.ImageReport = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
@@ -147,14 +147,14 @@ def split(
     """
     started = time.monotonic()
     check_outputs(json, report)
-    from regauge.audit.split.victims import defences_of
+    from regauge.audit.split.victims import parse_combination
     from regauge.errors import need
 
-    levels, radiuses = _numbers(noises, "--noises"), _numbers(radii, "--radii")
-    for combination in defence or default(levels, radiuses):
-        defences_of(combination)
-    budget = _budget(attacker)
-    _attacks(attacks)
+    levels, radiuses = _parse_numbers(noises, "--noises"), _parse_numbers(radii, "--radii")
+    for combination in defence or default_combinations(levels, radiuses):
+        parse_combination(combination)
+    budget = _parse_budget(attacker)
+    _select_attacks(attacks)
     if not 0 < rate < math.inf:
         raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
     check_device(device)
@@ -165,25 +165,30 @@ def split(
 
     set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
-    module, checkpoint = open_plain(model, is_random, seed)
+    module, checkpoint = load_plain_model(model, is_random, seed)
     named = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, named)
     if not resize:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
     reads = task["kind"] != "images"
-    chosen, what = _attacks(attacks, reads), "texts" if reads else "images"
+    chosen, what = _select_attacks(attacks, reads), "texts" if reads else "images"
     if not reads:
         need("torchmetrics", "audit")
-    combinations = defence or default(levels, radiuses, reads)
-    train, own, test = parts(examples, samples, seed)
-    say(
+    combinations = defence or default_combinations(levels, radiuses, reads)
+    train, own, test = split_examples(examples, samples, seed)
+    info(
         f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to "
         f"test on; {min(attacked, len(test))} are attacked"
     )
     steps = math.ceil(len(train) / batch) * epochs
     how = OptimizerConfig(
-        "adamw", rate, decay=0.01, schedule="cosine", warmup=max(1, steps // 10), steps=steps + 1
+        "adamw",
+        rate,
+        weight_decay=0.01,
+        schedule="cosine",
+        warmup=max(1, steps // 10),
+        steps=steps + 1,
     )
     pixels = task.get("mean", ()), task.get("std", ())
     case = SplitCase(
@@ -200,7 +205,7 @@ def split(
     with step_bar("audit") as progress:
         if reads:
             found = audit_texts(
-                case, combinations, attacks=chosen, most=fail_above, progress=progress
+                case, combinations, attacks=chosen, fail_above=fail_above, progress=progress
             )
         else:
             found = audit_split(
@@ -210,7 +215,7 @@ def split(
                 budget=budget,
                 lpips=metric,
                 pictures=gallery,
-                most=fail_above,
+                fail_above=fail_above,
                 progress=progress,
             )
     about: dict[str, Any] = {
@@ -226,7 +231,7 @@ def split(
         "batch": batch,
         "rate": rate,
     }
-    about |= {"seed": seed} if reads else {"attacker": budget.told(), "seed": seed}
+    about |= {"seed": seed} if reads else {"attacker": budget.to_dict(), "seed": seed}
     facts = {
         **facts_of_run(),
         **about,
@@ -237,7 +242,7 @@ def split(
     return deliver(results, text_of(results), json, report)
 
 
-def default(noises: list[float], radii: list[float], reads: bool = False) -> list[str]:
+def default_combinations(noises: list[float], radii: list[float], reads: bool = False) -> list[str]:
     """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and
     with it. Of them, what fits texts.
     """
@@ -246,7 +251,7 @@ def default(noises: list[float], radii: list[float], reads: bool = False) -> lis
     return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]
 
 
-def parts(
+def split_examples(
     examples: Examples, samples: int | None, seed: int
 ) -> tuple[Examples, Examples, Examples]:
     """The client's, the attacker's, and those to test on: none is in two."""
@@ -261,11 +266,11 @@ def parts(
     )
 
 
-def _numbers(text: str, name: str) -> list[float]:
-    return sample.read_numbers(text, name) or [] if text.strip() else []
+def _parse_numbers(text: str, name: str) -> list[float]:
+    return sample.parse_numbers(text, name) or [] if text.strip() else []
 
 
-def _attacks(text: str | None, reads: bool | None = None) -> Any:
+def _select_attacks(text: str | None, reads: bool | None = None) -> Any:
     """Attacks by name: those on texts, on images, or (None) any, only to see that there are
     such.
     """
@@ -286,7 +291,7 @@ def _attacks(text: str | None, reads: bool | None = None) -> Any:
     return tuple(a for a in known if not names or "all" in names or a.name in names)
 
 
-def _budget(text: str) -> Any:
+def _parse_budget(text: str) -> Any:
     from regauge.audit.split.attempts import Budget
 
     given = text.split(",")
@@ -298,7 +303,7 @@ def _budget(text: str) -> Any:
     return Budget(hidden, depth, epochs)
 
 
-def open_plain(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
+def load_plain_model(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
     """The model as client and server start from it."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.errors import LockError
@@ -320,10 +325,10 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     """Refuse images that would have to be made another size."""
     import numpy as np
 
-    from regauge.data.datasets import DataError, Pictures, open_data
+    from regauge.data.datasets import DataError, EncodedImages, open_data
     from regauge.data.tasks import size_of
 
-    fields = sample.read_fields(source.field)
+    fields = sample.parse_fields(source.field)
     pictures = open_data(
         source.uri,
         fields=None
@@ -335,7 +340,7 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     if size is None or "image" not in pictures.fields:
         return
     held = pictures["image"]
-    shapes = held.sizes if isinstance(held, Pictures) else {np.asarray(held).shape[1:3]}
+    shapes = held.sizes if isinstance(held, EncodedImages) else {np.asarray(held).shape[1:3]}
     other = sorted(shapes - {size})
     if other:
         told = (
@@ -352,16 +357,21 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
 
 def text_of(results: Results, tables: int = 1) -> str:
     """Results as a terminal shows them: the first tables, what was not tried, and the verdict."""
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+    from regauge.models.summary import format_columns
+    from regauge.results.report import format_number
 
     lines = [results.title, ""]
     for table in results.tables[:tables]:
         rows = [
             table.columns,
-            *(tuple("" if c is None else number(c) for c in row) for row in table.rows),
+            *(tuple("" if c is None else format_number(c) for c in row) for row in table.rows),
         ]
-        lines += [columns(rows, right=tuple(range(1, len(table.columns)))), "", table.note, ""]
+        lines += [
+            format_columns(rows, right=tuple(range(1, len(table.columns)))),
+            "",
+            table.note,
+            "",
+        ]
     lines += [f"not measured: {u}" for u in results.unchecked]
     lines += [
         f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}"

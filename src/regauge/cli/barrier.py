@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
-from regauge.results.text import mark
+from regauge.results.text import format_verdict
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
@@ -60,7 +60,7 @@ def barrier(
     matched: Annotated[
         bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")
     ] = True,
-    self_written: sample.Written = False,
+    self_written: sample.SelfWritten = False,
     element: Annotated[
         Path | None,
         typer.Option(
@@ -89,7 +89,7 @@ def barrier(
     batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed("The seed that draws the samples.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed that draws the samples.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
@@ -106,9 +106,9 @@ def barrier(
 
     from regauge.checkpoints.element_files import load_element
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.matching.activations import written
-    from regauge.matching.barriers import require_joined
-    from regauge.matching.connectivity import connect, matcher, watcher
+    from regauge.matching.activations import generate_text
+    from regauge.matching.barriers import require_interpolable
+    from regauge.matching.connectivity import align_by_activations, align_by_weights, connect
     from regauge.models.load import load_empty, load_model
 
     set_threads(threads)
@@ -116,15 +116,15 @@ def barrier(
     examples, task = source.read(
         load_empty(checkpoints[0]), checkpoints[0]
     )  # before the weights: what cannot be read is refused at once
-    say(f"loads {a} and {b}")
+    info(f"loads {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)
-    require_joined(first.state_dict(), second.state_dict(), (a, b))
-    mover: Any = matcher if matched else None
+    require_interpolable(first.state_dict(), second.state_dict(), (a, b))
+    mover: Any = align_by_weights if matched else None
     if element is not None:
-        mover = partial(_given, load_element, element)
+        mover = partial(_load_given_element, load_element, element)
     elif self_written:
-        say("A and B write the text by which they are matched")
-        mover = watcher(first, second, written([first, second], seed=seed))
+        info("A and B write the text by which they are matched")
+        mover = align_by_activations(first, second, generate_text([first, second], seed=seed))
     with step_bar("barrier") as progress:
         results = connect(
             first,
@@ -132,12 +132,12 @@ def barrier(
             examples,
             samples=samples,
             points=points,
-            mover=mover,
-            moved="matched" if element is None else "moved",
+            aligner=mover,
+            label="matched" if element is None else "moved",
             fold=fold,
             grid=grid if plane else 0,
             calibrate=calibrate,
-            batch=batch,
+            batch_size=batch,
             seed=seed,
             device=device,
             progress=progress,
@@ -158,7 +158,7 @@ def barrier(
 
 def text_of(results: Results) -> str:
     """Results as a terminal shows them: a line for each path, and what was checked."""
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
     (table,) = results.tables
     rows = [
@@ -171,18 +171,19 @@ def text_of(results: Results) -> str:
     lines = [
         f"{results.facts['class']}: the loss on the straight line from A to B",
         "",
-        columns(rows, right=tuple(range(1, len(table.columns)))),
+        format_columns(rows, right=tuple(range(1, len(table.columns)))),
         "",
     ]
     lines += [f"barrier: {results.facts['barrier']}, in nats", *map(str, results.facts["notes"])]
     for f in results.findings:
         if f.holds is not None:
             lines.append(
-                f"{mark(f)}  {f.statement.lower()[0] + f.statement[1:]} (change {f.value:.1e}, "
+                f"{format_verdict(f)}  {f.statement.lower()[0] + f.statement[1:]} (change "
+                f"{f.value:.1e}, "
                 f"allowed {f.floor:.0e})"
             )
     return "\n".join(lines)
 
 
-def _given(load: Any, path: Path, spec: Any, *_: Any) -> Any:
+def _load_given_element(load: Any, path: Path, spec: Any, *_: Any) -> Any:
     return load(path, spec)

@@ -20,7 +20,7 @@ class StoppedError(RegaugeError):
     """Ctrl-C, or a polite kill, while an output was written. The message says what became of it."""
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     """Return text that is safe on a terminal and in a log: control characters (but newline and
     tab), characters that change the direction of writing, and lone surrogates as \\u001b, \\u202e,
     \\udcff, as JSON has them too. Names of files, tensors and clients come from others.
@@ -39,51 +39,51 @@ _DIRECTIONS = frozenset(
 )
 
 
-def data(text: str) -> None:
+def print_result(text: str) -> None:
     if getattr(sys, "stdout", None) is None:
         raise RegaugeError(
             "stdout is closed, so the result cannot be shown", hint="send stdout to a file"
         )
-    sys.stdout.write(escaped(text) + "\n")
+    sys.stdout.write(escape(text) + "\n")
 
 
-def data_json(value: Any) -> None:
-    data(json.dumps(value, indent=2, ensure_ascii=False))
+def print_json(value: Any) -> None:
+    print_result(json.dumps(value, indent=2, ensure_ascii=False))
 
 
-def say(text: str) -> None:
+def info(text: str) -> None:
     """Talk. Where nobody can hear it, it is lost: that is no error."""
     try:
-        sys.stderr.write("".join(f"regauge: {line}\n" for line in escaped(text).splitlines()))
+        sys.stderr.write("".join(f"regauge: {line}\n" for line in escape(text).splitlines()))
         sys.stderr.flush()
     except (OSError, ValueError):
-        silence(sys.stderr)
+        discard_stream(sys.stderr)
 
 
-def silence(stream: Any) -> None:
+def discard_stream(stream: Any) -> None:
     """Send what a broken stream still holds, and whatever comes after it, nowhere."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def warn(text: str) -> None:
-    say(f"warning: {text}")
+    info(f"warning: {text}")
 
 
-def fail(error: RegaugeError) -> None:
-    first, *rest = escaped(str(error)).splitlines() or [type(error).__name__]
-    say("\n".join([f"error: {first}", *rest]))
+def print_error(error: RegaugeError) -> None:
+    first, *rest = escape(str(error)).splitlines() or [type(error).__name__]
+    info("\n".join([f"error: {first}", *rest]))
     if error.hint:
-        say(f"hint: {error.hint}")
+        info(f"hint: {error.hint}")
 
 
 @contextmanager
-def writing_to(out: Path, what: str) -> Iterator[Any]:
+def output_progress(out: Path, what: str) -> Iterator[Any]:
     """A progress bar for the writing of an output. An interrupt is told with what became of it."""
     from regauge.checkpoints.plan import is_taken
 
     try:
-        with progress_bar(escaped(f"{what} to {out.name}")) as progress:
+        with progress_bar(escape(f"{what} to {out.name}")) as progress:
             yield progress
     except KeyboardInterrupt as stop:
         raise StoppedError(
@@ -130,7 +130,7 @@ def step_bar(what: str) -> Iterator[Any]:
 
         def plainly(done: int, total: int, now: str) -> None:
             if now:
-                say(f"{what} {done + 1}/{total}: {now}")
+                info(f"{what} {done + 1}/{total}: {now}")
 
         yield plainly
         return
@@ -147,5 +147,5 @@ def step_bar(what: str) -> Iterator[Any]:
     with Progress(*columns, console=Console(stderr=True)) as bars:
         task = bars.add_task(what, total=None, now="")
         yield lambda done, total, now: bars.update(
-            task, completed=done, total=total, now=escaped(now)
+            task, completed=done, total=total, now=escape(now)
         )

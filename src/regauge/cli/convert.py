@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say, warn, writing_to
+from regauge.cli.console import info, output_progress, print_json, warn
 
 VERSION = 1
 
@@ -31,7 +31,7 @@ def convert(
     tensors are stored once.
     """
     from regauge.checkpoints.convert import open_pickles, plan_conversion
-    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.plan import check_target
     from regauge.checkpoints.writer import write_plan
 
@@ -39,11 +39,11 @@ def convert(
     pickles = open_pickles(source)
     plan, thunks = plan_conversion(out, pickles)
     for alias, kept in pickles.aliases.items():
-        say(f"{alias} is the same tensor as {kept}, and is stored once")
+        info(f"{alias} is the same tensor as {kept}, and is stored once")
     for name, why in pickles.dropped.items():
         warn(f'"{name}" {why} and is left out')
     for file in pickles.unchecked:
-        say(f"{file} carries no checksums: changed bytes cannot be detected")
+        info(f"{file} carries no checksums: changed bytes cannot be detected")
     report = {
         "version": VERSION,
         "command": "convert",
@@ -54,17 +54,17 @@ def convert(
         "dry_run": dry_run,
     }
     if dry_run:
-        say(f"dry run: {len(thunks)} tensors would be written to {out}")
+        info(f"dry run: {len(thunks)} tensors would be written to {out}")
     else:
-        with writing_to(out, "converting") as progress:
+        with output_progress(out, "converting") as progress:
             written = write_plan(out, plan, thunks, progress=progress, threads=threads)
         if written.nonfinite:
             warn(
                 f"NaN or Inf in {len(written.nonfinite)} tensors: "
                 f"{', '.join(written.nonfinite[:5])}"
             )
-        say(f"wrote {out}: {len(thunks)} tensors, {amount(written.bytes)}")
+        info(f"wrote {out}: {len(thunks)} tensors, {format_bytes(written.bytes)}")
         report |= {"bytes": written.bytes, "files": list(written.files)}
     if json:
-        data_json(report)
+        print_json(report)
     return 0

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data, say, step_bar
+from regauge.cli.console import info, print_result, step_bar
 
 
 def demo(
@@ -27,17 +27,17 @@ def demo(
     report: Annotated[
         Path, typer.Option("--report", metavar="page.html", help="Write the page here.")
     ] = Path("regauge-demo.html"),
-    seed: Annotated[int, options.seed("The seed of the models and elements.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of the models and elements.")] = 0,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
     """Show what regauge does: move small models, train one plainly and permuted, verify it, write a
     page. Nothing is downloaded.
     """
-    from regauge.checkpoints.files import write_bytes, writing
+    from regauge.checkpoints.files import wrap_write_errors, write_bytes
     from regauge.checkpoints.plan import check_new
-    from regauge.cli.run import FAILED, facts_of_run
-    from regauge.demo import run
+    from regauge.cli.run import EXIT_FAILED, facts_of_run
+    from regauge.demo import run_demo
     from regauge.errors import need
     from regauge.results.findings import to_json
 
@@ -46,9 +46,9 @@ def demo(
         need(library, "experiments")
     if out is not None:
         check_new(out)
-        with writing(out):
+        with wrap_write_errors(out):
             out.mkdir(exist_ok=True)
-    results = run(say if json else data, step_bar, out, seed)
+    results = run_demo(info if json else print_result, step_bar, out, seed)
     results = replace(
         results,
         facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)},
@@ -57,10 +57,10 @@ def demo(
 
     write_bytes(report, page(results).encode())
     if json:
-        data(to_json(results))
+        print_result(to_json(results))
     if out is not None:
-        say(
+        info(
             f"models and images are in {out}: cd {out}, and the README's commands run as they stand"
         )
-    say(f"open {report} in a browser")
-    return FAILED if results.failed else 0
+    info(f"open {report} in a browser")
+    return EXIT_FAILED if results.failed else 0

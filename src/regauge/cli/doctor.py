@@ -14,11 +14,17 @@ from typing import Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.advisories import Vulnerable, installed_version, normalized, satisfies, vulnerable
-from regauge.cli.console import data, data_json
+from regauge.cli.advisories import (
+    VulnerableLibrary,
+    find_vulnerable,
+    installed_version,
+    normalize_name,
+    satisfies,
+)
+from regauge.cli.console import print_json, print_result
 
 VERSION = 1
-_BRINGS = {
+_PURPOSES = {
     "models": "checkpoints of the transformers library as live models: verify, merge by data, "
     "split, jigsaw",
     "hub": "models and data by hub id (owner/name)",
@@ -34,7 +40,7 @@ _BRINGS = {
     "experiments": "regauge demo, and python -m experiments in a clone",
     "dev": "the tests and checks of regauge itself",
 }
-_MIND = {  # what an installation changes beside what it brings
+_INSTALL_NOTES = {  # what an installation changes beside what it brings
     "timm": "with 'torch==VERSION' of the torch that is here: pip would take a newer one, for "
     "its torchvision",
     "federated": "in an environment of its own: Flower wants older versions of typer, rich and "
@@ -58,7 +64,7 @@ class Library:
         if not satisfies(self.found, self.wanted):
             return (
                 "too old"
-                if ">=" in self.wanted and not satisfies(self.found, _least(self.wanted))
+                if ">=" in self.wanted and not satisfies(self.found, _lower_bound(self.wanted))
                 else "too new"
             )
         return "does not load" if self.loads else "ok"
@@ -78,36 +84,37 @@ def doctor(
     code 1 if something that regauge always needs is missing, too old or does not load, or if an
     installed library has a known vulnerability.
     """
-    found = facts(load)
+    found = collect_facts(load)
     if json:
-        data_json(found)
+        print_json(found)
     else:
-        data(text_of(found))
+        print_result(text_of(found))
     return 0 if found["healthy"] else 1
 
 
-def facts(load: bool = False) -> dict[str, Any]:
+def collect_facts(load: bool = False) -> dict[str, Any]:
     """All that doctor tells."""
     from regauge import __version__
     from regauge.checkpoints.environment import default_cache
 
     needs = {
-        extra: [_library(*pair, load) for pair in pairs] for extra, pairs in requirements().items()
+        extra: [_check_library(*pair, load) for pair in pairs]
+        for extra, pairs in requirements().items()
     }
     always = needs.pop("", [])
     extras = [
         {
             "name": extra,
-            "brings": _BRINGS.get(extra, ""),
+            "brings": _PURPOSES.get(extra, ""),
             "complete": all(library.state == "ok" for library in libraries),
-            "libraries": [_told(library) for library in libraries],
+            "libraries": [_to_dict(library) for library in libraries],
             "get": f"pip install 'regauge[{extra}]'",
-            "mind": _MIND.get(extra, ""),
+            "mind": _INSTALL_NOTES.get(extra, ""),
         }
         for extra, libraries in needs.items()
     ]
-    torch, works = _torch()
-    unsafe = vulnerable()
+    torch, works = _check_torch()
+    unsafe = find_vulnerable()
     cache = default_cache()
     return {
         "version": VERSION,
@@ -116,13 +123,13 @@ def facts(load: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "executable": sys.executable,
         "torch": torch,
-        "libraries": [_told(library) for library in always],
+        "libraries": [_to_dict(library) for library in always],
         "extras": extras,
         "vulnerable": [asdict(library) for library in unsafe],
         "cache": {
             "path": str(cache),
             "writable": _is_writable(cache),
-            "free_bytes": shutil.disk_usage(_existing(cache)).free,
+            "free_bytes": shutil.disk_usage(_nearest_existing(cache)).free,
         },
         "environment": {
             name: os.environ[name]
@@ -155,30 +162,32 @@ def requirements() -> dict[str, list[tuple[str, str]]]:
         else:
             found.setdefault(extra, []).append((name, versions.replace(" ", "")))
     return {
-        extra: sorted(set(_all(extra, found, inside)), key=lambda p: p[0].lower())
+        extra: sorted(set(_expand_extra(extra, found, inside)), key=lambda p: p[0].lower())
         for extra in dict.fromkeys([*found, *inside])
     }
 
 
-def _all(
+def _expand_extra(
     extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, list[str]]
 ) -> list[tuple[str, str]]:
     return [
         *found.get(extra, []),
-        *(pair for other in inside.get(extra, []) for pair in _all(other, found, inside)),
+        *(pair for other in inside.get(extra, []) for pair in _expand_extra(other, found, inside)),
     ]
 
 
-def _least(wanted: str) -> str:
+def _lower_bound(wanted: str) -> str:
     return ",".join(c for c in wanted.split(",") if c.startswith(">="))
 
 
-def _library(name: str, wanted: str, load: bool) -> Library:
+def _check_library(name: str, wanted: str, load: bool) -> Library:
     version = installed_version(name)
-    return Library(name, wanted, version, _loads(name) if load and version is not None else "")
+    return Library(
+        name, wanted, version, _import_error(name) if load and version is not None else ""
+    )
 
 
-def _loads(name: str) -> str:
+def _import_error(name: str) -> str:
     """Why the modules of a distribution cannot be imported; empty if they can."""
     from importlib import import_module
 
@@ -186,7 +195,9 @@ def _loads(name: str) -> str:
     for module in (
         m
         for m, names in brings
-        if normalized(name) in map(normalized, names) and m.isidentifier() and not m.startswith("_")
+        if normalize_name(name) in map(normalize_name, names)
+        and m.isidentifier()
+        and not m.startswith("_")
     ):
         try:
             import_module(module)
@@ -195,11 +206,11 @@ def _loads(name: str) -> str:
     return ""
 
 
-def _told(library: Library) -> dict[str, Any]:
+def _to_dict(library: Library) -> dict[str, Any]:
     return {**asdict(library), "state": library.state}
 
 
-def _torch() -> tuple[dict[str, Any], bool]:
+def _check_torch() -> tuple[dict[str, Any], bool]:
     """torch's version and devices, and whether it computes."""
     try:
         import torch
@@ -224,18 +235,18 @@ def _torch() -> tuple[dict[str, Any], bool]:
     return {"version": torch.__version__, "devices": devices}, works
 
 
-def _existing(path: Any) -> Any:
+def _nearest_existing(path: Any) -> Any:
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 def _is_writable(path: Any) -> bool:
-    return os.access(_existing(path), os.W_OK)
+    return os.access(_nearest_existing(path), os.W_OK)
 
 
 def text_of(found: dict[str, Any]) -> str:
     """Facts as a terminal shows them."""
-    from regauge.checkpoints.files import amount
-    from regauge.models.summary import columns
+    from regauge.checkpoints.files import format_bytes
+    from regauge.models.summary import format_columns
 
     lines = [f"regauge {found['regauge']}, python {found['python']}, {found['platform']}"]
     torch = found["torch"]
@@ -249,12 +260,12 @@ def text_of(found: dict[str, Any]) -> str:
         (
             "cache",
             found["cache"]["path"],
-            f"{amount(found['cache']['free_bytes'])} free"
+            f"{format_bytes(found['cache']['free_bytes'])} free"
             + ("" if found["cache"]["writable"] else "; NOT writable"),
         )
     ]
     rows += [("variable", name, value) for name, value in found["environment"].items()]
-    lines += [columns(rows), ""]
+    lines += [format_columns(rows), ""]
     bad = [entry for entry in found["libraries"] if entry["state"] != "ok"]
     always = ", ".join(
         f"{entry['name']} {entry['found']}"
@@ -262,15 +273,15 @@ def text_of(found: dict[str, Any]) -> str:
         if entry["state"] == "ok"
     )
     lines.append(f"always needed: {always or 'not known, since regauge runs from its sources'}")
-    lines += [f"  {_complaint(entry)}; pip install --upgrade regauge" for entry in bad]
-    lines += [str(Vulnerable(**entry)) for entry in found["vulnerable"]]
+    lines += [f"  {_describe_fault(entry)}; pip install --upgrade regauge" for entry in bad]
+    lines += [str(VulnerableLibrary(**entry)) for entry in found["vulnerable"]]
     table = [("", "extra", "brings", "lacks")]
     for extra in found["extras"]:
         lacks = ", ".join(
-            _complaint(entry) for entry in extra["libraries"] if entry["state"] != "ok"
+            _describe_fault(entry) for entry in extra["libraries"] if entry["state"] != "ok"
         )
         table.append(("yes" if extra["complete"] else "no", extra["name"], extra["brings"], lacks))
-    lines += ["", columns(table)]
+    lines += ["", format_columns(table)]
     for extra in found["extras"]:
         if not extra["complete"]:
             lines.append(
@@ -288,7 +299,7 @@ def text_of(found: dict[str, Any]) -> str:
     )
 
 
-def _complaint(entry: dict[str, Any]) -> str:
+def _describe_fault(entry: dict[str, Any]) -> str:
     if entry["state"] == "missing":
         return f"{entry['name']}{entry['wanted']}"
     if entry["state"] == "does not load":

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import data as out_data
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import info, step_bar
+from regauge.cli.console import print_result as out_data
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.federated.runs import Found
+    from regauge.federated.runs import RunResult
     from regauge.federated.state_store import Round
 
 
@@ -309,7 +309,7 @@ def federate(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, options.seed("The seed of all draws.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of all draws.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.JsonFile = None,
@@ -336,22 +336,22 @@ def federate(
         "clients": clients,
         "rounds": rounds,
         "alpha": alpha,
-        "asked": asked,
-        "least": least,
+        "participation": asked,
+        "min_clients": least,
         "epochs": epochs,
         "steps": steps,
     }
     given |= {
         "batch": batch,
-        "rate": rate,
+        "lr": rate,
         "momentum": momentum,
-        "decay": decay,
+        "weight_decay": decay,
         "clip": clip,
         "proximal": proximal,
-        "server_rate": server_rate,
+        "server_lr": server_rate,
     }
     given |= {
-        "uneven": uneven,
+        "step_jitter": uneven,
         "drop": drop,
         "jigsaw": jigsaw,
         "probability": probability,
@@ -375,12 +375,12 @@ def federate(
     }
     settings = Settings(**given, defences=tuple(defence or ()))
     read_defences(settings.defences)
-    means, stds = sample.read_numbers(mean, "--mean"), sample.read_numbers(std, "--std")
+    means, stds = sample.parse_numbers(mean, "--mean"), sample.parse_numbers(std, "--std")
     source = Source(
         model,
         data,
         split,
-        sample.read_fields(field),
+        sample.parse_fields(field),
         tokenizer,
         length,
         means,
@@ -396,7 +396,7 @@ def federate(
                 "a deployment needs --superlink HOST:PORT and --authority PEM",
                 param_hint="--engine",
             )
-        for line in _deployed(source, settings, out, superlink, authority, wait, gather, spy):
+        for line in _run_deployment(source, settings, out, superlink, authority, wait, gather, spy):
             out_data(line)
         code = 0
     else:
@@ -405,26 +405,29 @@ def federate(
             if engine is EngineName.simulation
             else {}
         )
-        found = _here(engine, source, settings, out, spy=spy, about=facts_of_run(), **options_)
+        found = _run_locally(
+            engine, source, settings, out, record=spy, about=facts_of_run(), **options_
+        )
         code = deliver(found.results, "\n".join(found.lines), json, None)
-    say(f"run: {out} ({time.monotonic() - started:.1f} s)")
+    info(f"run: {out} ({time.monotonic() - started:.1f} s)")
     return code
 
 
-def _here(engine: EngineName, source: Any, settings: Any, out: Path, **more: Any) -> Found:
-    from regauge.federated.runs import federated
+def _run_locally(
+    engine: EngineName, source: Any, settings: Any, out: Path, **more: Any
+) -> RunResult:
 
     if engine is EngineName.simulation:
         from regauge.federated.flower import simulate as federated
     with step_bar("round") as progress:
 
         def on_round(one: Round) -> None:
-            progress(one.number, settings.rounds, told(one))
+            progress(one.number, settings.rounds, describe_round(one))
 
         return federated(source, settings, out, on_round=on_round, **more)
 
 
-def _deployed(
+def _run_deployment(
     source: Any,
     settings: Any,
     out: Path,
@@ -448,11 +451,11 @@ def _deployed(
         home, bundle = Path(place) / "home", Path(place) / "bundle"
         deploying.write_connection(home, superlink, authority)
         deploying.write_bundle(
-            bundle, source.told(), settings, out, wait=wait, gather=gather, spy=spy
+            bundle, source.to_dict(), settings, out, wait=wait, gather=gather, record=spy
         )
         ended = subprocess.run(
-            deploying.submit(bundle),
-            env=deploying.environment(home),
+            deploying.submit_command(bundle),
+            env=deploying.build_environment(home),
             stdout=sys.stderr,
             check=False,
         )
@@ -464,7 +467,7 @@ def _deployed(
     return (f"{out}: on the SuperLink's machine",)
 
 
-def told(one: Round) -> str:
+def describe_round(one: Round) -> str:
     """A round in a line."""
     shown = [f"{len(one.contributed)} contributed"]
     shown += [f"{len(one.rejected)} rejected"] if one.rejected else []

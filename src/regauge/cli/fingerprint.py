@@ -5,7 +5,7 @@ twice.
 from __future__ import annotations
 
 from regauge.cli import options
-from regauge.cli.console import data, data_json
+from regauge.cli.console import print_json, print_result
 
 
 def fingerprint(
@@ -24,11 +24,11 @@ def fingerprint(
     require_fit(checkpoint, described)
     found = take(described, checkpoint)
     if json:
-        data_json({"command": "fingerprint", "family": described.family, **found.to_json()})
+        print_json({"command": "fingerprint", "family": described.family, **found.to_dict()})
         return 0
     width = max(len(row[0]) for row in found.rows)
-    data(f"{described.family}  {found.digests[0]}  {found.digests[1]}")
-    data(f"{'root mean square of':{width}}  count     least      mean      most")
+    print_result(f"{described.family}  {found.digests[0]}  {found.digests[1]}")
+    print_result(f"{'root mean square of':{width}}  count     least      mean      most")
     for name, count, least, mean, most in found.rows:
-        data(f"{name:{width}}  {count:5}  {least:8.4g}  {mean:8.4g}  {most:8.4g}")
+        print_result(f"{name:{width}}  {count:5}  {least:8.4g}  {mean:8.4g}  {most:8.4g}")
     return 0

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data, data_json
+from regauge.cli.console import print_json, print_result
 
 if TYPE_CHECKING:
     from regauge.core.spec import Spec
@@ -40,24 +40,24 @@ def inspect(
     """Show a model's symmetry: its parts, its spaces with their groups, what holds, what does not
     and why.
     """
-    from regauge.cli.model import discovered, faults_of, open_model, require_fit
-    from regauge.models.summary import facts_of, rows_of_tensors, text_of
+    from regauge.cli.model import discover_checkpoint, find_faults, open_model, require_fit
+    from regauge.models.summary import format_summary, summarize, tensor_rows
 
     found: Discovery | None = None
     if discover or explain is not None:
         from regauge.checkpoints.reader import open_checkpoint
 
         checkpoint = open_checkpoint(model)
-        found = discovered(checkpoint)
+        found = discover_checkpoint(checkpoint)
         described = found.spec
     else:
         checkpoint, described = open_model(model, spec)
-    faults = faults_of(checkpoint, described)
+    faults = find_faults(checkpoint, described)
     if explain is not None and found is not None:
-        told = explanation(found, explain)
-        data_json(told) if json else data(_text(told))
+        told = explain_space(found, explain)
+        print_json(told) if json else print_result(_format_explanation(told))
         return 0
-    facts = facts_of(checkpoint, described)
+    facts = summarize(checkpoint, described)
     facts["faults"] = [str(f) for f in faults]
     if found is not None:
         facts["discovered"] = {
@@ -67,16 +67,18 @@ def inspect(
             "dropped": list(found.dropped),
         }
     if json:
-        data_json(facts)
+        print_json(facts)
     elif not faults:
-        data(text_of(facts, [] if verbose == 0 else list(rows_of_tensors(described, checkpoint))))
+        print_result(
+            format_summary(facts, [] if verbose == 0 else list(tensor_rows(described, checkpoint)))
+        )
         if found is not None:
             folded = (
                 ""
                 if found.folded_error is None
                 else f", {found.folded_error:.1e} with its norms folded"
             )
-            data(
+            print_result(
                 f"discovered, and verified on {found.verified_on}: a random element of every "
                 f"space changes its outputs by {found.error:.1e}{folded}"
             )
@@ -84,7 +86,7 @@ def inspect(
     return 0
 
 
-def explanation(found: Discovery, name: str) -> dict[str, Any]:
+def explain_space(found: Discovery, name: str) -> dict[str, Any]:
     """Why a space has its group, or why an axis of a parameter ("name[0]", or all of a name) has
     none.
     """
@@ -97,14 +99,14 @@ def explanation(found: Discovery, name: str) -> dict[str, Any]:
     if name in spec.spaces:
         return {
             "name": name,
-            "group": _group(spec, name),
-            "reasons": [_reason(r) for r in found.reasons.get(name, ())],
+            "group": _describe_group(spec, name),
+            "reasons": [_reason_to_dict(r) for r in found.reasons.get(name, ())],
         }
     if frozen:
         return {
             "name": name,
             "group": "nothing acts",
-            "reasons": [_reason(r) for rs in frozen.values() for r in rs],
+            "reasons": [_reason_to_dict(r) for rs in frozen.values() for r in rs],
         }
     raise SpecError(
         f'there is no space "{name}", and no axis of a parameter of that name on which nothing '
@@ -114,27 +116,27 @@ def explanation(found: Discovery, name: str) -> dict[str, Any]:
     )
 
 
-def _group(spec: Spec, name: str) -> str:
+def _describe_group(spec: Spec, name: str) -> str:
     space = spec.spaces[name]
     over = f", one for each place of {space.over}" if space.over else ""
     folded = f"; with the norms folded, {space.folded}" if space.folded else ""
     return f"{space.group} on {space.size}{over}{folded}"
 
 
-def _reason(reason: Any) -> dict[str, Any]:
+def _reason_to_dict(reason: Any) -> dict[str, Any]:
     places = [
         {"file": p.file, "line": p.line, "code": p.code, "module": p.module} for p in reason.places
     ]
     return {
-        "operator": reason.operator,
-        "does": reason.does,
-        "keeps": reason.keeps,
+        "operator": reason.operator_name,
+        "does": reason.effect,
+        "keeps": reason.preserves,
         "places": places,
         "text": str(reason),
     }
 
 
-def _text(told: dict[str, Any]) -> str:
+def _format_explanation(told: dict[str, Any]) -> str:
     lines = [f"  {r['text']}" for r in told["reasons"]] or [
         "  nothing but linear layers and products touches it: it cannot be larger"
     ]

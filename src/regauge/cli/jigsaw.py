@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import data as out_data
-from regauge.cli.console import data_json, say, step_bar
+from regauge.cli.console import info, print_json, step_bar
+from regauge.cli.console import print_result as out_data
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ app = typer.Typer(
 )
 
 
-class Per(StrEnum):
+class PuzzlesPer(StrEnum):
     batch = "batch"
     sample = "sample"
 
@@ -53,7 +53,7 @@ Data = Annotated[
         help="npz, parquet, a folder of images or a hub id: images and labels.",
     ),
 ]
-Seed = Annotated[int, options.seed("The seed of all draws.")]
+Seed = Annotated[int, options.seed_option("The seed of all draws.")]
 Ratios = Annotated[
     str,
     typer.Option(
@@ -107,11 +107,11 @@ def train(
         ),
     ] = None,
     per: Annotated[
-        Per,
+        PuzzlesPer,
         typer.Option(
             "--per", help="One puzzle per batch, as in the paper's code, or one per image."
         ),
-    ] = Per.batch,
+    ] = PuzzlesPer.batch,
     probability: Annotated[
         float,
         typer.Option("--probability", metavar="P", help="The share of steps that have puzzles."),
@@ -203,9 +203,9 @@ def train(
 
     from regauge.checkpoints.plan import check_new
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.checkpoints.resume import KEEP_EVERY, Work
-    from regauge.data.augment import STRONG
-    from regauge.data.train import descend
+    from regauge.checkpoints.resume import SAVE_INTERVAL, ResumeState
+    from regauge.data.augment import DEIT_AUGMENTATION
+    from regauge.data.train import train_model
     from regauge.jigsaw.folder import FOLDER, save_wrapped
     from regauge.jigsaw.masks import JigsawError, check_ratio
     from regauge.jigsaw.wrapper import wrap
@@ -225,7 +225,7 @@ def train(
             hint="puzzles of texts are in Python: regauge.jigsaw.TextJigsaw",
         )
     if (checkpoint.path / FOLDER).is_dir():
-        say(
+        info(
             f"{model} was trained with puzzles: it goes on as a plain model, with an unknown "
             "embedding of its own"
         )
@@ -260,12 +260,12 @@ def train(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says what is left of MJP, as does the next line
         wrapped = wrap(live.to(device), given, total, seed)
-    if wrapped.place.note:
-        say(wrapped.place.note)
-    say(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
+    if wrapped.layout.note:
+        info(wrapped.layout.note)
+    info(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
     change: dict[str, Any] = {"flip": flip, "shift": shift} if flip or shift else {}
     if strong:
-        change |= {**STRONG, "mean": task["mean"], "std": task["std"]}
+        change |= {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]}
     augment = {"augment": change} if change else {}
     recipe = {
         "optimizer": "adamw",
@@ -277,21 +277,23 @@ def train(
         "clip": 5.0,
     }
     recipe |= {"warmup": warmup, **augment}
-    work = Work(
+    work = ResumeState(
         out.with_name(f".{out.name}.training"),
-        KEEP_EVERY,
+        SAVE_INTERVAL,
         device,
         _digest(wrapped, examples, recipe, given, seed),
     )
     with step_bar("train") as bar:
-        losses, _ = descend(wrapped, examples, recipe, seed, work, on_step=partial(_told, bar))
+        losses, _ = train_model(
+            wrapped, examples, recipe, seed, work, on_step=partial(_report_step, bar)
+        )
     save_wrapped(wrapped, out, checkpoint.path)
     work.path.unlink(missing_ok=True)
     last = losses[-max(1, total // 10) :]
     first_loss, last_loss = losses[0], sum(last) / len(last)
     if report is not None:
         from regauge.checkpoints.files import write_bytes
-        from regauge.jigsaw.figures import converged
+        from regauge.jigsaw.figures import report_training
         from regauge.results.report import page
 
         facts = {
@@ -306,10 +308,10 @@ def train(
         write_bytes(
             report,
             page(
-                converged(losses, {**facts, "seconds": round(time.monotonic() - started, 1)})
+                report_training(losses, {**facts, "seconds": round(time.monotonic() - started, 1)})
             ).encode(),
         )
-        say(f"report: {report}")
+        info(f"report: {report}")
     if json:
         told = {
             "out": str(out),
@@ -318,7 +320,7 @@ def train(
             "first_loss": first_loss,
             "last_loss": last_loss,
         }
-        data_json({"version": VERSION, "command": "jigsaw train", **told})
+        print_json({"version": VERSION, "command": "jigsaw train", **told})
     else:
         out_data(
             f"{out}: {wrapped.variant.name}, {total} steps, loss {first_loss:.4f} at first, "
@@ -327,7 +329,7 @@ def train(
     return 0
 
 
-def _told(bar: Any, step: int, total: int, loss: float) -> None:
+def _report_step(bar: Any, step: int, total: int, loss: float) -> None:
     """A step of a training: about fifty of them are shown, and one whose loss is no number ends
     it.
     """
@@ -393,15 +395,15 @@ def evaluate(
     check_outputs(json, report)
     check_device(device)
     set_threads(threads)
-    shares = sample.read_numbers(ratios, "--ratios") or []
+    shares = sample.parse_numbers(ratios, "--ratios") or []
     import numpy as np
 
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.jigsaw.figures import Cut, check_cuts, evaluated
-    from regauge.jigsaw.folder import bare_of, load_together
+    from regauge.jigsaw.figures import PuzzleGrid, check_puzzle_grids, report_evaluations
+    from regauge.jigsaw.folder import load_together, rewrap_plain
     from regauge.jigsaw.masks import check_ratio, check_size
     from regauge.jigsaw.metrics import evaluate as measure
-    from regauge.jigsaw.variants import variant_of
+    from regauge.jigsaw.variants import resolve_variant
     from regauge.results.findings import Results
 
     for share in shares:
@@ -417,13 +419,13 @@ def evaluate(
             )
         read[name] = examples
         height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
-        cuts[name] = Cut(
-            wrapped.place.patch,
-            check_size((height, width), wrapped.place.patch),
-            wrapped.place.table is not None,
+        cuts[name] = PuzzleGrid(
+            wrapped.layout.patch,
+            check_size((height, width), wrapped.layout.patch),
+            wrapped.layout.table is not None,
         )
     if patch is None:
-        check_cuts(cuts)
+        check_puzzle_grids(cuts)
     found, bare = {}, {}
     told = [name for name, wrapped in loaded.items() if wrapped.unknown is not None]
     for name, wrapped in loaded.items():
@@ -438,7 +440,7 @@ def evaluate(
                 progress=progress,
             )
         if name in told:
-            plain = bare_of(wrapped)
+            plain = rewrap_plain(wrapped)
             with step_bar(f"{Path(name).name}, unwrapped") as progress:
                 bare[name] = measure(
                     plain,
@@ -449,15 +451,15 @@ def evaluate(
                     device=device,
                     progress=progress,
                 )
-        elif wrapped.variant != variant_of("A"):
+        elif wrapped.variant != resolve_variant("A"):
             bare[name] = found[name]  # nothing marks what was shuffled
         wrapped.to("cpu")  # the next one may need the room
     if told:
-        say(
+        info(
             f"told which patches were shuffled, by the unknown embedding: {', '.join(told)}; "
             "the plain checkpoint is not: unwrapped"
         )
-    tables, figures = evaluated(found, cuts, bare)
+    tables, figures = report_evaluations(found, cuts, bare)
     facts = {
         **facts_of_run(),
         "models": list(models),
@@ -466,7 +468,7 @@ def evaluate(
         "seconds": round(time.monotonic() - started, 1),
     }
     results = Results("Puzzles at inference", (), tables, figures, facts)
-    return deliver(results, _text(results), json, report)
+    return deliver(results, _format_results(results), json, report)
 
 
 @app.command()
@@ -545,9 +547,9 @@ def study(
     from regauge.jigsaw import figures as reporting
     from regauge.jigsaw.folder import load_together
     from regauge.jigsaw.masks import JigsawError
-    from regauge.jigsaw.robustness import answers, aupr, aurra, errors_of
+    from regauge.jigsaw.robustness import aupr, aurra, evaluate_corruptions, score_predictions
     from regauge.jigsaw.studies import attention_maps
-    from regauge.jigsaw.studies import study as look
+    from regauge.jigsaw.studies import study_positions as look
     from regauge.results.findings import Results
 
     wrapped = {name: one.to(device) for name, one in load_together(models, patch).items()}
@@ -562,7 +564,7 @@ def study(
                 found[name] = look(one, seed=seed, umap=umap)
             except JigsawError as error:
                 unchecked.append(f"positions of {name}: {error}")
-    tables, figures = reporting.studied(found)
+    tables, figures = reporting.report_studies(found)
     if data is not None:
         source = sample.Sample(data, field, split, None, None, mean, std)
         read = {
@@ -581,20 +583,20 @@ def study(
             examples, task = read[next(iter(maps))]
             figures = (
                 *figures,
-                reporting.attended(
+                reporting.plot_attention(
                     examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps
                 ),
             )
         if corruptions:
             from regauge.data.datasets import open_data
 
-            some = open_data(data, fields=sample.read_fields(field), split=split).take(
+            some = open_data(data, fields=sample.parse_fields(field), split=split).take(
                 samples, seed=seed
             )
             errors = {}
             for name, one in wrapped.items():
                 with step_bar(f"corruptions, {Path(name).name}") as progress:
-                    errors[name] = errors_of(
+                    errors[name] = evaluate_corruptions(
                         one.unwrap(),
                         some,
                         read[name][1],
@@ -602,7 +604,7 @@ def study(
                         device=device,
                         progress=progress,
                     )
-            more, drawn, missing = reporting.corrupted(errors)
+            more, drawn, missing = reporting.report_corruptions(errors)
             tables, figures, unchecked = (
                 (*tables, *more),
                 (*figures, *drawn),
@@ -614,20 +616,20 @@ def study(
             for name, one in wrapped.items():
                 others, _ = strange.read(one.model, open_checkpoint(name), labelled=False)
                 sure, unsure = (
-                    answers(one.unwrap(), some, batch, device)[0]
+                    score_predictions(one.unwrap(), some, batch, device)[0]
                     for some in (read[name][0], others)
                 )
                 areas[name] = (aupr(sure, unsure), len(sure), len(unsure))
-            tables = (*tables, reporting.outside(areas))
+            tables = (*tables, reporting.tabulate_outliers(areas))
     if hard is not None:
         told = {}
         for name, one in wrapped.items():
             examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(
                 one.model, open_checkpoint(name)
             )
-            sure, right = answers(one.unwrap(), examples, batch, device)
+            sure, right = score_predictions(one.unwrap(), examples, batch, device)
             told[name] = (float(right.mean()), aurra(sure, right), len(right))
-        tables = (*tables, reporting.hard(told))
+        tables = (*tables, reporting.tabulate_hard_images(told))
     if not tables and not figures:
         raise JigsawError(
             "\n".join(unchecked),
@@ -643,13 +645,13 @@ def study(
         "seconds": round(time.monotonic() - started, 1),
     }
     results = Results("Positions", (), tables, figures, facts, tuple(unchecked))
-    return deliver(results, _text(results), json, report)
+    return deliver(results, _format_results(results), json, report)
 
 
-def _text(results: Results) -> str:
-    from regauge.results.text import text_of
+def _format_results(results: Results) -> str:
+    from regauge.results.text import format_results
 
-    shown = text_of(results).partition("  finding")[0].rstrip()
+    shown = format_results(results).partition("  finding")[0].rstrip()
     return "\n".join(
         [
             shown,

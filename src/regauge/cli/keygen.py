@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, escaped, say
-from regauge.cli.run import lies_in
+from regauge.cli.console import escape, info, print_json
+from regauge.cli.run import find_enclosing
 from regauge.errors import KeyFileError, PassphraseError
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from regauge.locking.keys import Purpose as Purposes
 
 VERSION = 1
-_LONGEST = 4096  # bytes of a passphrase
+_MAX_PASSPHRASE = 4096  # bytes of a passphrase
 
 
 class Purpose(StrEnum):
@@ -62,7 +62,7 @@ def keygen(
         raise KeyFileError(
             f"{out} exists already", hint="a key cannot be made again: name a new file"
         )
-    given = _given(passphrase_file)
+    given = _read_passphrase(passphrase_file)
     if given is None and passphrase:
         _require_terminal(out)
         given = typer.prompt(
@@ -72,13 +72,13 @@ def keygen(
         given = None  # REGAUGE_PASSPHRASE may be set for another key
     key = generate_key(purpose.value)
     save_key(key, out, given)
-    say(
+    info(
         f"wrote {out}: key {key.id} for "
         f"{key.purpose}{', protected by a passphrase' if given else ''}; keep a copy in a safe "
         "place"
     )
     if json:
-        data_json(
+        print_json(
             {
                 "version": VERSION,
                 "command": "keygen",
@@ -95,12 +95,12 @@ def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key
     """The key of a file. Its passphrase is looked for only if it has one."""
     from regauge.locking.keys import load_key
 
-    return load_key(path, purpose, partial(_asked, path, passphrase_file))
+    return load_key(path, purpose, partial(_obtain_passphrase, path, passphrase_file))
 
 
-def keep_apart(key: Path, *places: Path) -> None:
+def require_outside(key: Path, *places: Path) -> None:
     """A key must not lie in what is given away, nor where something is written."""
-    place = lies_in(key, *places)
+    place = find_enclosing(key, *places)
     if place is not None:
         raise KeyFileError(
             f"the key {key} lies in {place}, and would be given away with it",
@@ -108,25 +108,25 @@ def keep_apart(key: Path, *places: Path) -> None:
         )
 
 
-def _asked(path: Path, passphrase_file: Path | None) -> str:
-    given = _given(passphrase_file)
+def _obtain_passphrase(path: Path, passphrase_file: Path | None) -> str:
+    given = _read_passphrase(passphrase_file)
     if given is None:
         _require_terminal(path)
-        given = str(typer.prompt(escaped(f"Passphrase of {path}"), hide_input=True, err=True))
+        given = str(typer.prompt(escape(f"Passphrase of {path}"), hide_input=True, err=True))
     return given
 
 
-def _given(file: Path | None) -> str | None:
+def _read_passphrase(file: Path | None) -> str | None:
     """The passphrase of a file or of the environment, if there is one."""
     if file is None:
         return os.environ.get("REGAUGE_PASSPHRASE") or None
     from regauge.locking.keys import read_private
 
     first = read_private(file, "passphrase file").split(b"\n")[0].removesuffix(b"\r")
-    if not first or len(first) > _LONGEST:
+    if not first or len(first) > _MAX_PASSPHRASE:
         raise PassphraseError(
             f"{file} holds no passphrase on its first line",
-            hint=f"at most {_LONGEST} bytes of text",
+            hint=f"at most {_MAX_PASSPHRASE} bytes of text",
         )
     try:
         return first.decode("utf-8")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import info, print_json
 from regauge.cli.run import set_threads
 
 if TYPE_CHECKING:
@@ -20,7 +20,11 @@ VERSION = 1
 _NOT_ENCRYPTION = (
     "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
 )
-_WORDS = {"permutation": "permutations", "signed": "signed permutations", "rotation": "rotations"}
+_GROUP_NAMES = {
+    "permutation": "permutations",
+    "signed": "signed permutations",
+    "rotation": "rotations",
+}
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 Retrained = Annotated[
@@ -82,33 +86,33 @@ def lock(
         raise typer.BadParameter("--resume belongs to -o OUT")
     started = time.monotonic()
 
-    from regauge.cli.keygen import keep_apart, read_key
+    from regauge.cli.keygen import read_key, require_outside
     from regauge.cli.model import open_model
     from regauge.locking import lock_files
-    from regauge.locking.lock import DEFAULT, LOCKS
+    from regauge.locking.lock import DEFAULT_GROUP, LOCKS
 
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, described = open_model(model, spec)
-    keep_apart(key, checkpoint.path, *([] if out is None else [out]))
+    require_outside(key, checkpoint.path, *([] if out is None else [out]))
     if reseal:
         if out is not None:
             job = lock_files.plan_reseal(checkpoint, described, out, secret, threads=threads)
-            return _write(job, "lock --reseal", started, resume, dry_run, json, threads)
+            return _write_job(job, "lock --reseal", started, resume, dry_run, json, threads)
         record = lock_files.reseal(checkpoint, described, secret, threads=threads, dry_run=dry_run)
         did = "dry run: this would renew" if dry_run else "renewed"
-        say(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
+        info(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
             report = {
                 "version": VERSION,
                 "command": "lock --reseal",
                 "out": str(checkpoint.path),
-                "record": record.to_json(),
+                "record": record.to_dict(),
                 "dry_run": dry_run,
             }
-            data_json(report)
+            print_json(report)
         return 0
     assert out is not None
-    chosen = (group or Group(DEFAULT)).value
+    chosen = (group or Group(DEFAULT_GROUP)).value
     named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
     if LOCKS[chosen].fold:
         set_threads(threads)
@@ -123,12 +127,12 @@ def lock(
             if n.split(".")[0].startswith("stream")
             and job.element.spec.spaces[n].group.name == "permutation"
         )
-        say(
+        info(
             f"rotations: {how} is to "
             f"rounding{f'; {narrow[0]}: permutations only' if narrow else ''}"
         )
-    code = _write(job, "lock", started, resume, dry_run, json, threads)
-    say(_NOT_ENCRYPTION)
+    code = _write_job(job, "lock", started, resume, dry_run, json, threads)
+    info(_NOT_ENCRYPTION)
     return code
 
 
@@ -157,17 +161,17 @@ def unlock(
         checkpoint, described, out, secret, retrained=retrained, threads=threads
     )
     if job.record.files is None:
-        say(
+        info(
             "this lock binds the weights only: tokenizer and other files are as they were found "
             "(regauge lock --reseal binds them)"
         )
     if job.record.group == "rotation":
         set_threads(threads)
-        say(
+        info(
             "it was locked by rotations: the plain weights come back to "
             f"rounding{', with folded norms' if job.record.folded else ''}"
         )
-    return _write(job, "unlock", started, resume, dry_run, json, threads)
+    return _write_job(job, "unlock", started, resume, dry_run, json, threads)
 
 
 def rekey(
@@ -192,23 +196,23 @@ def rekey(
 ) -> int:
     """Change the key of a locked model, in one move: the plain model is never written."""
     started = time.monotonic()
-    from regauge.cli.keygen import keep_apart, read_key
+    from regauge.cli.keygen import read_key, require_outside
     from regauge.cli.model import open_model
     from regauge.locking import lock_files
 
     old, new = read_key(key, "lock", passphrase_file), read_key(to, "lock", to_passphrase_file)
     checkpoint, described = open_model(model, spec)
-    keep_apart(key, out)
-    keep_apart(to, checkpoint.path, out)
+    require_outside(key, out)
+    require_outside(to, checkpoint.path, out)
     job = lock_files.plan_rekey(
         checkpoint, described, out, old, new, retrained=retrained, threads=threads
     )
     if job.record.group == "rotation":
         set_threads(threads)
-    return _write(job, "rekey", started, resume, dry_run, json, threads)
+    return _write_job(job, "rekey", started, resume, dry_run, json, threads)
 
 
-def _write(
+def _write_job(
     job: Job,
     command: str,
     started: float,
@@ -217,12 +221,12 @@ def _write(
     json: bool,
     threads: int | None,
 ) -> int:
-    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.files import format_bytes
     from regauge.cli.write import summary, write_moved
 
     spec, record = job.element.spec, job.record
-    if job.cast is not None:
-        say(f"it was locked in {job.cast}, and trained in another dtype since")
+    if job.locked_dtype is not None:
+        info(f"it was locked in {job.locked_dtype}, and trained in another dtype since")
     report: dict[str, Any] = {
         "version": VERSION,
         "command": command,
@@ -236,12 +240,12 @@ def _write(
         "dry_run": dry_run,
     }
     if job.element.members:
-        say(
-            f"{spec.family}: {command}s the backbone by {_WORDS[record.group]} of "
+        info(
+            f"{spec.family}: {command}s the backbone by {_GROUP_NAMES[record.group]} of "
             f"{summary(job.element)}; key {record.key}"
         )
     if dry_run:
-        say(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
+        info(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
     else:
         written = write_moved(
             job.out,
@@ -252,13 +256,13 @@ def _write(
             threads,
         )
         seconds = time.monotonic() - started
-        say(f"wrote {job.out}: {amount(written.bytes)} in {seconds:.1f} s")
+        info(f"wrote {job.out}: {format_bytes(written.bytes)} in {seconds:.1f} s")
         report |= {
             "bytes": written.bytes,
             "files": list(written.files),
-            "left": list(written.left),
+            "left": list(written.skipped),
             "seconds": round(seconds, 3),
         }
     if json:
-        data_json(report)
+        print_json(report)
     return 0

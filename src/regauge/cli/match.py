@@ -13,31 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import info, step_bar
 from regauge.cli.match_results import (
-    comparison_text,
-    match_text,
+    format_comparison,
+    format_match,
     results_of_comparison,
     results_of_match,
 )
-from regauge.cli.pair import layers as read_layers
-from regauge.cli.pair import names, open_pair, weights
+from regauge.cli.pair import open_pair, parse_names, parse_weights
+from regauge.cli.pair import parse_layers as read_layers
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import ElementError
 
 if TYPE_CHECKING:
     from regauge.cli.pair import Pair
     from regauge.core.element import Element
-    from regauge.matching.activations import Seen
-    from regauge.matching.refine import Refined
+    from regauge.matching.activations import Activations
+    from regauge.matching.refine import Refinement
 
-One = Annotated[
+ModelA = Annotated[
     str,
     typer.Argument(
         metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id."
     ),
 ]
-Other = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
+ModelB = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
 Spaces = Annotated[
     str | None,
     typer.Option(
@@ -51,7 +51,7 @@ Layers = Annotated[
     typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only."),
 ]
 Group = Annotated[
-    options.Kind,
+    options.GroupKind,
     typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations."),
 ]
 Fold = Annotated[
@@ -105,8 +105,8 @@ SharedTokens = Annotated[
 
 
 def match(
-    a: One,
-    b: Other,
+    a: ModelA,
+    b: ModelB,
     out: Annotated[
         Path,
         typer.Option(
@@ -126,7 +126,7 @@ def match(
     ] = None,
     spaces: Spaces = None,
     layers: Layers = None,
-    group: Group = options.Kind.full,
+    group: Group = options.GroupKind.full,
     fold: Fold = False,
     fix: Fix = None,
     anchors: Anchors = None,
@@ -147,7 +147,7 @@ def match(
         ),
     ] = True,
     shared_tokens: SharedTokens = False,
-    self_written: sample.Written = False,
+    self_written: sample.SelfWritten = False,
     sample_data: Annotated[
         str | None,
         typer.Option(
@@ -171,7 +171,7 @@ def match(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, options.seed("The seed that draws the sample.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed that draws the sample.")] = 0,
     refine: Annotated[
         str | None,
         typer.Option(
@@ -206,7 +206,7 @@ def match(
     merging tool can take the result.
     """
     started = time.monotonic()
-    fixed = names(fix) or []
+    fixed = parse_names(fix) or []
     if (fold or bool(fixed)) != (out_b is not None):
         raise typer.BadParameter(
             "--fold or --fix and --output-b belong together: a folded A is next to a folded B, "
@@ -218,10 +218,10 @@ def match(
         raise typer.BadParameter("--output and --output-b are one folder: A and B need one each")
     check_outputs(json, report)
     from regauge.checkpoints.element_files import save_element as save
-    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.plan import check_new, check_target
     from regauge.cli.model import require_unlocked
-    from regauge.cli.move import keep_apart
+    from regauge.cli.move import require_outside
     from regauge.cli.write import summary, write_moved
     from regauge.core.element import identity
     from regauge.matching import match as find
@@ -233,7 +233,7 @@ def match(
     pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
-    counted = weights(weight)
+    counted = parse_weights(weight)
     for target in (out, out_b):
         for source in (pair.a, pair.b):
             if target is not None:
@@ -242,7 +242,7 @@ def match(
         if save_element.exists():
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         for target in (out, out_b or out):
-            keep_apart(save_element, target, pair.a.checkpoint.path)
+            require_outside(save_element, target, pair.a.checkpoint.path)
     wishes = (
         spaces,
         layers,
@@ -259,7 +259,7 @@ def match(
         seed,
         nearest,
     )
-    work = Unfinished(out, pair, " ".join(map(str, wishes)))
+    work = MatchState(out, pair, " ".join(map(str, wishes)))
     start, known = work.load() if resume else (None, None)
     seen, live, refined = None, None, None
 
@@ -274,39 +274,43 @@ def match(
     if (
         self_written or sample_data is not None or refine is not None
     ):  # before the search: what cannot be read is refused at once
-        chosen = [_read(pair, _sample(uri), samples, seed) for uri in (refine, sample_data)]
-        live = Live(pair, samples, seed)
-        lessons = live.given(chosen[0]) if refine is not None else []
-        seen = live.seen(live.given(chosen[1])) if self_written or sample_data is not None else None
+        chosen = [_read_batches(pair, _sample(uri), samples, seed) for uri in (refine, sample_data)]
+        live = LoadedPair(pair, samples, seed)
+        lessons = live.batches_or_generated(chosen[0]) if refine is not None else []
+        seen = (
+            live.record_activations(live.batches_or_generated(chosen[1]))
+            if self_written or sample_data is not None
+            else None
+        )
     if known:
-        say(f"goes on with what the interrupted run found of {len(known)} spaces")
+        info(f"goes on with what the interrupted run found of {len(known)} spaces")
     with step_bar("match") as progress:
         found = find(
             pair.spec,
             pair.a.state,
             pair.b.state,
-            spaces=names(spaces),
+            spaces=parse_names(spaces),
             layers=read_layers(layers),
             within=group.value,
             rows=pair.rows,
-            seen=seen,
+            activations=seen,
             weights=counted,
-            anchors=names(anchors),
+            anchors=parse_names(anchors),
             sweeps=sweeps,
             nearest=nearest,
             rescale=rescale,
             workers=workers,
             start=start,
-            known=known,
-            saved=None if dry_run else work.save,
+            known_spaces=known,
+            save=None if dry_run else work.save,
             progress=progress,
         )
     if live is not None and lessons:
-        refined = live.refined(found.element, lessons, refine_steps)
-        found = found.replaced(refined.g, pair.spec, pair.a.state, pair.b.state)
-        say(
-            f"refined in {refined.step} of {refine_steps} steps: divergence from the ends "
-            f"{refined.start:.4f}, now {refined.loss:.4f}"
+        refined = live.refine(found.element, lessons, refine_steps)
+        found = found.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
+        info(
+            f"refined in {refined.best_step} of {refine_steps} steps: divergence from the ends "
+            f"{refined.initial_loss:.4f}, now {refined.loss:.4f}"
         )
     results = results_of_match(
         pair,
@@ -318,8 +322,8 @@ def match(
             "folded": fold,
             "fixed": fixed,
             "group": group.value,
-            "by": _by(sample_data, self_written),
-            **_learned(refine, refined),
+            "by": _describe_source(sample_data, self_written),
+            **_refinement_facts(refine, refined),
         },
         by_weights=seen is None,
         refined=refined,
@@ -331,8 +335,9 @@ def match(
             out, found.element, thunks, mode=mode, match_json=to_json(results).encode()
         )
         written = write_moved(out, plan, thunks, "matching", resume, threads)
-        say(
-            f"wrote {out}: {amount(written.bytes)} in {time.monotonic() - started:.1f} s; moves "
+        info(
+            f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
+            "moves "
             f"{summary(found.element)}"
         )
         if out_b is not None:
@@ -347,31 +352,35 @@ def match(
                 threads,
             )
             steps = (("folded", fold), ("with fixed gauges", fixed))
-            say(f"wrote {out_b}: B, {' and '.join(name for name, wanted in steps if wanted)}")
+            info(f"wrote {out_b}: B, {' and '.join(name for name, wanted in steps if wanted)}")
         if save_element is not None:
             save(found.element, save_element, new=True)
-        work.forget()
-    return deliver(results, match_text(found, results), json, report)
+        work.delete()
+    return deliver(results, format_match(found, results), json, report)
 
 
-def _by(sample_data: str | None, self_written: bool) -> str:
+def _describe_source(sample_data: str | None, self_written: bool) -> str:
     return "text that the two wrote" if self_written else sample_data or "weights"
 
 
-def _learned(refine: str | None, refined: Refined | None) -> dict[str, Any]:
+def _refinement_facts(refine: str | None, refined: Refinement | None) -> dict[str, Any]:
     if refined is None:
         return {}
     about = {
         "data": "text that the two wrote" if refine == "self" else refine,
-        "steps": refined.step,
+        "steps": refined.best_step,
         "seconds": round(refined.seconds, 1),
     }
     return {
-        "refined": {**about, "divergence before": refined.start, "divergence after": refined.loss}
+        "refined": {
+            **about,
+            "divergence before": refined.initial_loss,
+            "divergence after": refined.loss,
+        }
     }
 
 
-def _read(
+def _read_batches(
     pair: Pair, source: sample.Sample | None, count: int, seed: int
 ) -> list[dict[str, Any]] | None:
     """A sample of data, without labels, as A reads it."""
@@ -383,13 +392,13 @@ def _read(
     return sample.inputs_of(examples, count, seed, batch=8)
 
 
-class Live:
+class LoadedPair:
     """Both models, loaded to be seen at work: with the weights that are matched, folded or not."""
 
     def __init__(self, pair: Pair, count: int, seed: int) -> None:
         from regauge.models.load import load_model
 
-        say("loads both models, to see them at work")
+        info("loads both models, to see them at work")
         self.pair, self.count, self.seed = pair, count, seed
         self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
         self.states = [
@@ -397,17 +406,17 @@ class Live:
             for side in (pair.a, pair.b)
         ]
 
-    def given(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    def batches_or_generated(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
         """These batches, or if there are none, text that the two write."""
-        from regauge.matching.activations import written
+        from regauge.matching.activations import generate_text
 
         return (
-            written(self.models, count=self.count, seed=self.seed, batch=8)
+            generate_text(self.models, count=self.count, seed=self.seed, batch_size=8)
             if batches is None
             else batches
         )
 
-    def seen(self, batches: list[dict[str, Any]]) -> tuple[Seen, Seen]:
+    def record_activations(self, batches: list[dict[str, Any]]) -> tuple[Activations, Activations]:
         from regauge.matching.activations import record
 
         one, other = (
@@ -416,7 +425,7 @@ class Live:
         )
         return one, other
 
-    def refined(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refined:
+    def refine(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refinement:
         from regauge.matching.refine import refine
 
         with step_bar("refine") as progress:
@@ -432,12 +441,14 @@ class Live:
                 on_mark=lambda mark: progress(
                     mark.step,
                     steps,
-                    f"divergence from the ends {mark.held:.4f}" if mark.step < steps else "",
+                    f"divergence from the ends {mark.held_out_loss:.4f}"
+                    if mark.step < steps
+                    else "",
                 ),
             )
 
 
-class Unfinished:
+class MatchState:
     """What a match has found so far, kept beside its output for `--resume`, until that is
     written.
     """
@@ -448,8 +459,11 @@ class Unfinished:
             for side in (pair.a, pair.b)
             for n, s in side.checkpoint.files.items()
         ]
-        self.spec, self.of = pair.spec, hashlib.sha256(f"{stamps} {wishes}".encode()).hexdigest()
-        self.path, self.about = (
+        self.spec, self.digest = (
+            pair.spec,
+            hashlib.sha256(f"{stamps} {wishes}".encode()).hexdigest(),
+        )
+        self.path, self.index = (
             out.with_name(f".{out.name}.match"),
             out.with_name(f".{out.name}.match.json"),
         )
@@ -459,30 +473,30 @@ class Unfinished:
         from regauge.checkpoints.files import write_bytes
 
         save_element(g, self.path)
-        write_bytes(self.about, dumps({"of": self.of, "known": known}).encode(), mode=0o600)
+        write_bytes(self.index, dumps({"of": self.digest, "known": known}).encode(), mode=0o600)
 
     def load(self) -> tuple[Element | None, list[str] | None]:
         """The element so far and its spaces, or nothing if there is none, or none of this match."""
         from regauge.checkpoints.element_files import load_element
         from regauge.checkpoints.reader import read_json
 
-        if not self.path.exists() or not self.about.exists():
+        if not self.path.exists() or not self.index.exists():
             return None, None
-        about = read_json(self.about)
-        if about.get("of") != self.of:
-            say("what an interrupted run left is of another match, and is not used")
+        about = read_json(self.index)
+        if about.get("of") != self.digest:
+            info("what an interrupted run left is of another match, and is not used")
             return None, None
         g = load_element(self.path, self.spec)
         return g, [s for s in about["known"] if s in self.spec.spaces]
 
-    def forget(self) -> None:
-        for path in (self.path, self.about):
+    def delete(self) -> None:
+        for path in (self.path, self.index):
             path.unlink(missing_ok=True)
 
 
 def compare(
-    a: One,
-    b: Other,
+    a: ModelA,
+    b: ModelB,
     spaces: Spaces = None,
     fold: Annotated[
         bool,
@@ -492,11 +506,11 @@ def compare(
             "well.",
         ),
     ] = False,
-    group: Group = options.Kind.full,
+    group: Group = options.GroupKind.full,
     sweeps: Sweeps = 3,
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
-    seed: Annotated[int, options.seed("The seed of the control.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of the control.")] = 0,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,
@@ -516,7 +530,7 @@ def compare(
             seed=seed,
             rows=pair.rows,
             progress=progress,
-            spaces=names(spaces),
+            spaces=parse_names(spaces),
             within=group.value,
             sweeps=sweeps,
         )
@@ -525,4 +539,4 @@ def compare(
         found,
         {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed},
     )
-    return deliver(results, comparison_text(found, results), json, report)
+    return deliver(results, format_comparison(found, results), json, report)

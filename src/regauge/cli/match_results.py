@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from regauge.cli.pair import Pair
     from regauge.matching import Match
     from regauge.matching.compare import Comparison
-    from regauge.matching.refine import Refined
+    from regauge.matching.refine import Refinement
     from regauge.results.findings import Results, Table
 
 
@@ -18,7 +18,7 @@ def results_of_match(
     facts: dict[str, Any],
     *,
     by_weights: bool = True,
-    refined: Refined | None = None,
+    refined: Refinement | None = None,
 ) -> Results:
     """Return the results of a match.
 
@@ -41,18 +41,18 @@ def results_of_match(
         0.0,
         found.distance_before,
         f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after "
-        f"matching ({found.relative:.1%} of B's norm)",
+        f"matching ({found.relative_distance:.1%} of B's norm)",
         measure="Euclidean distance",
     )
     findings = [distance]
     if refined is not None:
         sentence = (
-            f"divergence of mixed models from the ends {refined.start:.4g} before "
+            f"divergence of mixed models from the ends {refined.initial_loss:.4g} before "
             f"refinement, {refined.loss:.4g} after it"
         )
         statement = "refinement does not raise the divergence from the ends on held-out data"
         measure = "divergence in nats"
-        held = refined.loss <= refined.start
+        held = refined.loss <= refined.initial_loss
         findings.append(
             Finding(
                 "match/divergence",
@@ -60,7 +60,7 @@ def results_of_match(
                 held,
                 refined.loss,
                 0.0,
-                refined.start,
+                refined.initial_loss,
                 sentence,
                 measure=measure,
             )
@@ -113,16 +113,16 @@ def steps_table(found: Match) -> Table:
     return Table("Gains by step", ("step", "distance", "gain", "seconds"), tuple(rows))
 
 
-def match_text(found: Match, results: Results) -> str:
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+def format_match(found: Match, results: Results) -> str:
+    from regauge.models.summary import format_columns
+    from regauge.results.report import format_number
 
     rows = [("step", "distance", "gain", "seconds")]
-    rows += [tuple(number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
+    rows += [tuple(format_number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
     lines = [
         results.title,
         "",
-        columns(rows, right=(1, 2, 3)),
+        format_columns(rows, right=(1, 2, 3)),
         "",
         *(f.sentence for f in results.findings),
     ]
@@ -132,7 +132,7 @@ def match_text(found: Match, results: Results) -> str:
 def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) -> Results:
     from regauge.results.findings import Figure, Finding, Results, Table
 
-    stand, moved, chance = found.alike
+    stand, moved, chance = found.cosines
     findings = (
         Finding(
             "basis/as they stand",
@@ -141,7 +141,7 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
             stand,
             chance,
             1.0,
-            found.words,
+            found.explanation,
             measure="cosine of the matrices",
         ),
         Finding(
@@ -159,11 +159,11 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
             "basis/invariant",
             "what no description changes",
             None,
-            found.invariant,
+            found.relative_invariant_distance,
             0.0,
             None,
             "invariants (spectra, products of heads, sorted gains) differ by "
-            f"{found.invariant:.2%} of B's",
+            f"{found.relative_invariant_distance:.2%} of B's",
             measure="relative distance",
         ),
     )
@@ -175,7 +175,7 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
     still = Table(
         "What stays in its place",
         ("space", "share"),
-        tuple(found.stays.items()),
+        tuple(found.fixed_shares.items()),
         "Of a permutation its fixed places; of a matrix the mean diagonal.",
     )
     figure = Figure(
@@ -192,34 +192,38 @@ def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) 
     )
     verdict = {
         "verdict": found.verdict,
-        "in words": found.words,
+        "in words": found.explanation,
         "family": pair.spec.family,
-        "seconds of matching": round(found.found.seconds, 2),
+        "seconds of matching": round(found.match.seconds, 2),
     }
     title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {found.verdict}"
     return Results(
         title,
         findings,
-        (by_layer, still, modules_table(found.found)),
+        (by_layer, still, modules_table(found.match)),
         (figure,),
         {**facts, **verdict},
-        tuple(found.found.notes),
+        tuple(found.match.notes),
     )
 
 
-def comparison_text(found: Comparison, results: Results) -> str:
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+def format_comparison(found: Comparison, results: Results) -> str:
+    from regauge.models.summary import format_columns
+    from regauge.results.report import format_number
 
     table = results.tables[0]
-    rows = [table.columns, *(tuple(number(c) for c in row) for row in table.rows)]
-    stand, moved, chance = found.alike
-    lines = [results.title, "", columns(rows, right=(1, 2, 3, 4)), ""]
+    rows = [table.columns, *(tuple(format_number(c) for c in row) for row in table.rows)]
+    stand, moved, chance = found.cosines
+    lines = [results.title, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
     lines += [
         (
             f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} "
             "by chance"
         )
     ]
-    lines += [f"what no description changes differs by {found.invariant:.2%}", "", found.words]
-    return "\n".join([*lines, *(f"note: {n}" for n in found.found.notes)])
+    lines += [
+        f"what no description changes differs by {found.relative_invariant_distance:.2%}",
+        "",
+        found.explanation,
+    ]
+    return "\n".join([*lines, *(f"note: {n}" for n in found.match.notes)])

@@ -7,7 +7,7 @@ example that its command does not take.
 
 from __future__ import annotations
 
-NEXT = """\
+OVERVIEW = """\
 Rewrite a Transformer's weights in another basis without changing what it computes.
 
 Start here

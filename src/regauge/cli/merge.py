@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import data_json, say, step_bar, warn
+from regauge.cli.console import info, print_json, step_bar, warn
 
 if TYPE_CHECKING:
     from regauge.merging.engine import Merge
@@ -122,7 +122,7 @@ def merge(
             "--force", help="Merge models that share no basis, or of different kinds, as they are."
         ),
     ] = False,
-    seed: Annotated[int, options.seed("The seed of methods that draw.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of methods that draw.")] = 0,
     shard_size: Annotated[
         str,
         typer.Option(
@@ -147,7 +147,7 @@ def merge(
     the models share a basis at all.
     """
     started = time.monotonic()
-    size = _size(shard_size)
+    size = _parse_size(shard_size)
     by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if by_file and any(
         value is not None for value in (method, base, weight, parameter, dtype, tokenizer)
@@ -156,64 +156,68 @@ def merge(
             "the recipe says what is merged and how: write --method, --base, --weight, --set, "
             "--dtype or --tokenizer into it"
         )
-    sampled = _sampled(data, samples, labels, field, split, data_tokenizer, length, mean, std)
+    sampled = _build_data_section(
+        data, samples, labels, field, split, data_tokenizer, length, mean, std
+    )
     if by_file and sampled:
         raise typer.BadParameter(
             "the recipe says what is looked at: write data: into it, in place of --data"
         )
     from dataclasses import replace
 
-    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.memory import reuse_memory
     from regauge.checkpoints.plan import check_new
     from regauge.cli.model import require_unlocked
     from regauge.cli.run import set_threads
     from regauge.cli.write import write_moved
     from regauge.merging.engine import align as moved_by
-    from regauge.merging.engine import open_merge, plan_merge, require_basis, stamps
+    from regauge.merging.engine import open_merge, plan_merge, require_basis, serialize_inputs
     from regauge.merging.methods import METHODS
     from regauge.merging.recipe_yaml import read_recipe
-    from regauge.merging.recipes import Align
-    from regauge.merging.state_store import Unfinished
+    from regauge.merging.recipes import AlignConfig
+    from regauge.merging.state_store import MergeStateStore
 
     recipe = (
         read_recipe(Path(models[0]))
         if by_file
-        else _recipe(models, method, base, weight, parameter, dtype, tokenizer, align, sampled)
+        else _build_recipe(
+            models, method, base, weight, parameter, dtype, tokenizer, align, sampled
+        )
     )
     if align and recipe.align is None:
-        recipe = replace(recipe, align=Align(), text=f"{recipe.text.rstrip()}\nalign: true\n")
+        recipe = replace(recipe, align=AlignConfig(), text=f"{recipe.text.rstrip()}\nalign: true\n")
     for note in recipe.notes:
-        warn(f"{recipe.where}, {note}")
+        warn(f"{recipe.origin}, {note}")
     check_new(out)
     opened = open_merge(recipe, seed=seed, force=force)
     for model in opened.models.values():
         require_unlocked(model.checkpoint)
     plan_merge(
-        opened, out, shard=size
+        opened, out, shard_bytes=size
     )  # an output that cannot be is refused before anything is read
     set_threads(threads)
-    looks = METHODS[recipe.method].statistic or METHODS[recipe.method].transport
+    looks = METHODS[recipe.method].statistic or METHODS[recipe.method].is_transport
     if looks:
-        from regauge.merging.data_pass import look, open_samples
+        from regauge.merging.data_pass import collect_statistics, open_samples
 
         opened_data = open_samples(opened)
         opened = replace(opened, digests=tuple(found.digest for _, found in opened_data.values()))
-    kept = None if dry_run else Unfinished(out, stamps(opened))
+    kept = None if dry_run else MergeStateStore(out, serialize_inputs(opened))
     with step_bar("basis") as progress:
         opened = require_basis(opened, kept, progress)
-    _tell(opened)
+    _report_verdicts(opened)
     with step_bar("align") as progress:
         opened = moved_by(opened, kept, progress)
     if looks and kept is not None:
         with step_bar("look") as progress:
-            opened = look(opened, opened_data, out, kept, progress)
+            opened = collect_statistics(opened, opened_data, out, kept, progress)
         for note in opened.notes:
-            say(note)
+            info(note)
     for verdict in opened.verdicts.values():
         if verdict.moved:
-            (warn if "still far" in verdict.moved else say)(f"{verdict.model} was {verdict.moved}")
-    plan, thunks = plan_merge(opened, out, shard=size)
+            (warn if "still far" in verdict.moved else info)(f"{verdict.model} was {verdict.moved}")
+    plan, thunks = plan_merge(opened, out, shard_bytes=size)
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "merge",
@@ -224,21 +228,23 @@ def merge(
         "tensors": len(thunks),
         "bytes": plan.size,
         "files": [f.name for f in plan.files],
-        "basis": [v.as_dict() for v in opened.verdicts.values()],
+        "basis": [v.to_dict() for v in opened.verdicts.values()],
         "seed": seed,
         "dry_run": dry_run,
     }
     if dry_run:
-        say(f"dry run: {len(thunks)} tensors, {amount(plan.size)}, would be written to {out}")
+        info(
+            f"dry run: {len(thunks)} tensors, {format_bytes(plan.size)}, would be written to {out}"
+        )
     else:
         set_threads(1)  # tensors are computed beside each other, each by one thread
         reuse_memory()
         written = write_moved(out, plan, thunks, "merging", resume, threads)
         if kept is not None:
-            kept.forget()
+            kept.delete()
         seconds = time.monotonic() - started
-        say(
-            f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} s, by {recipe.method} of "
+        info(
+            f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by {recipe.method} of "
             f"{len(opened.models)} models"
         )
         report |= {
@@ -247,11 +253,11 @@ def merge(
             "seconds": round(seconds, 3),
         }
     if json:
-        data_json(report)
+        print_json(report)
     return 0
 
 
-def _tell(merge: Merge) -> None:
+def _report_verdicts(merge: Merge) -> None:
     for verdict in merge.verdicts.values():
         if not verdict.shared and merge.recipe.align is None and merge.force:
             warn(
@@ -259,12 +265,12 @@ def _tell(merge: Merge) -> None:
                 "force"
             )
         elif verdict.seen == "a sample":
-            say(f"{verdict.model} and {verdict.anchor} {verdict.words}")
+            info(f"{verdict.model} and {verdict.anchor} {verdict.words}")
         else:
-            say(f"{verdict.model} and {verdict.anchor}: {verdict.words}")
+            info(f"{verdict.model} and {verdict.anchor}: {verdict.words}")
 
 
-def _recipe(
+def _build_recipe(
     models: list[str],
     method: str | None,
     base: str | None,
@@ -291,20 +297,20 @@ def _recipe(
     how = method or "linear"
     if base is None and how == "slerp" and len(models) == 2:
         base = models[0]
-    weighted = how in METHODS and "weight" in METHODS[how].each
+    weighted = how in METHODS and "weight" in METHODS[how].per_model
     listed = [
         {"model": m, **({"parameters": {"weight": w}} if weighted else {})}
         for m, w in zip(models, weights, strict=True)
         if m != base or not weighted
     ]
-    if weighted and not METHODS[how].base and base in models:
+    if weighted and not METHODS[how].needs_base and base in models:
         listed = [
             {"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)
         ]
     if weight is not None and not weighted and how in METHODS:
         raise typer.BadParameter(f"{how} has no weights", param_hint="--weight")
     document: dict[str, Any] = {"merge_method": how, "models": listed}
-    settings = _settings(parameter)
+    settings = _parse_settings(parameter)
     document |= {"base_model": base} if base is not None else {}
     document |= {"parameters": settings} if settings else {}
     document |= {"dtype": dtype} if dtype is not None else {}
@@ -316,7 +322,7 @@ def _recipe(
     )
 
 
-def _sampled(
+def _build_data_section(
     data: str | None,
     samples: int | None,
     labels: bool,
@@ -329,12 +335,12 @@ def _sampled(
 ) -> dict[str, Any]:
     """The options of the data as a recipe has them."""
     numbers = {
-        name: sample.read_numbers(text, f"--{name}")
+        name: sample.parse_numbers(text, f"--{name}")
         for name, text in (("mean", mean), ("std", std))
     }
     given: dict[str, Any] = {
         "samples": samples,
-        "fields": sample.read_fields(field),
+        "fields": sample.parse_fields(field),
         "split": split,
         "tokenizer": tokenizer,
         "length": length,
@@ -349,7 +355,7 @@ def _sampled(
     return out if data is None else {"uri": data, **out}
 
 
-def _settings(given: list[str] | None) -> dict[str, Any]:
+def _parse_settings(given: list[str] | None) -> dict[str, Any]:
     import yaml
 
     out: dict[str, Any] = {}
@@ -366,7 +372,7 @@ def _settings(given: list[str] | None) -> dict[str, Any]:
     return out
 
 
-def _size(text: str) -> int:
+def _parse_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
     if not found or float(found[1]) <= 0:
         raise typer.BadParameter(

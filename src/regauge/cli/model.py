@@ -34,27 +34,27 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
 
         require_file(spec_file)
         return load_spec(spec_file)
-    return known_or_discovered(checkpoint)
+    return resolve_spec(checkpoint)
 
 
-def known_or_discovered(source: Checkpoint | torch.nn.Module) -> Spec:
+def resolve_spec(source: Checkpoint | torch.nn.Module) -> Spec:
     """The spec of a model's family, or what its graph shows, which is then said."""
-    from regauge.cli.console import say
+    from regauge.cli.console import info
     from regauge.errors import UnknownModelError
     from regauge.models import resolve
 
     try:
         return resolve.spec_of(source, discover=False)
     except UnknownModelError as unknown:
-        found = resolve.discovered(source, unknown)
-    say(
+        found = resolve.discover_unknown(source, unknown)
+    info(
         "no family describes this model: its symmetry was read off its graph, and verified to "
         f"{found.error:.1e} on {found.verified_on}"
     )
     return found.spec
 
 
-def discovered(checkpoint: Checkpoint) -> Discovery:
+def discover_checkpoint(checkpoint: Checkpoint) -> Discovery:
     """The symmetry of a checkpoint's model, read off its graph."""
     from regauge.errors import UnknownModelError
     from regauge.models import resolve
@@ -63,7 +63,7 @@ def discovered(checkpoint: Checkpoint) -> Discovery:
         "put config.json beside it; for a module of your own call regauge.discover(module, "
         "example_inputs) in Python"
     )
-    return resolve.discovered(
+    return resolve.discover_unknown(
         checkpoint,
         UnknownModelError(
             f"{checkpoint.path} has no config.json that names a class to be built", hint=hint
@@ -71,7 +71,7 @@ def discovered(checkpoint: Checkpoint) -> Discovery:
     )
 
 
-def faults_of(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
+def find_faults(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
     """Every misfit. Headers suffice, unless the spec holds tensors to a value."""
     from regauge.core.check import check
 
@@ -82,7 +82,7 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
     from regauge.core.check import require
 
     require(
-        grouped(faults_of(checkpoint, spec) if faults is None else faults),
+        group_faults(find_faults(checkpoint, spec) if faults is None else faults),
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
         hint="its config contradicts its weights, or the spec is not this model's: regauge "
         "inspect shows both",
@@ -103,7 +103,7 @@ def require_unlocked(checkpoint: Checkpoint) -> None:
         )
 
 
-def grouped(faults: Sequence[Fault]) -> list[Fault]:
+def group_faults(faults: Sequence[Fault]) -> list[Fault]:
     """Faults that differ in nothing but the numbers in their names, told once: by the first, with
     how many there are and in which layers.
     """
@@ -113,12 +113,14 @@ def grouped(faults: Sequence[Fault]) -> list[Fault]:
     return [
         first
         if not rest
-        else replace(first, text=f"{first.text} (and {len(rest)} more like it{_layers(rest)})")
+        else replace(
+            first, text=f"{first.text} (and {len(rest)} more like it{_format_layers(rest)})"
+        )
         for first, *rest in alike.values()
     ]
 
 
-def _layers(faults: Sequence[Fault]) -> str:
+def _format_layers(faults: Sequence[Fault]) -> str:
     """`, layers 1-11`, where names differ in their first number alone."""
     numbers = [[int(n) for n in _NUMBER.findall(fault.name)] for fault in faults]
     if not all(numbers) or len({tuple(rest) for _, *rest in numbers}) > 1:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say, warn
-from regauge.cli.run import lies_in, set_threads
+from regauge.cli.console import info, print_json, warn
+from regauge.cli.run import find_enclosing, set_threads
 from regauge.errors import ElementError, RegaugeError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def move(
     ] = False,
     random: Annotated[bool, typer.Option("--random", help="Draw an element.")] = False,
     group: Annotated[
-        options.Kind | None,
+        options.GroupKind | None,
         typer.Option("--group", help="Draw from this subgroup. Default: permutation."),
     ] = None,
     spaces: Annotated[
@@ -87,9 +87,9 @@ def move(
         raise typer.BadParameter("--adapter follows its model: give the model's element with -g")
     started = time.monotonic()
 
-    from regauge.checkpoints.files import amount, strictest_mode
+    from regauge.checkpoints.files import format_bytes, strictest_mode
     from regauge.checkpoints.plan import check_target, is_taken
-    from regauge.checkpoints.transform import moving, moving_adapter
+    from regauge.checkpoints.transform import prepare_adapter, prepare_source
     from regauge.cli.model import open_model, require_fit, require_unlocked
     from regauge.cli.write import summary, write_moved
 
@@ -102,13 +102,15 @@ def move(
             hint="an element is a secret that cannot be made again: name a new file",
         )
     if save_element is not None:
-        keep_apart(save_element, out, checkpoint.path)
+        require_outside(save_element, out, checkpoint.path)
     require_fit(checkpoint, unfolded)
-    source = moving(checkpoint, unfolded, fold)
-    g = _element(source.described, element, (group or options.Kind.permutation).value, spaces, seed)
+    source = prepare_source(checkpoint, unfolded, fold)
+    g = _load_or_sample(
+        source.state_spec, element, (group or options.GroupKind.permutation).value, spaces, seed
+    )
     g = ~g if invert else g
     if adapter is not None:
-        source, g = moving_adapter(adapter, g)
+        source, g = prepare_adapter(adapter, g)
         check_target(out, source.checkpoint.path)
         fold = False  # the model was folded to read its element; an adapter has no norms
 
@@ -116,8 +118,8 @@ def move(
 
     if fold or not is_exact_on(g):
         set_threads(threads)
-    say(
-        f"{source.described.family}: moves "
+    info(
+        f"{source.state_spec.family}: moves "
         f"{summary(g)}{' after folding' if fold else ''}{f', {part.value} only' if part else ''}"
     )
     chosen = part.value if part else None
@@ -126,7 +128,7 @@ def move(
         "version": VERSION,
         "command": "move",
         "adapter": adapter,
-        "family": source.described.family,
+        "family": source.state_spec.family,
         "out": str(out),
         "moved": list(g.members),
         "folded": fold,
@@ -137,9 +139,9 @@ def move(
     mode = checkpoint.mode & strictest_mode([] if element is None else [element])
     plan = source.plan(out, g, thunks, chosen, mode)
     if dry_run:
-        say(f"dry run: {len(thunks)} tensors would be written to {out}")
+        info(f"dry run: {len(thunks)} tensors would be written to {out}")
         if json:
-            data_json(report)
+            print_json(report)
         return 0
     if save_element is not None:
         from regauge.checkpoints.element_files import save_element as save
@@ -153,9 +155,9 @@ def move(
         raise
     seconds = time.monotonic() - started
     if random and seed is None and save_element is None:
-        say("the element was not saved, so this move cannot be undone; --save-element keeps it")
-    say(
-        f"wrote {out}: {amount(written.bytes)} in {seconds:.1f} "
+        info("the element was not saved, so this move cannot be undone; --save-element keeps it")
+    info(
+        f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} "
         f"s{f'; the element is in {save_element}' if save_element else ''}"
     )
     if json:
@@ -163,9 +165,9 @@ def move(
             "bytes": written.bytes,
             "files": list(written.files),
             "nonfinite": list(written.nonfinite),
-            "left": list(written.left),
+            "left": list(written.skipped),
         }
-        data_json(
+        print_json(
             report
             | details
             | {"element": str(save_element or element or ""), "seconds": round(seconds, 3)}
@@ -173,18 +175,18 @@ def move(
     return 0
 
 
-def keep_apart(element: Path, out: Path, source: Path) -> None:
+def require_outside(element: Path, out: Path, source: Path) -> None:
     """An element is a secret: it must not lie in what is published, nor where the output is
     written.
     """
-    if lies_in(element, out, source) is not None:
+    if find_enclosing(element, out, source) is not None:
         raise ElementError(
             f"{element} lies in the model or in the output, and would be published with it",
             hint="keep the element in a folder of its own",
         )
 
 
-def _element(
+def _load_or_sample(
     spec: Spec, file: Path | None, group: Any, spaces: str | None, seed: int | None
 ) -> Element:
     from regauge.checkpoints.element_files import load_element
@@ -198,7 +200,7 @@ def _element(
         g = g.only(*named) if named is not None else g
     else:
         if named is None and spec.visible:
-            say(
+            info(
                 f"leaves {', '.join(sorted(spec.visible))} alone, which callers see at the "
                 f"outputs ({', '.join(spec.outputs)}); --spaces overrides"
             )
@@ -207,7 +209,7 @@ def _element(
             spec,
             os.urandom(32) if seed is None else seed,
             within=group,
-            spaces=_exactly(spec, chosen) if named is None else chosen,
+            spaces=_drop_visible_prefixes(spec, chosen) if named is None else chosen,
         )
     shown = sorted(spec.visible & g.members.keys())
     if shown:
@@ -221,7 +223,7 @@ def _element(
         if file is None and group in ("orthogonal", "full") and spec.spaces[n].folded is not None
     )
     if less:
-        say(
+        info(
             f"{', '.join(less)}: {spec.spaces[less[0]].group.within(group)} only; --fold gives "
             "rotations"
         )
@@ -232,7 +234,7 @@ def _element(
     return g
 
 
-def _exactly(spec: Spec, names: list[str]) -> list[str]:
+def _drop_visible_prefixes(spec: Spec, names: list[str]) -> list[str]:
     """Names as they are: none of them may also stand for a longer, visible one."""
     hidden = {n for n in names if not any(v.startswith(n + ".") for v in spec.visible)}
     return [n for n in names if n in hidden]

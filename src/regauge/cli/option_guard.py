@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import typer
 
 
-def given_of(context: typer.Context) -> dict[str, str]:
+def passed_options(context: typer.Context) -> dict[str, str]:
     """The parameters of a command that were given, each with the name that users know it by."""
     sources = {
         p.name or "": context.get_parameter_source(p.name or "") for p in context.command.params
@@ -23,7 +23,7 @@ def given_of(context: typer.Context) -> dict[str, str]:
     }
 
 
-def refuse(found: Mapping[str, str], names: Iterable[str], why: str) -> None:
+def reject_options(found: Mapping[str, str], names: Iterable[str], why: str) -> None:
     """Refuse these parameters where they were given."""
     wrong = [found[name] for name in names if name in found]
     if wrong:

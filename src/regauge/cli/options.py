@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 
-class Kind(StrEnum):
+class GroupKind(StrEnum):
     permutation = "permutation"
     signed = "signed"
     orthogonal = "orthogonal"
@@ -22,7 +22,7 @@ class Part(StrEnum):
     head = "head"
 
 
-def seed(words: str) -> Any:
+def seed_option(words: str) -> Any:
     """`--seed N`; the command says what it draws. numpy takes no seed below 0, scikit-learn none
     beyond 32 bits.
     """
@@ -115,7 +115,7 @@ FailAbove = Annotated[
         help="Exit code 3 if an attack gets further than this share.",
     ),
 ]
-PageOfImages = Annotated[
+ImageReport = Annotated[
     Path | None,
     typer.Option(
         "--report",

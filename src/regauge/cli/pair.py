@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from regauge.checkpoints.transform import Moving, moving
+from regauge.checkpoints.transform import TransformSource, prepare_source
 from regauge.cli.model import open_model, require_fit
 
 if TYPE_CHECKING:
     from regauge.checkpoints.reader import Checkpoint
     from regauge.core.spec import Spec
-    from regauge.matching import Shared
+    from regauge.matching import SharedRows
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class Pair:
     vocabularies differ.
     """
 
-    a: Moving
-    b: Moving
-    rows: dict[str, Shared]
+    a: TransformSource
+    b: TransformSource
+    rows: dict[str, SharedRows]
 
     @property
     def spec(self) -> Spec:
-        return self.a.described
+        return self.a.state_spec
 
 
 def open_pair(
@@ -56,8 +56,8 @@ def open_pair(
             f"{a} is a {here.family} and {b} a {there.family}",
             hint="models are matched within one family",
         )
-    rows = _rows(one, other, here, shared_tokens)
-    differences = _differences(one, other, here, there, set(rows))
+    rows = _shared_rows(one, other, here, shared_tokens)
+    differences = _find_differences(one, other, here, there, set(rows))
     if differences:
         shown = "\n".join(f"  {line}" for line in differences[:10]) + (
             f"\n  ... and {len(differences) - 10} more" if len(differences) > 10 else ""
@@ -67,20 +67,20 @@ def open_pair(
             hint="matching needs one depth and one width; where only the vocabularies differ, "
             "--shared-tokens matches by the tokens of both",
         )
-    return Pair(_prepared(one, here, fold, fix), _prepared(other, there, fold, fix), rows)
+    return Pair(_prepare(one, here, fold, fix), _prepare(other, there, fold, fix), rows)
 
 
-def _prepared(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str]) -> Moving:
+def _prepare(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str]) -> TransformSource:
     """Fold the norms and fix gauges, as asked."""
     from regauge.matching.gauges import fix_lazily
 
-    source = moving(checkpoint, spec, fold)
+    source = prepare_source(checkpoint, spec, fold)
     return (
-        source.with_state(fix_lazily(source.described, source.state, fix), fix) if fix else source
+        source.with_state(fix_lazily(source.state_spec, source.state, fix), fix) if fix else source
     )
 
 
-def _differences(
+def _find_differences(
     one: Checkpoint, other: Checkpoint, here: Spec, there: Spec, rows: set[str]
 ) -> list[str]:
     out = []
@@ -107,16 +107,20 @@ def _differences(
     return sorted(out, key=lambda line: (len(line.split('"')[1].split(".")), line))
 
 
-def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -> dict[str, Shared]:
+def _shared_rows(
+    one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool
+) -> dict[str, SharedRows]:
     """Where asked: for every table with a row per token, which rows the two have in common."""
     if not shared_tokens:
         return {}
-    from regauge.checkpoints.vocabulary import vocabulary
-    from regauge.matching import Shared
+    from regauge.checkpoints.vocabulary import read_vocabulary
+    from regauge.matching import SharedRows
 
-    here, there = (vocabulary(side.path, "--shared-tokens needs both") for side in (one, other))
+    here, there = (
+        read_vocabulary(side.path, "--shared-tokens needs both") for side in (one, other)
+    )
     common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
-    shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
+    shared = SharedRows(tuple(here[t] for t in common), tuple(there[t] for t in common))
     enough = min(max(here.values()), max(there.values())) + 1
     tables = [
         name
@@ -130,7 +134,7 @@ def _rows(one: Checkpoint, other: Checkpoint, spec: Spec, shared_tokens: bool) -
     }
 
 
-def layers(text: str | None) -> list[int] | None:
+def parse_layers(text: str | None) -> list[int] | None:
     """Layers as people write them: 3, 0-5, 0,2,7-9."""
     if text is None:
         return None
@@ -143,7 +147,7 @@ def layers(text: str | None) -> list[int] | None:
     return out
 
 
-def weights(given: Sequence[str] | None) -> dict[str, float]:
+def parse_weights(given: Sequence[str] | None) -> dict[str, float]:
     """NAME=NUMBER, ... as a mapping."""
     out = {}
     for text in given or ():
@@ -160,5 +164,5 @@ def weights(given: Sequence[str] | None) -> dict[str, float]:
     return out
 
 
-def names(text: str | None) -> list[str] | None:
+def parse_names(text: str | None) -> list[str] | None:
     return None if text is None else [s.strip() for s in text.split(",") if s.strip()]

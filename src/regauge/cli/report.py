@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import say
+from regauge.cli.console import info
 
 
 def report(
@@ -21,12 +21,12 @@ def report(
     verbose: options.Verbose = 0,
 ) -> int:
     """Write results as one HTML page that opens from disk, without a network."""
-    from regauge.checkpoints.files import write_bytes, writing
+    from regauge.checkpoints.files import wrap_write_errors, write_bytes
     from regauge.errors import FindingsError
     from regauge.results.findings import load_results
     from regauge.results.report import page, verdict
 
-    with writing(out):
+    with wrap_write_errors(out):
         taken = os.path.lexists(out)
     if taken:
         raise FindingsError(
@@ -36,5 +36,5 @@ def report(
     found = load_results(results)
     text = page(found).encode()
     write_bytes(out, text, new=True)
-    say(f"wrote {out}: {verdict(found)[1].lower()}; {len(text) / 1e3:,.1f} kB")
+    info(f"wrote {out}: {verdict(found)[1].lower()}; {len(text) / 1e3:,.1f} kB")
     return 0

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
-from regauge.cli.console import data, say
+from regauge.cli.console import info, print_result
 from regauge.errors import RegaugeError, need
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
 
-FAILED = 3  # the exit code where a law that should hold does not
+EXIT_FAILED = 3  # the exit code where a law that should hold does not
 
 
 def facts_of_run() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def lies_in(file: Path, *places: Path) -> Path | None:
+def find_enclosing(file: Path, *places: Path) -> Path | None:
     """The first of some models or outputs that a file lies in, or in whose way it is; None if it is
     apart from all.
     """
@@ -76,7 +76,7 @@ def lies_in(file: Path, *places: Path) -> Path | None:
     return None
 
 
-def read_counts(text: str, name: str, like: str) -> list[int]:
+def parse_counts(text: str, name: str, like: str) -> list[int]:
     """Whole numbers from 1, with commas between them: each once, in order. `like` is an example.
     There may be none.
     """
@@ -112,13 +112,13 @@ def deliver(
     """
     from regauge.results.findings import to_json
 
-    data(to_json(results) if str(json) == "-" else text)
+    print_result(to_json(results) if str(json) == "-" else text)
     if json is not None and str(json) != "-":
         write_bytes(json, to_json(results).encode())
-        say(f"results: {json}")
+        info(f"results: {json}")
     if report is not None:
         from regauge.results.report import page
 
         write_bytes(report, page(shown or results).encode())
-        say(f"report: {report}")
-    return FAILED if results.failed else 0
+        info(f"report: {report}")
+    return EXIT_FAILED if results.failed else 0

@@ -43,7 +43,7 @@ Mean = Annotated[
     ),
 ]
 Std = Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")]
-Written = Annotated[
+SelfWritten = Annotated[
     bool,
     typer.Option(
         "--self-written",
@@ -73,7 +73,7 @@ class Sample:
         """The examples as this model reads them, and its task. Labels are not even looked for where
         they are not wanted.
         """
-        fields = read_fields(self.field)
+        fields = parse_fields(self.field)
         if self.attributes:
             fields = {
                 "image": "image",
@@ -81,7 +81,7 @@ class Sample:
                 **{name: name for name in self.attributes},
             }
         channels = [
-            read_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))
+            parse_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))
         ]
         from regauge.data.datasets import open_data
         from regauge.data.tasks import read_examples
@@ -101,7 +101,7 @@ class Sample:
         )
 
 
-def read_fields(given: list[str] | None) -> dict[str, str] | None:
+def parse_fields(given: list[str] | None) -> dict[str, str] | None:
     """NAME=THEIRS, ... as a mapping; what is not named keeps its own name."""
     if not given:
         return None
@@ -112,7 +112,7 @@ def read_fields(given: list[str] | None) -> dict[str, str] | None:
     return {name: theirs for name, _, theirs in pairs}
 
 
-def read_numbers(text: str | None, name: str) -> list[float] | None:
+def parse_numbers(text: str | None, name: str) -> list[float] | None:
     if text is None:
         return None
     try:
@@ -125,6 +125,6 @@ def read_numbers(text: str | None, name: str) -> list[float] | None:
 
 def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:
     """The inputs of some examples, without their labels, in batches."""
-    from regauge.data.tasks import batches_of
+    from regauge.data.tasks import sample_batches
 
-    return [inputs for inputs, _ in batches_of(examples, count, seed, batch)]
+    return [inputs for inputs, _ in sample_batches(examples, count, seed, batch)]

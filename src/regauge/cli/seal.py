@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import info, print_json
 
 VERSION = 1
 
@@ -32,19 +32,20 @@ def seal(
     used.
     """
     started = time.monotonic()
-    from regauge.checkpoints.files import amount
-    from regauge.cli.keygen import keep_apart, read_key
+    from regauge.checkpoints.files import format_bytes
+    from regauge.cli.keygen import read_key, require_outside
     from regauge.locking.seal import seal as run
 
     secret = read_key(key, "seal", passphrase_file)
-    keep_apart(key, path)
+    require_outside(key, path)
     size = run(path, secret, out)
-    say(
-        f"sealed {path} to {out}: {amount(size)} in {time.monotonic() - started:.1f} s, by the "
+    info(
+        f"sealed {path} to {out}: {format_bytes(size)} in {time.monotonic() - started:.1f} s, "
+        "by the "
         f"key {secret.id}; {path} is still there"
     )
     if json:
-        data_json(
+        print_json(
             {
                 "version": VERSION,
                 "command": "seal",
@@ -73,9 +74,9 @@ def open_(
 
     secret = read_key(key, "seal", passphrase_file)
     names = open_sealed(path, secret, out)
-    say(f"opened {path} to {out}: {len(names)} files in {time.monotonic() - started:.1f} s")
+    info(f"opened {path} to {out}: {len(names)} files in {time.monotonic() - started:.1f} s")
     if json:
-        data_json(
+        print_json(
             {
                 "version": VERSION,
                 "command": "open",

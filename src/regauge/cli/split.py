@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import info, print_json
 from regauge.cli.split_client import predict, train
 from regauge.cli.split_server import CLIENTS, serve
 
@@ -62,7 +62,7 @@ def certs(
     """Make a small authority, a certificate for the server and one for each client. The authority's
     key is thrown away: nobody can make more of them, and another client needs new ones for all.
     """
-    from regauge.checkpoints.files import write_bytes, writing
+    from regauge.checkpoints.files import wrap_write_errors, write_bytes
     from regauge.errors import CheckpointError
     from regauge.split.protocol.certificates import make_certificates
 
@@ -89,7 +89,7 @@ def certs(
             )
     if len(set(clients)) < len(clients):
         raise typer.BadParameter("a client is named twice", param_hint="--client")
-    with writing(to):
+    with wrap_write_errors(to):
         if to.exists() and (not to.is_dir() or any(to.iterdir())):
             raise CheckpointError(
                 f"{to} holds something already",
@@ -107,17 +107,17 @@ def certs(
         if to.is_dir() and not was_there:
             to.rmdir()
         raise
-    say(
+    info(
         f"wrote {to}: a server that answers to {', '.join(names)}, and the clients "
         f"{', '.join(clients)}; they hold {days} days"
     )
-    say(
+    info(
         "the server needs authority.pem, server.pem, server.key and clients.txt; a client "
         "authority.pem and its own two; keys are for their owners"
     )
     if json:
         files = {who: [str(t.authority), str(t.certificate), str(t.key)] for who, t in made.items()}
-        data_json({"version": VERSION, "command": "split certs", "to": str(to), "files": files})
+        print_json({"version": VERSION, "command": "split certs", "to": str(to), "files": files})
     return 0
 
 
@@ -153,14 +153,14 @@ def join(
     from regauge.split.parts import join as joined
 
     key = joined(edges, backbone, out, dtype)
-    say(f"wrote {out}: the embedding and head of {edges}, the backbone of {backbone}")
+    info(f"wrote {out}: the embedding and head of {edges}, the backbone of {backbone}")
     if key:
-        say(
+        info(
             f"it is locked by the key {key}; regauge unlock {out} -k KEY --retrained -o PLAIN "
             "makes it plain"
         )
     if json:
-        data_json(
+        print_json(
             {"version": VERSION, "command": "split join", "out": str(out), "key": key or None}
         )
     return 0

@@ -16,20 +16,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import StoppedError, data, data_json, say, step_bar, warn
+from regauge.cli.console import StoppedError, info, print_json, print_result, step_bar, warn
 from regauge.cli.split_server import (
     Clip,
-    Decay,
     Insecure,
+    LearningRate,
     Momentum,
     Optimizer,
-    Rate,
     Schedule,
     TlsFiles,
     Warmup,
-    only_one,
+    WeightDecay,
+    exclusive_folder,
     read_tls,
-    signals,
+    stop_signals,
 )
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from regauge.split import OptimizerConfig, RemoteBackbone
 
 VERSION = 1
-FIRST = 10.0  # seconds in which the first contact must succeed
+FIRST_CONTACT_SECONDS = 10.0  # seconds in which the first contact must succeed
 
 
 class Rows(StrEnum):
@@ -77,7 +77,7 @@ Server = Annotated[
         "--server", metavar="ADDR", help="Where the backbone is, as in server.example:7000."
     ),
 ]
-As = Annotated[
+ClientName = Annotated[
     str | None,
     typer.Option(
         "--client-name",
@@ -145,7 +145,7 @@ def train(
         ),
     ],
     tls: TlsFiles = None,
-    name: As = None,
+    name: ClientName = None,
     insecure: Insecure = False,
     key: KeyOption = None,
     passphrase_file: options.PassphraseFile = None,
@@ -181,7 +181,7 @@ def train(
         typer.Option("--steps", min=1, metavar="N", help="How many steps, in place of epochs."),
     ] = None,
     batch: options.Batch = 16,
-    rate: Rate = None,
+    rate: LearningRate = None,
     optimizer: Annotated[
         Optimizer | None,
         typer.Option(
@@ -193,9 +193,9 @@ def train(
     ] = None,
     warmup: Warmup = None,
     clip: Clip = None,
-    decay: Decay = None,
+    decay: WeightDecay = None,
     momentum: Momentum = None,
-    seed: Annotated[int, options.seed("The order of the examples, and dropout here.")] = 0,
+    seed: Annotated[int, options.seed_option("The order of the examples, and dropout here.")] = 0,
     field: sample.Field = None,
     split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -218,21 +218,25 @@ def train(
     if resume and journal is None:
         raise typer.BadParameter("it needs the --journal DIR of the run", param_hint="--resume")
     from regauge.checkpoints.plan import check_new
-    from regauge.split.client.train import CLIENT, Run
+    from regauge.split.client.train import CHECKPOINT_FOLDER, Run
     from regauge.split.client.train import train as trained
     from regauge.split.parts import write_part
 
     check_new(out)
     _require_journal(journal, resume)
-    defences = _defences(rows, keep_cls, defence)
+    defences = _parse_defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
-    case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
-    alone = nullcontext() if journal is None else only_one(journal, "run")
-    linked = _linked(
+    case = _load_case(model, source, key, passphrase_file, defences, device, dtype, threads)
+    alone = nullcontext() if journal is None else exclusive_folder(journal, "run")
+    linked = _connect(
         case, server, read_tls(tls, name), insecure, defences, codec, journal, patience
     )
-    with alone, linked as link, signals("stops after this step; once more stops at once") as stop:
-        told = _checked(link.told)
+    with (
+        alone,
+        linked as link,
+        stop_signals("stops after this step; once more stops at once") as stop,
+    ):
+        told = _check_server_config(link.server_info)
         losses_of_a_step = told["accumulate"] if told.get("trains") else 1
         count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_of_a_step))
         given = {
@@ -242,18 +246,18 @@ def train(
             "decay": decay,
             "momentum": momentum,
         }
-        own = _own(told, count, rate, optimizer, given)
+        own = _client_optimizer(told, count, rate, optimizer, given)
         does = (
             f"{told['optimizer']} at {told['rate']:g}"
             if told.get("trains")
             else "nothing: its backbone stays as it is"
         )
-        say(
+        info(
             f"{len(case.examples)} examples, {count} steps; here {own.optimizer} at "
-            f"{own.rate:g}, on the server {does}"
+            f"{own.lr:g}, on the server {does}"
         )
         with step_bar("train") as progress:
-            ticker = _Ticker(progress, count)
+            ticker = _StepReporter(progress, count)
             losses = trained(
                 case.module,
                 link,
@@ -261,7 +265,7 @@ def train(
                 own,
                 Run(count, batch, seed),
                 folder=journal,
-                every=every,
+                save_every=every,
                 on_step=ticker,
                 stop=stop.is_set,
             )
@@ -272,21 +276,21 @@ def train(
                 else ", and nothing is kept: --journal DIR keeps a run"
             )
             raise StoppedError(f"stopped after step {ticker.done} of {count}{kept}")
-        write_part(out, case.module, case.checkpoint, "edges", facts={"steps": count})
+        write_part(out, case.module, case.checkpoint, "edges", extra_fields={"steps": count})
         link.end()
-        _clear(journal, CLIENT)
+        _clear_journal(journal, CHECKPOINT_FOLDER)
     loss = losses[-1] if losses else None
     last = "" if loss is None else f", last loss {loss:.4f}"
-    say(
+    info(
         f"wrote embedding and head to {out} after {count} steps{last}, "
         f"{time.monotonic() - started:.0f} s"
     )
-    say(
+    info(
         "the backbone is with the server: its --output writes it, and regauge split join makes "
         "a whole model of both"
     )
     if json:
-        data_json(
+        print_json(
             {
                 "version": VERSION,
                 "command": "split train",
@@ -303,7 +307,7 @@ def predict(
     data: Data,
     server: Server,
     tls: TlsFiles = None,
-    name: As = None,
+    name: ClientName = None,
     insecure: Insecure = False,
     key: KeyOption = None,
     passphrase_file: options.PassphraseFile = None,
@@ -336,51 +340,53 @@ def predict(
     """
     from regauge.split.client.train import measure
 
-    defences = _defences(rows, keep_cls, defence)
+    defences = _parse_defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
-    case = _case(model, source, key, passphrase_file, defences, device, dtype, threads)
+    case = _load_case(model, source, key, passphrase_file, defences, device, dtype, threads)
     examples = (
         case.examples
         if samples is None
         else case.examples.only(range(min(samples, len(case.examples))))
     )
     with (
-        _linked(
+        _connect(
             case, server, read_tls(tls, name), insecure, defences, codec, None, patience
         ) as link,
         step_bar("predict") as progress,
     ):
-        ticker = _Ticker(progress, len(examples))
+        ticker = _StepReporter(progress, len(examples))
         found = measure(case.module, examples, batch, lambda done, *_: ticker(done, None))
         link.end()
     found["examples"] = int(found["examples"])
     if json:
-        data_json({"version": VERSION, "command": "split predict", "data": source.uri, **found})
+        print_json({"version": VERSION, "command": "split predict", "data": source.uri, **found})
     else:
-        _say_found(found)
+        _print_metrics(found)
     return 0
 
 
-def _defences(
+def _parse_defences(
     rows: Rows | None, keep_cls: bool, given: Sequence[str] | None
 ) -> tuple[Defence, ...]:
     """What is done to what leaves, in its order. `--rows` is short for the defence of that name."""
     from regauge.defences.split import Rows as Shuffled
-    from regauge.defences.split import ordered
+    from regauge.defences.split import parse_defences
 
     if keep_cls and rows is None:
         raise typer.BadParameter(
             "it belongs to --rows; a defence says it itself: rows=batch,keep_cls",
             param_hint="--keep-cls",
         )
-    return ordered([*(given or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])])
+    return parse_defences(
+        [*(given or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])]
+    )
 
 
-def _say_found(found: dict[str, float]) -> None:
-    from regauge.models.summary import columns
+def _print_metrics(found: dict[str, float]) -> None:
+    from regauge.models.summary import format_columns
 
-    data(
-        columns(
+    print_result(
+        format_columns(
             [
                 (name, f"{value:.4f}" if isinstance(value, float) else str(value))
                 for name, value in found.items()
@@ -401,7 +407,7 @@ class _Case:
     key: str
 
 
-def _case(
+def _load_case(
     model: str,
     source: sample.Sample,
     key: Path | None,
@@ -435,7 +441,7 @@ def _case(
         )
     if record is not None and secret is None:
         raise LockError(f"{model} is locked by the key {record.key}", hint="give it with --key")
-    say(f"loads embedding and head of {model}")
+    info(f"loads embedding and head of {model}")
     module = load_part(checkpoint, "edges", dtype, device)
     element = None
     if record is not None and secret is not None:
@@ -453,7 +459,7 @@ def _case(
 
 
 @contextmanager
-def _linked(
+def _connect(
     case: _Case,
     server: str,
     tls: Any,
@@ -468,21 +474,21 @@ def _linked(
     from regauge.split import TransportError, connect
     from regauge.split.server.network import Grpc
 
-    say(f"connects to {server}{'' if tls else ', without TLS'}")
+    info(f"connects to {server}{'' if tls else ', without TLS'}")
     with Grpc(server, tls=tls, insecure=insecure) as network:
         link = connect(
             case.module,
-            _Talking(network, server, patience),
+            _ReportingTransport(network, server, patience),
             element=case.element,
             defences=defences,
             codec="" if codec is None else codec.value.upper(),
             journal=journal,
             key=case.key,
             config=case.checkpoint.config,
-            patience=min(FIRST, patience),
+            patience=min(FIRST_CONTACT_SECONDS, patience),
         )
         with link:
-            theirs = str(link.told.get("key") or "")
+            theirs = str(link.server_info.get("key") or "")
             link.log.patience = patience
             if theirs != case.key:
                 held = f"locked by the key {theirs}" if theirs else "not locked"
@@ -500,11 +506,11 @@ def _linked(
                     # nothing
                 ):
                     link.log.patience = 0.5
-                    link.log.leave()
+                    link.log.abandon_session()
                 raise
 
 
-class _Talking:
+class _ReportingTransport:
     """A transport that says when the server does not answer, and when it does again."""
 
     def __init__(self, inner: Any, server: str, patience: float) -> None:
@@ -522,12 +528,12 @@ class _Talking:
                 self.is_lost = True
             raise
         if self.is_lost:
-            say(f"{self.server} answers again")
+            info(f"{self.server} answers again")
         self.is_met, self.is_lost = True, False
         return reply
 
 
-class _Ticker:
+class _StepReporter:
     """Every step on a bar; where there is no terminal, about twenty lines."""
 
     def __init__(self, progress: Any, total: int) -> None:
@@ -543,7 +549,7 @@ class _Ticker:
             self.progress(done if sys.stderr.isatty() else done - 1, self.total, now or "examples")
 
 
-def _checked(told: dict[str, Any]) -> dict[str, Any]:
+def _check_server_config(told: dict[str, Any]) -> dict[str, Any]:
     """What a server says of its training, if it can be what a client trains by."""
     from regauge.split.protocol.frames import FrameError
 
@@ -564,7 +570,7 @@ def _checked(told: dict[str, Any]) -> dict[str, Any]:
     return told
 
 
-def _own(
+def _client_optimizer(
     told: dict[str, Any],
     steps: int,
     rate: float | None,
@@ -594,8 +600,8 @@ def _own(
         **given,
         "steps": None if given["schedule"] is None else steps,
     }
-    return OptimizerConfig(
-        **{
+    return OptimizerConfig.from_dict(
+        {
             **theirs,
             **{
                 n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None
@@ -621,7 +627,7 @@ def _require_journal(journal: Path | None, resume: bool) -> None:
         )
 
 
-def _clear(journal: Path | None, client: str) -> None:
+def _clear_journal(journal: Path | None, client: str) -> None:
     """The run is done, and what it wrote is on the disk: its journal is of no use any more, and
     holds secrets.
     """

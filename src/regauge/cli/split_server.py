@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import data_json, say
+from regauge.cli.console import info, print_json
 
 if TYPE_CHECKING:
     from regauge.split import Host, OptimizerConfig
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 CLIENTS = "clients.txt"  # the list of clients that `certs` puts beside the certificates
-SAYS = 10.0  # seconds between two lines where there is no terminal
+STATUS_INTERVAL = 10.0  # seconds between two lines where there is no terminal
 
 
 class Optimizer(StrEnum):
@@ -48,10 +48,10 @@ class Precision(StrEnum):
     fp16 = "fp16"
 
 
-Rate = Annotated[
+LearningRate = Annotated[
     float | None, typer.Option("--lr", min=0.0, metavar="R", help="The learning rate.")
 ]
-Decay = Annotated[
+WeightDecay = Annotated[
     float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")
 ]
 Momentum = Annotated[
@@ -176,7 +176,7 @@ def serve(
         int | None,
         typer.Option("--accumulate", min=1, metavar="N", help="Losses of a step. Default: 1."),
     ] = None,
-    decay: Decay = None,
+    decay: WeightDecay = None,
     momentum: Momentum = None,
     average: Annotated[
         int,
@@ -200,7 +200,7 @@ def serve(
             "--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same."
         ),
     ] = "float32",
-    seed: Annotated[int, options.seed("What dropout is drawn from.")] = 0,
+    seed: Annotated[int, options.seed_option("What dropout is drawn from.")] = 0,
     metrics: Annotated[
         str | None,
         typer.Option(
@@ -226,7 +226,7 @@ def serve(
         "decay": decay,
         "momentum": momentum,
     }
-    training = _training(rate, optimizer, given)
+    training = _build_optimizer(rate, optimizer, given)
     from regauge.errors import CheckpointError, need
 
     need("grpc", "split")
@@ -251,18 +251,18 @@ def serve(
                 param_hint="--output",
             )
     files = read_tls(tls, "server")
-    listed, quotas = _clients(tls, clients, quota, files is not None)
+    listed, quotas = _load_clients(tls, clients, quota, files is not None)
     source = open_checkpoint(backbone)
     record = record_of(source)
-    say(f"loads {backbone}")
+    info(f"loads {backbone}")
     model = load_part(source, "backbone", dtype, device)
     failed: CheckpointError | None = None
-    with nullcontext() if checkpoint is None else only_one(checkpoint, "server"):
+    with nullcontext() if checkpoint is None else exclusive_folder(checkpoint, "server"):
         host = Host(
             model,
             training,
             folder=checkpoint,
-            every=every,
+            save_every=every,
             config=source.config,
             key="" if record is None else record.key,
             seed=seed,
@@ -273,9 +273,9 @@ def serve(
             memory=sizes[0],
             client_memory=sizes[1],
         )
-        _introduce(host, model, record, checkpoint)
+        _print_startup(host, model, record, checkpoint)
         with (
-            _talk(verbose),
+            _log_to_stderr(verbose),
             server_signals(None if listed is None else listed.reload) as asked,
             Server(host, listen, tls=files, clients=listed, insecure=insecure) as server,
         ):
@@ -284,34 +284,34 @@ def serve(
             who = (
                 "without TLS"
                 if files is None
-                else f"with TLS, for {', '.join(sorted(listed.named))}"
+                else f"with TLS, for {', '.join(sorted(listed.quotas))}"
                 if listed is not None
                 else "with TLS, for all of its authority"
             )
-            say(
+            info(
                 f"listens on {where}, "
                 f"{who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it"
             )
-            _watch(host, server, asked.stop)
-            say("stops: takes no more, and finishes what is under way")
+            _show_status(host, server, asked.stop)
+            info("stops: takes no more, and finishes what is under way")
             try:
-                server.stop(30.0, asked.hurry)
+                server.stop(30.0, asked.skip_drain)
             except CheckpointError as error:  # what was trained can still be written below
                 failed = error
             if page is not None:
                 page.close()
             if checkpoint is not None and failed is None:
-                say(f"step {host.step} is in {checkpoint}; the same command goes on from there")
+                info(f"step {host.step} is in {checkpoint}; the same command goes on from there")
             if out is not None:
                 from regauge.split.parts import write_part
 
                 write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
-                say(
+                info(
                     f"wrote the backbone to {out}; with a client's part, regauge split join "
                     "makes a whole model of it"
                 )
     answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
-    say(
+    info(
         f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s"
     )
     if failed is not None:
@@ -324,7 +324,7 @@ def serve(
             "requests": answered,
             "out": None if out is None else str(out),
         }
-        data_json(
+        print_json(
             {
                 **report,
                 "checkpoint": None if checkpoint is None else str(checkpoint),
@@ -334,7 +334,7 @@ def serve(
     return 0
 
 
-def _training(
+def _build_optimizer(
     rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]
 ) -> OptimizerConfig | None:
     said = {name: value for name, value in given.items() if value is not None}
@@ -348,17 +348,18 @@ def _training(
     from regauge.split import OptimizerConfig
 
     plain: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in said.items()}
-    return OptimizerConfig("adamw" if optimizer is None else optimizer.value, rate, **plain)
+    name = "adamw" if optimizer is None else optimizer.value
+    return OptimizerConfig.from_dict({"optimizer": name, "rate": rate, **plain})
 
 
 @contextmanager
-def only_one(folder: Path, what: str) -> Iterator[None]:
+def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
     """Hold a folder, made if it is not there, for one process: two would overwrite what the other
     one has said is kept.
     """
-    from regauge.checkpoints.files import exclusive_lock, writing
+    from regauge.checkpoints.files import exclusive_lock, wrap_write_errors
 
-    with writing(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with exclusive_lock(
         folder,
@@ -406,7 +407,7 @@ def read_tls(text: str | None, name: str | None) -> Tls | None:
     return found
 
 
-def _clients(
+def _load_clients(
     tls: str | None, clients: Path | None, quota: str, secure: bool
 ) -> tuple[ClientFile | None, Quotas]:
     """Who may come, and how much they may ask."""
@@ -423,45 +424,46 @@ def _clients(
     if clients is None:
         return None, Quotas(default)
     listed = ClientFile(clients, default)
-    return listed, Quotas(default, listed.named)
+    return listed, Quotas(default, listed.quotas)
 
 
-def _introduce(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
-    from regauge.checkpoints.files import amount
+def _print_startup(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
+    from regauge.checkpoints.files import format_bytes
 
-    count = sum(p.numel() for p in host.main.names.values())
+    count = sum(p.numel() for p in host.main.parameters.values())
     locked = "" if record is None else f", locked by the key {record.key}"
-    say(
+    info(
         f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in "
-        f"{host.about['dtype']}{locked}"
+        f"{host.model_description['dtype']}{locked}"
     )
     if host.training is None:
-        say(
+        info(
             "serves only: gradients pass through, and the backbone stays as it is; --lr R trains it"
         )
     else:
         more = "".join(
             [
                 f", averaged every {host.rounds.average} steps" * bool(host.rounds.average),
-                f", in {host.runner.precision}" * bool(host.runner.precision),
+                f", in {host.executor.precision}" * bool(host.executor.precision),
             ]
         )
-        say(
-            f"trains with {host.training.optimizer} at {host.training.rate:g}, "
+        info(
+            f"trains with {host.training.optimizer} at {host.training.lr:g}, "
             f"{host.training.schedule}{more}"
         )
-    say(
-        f"memory: {amount(host.budget.total)} for all clients, {amount(host.budget.client)} for "
+    info(
+        f"memory: {format_bytes(host.budget.total)} for all clients, "
+        f"{format_bytes(host.budget.client)} for "
         "each with a certificate (--memory, --client-memory)"
     )
     if checkpoint is None and host.training is not None:
-        say("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
+        info("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
     elif host.step or host.sessions:
-        say(f"goes on from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
+        info(f"goes on from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
 
 
 @contextmanager
-def signals(words: str = "") -> Iterator[threading.Event]:
+def stop_signals(words: str = "") -> Iterator[threading.Event]:
     """An event that Ctrl-C and SIGTERM set, with a few words. A second one is an interrupt."""
     stop = threading.Event()
 
@@ -470,46 +472,48 @@ def signals(words: str = "") -> Iterator[threading.Event]:
             raise KeyboardInterrupt
         stop.set()
         if words:
-            say(words)
+            info(words)
 
-    with _handling((signal.SIGINT, signal.SIGTERM), asked):
+    with _signal_handlers((signal.SIGINT, signal.SIGTERM), asked):
         yield stop
 
 
 @dataclass
-class Asked:
+class StopRequests:
     """What signals have asked a server for."""
 
     stop: threading.Event = field(default_factory=threading.Event)
-    hurry: threading.Event = field(default_factory=threading.Event)  # waits for no client any more
+    skip_drain: threading.Event = field(
+        default_factory=threading.Event
+    )  # waits for no client any more
 
 
 @contextmanager
-def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator[Asked]:
+def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator[StopRequests]:
     """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the
     list of clients again.
 
     A second one ends the wait for clients; the checkpoint is written in any case. Only a third
     Ctrl-C interrupts that.
     """
-    asked = Asked()
+    asked = StopRequests()
 
     def stop(number: int, frame: object) -> None:
-        if asked.hurry.is_set() and number == signal.SIGINT:
+        if asked.skip_drain.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        (asked.hurry if asked.stop.is_set() else asked.stop).set()
+        (asked.skip_drain if asked.stop.is_set() else asked.stop).set()
 
     def reload(number: int, frame: object) -> None:
         if reload_clients is not None:
             reload_clients()
 
     hangup = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
-    with _handling((signal.SIGINT, signal.SIGTERM), stop), _handling(hangup, reload):
+    with _signal_handlers((signal.SIGINT, signal.SIGTERM), stop), _signal_handlers(hangup, reload):
         yield asked
 
 
 @contextmanager
-def _handling(
+def _signal_handlers(
     numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
 ) -> Iterator[None]:
     before: dict[signal.Signals, Any] = {}
@@ -523,15 +527,15 @@ def _handling(
             signal.signal(held, previous)
 
 
-class _Says(logging.Handler):
+class _StderrHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        say(f"{'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}")
+        info(f"{'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}")
 
 
 @contextmanager
-def _talk(verbose: int) -> Iterator[None]:
+def _log_to_stderr(verbose: int) -> Iterator[None]:
     """What the engine logs goes where all talk goes. It holds no tensors and no keys."""
-    log, handler = logging.getLogger("regauge.split"), _Says()
+    log, handler = logging.getLogger("regauge.split"), _StderrHandler()
     log.addHandler(handler)
     log.setLevel(logging.INFO if verbose else logging.WARNING)
     try:
@@ -540,11 +544,11 @@ def _talk(verbose: int) -> Iterator[None]:
         log.removeHandler(handler)
 
 
-def _watch(host: Host, server: Server, stop: threading.Event) -> None:
+def _show_status(host: Host, server: Server, stop: threading.Event) -> None:
     """Show how far it is until somebody stops it: one line that changes on a terminal, otherwise a
     line now and then if something has changed.
     """
-    from regauge.checkpoints.files import amount
+    from regauge.checkpoints.files import format_bytes
 
     began, last = (time.monotonic(), host.step), time.monotonic()
 
@@ -561,7 +565,7 @@ def _watch(host: Host, server: Server, stop: threading.Event) -> None:
         )
         return (
             f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {who}, "
-            f"{amount(server.received)} in, {amount(server.sent)} out"
+            f"{format_bytes(server.received)} in, {format_bytes(server.sent)} out"
         )
 
     if sys.stderr.isatty():
@@ -576,6 +580,8 @@ def _watch(host: Host, server: Server, stop: threading.Event) -> None:
     shown: object = (host.step, 0)
     while not stop.wait(0.2):
         now = (host.step, sum(host.requests.values()))
-        if now != shown and time.monotonic() - last >= (SAYS if shown != (host.step, 0) else 0.0):
-            say(line())
+        if now != shown and time.monotonic() - last >= (
+            STATUS_INTERVAL if shown != (host.step, 0) else 0.0
+        ):
+            info(line())
             shown, last = now, time.monotonic()

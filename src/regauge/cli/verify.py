@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import say, step_bar
+from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run
 from regauge.errors import CheckpointError
-from regauge.results.text import mark
+from regauge.results.text import format_verdict
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
 
 
-SMALL = 5_000_000  # parameters below which threads wait for each other more than they compute
-GENERAL = ("operator/", "optimizer/")
+SMALL_MODEL = 5_000_000  # parameters below which threads wait for each other more than they compute
+GENERAL_PREFIXES = ("operator/", "optimizer/")
 
 
 class Dtype(StrEnum):
@@ -75,7 +75,7 @@ def verify(
     spec: options.SpecFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed("The seed of inputs, targets and elements.")] = 0,
+    seed: Annotated[int, options.seed_option("The seed of inputs, targets and elements.")] = 0,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None,
@@ -97,14 +97,14 @@ def verify(
     check_device(device)
     import torch
 
-    from regauge.cli.model import known_or_discovered
+    from regauge.cli.model import resolve_spec
     from regauge.models.load import load_model
     from regauge.verification import verify as check
     from regauge.verification.general import add_general_findings
 
-    say(f"loads {model}")
+    info(f"loads {model}")
     module = load_model(model, dtype.value if dtype else None).to(device)
-    small = sum(p.numel() for p in module.parameters()) < SMALL
+    small = sum(p.numel() for p in module.parameters()) < SMALL_MODEL
     if threads is not None or small:
         torch.set_num_threads(threads or 1)
     given = None if inputs is None else read_inputs(inputs, module)
@@ -113,7 +113,7 @@ def verify(
 
         described = load_spec(spec)
     else:
-        described = known_or_discovered(module)
+        described = resolve_spec(module)
     with step_bar("verify") as progress:
         results = check(
             module,
@@ -135,14 +135,14 @@ def verify(
     results = replace(
         results,
         facts={
-            **facts(module, model, seed, steps, optimizer.value),
+            **collect_facts(module, model, seed, steps, optimizer.value),
             "seconds": round(time.monotonic() - started, 1),
         },
     )
     return deliver(results, text_of(results, verbose), json, report)
 
 
-def facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
+def collect_facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
     """What is needed to repeat a run, and to know what it was of."""
     return {
         **facts_of_run(),
@@ -190,19 +190,19 @@ def read_inputs(path: Path, module: Any) -> dict[str, Any]:
 
 def text_of(results: Results, verbose: int = 0) -> str:
     """Results as a terminal shows them."""
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
     rows = [("", "check", "error", "allowed", "control", "")]
-    general = [f for f in results.findings if f.id.startswith(GENERAL) and f.holds]
+    general = [f for f in results.findings if f.id.startswith(GENERAL_PREFIXES) and f.holds]
     for f in results.findings:
         if f not in general or verbose:
             rows.append(
                 (
-                    mark(f),
+                    format_verdict(f),
                     f.id,
-                    _number(f.value),
-                    _number(f.floor),
-                    _number(f.ceiling),
+                    _format_number(f.value),
+                    _format_number(f.floor),
+                    _format_number(f.ceiling),
                     "" if f.holds else f.sentence,
                 )
             )
@@ -214,7 +214,7 @@ def text_of(results: Results, verbose: int = 0) -> str:
         sum(f.holds is True for f in results.findings),
         sum(f.holds is not None for f in results.findings),
     )
-    lines = [results.title, "", columns(rows, right=(2, 3, 4)), ""]
+    lines = [results.title, "", format_columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
     last = f"{held} of {told} checks hold"
     last += f"; {len(results.inconclusive)} cannot be told" if results.inconclusive else ""
@@ -222,5 +222,5 @@ def text_of(results: Results, verbose: int = 0) -> str:
     return "\n".join([*lines, last])
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.1e}"

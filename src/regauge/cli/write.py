@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.cli.console import say, warn, writing_to
+from regauge.cli.console import info, output_progress, warn
 
 if TYPE_CHECKING:
     from regauge.checkpoints.plan import Plan
-    from regauge.checkpoints.writer import Written
+    from regauge.checkpoints.writer import WriteResult
     from regauge.core.element import Element
 
 
@@ -21,24 +21,24 @@ def write_moved(
     what: str,
     resume: bool,
     threads: int | None,
-) -> Written:
+) -> WriteResult:
     """Write a plan under a progress bar, and tell what is worth telling."""
     from regauge.checkpoints.writer import write_plan
 
-    with writing_to(out, what) as progress:
+    with output_progress(out, what) as progress:
         written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
     if written.nonfinite:
         names = ", ".join(written.nonfinite[:5]) + (
             f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else ""
         )
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
-    if written.left:
-        say(
+    if written.skipped:
+        info(
             "not carried over (weights in other formats, keys, elements): "
-            f"{', '.join(written.left)}"
+            f"{', '.join(written.skipped)}"
         )
     if written.resumed:
-        say(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
+        info(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
     return written
 
 

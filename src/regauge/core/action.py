@@ -23,7 +23,7 @@ from regauge.core.check import check_fixed, invertible, require
 from regauge.core.element import Element
 from regauge.core.members import Dense, Monomial, Soft, is_exact, permutation_index
 from regauge.core.rng import Ints
-from regauge.core.spec import PARTS, stored
+from regauge.core.spec import PARTS, stored_tensors
 from regauge.core.steps import Chain, Gather, direct_sum, step, widen
 from regauge.errors import ElementError, RegaugeError, SpecError
 
@@ -209,7 +209,7 @@ def _gather(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Move:
+class TensorTransform:
     """How one stored tensor of the moved state is made: from which tensor, and by what."""
 
     name: str
@@ -219,13 +219,13 @@ class Move:
     run: Callable[[Any], Any]
 
 
-def moves(g: Element, part: str | None = None) -> Iterator[Move]:
+def tensor_transforms(g: Element, part: str | None = None) -> Iterator[TensorTransform]:
     """One move per stored tensor, of all parts or one. A stack's tensors change places; every
     tensor is read on its own.
     """
     if part is not None and part not in PARTS:
         raise SpecError(f'there is no part "{part}"', hint=f"parts are {', '.join(PARTS)}")
-    for name, entry in stored(g.spec).items():
+    for name, entry in stored_tensors(g.spec).items():
         if part is not None and g.spec.parts.get(entry.pattern) != part:
             continue
         source, at = name, {}
@@ -234,7 +234,9 @@ def moves(g: Element, part: str | None = None) -> Iterator[Move]:
             place = entry.place if member is None else int(permutation_index(member)[entry.place])
             source = entry.pattern.replace("{" + entry.parent + "}", str(place))
             at = {entry.parent: place}
-        yield Move(name, source, entry.axes, at, partial(_move_weight, g, source, entry.axes, at))
+        yield TensorTransform(
+            name, source, entry.axes, at, partial(_move_weight, g, source, entry.axes, at)
+        )
 
 
 def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Array) -> Array:
@@ -244,7 +246,7 @@ def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Arr
             return w
         if isinstance(w, np.ndarray):
             return act(g, w, axes, at=at)
-        if is_exact_on(g, moved) and (w.dtype.is_floating_point or only_gathers(g, moved)):
+        if is_exact_on(g, moved) and (w.dtype.is_floating_point or is_permutation_on(g, moved)):
             return (
                 _act_on_bits(g, w.detach(), axes, at)
                 if w.device.type == "cpu"
@@ -278,7 +280,7 @@ def is_exact_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
     )
 
 
-def only_gathers(g: Element, spaces: Iterable[str] | None = None) -> bool:
+def is_permutation_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
     """Does the element, or its members on these spaces, permute and do nothing else?"""
     members = g.members.values() if spaces is None else [g.members[s] for s in spaces]
     return all(isinstance(m, Monomial) and m.scale is None for m in members)
@@ -307,7 +309,7 @@ def apply_lazily(
     if not force:
         g.require()
         require_fixed(g, state)
-    known = stored(g.spec)
+    known = stored_tensors(g.spec)
     unknown = next((n for n in state if n not in known and not g.spec.is_buffer(n)), None)
     if unknown is not None:
         raise SpecError(
@@ -317,14 +319,14 @@ def apply_lazily(
     thunks: dict[str, Callable[[], Array]] = {
         name: partial(state.__getitem__, name) for name in state
     }
-    for move in moves(g, part):
+    for move in tensor_transforms(g, part):
         if move.name in state:
             if move.source not in state:
                 raise SpecError(
                     f'"{move.name}" is made from "{move.source}", which the state lacks',
                     hint="a stack moves as a whole",
                 )
-            thunks[move.name] = partial(_moved, move, state)
+            thunks[move.name] = partial(_transform_tensor, move, state)
     return thunks
 
 
@@ -337,6 +339,6 @@ def require_fixed(g: Element, state: Mapping[str, Any]) -> None:
     )
 
 
-def _moved(move: Move, state: Mapping[str, Array]) -> Array:
+def _transform_tensor(move: TensorTransform, state: Mapping[str, Array]) -> Array:
     out: Array = move.run(state[move.source])
     return out

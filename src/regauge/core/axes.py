@@ -22,7 +22,7 @@ from functools import lru_cache
 from regauge.errors import AxesError
 
 # brackets within brackets; a real tensor has one or two, and everything here recurses into them
-_DEEPEST = 20
+_MAX_DEPTH = 20
 _HOLE = re.compile(r"_([1-9][0-9]{0,17})?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
@@ -185,7 +185,7 @@ def size(term: Term, sizes: Mapping[str, int]) -> int | None:
 
 
 def block_sizes(
-    terms: tuple[Term, ...], sizes: Mapping[str, int], whole: int, *, product: bool
+    terms: tuple[Term, ...], sizes: Mapping[str, int], total: int, *, product: bool
 ) -> list[int] | None:
     """The sizes of the terms of a sum (or the factors of a product) that together make `whole`; one
     `_` among them takes what is left.
@@ -200,9 +200,9 @@ def block_sizes(
         if n is not None:
             rest = rest * n if product else rest + n
     if None in known:
-        missing = (whole // rest if rest and whole % rest == 0 else -1) if product else whole - rest
+        missing = (total // rest if rest and total % rest == 0 else -1) if product else total - rest
         return [missing if n is None else n for n in known] if missing >= 0 else None
-    return [n for n in known if n is not None] if rest == whole else None
+    return [n for n in known if n is not None] if rest == total else None
 
 
 class _Parser:
@@ -265,8 +265,8 @@ class _Parser:
                     raise self.fail("| | is its own dual and takes no star")
                 return Leaf(name, bar=True)
             case "(":
-                if self.depth == _DEEPEST:
-                    raise self.fail(f"brackets more than {_DEEPEST} deep")
+                if self.depth == _MAX_DEPTH:
+                    raise self.fail(f"brackets more than {_MAX_DEPTH} deep")
                 self.at += 1
                 self.depth += 1
                 factors = self.listing(end=")")

@@ -27,7 +27,7 @@ def gather_bits(source: Bits, gathers: Sequence[Gather | None]) -> Bits:
         return gather_bits(source.view(f"u{source.itemsize}"), gathers).view(source.dtype)
     moving = [(dim, gather) for dim, gather in enumerate(gathers) if gather is not None]
     flips = {
-        dim: _flips(gather.scale, source) for dim, gather in moving if gather.scale is not None
+        dim: _sign_bits(gather.scale, source) for dim, gather in moving if gather.scale is not None
     }
     if len(moving) == 2 and source.ndim == 2 and source.size > 1 << 16:
         rows, columns = moving[0][1].index, moving[1][1].index
@@ -51,7 +51,7 @@ def gather_bits(source: Bits, gathers: Sequence[Gather | None]) -> Bits:
     return out.copy() if out is source else out
 
 
-def _flips(scale: Floats, like: Bits) -> Bits:
+def _sign_bits(scale: Floats, like: Bits) -> Bits:
     """The sign bit of a number as wide as these, where the scale is -1; otherwise nothing."""
     unsigned = np.where(scale < 0, 1 << (8 * like.itemsize - 1), 0).astype(f"u{like.itemsize}")
     return unsigned.view(like.dtype)

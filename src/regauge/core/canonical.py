@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 
-def canonical(value: Any) -> bytes:
+def canonical_json(value: Any) -> bytes:
     """Return JSON with sorted keys, no spaces and ASCII only: the form that is hashed and
     authenticated.
     """

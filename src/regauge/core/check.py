@@ -12,7 +12,15 @@ import numpy as np
 
 from regauge.core import axes as ax
 from regauge.core.groups import GeneralLinear, Orthogonal, Permutation, Trivial
-from regauge.core.spec import MAX_STACK, PARTS, STACK, Shaped, Spec, iter_stored, stored
+from regauge.core.spec import (
+    MAX_STACK,
+    PARTS,
+    STACK,
+    Shaped,
+    Spec,
+    iter_stored_tensors,
+    stored_tensors,
+)
 from regauge.errors import AxesError, ElementError, SpecError
 
 
@@ -27,13 +35,13 @@ class Fault:
         return self.text
 
 
-def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> list[Fault]:
+def check(spec: Spec, state: Mapping[str, Shaped], *, complete: bool = True) -> list[Fault]:
     """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
 
     Values are read only where the spec demands them, and where there are any: folded gains must be
     constant. Not `whole`: the spec may have spaces that no tensor has.
     """
-    itself = check_spec(spec, whole=whole)  # a spec that makes no sense fits nothing
+    itself = check_spec(spec, complete=complete)  # a spec that makes no sense fits nothing
     return itself or [
         *_check_names(spec, state),
         *_check_shapes(spec, state),
@@ -41,16 +49,16 @@ def check(spec: Spec, state: Mapping[str, Shaped], *, whole: bool = True) -> lis
     ]
 
 
-def require(faults: Sequence[Fault], what: str, hint: str | None = None) -> None:
+def require(faults: Sequence[Fault], message: str, hint: str | None = None) -> None:
     """Raise one error that lists all faults (the first twenty of them)."""
     if faults:
         lines = [f"  {f}" for f in faults[:20]]
         if len(faults) > 20:
             lines.append(f"  ... and {len(faults) - 20} more")
-        raise SpecError("\n".join([what, *lines]), hint=hint)
+        raise SpecError("\n".join([message, *lines]), hint=hint)
 
 
-def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
+def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
     """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so
     a space without tensors is no fault.
     """
@@ -100,7 +108,7 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
             fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
-        elif _places(spec.tensors[alias]) != _places(spec.tensors[target]):
+        elif _leaf_places(spec.tensors[alias]) != _leaf_places(spec.tensors[target]):
             fault(
                 alias,
                 f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that '
@@ -142,12 +150,12 @@ def check_spec(spec: Spec, *, whole: bool = True) -> list[Fault]:
                 f'"{gain}" is listed {times} times among norms and scales: it would be folded '
                 "as often",
             )
-    return faults or [*_check_use(spec, whole)]
+    return faults or [*_check_use(spec, complete)]
 
 
 def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
     """Stacks that meet other tensors, and spaces whose size no tensor vouches for."""
-    for name, times in Counter(name for name, _ in iter_stored(spec)).items():
+    for name, times in Counter(name for name, _ in iter_stored_tensors(spec)).items():
         if times > 1:
             yield Fault(
                 name,
@@ -178,7 +186,7 @@ def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
                 )
 
 
-def _places(text: str) -> list[list[tuple[str, bool]]]:
+def _leaf_places(text: str) -> list[list[tuple[str, bool]]]:
     return [[(leaf.space, leaf.bar) for leaf in ax.leaves(t)] for t in ax.parse(text).terms]
 
 
@@ -187,7 +195,7 @@ def _signature(text: str) -> list[list[ax.Leaf]]:
 
 
 def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
-    known = stored(spec)
+    known = stored_tensors(spec)
     families: dict[str, set[str]] = {}
     for alias, target in spec.ties.items():
         families.setdefault(target, {target}).add(alias)
@@ -202,7 +210,7 @@ def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
 
 def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
     sizes = spec.sizes
-    for name, entry in stored(spec).items():
+    for name, entry in stored_tensors(spec).items():
         if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
             continue
         shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms

@@ -89,7 +89,7 @@ class Element:
         form, say.
         """
         moved = replace(self, spec=spec)
-        strangers = [f for f in moved.faults() if moved._is_stranger(f.name)]
+        strangers = [f for f in moved.faults() if moved._is_foreign(f.name)]
         if strangers:
             raise ElementError(
                 "the element belongs to another model\n"
@@ -97,7 +97,7 @@ class Element:
             )
         return moved
 
-    def _is_stranger(self, name: str) -> bool:
+    def _is_foreign(self, name: str) -> bool:
         """Is this a member for another model: of a space that this one lacks, or of another
         size?
         """
@@ -111,7 +111,7 @@ class Element:
             space = self.spec.spaces.get(name)
             if space is None:
                 out.append(Fault(name, f'the model has no space "{name}"'))
-            elif self._is_stranger(name):
+            elif self._is_foreign(name):
                 has, want = (
                     f"{member.count} x {member.size}",
                     f"{self.spec.count(name)} x {space.size}",
@@ -134,7 +134,7 @@ class Element:
         """Raise one error that lists every fault."""
         faults = self.faults()
         if faults:
-            other = all(self._is_stranger(f.name) for f in faults)
+            other = all(self._is_foreign(f.name) for f in faults)
             raise ElementError(
                 f'the element does not fit the model "{self.spec.family}"\n'
                 + "\n".join(f"  {f}" for f in faults[:20]),

@@ -12,25 +12,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from regauge.core.members import LIMIT, Complexes, Layout, Monomial, planes, reach
+from regauge.core.members import MAX_STRETCH, Complexes, Layout, Monomial, planes, stretch_ratio
 from regauge.core.rng import Floats, Ints
 
 Pair = tuple[Floats, Floats]
-MANY = 512  # an assignment of so many takes longer than to prepare it
+PRECONDITION_SIZE = 512  # an assignment of so many takes longer than to prepare it
 
 
-class Summed(NamedTuple):
+class SummedPair(NamedTuple):
     """A pair that stands for many: y is the sum of their y x^T, x the identity."""
 
     y: Floats
     x: Floats
 
 
-def summed(total: Floats) -> Summed:
-    return Summed(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))
+def make_summed_pair(total: Floats) -> SummedPair:
+    return SummedPair(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))
 
 
-def first(*pairs: Pair | None) -> Floats:
+def first_target(*pairs: Pair | None) -> Floats:
     """The y of the first side that is there."""
     return next(p[0] for p in pairs if p is not None)
 
@@ -41,7 +41,7 @@ def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
     """
     for pair in pairs:
         if pair is not None:
-            product = pair.y if isinstance(pair, Summed) else pair[0] @ pair[1].swapaxes(1, 2)
+            product = pair.y if isinstance(pair, SummedPair) else pair[0] @ pair[1].swapaxes(1, 2)
             total = (
                 np.array(product, np.float64)
                 if total is None
@@ -62,20 +62,20 @@ def polar(c: Floats) -> Floats:
 
 def assign(scores: Floats) -> Ints:
     """For each matrix of scores, the permutation that collects the most."""
-    return np.stack([_assigned(s) for s in scores]).astype(np.int64)
+    return np.stack([_assign_one(s) for s in scores]).astype(np.int64)
 
 
-def _assigned(score: Floats) -> Ints:
+def _assign_one(score: Floats) -> Ints:
     from scipy.optimize import linear_sum_assignment
 
     best = np.asarray(score.argmax(1))
     if len(np.unique(best)) == len(best):  # nobody is in another's way
         return best
-    cost = _levelled(score) if len(score) >= MANY else -score
+    cost = _precondition_cost(score) if len(score) >= PRECONDITION_SIZE else -score
     return np.asarray(linear_sum_assignment(cost)[1])
 
 
-def _levelled(score: Floats, rounds: int = 8) -> Floats:
+def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:
     """What is lost with each pair, more a number for each row and each column, which changes no
     assignment's rank. A few rounds of Sinkhorn's iteration find numbers near the dual optimum, from
     where the exact search has a third of the way to go.
@@ -128,13 +128,13 @@ def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive
         _inner_products(dual, index),
     )
     if plain is not None and dual is not None:
-        scale = (_ratio(yy, xx) * _ratio(xx_dual, yy_dual)) ** 0.25
+        scale = (_safe_ratio(yy, xx) * _safe_ratio(xx_dual, yy_dual)) ** 0.25
     elif plain is not None:
-        scale = _ratio(np.abs(yx), xx)
+        scale = _safe_ratio(np.abs(yx), xx)
     else:
-        scale = _ratio(xx_dual, np.abs(yx_dual))
+        scale = _safe_ratio(xx_dual, np.abs(yx_dual))
     sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
-    scale = _restrained(scale)
+    scale = _clip_factors(scale)
     return Monomial(index, scale if positive else scale * sign)
 
 
@@ -159,17 +159,17 @@ def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool
         if p is not None and d is not None:
             (q1, q2), (k1, k2) = p, d
             c1, c2 = (
-                _ratio(_norm2(k1), _norm2(q1)) ** 0.25,
-                _ratio(_norm2(k2), _norm2(q2)) ** 0.25,
+                _safe_ratio(_norm2(k1), _norm2(q1)) ** 0.25,
+                _safe_ratio(_norm2(k2), _norm2(q2)) ** 0.25,
             )
             z = (c1 * c2) * _inner(q1, q2) + _inner(k1, k2) / (c1 * c2)
             modulus = c2 / c1
         elif p is not None:
-            modulus = _ratio(np.abs(z), _norm2(p[1]))
+            modulus = _safe_ratio(np.abs(z), _norm2(p[1]))
         elif d is not None:
-            modulus = _ratio(_norm2(d[1]), np.abs(z))
+            modulus = _safe_ratio(_norm2(d[1]), np.abs(z))
     turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-    return np.asarray(_restrained(modulus) * turn, np.complex128)
+    return np.asarray(_clip_factors(modulus) * turn, np.complex128)
 
 
 def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
@@ -179,23 +179,23 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
     if dual is None:
         best = np.stack([y @ np.linalg.pinv(x) for y, x in zip(*plain, strict=True)])
     else:
-        best = np.stack([_balanced(*sides) for sides in zip(*plain, *dual, strict=True)])
+        best = np.stack([_fit_balanced(*sides) for sides in zip(*plain, *dual, strict=True)])
     u, s, vt = np.linalg.svd(best)
-    return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
+    return np.asarray((u * _clip_factors(s)[:, None, :]) @ vt)
 
 
-def balancing(plain: Floats, dual: Floats) -> Floats:
+def fit_balance(plain: Floats, dual: Floats) -> Floats:
     """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side
     is rank-deficient and there is none.
     """
     size = plain.shape[1]
-    found = [_balance(q, k) for q, k in zip(plain, dual, strict=True)]
+    found = [_balance_matrix(q, k) for q, k in zip(plain, dual, strict=True)]
     u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in found]))
-    return np.asarray((u * _restrained(s)[:, None, :]) @ vt)
+    return np.asarray((u * _clip_factors(s)[:, None, :]) @ vt)
 
 
-def _balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
-    b1, b2 = _balance(q1, k1), _balance(q2, k2)
+def _fit_balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
+    b1, b2 = _balance_matrix(q1, k1), _balance_matrix(q2, k2)
     if (
         b1 is None or b2 is None
         # a rank-deficient side has no balanced form: the other one decides, or the best rotation,
@@ -216,7 +216,7 @@ def _has_full_rank(x: Floats) -> bool:
     return x.shape[0] <= x.shape[1] and bool(s[-1] > 1e-8 * s[0])
 
 
-def _balance(q: Floats, k: Floats) -> Floats | None:
+def _balance_matrix(q: Floats, k: Floats) -> Floats | None:
     """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
     rq, rk = (np.asarray(np.linalg.qr(side.T, mode="r")) for side in (q, k))
     if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
@@ -227,14 +227,16 @@ def _balance(q: Floats, k: Floats) -> Floats | None:
     return np.asarray(np.sqrt(s)[:, None] * (u.T @ np.linalg.inv(rq).T))
 
 
-def _restrained(factors: Floats) -> Floats:
+def _clip_factors(factors: Floats) -> Floats:
     """The same factors where the limit allows them; elsewhere those far from the middle are cut
     off.
     """
-    half = math.sqrt(LIMIT)
+    half = math.sqrt(MAX_STRETCH)
     middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
     return np.where(
-        reach(factors)[:, None] <= LIMIT, factors, np.clip(factors, middle / half, middle * half)
+        stretch_ratio(factors)[:, None] <= MAX_STRETCH,
+        factors,
+        np.clip(factors, middle / half, middle * half),
     )
 
 
@@ -253,7 +255,7 @@ def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Flo
     return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
 
 
-def _ratio(a: Floats, b: Floats) -> Floats:
+def _safe_ratio(a: Floats, b: Floats) -> Floats:
     """a / b, and 1 where that is no usable scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         r = np.asarray(a / b)

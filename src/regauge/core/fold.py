@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from regauge.core import axes as ax
 from regauge.core.action import State
 from regauge.core.check import check, require
-from regauge.core.spec import Norm, Scale, Spec, Stored, stored
+from regauge.core.spec import Norm, Scale, Spec, StoredTensor, stored_tensors
 from regauge.errors import SpecError
 
 if TYPE_CHECKING:
@@ -60,14 +60,14 @@ def fold_lazily(
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
     folding = _Folding(spec, state)
     for norm in spec.norms:
-        _require_own(spec, norm)
+        _require_own_weights(spec, norm)
         folding.fold(norm)
     for scale in spec.scales:
         folding.fold_back(scale)
     return folded_spec(spec), folding.thunks(rounded)
 
 
-def _require_own(spec: Spec, norm: Norm) -> None:
+def _require_own_weights(spec: Spec, norm: Norm) -> None:
     """A reader takes the gain up. One that another tensor repeats would hand it on to that."""
     read = {weight for weight, _ in norm.readers}
     for alias, target in spec.ties.items():
@@ -79,7 +79,7 @@ def _require_own(spec: Spec, norm: Norm) -> None:
             )
 
 
-def origin(spec: Spec, state: Container[str], name: str) -> str:
+def resolve_tie(spec: Spec, state: Container[str], name: str) -> str:
     """Where a tensor's values are: under its own name, or under that of one that is tied to it."""
     target = spec.ties.get(name, name)
     tied = [name, target, *(alias for alias, t in spec.ties.items() if t == target)]
@@ -141,7 +141,7 @@ class _Folding:
 
     def __init__(self, spec: Spec, state: State) -> None:
         self.spec, self.state = spec, state
-        self.stored = stored(spec)
+        self.stored = stored_tensors(spec)
         self.edits: dict[str, list[Edit]] = {}
         self.constants: dict[str, float] = {}
 
@@ -149,24 +149,24 @@ class _Folding:
         self.edits.setdefault(name, []).append(change)
 
     def source(self, name: str) -> str:
-        return origin(self.spec, self.state, name)
+        return resolve_tie(self.spec, self.state, name)
 
-    def each(self, pattern: str) -> dict[str, Stored]:
+    def each(self, pattern: str) -> dict[str, StoredTensor]:
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
 
     def fold(self, norm: Norm) -> None:
-        gain = in_work(self.state[norm.gain]) + (1.0 - norm.neutral)
+        gain = to_work_dtype(self.state[norm.gain]) + (1.0 - norm.neutral)
         term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
-        shift = None if norm.bias is None else in_work(self.state[norm.bias])
+        shift = None if norm.bias is None else to_work_dtype(self.state[norm.bias])
         taken = not norm.padded and all(b is not None for _, b in norm.readers)
         for weight, bias in norm.readers:
             for name, entry in self.each(weight).items():
                 dim = _reading_axis(entry, term)
-                self.edit(name, partial(_scaled, by=gain, dim=dim))
+                self.edit(name, partial(_scale_axis, by=gain, dim=dim))
                 if shift is not None and taken:
                     assert bias is not None
                     self.edit(
-                        _beside(bias, entry),
+                        _bias_name(bias, entry),
                         partial(self._shifted, name=name, dim=dim, shift=shift),
                     )
         if norm.bias is not None and shift is not None:
@@ -181,7 +181,7 @@ class _Folding:
                     )
                 self.edit(
                     norm.bias,
-                    partial(_scaled, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0),
+                    partial(_scale_axis, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0),
                 )
         self.constants[norm.gain] = norm.neutral
 
@@ -189,8 +189,8 @@ class _Folding:
         """a + W b, with the values that W had before folding. A convolution adds up its kernel too:
         b is the same at every place that it reads.
         """
-        w = in_work(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
-        total = _scaled(w, shift, dim).sum(dim)
+        w = to_work_dtype(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
+        total = _scale_axis(w, shift, dim).sum(dim)
         while total.dim() > a.dim() and total.numel() > a.numel():
             total = total.sum(-1)
         if total.numel() != a.numel():
@@ -201,12 +201,12 @@ class _Folding:
         return a + total.reshape(a.shape)
 
     def fold_back(self, scale: Scale) -> None:
-        gain = in_work(self.state[scale.gain])
+        gain = to_work_dtype(self.state[scale.gain])
         for weight, bias in scale.writers:
             for pattern in [weight] if bias is None else [weight, bias]:
                 for name, entry in self.each(pattern).items():
                     dim = _writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
-                    self.edit(name, partial(_scaled, by=gain, dim=dim))
+                    self.edit(name, partial(_scale_axis, by=gain, dim=dim))
         self.constants[scale.gain] = 1.0
 
     def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
@@ -230,41 +230,41 @@ class _Folding:
 
     def _edited(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
-        work = in_work(original) * self.spec.untied.get(name, 1.0)
+        work = to_work_dtype(original) * self.spec.untied.get(name, 1.0)
         for change in self.edits[name]:
             work = change(work)
         return work.to(original.dtype) if rounded else work
 
 
-def in_work(x: Tensor) -> Tensor:
+def to_work_dtype(x: Tensor) -> Tensor:
     """Folding's precision: float64, or float32 for what was stored in half precision."""
     import torch
 
     return x.to(torch.float64 if x.dtype.itemsize >= 4 else torch.float32)
 
 
-def _scaled(w: Tensor, by: Tensor, dim: int) -> Tensor:
+def _scale_axis(w: Tensor, by: Tensor, dim: int) -> Tensor:
     """w with one axis multiplied by a vector, which repeats where the axis is a multiple of it."""
     shape = [1] * w.dim()
     shape[dim] = -1
     return w * by.repeat(w.shape[dim] // by.shape[0]).to(w.dtype).view(shape)
 
 
-def _beside(bias: str, entry: Stored) -> str:
+def _bias_name(bias: str, entry: StoredTensor) -> str:
     """The bias of a weight: of one of a stack that is stored apart, that of the same place."""
     return bias if entry.parent is None else bias.replace(f"{{{entry.parent}}}", str(entry.place))
 
 
-def _reading_axis(entry: Stored, gain: ax.Term) -> int:
+def _reading_axis(entry: StoredTensor, gain: ax.Term) -> int:
     """The axis of a reader that contracts what the norm writes."""
     return _axis(entry, gain, star=True)
 
 
-def _writing_axis(entry: Stored, gain: ax.Term) -> int:
+def _writing_axis(entry: StoredTensor, gain: ax.Term) -> int:
     return _axis(entry, gain, star=False)
 
 
-def _axis(entry: Stored, gain: ax.Term, star: bool) -> int:
+def _axis(entry: StoredTensor, gain: ax.Term, star: bool) -> int:
     wanted = {leaf.space for leaf in ax.leaves(gain)}
     for dim, term in enumerate(ax.parse(entry.axes).terms):
         found = list(ax.leaves(term))

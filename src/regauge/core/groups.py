@@ -21,7 +21,7 @@ from regauge.core.fit import (
     Pair,
     assign,
     correlation,
-    first,
+    first_target,
     fit_linear,
     fit_planes,
     fit_scaled,
@@ -36,7 +36,7 @@ from regauge.core.members import (
     Planes,
     monomial_scale,
     planes,
-    strain,
+    stretch_fault,
 )
 from regauge.core.rng import Floats, Stream
 from regauge.core.uniform import haar, lift, ones_complement, permutations
@@ -120,7 +120,7 @@ class Trivial(Group):
     def fit(
         self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
     ) -> Member:
-        shape = first(plain, dual, bar).shape
+        shape = first_target(plain, dual, bar).shape
         return self.identity(shape[1], shape[0])
 
     def within(self, kind: Kind) -> Group:
@@ -223,7 +223,7 @@ class Scaling(Group):
             return "has scales that are not positive"
         if not np.isfinite(scale).all() or (scale == 0).any():
             return "has scales that are zero or not finite"
-        return strain(np.abs(scale))
+        return stretch_fault(np.abs(scale))
 
     def bits(self, size: int) -> float:
         return Permutation().bits(size) + (0 if self.positive else size)
@@ -336,7 +336,7 @@ class Rotary(Group):
         self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
     ) -> Member:
         if plain is None and dual is None:
-            count, size, _ = first(bar).shape
+            count, size, _ = first_target(bar).shape
             return self.identity(size, count)
         return Planes(fit_planes(plain, dual, self.layout, self.unit), self.layout)
 
@@ -362,7 +362,7 @@ class Rotary(Group):
             return "has plane factors that are zero or not finite"
         if self.unit and not np.allclose(np.abs(member.factor), 1, rtol=0, atol=1e-9):
             return "scales planes"
-        return strain(np.abs(member.factor))
+        return stretch_fault(np.abs(member.factor))
 
     def dim(self, size: int) -> int:
         return size // 2 if self.unit else size
@@ -448,7 +448,7 @@ class GeneralLinear(Group):
         m = member.matrix()
         if not np.isfinite(m).all():
             return "is not finite"
-        return strain(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
+        return stretch_fault(np.asarray(np.linalg.svd(m, compute_uv=False), np.float64))
 
     def bits(self, size: int) -> float:
         return 1.0

@@ -8,11 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from regauge.core import axes as ax
-from regauge.core.action import Move, act, moves, only_gathers, require_fixed
+from regauge.core.action import (
+    TensorTransform,
+    act,
+    is_permutation_on,
+    require_fixed,
+    tensor_transforms,
+)
 from regauge.core.check import Fault, check, require
 from regauge.core.element import Element
 from regauge.core.groups import SignedPermutation
-from regauge.core.spec import stored
+from regauge.core.spec import stored_tensors
 from regauge.errors import ElementError, SpecError
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ def apply_(
     g.require()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     every = {**tensors, **dict(module.named_parameters(remove_duplicate=False))}
-    known = stored(g.spec)
+    known = stored_tensors(g.spec)
     missing = [name for name in known if name not in every]
     if missing:
         raise SpecError(
@@ -61,17 +67,17 @@ def apply_(
             hint="move the model before adapters are put on",
         )
     require_fixed(g, tensors)
-    plan = [m for m in moves(g, part) if m.name in tensors]
+    plan = [m for m in tensor_transforms(g, part) if m.name in tensors]
     misfits = check(g.spec, {name: every[name] for name in known})
     misfits += [
         Fault(m.name, f'"{m.name}" is {tensors[m.name].dtype}, which follows permutations only')
         for m in plan
         if not tensors[m.name].is_floating_point()
-        and not only_gathers(g, ax.spaces(m.axes) & g.members.keys())
+        and not is_permutation_on(g, ax.spaces(m.axes) & g.members.keys())
     ]
     require(misfits, f'the module does not fit the spec "{g.spec.family}"')
     with torch.no_grad():
-        states = _moved_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
+        states = _transform_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
         for m in plan:
             grad, source = tensors[m.name].grad, tensors[m.source].grad
             if grad is not None and source is not None:
@@ -83,15 +89,15 @@ def apply_(
             target.copy_(value)
 
 
-_FIRST = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "prev"})
-_SECOND = frozenset(
+_FIRST_MOMENTS = frozenset({"exp_avg", "momentum_buffer", "grad_avg", "exp_avg_diff", "prev"})
+_SECOND_MOMENTS = frozenset(
     {"step_size", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum", "exp_inf"}
 )
 
 
-def _moved_optimizer_states(
+def _transform_optimizer_states(
     g: Element,
-    plan: Sequence[Move],
+    plan: Sequence[TensorTransform],
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> list[tuple[Tensor, Tensor]]:
@@ -123,7 +129,7 @@ def _moved_optimizer_states(
                 and (
                     not isinstance(value, torch.Tensor)
                     or value.shape != p.shape
-                    or key not in _FIRST | _SECOND
+                    or key not in _FIRST_MOMENTS | _SECOND_MOMENTS
                 )
             ):
                 raise ElementError(
@@ -137,7 +143,7 @@ def _moved_optimizer_states(
             optimizer.state.get(tensors[m.name], {}),
             optimizer.state.get(tensors[m.source], {}),
         )
-        for key in (_FIRST | _SECOND) & mine.keys() & theirs.keys():
+        for key in (_FIRST_MOMENTS | _SECOND_MOMENTS) & mine.keys() & theirs.keys():
             if isinstance(mine[key], torch.Tensor):
                 out.append(
                     (
@@ -145,7 +151,7 @@ def _moved_optimizer_states(
                         act(
                             g,
                             theirs[key],
-                            ax.dual(m.axes) if key in _FIRST else ax.bar(m.axes),
+                            ax.dual(m.axes) if key in _FIRST_MOMENTS else ax.bar(m.axes),
                             at=m.at,
                         ),
                     )

@@ -22,7 +22,7 @@ Layout = Literal["half", "interleaved"]
 # The largest ratio between two factors by which a member stretches, 1 counted among them: so it
 # bounds condition numbers and scales alike. Rounding grows with it: at the limit a float32 model
 # still keeps its function to about 1e-4. Six samples composed stay within.
-LIMIT = 1e3
+MAX_STRETCH = 1e3
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,7 +197,7 @@ def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
     )
 
 
-def reach(factors: Floats) -> Floats:
+def stretch_ratio(factors: Floats) -> Floats:
     """For each row of factors (scales, singular values), the largest ratio between two of them, 1
     counted among them.
     """
@@ -205,15 +205,15 @@ def reach(factors: Floats) -> Floats:
         return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
 
 
-def strain(factors: Floats) -> str | None:
+def stretch_fault(factors: Floats) -> str | None:
     """Why the factors by which a stack of members stretches are refused, or None."""
-    reaches = reach(factors)
+    reaches = stretch_ratio(factors)
     worst = factors[int(reaches.argmax())]
-    if reaches.max() <= LIMIT * (1 + 1e-9):
+    if reaches.max() <= MAX_STRETCH * (1 + 1e-9):
         return None
     return (
         f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 "
-        f"must lie within a ratio of {LIMIT:g}"
+        f"must lie within a ratio of {MAX_STRETCH:g}"
     )
 
 

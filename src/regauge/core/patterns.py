@@ -17,12 +17,12 @@ from functools import lru_cache
 
 from regauge.errors import PatternError
 
-LENGTH, STATES = (
+MAX_LENGTH, MAX_STATES = (
     500,
     1000,
 )  # characters of a pattern, and states it may have once its counts are written out
-_DEPTH = 20  # groups inside each other
-_MEMORY = 10_000  # transitions that are remembered
+_MAX_DEPTH = 20  # groups inside each other
+_MAX_CACHED = 10_000  # transitions that are remembered
 
 _Test = Callable[[str], bool]
 _CATEGORIES: dict[str, _Test] = {
@@ -59,9 +59,9 @@ class Pattern:
         self._anchors: dict[
             int, str
         ] = {}  # states that are passed only at the start ("^") or at the end ("$")
-        if len(text) > LENGTH:
+        if len(text) > MAX_LENGTH:
             raise PatternError(
-                f"a pattern must have at most {LENGTH} characters, got {len(text)}: "
+                f"a pattern must have at most {MAX_LENGTH} characters, got {len(text)}: "
                 f"{text[:40]!r}..."
             )
         node = _Parser(text).parse()
@@ -77,7 +77,7 @@ class Pattern:
             key = (states, character)
             following = self._known.get(key)
             if following is None:
-                if len(self._known) >= _MEMORY:
+                if len(self._known) >= _MAX_CACHED:
                     self._known.clear()
                 following = self._known[key] = self._step(states, character)
             states = following
@@ -105,9 +105,9 @@ class Pattern:
         self, jumps: tuple[int, ...] = (), test: tuple[_Test, int] | None = None, anchor: str = ""
     ) -> int:
         """Add a state and return its number."""
-        if len(self._jumps) >= STATES:
+        if len(self._jumps) >= MAX_STATES:
             raise PatternError(
-                f"a pattern must have at most {STATES} states, counts written out: "
+                f"a pattern must have at most {MAX_STATES} states, counts written out: "
                 f"{self.text[:80]!r}"
             )
         self._jumps.append(jumps)
@@ -122,7 +122,7 @@ class Pattern:
 _Node = Callable[[Pattern, int], int]
 
 
-def _one(test: _Test) -> _Node:
+def _character(test: _Test) -> _Node:
     return lambda p, after: p._add(test=(test, after))
 
 
@@ -139,7 +139,7 @@ def _sequence(nodes: list[_Node]) -> _Node:
     return build
 
 
-def _either(nodes: list[_Node]) -> _Node:
+def _alternation(nodes: list[_Node]) -> _Node:
     return (
         nodes[0]
         if len(nodes) == 1
@@ -196,7 +196,7 @@ class _Parser:
         while self.peek() == "|":
             self.at += 1
             nodes.append(self.sequence())
-        return _either(nodes)
+        return _alternation(nodes)
 
     def sequence(self) -> _Node:
         nodes: list[_Node] = []
@@ -231,10 +231,10 @@ class _Parser:
         if not closed or not all(c in string.digits for c in low + high) or not (low or comma):
             return None
         if len(low) > 4 or len(high) > 4:
-            raise self.fault(f"a count must be below {STATES}")
+            raise self.fault(f"a count must be below {MAX_STATES}")
         least, most = int(low or 0), (int(high) if high else None) if comma else int(low)
-        if max(least, most or 0) > STATES or (most is not None and most < least):
-            raise self.fault(f"a count must be below {STATES}, the smaller first")
+        if max(least, most or 0) > MAX_STATES or (most is not None and most < least):
+            raise self.fault(f"a count must be below {MAX_STATES}, the smaller first")
         self.at += len(inner) + 2
         return least, most
 
@@ -243,9 +243,9 @@ class _Parser:
             case "(":
                 return self.group()
             case "[":
-                return _one(self.characters())
+                return _character(self.characters())
             case ".":
-                return _one(lambda c: c != "\n")
+                return _character(lambda c: c != "\n")
             case "^" | "$" as which:
                 return _anchor(which)
             case "\\":
@@ -253,12 +253,12 @@ class _Parser:
             case "*" | "+" | "?":
                 raise self.fault("nothing to repeat")
             case character:
-                return _one(character.__eq__)
+                return _character(character.__eq__)
 
     def group(self) -> _Node:
         self.depth += 1
-        if self.depth > _DEPTH:
-            raise self.fault(f"groups must be nested at most {_DEPTH} deep")
+        if self.depth > _MAX_DEPTH:
+            raise self.fault(f"groups must be nested at most {_MAX_DEPTH} deep")
         if self.peek() == "?":
             if self.peek(2) != "?:":
                 raise self.fault("named groups, flags and look-around are not supported")
@@ -273,7 +273,7 @@ class _Parser:
         if self.peek() in ("A", "Z"):
             return _anchor("^" if self.take() == "A" else "$")
         test, character = self.escape()
-        return _one(test if test is not None else character.__eq__)
+        return _character(test if test is not None else character.__eq__)
 
     def escape(self) -> tuple[_Test | None, str]:
         """Read what follows a backslash: the test of a category, or the literal character."""

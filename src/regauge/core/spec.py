@@ -128,7 +128,7 @@ class Spec:
         return any(compile_pattern(pattern).matches(name) for pattern in self.buffers)
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor as it is stored: its pattern in the spec, the axes it has, and its place in the
     stack if it is one of a stack.
     """
@@ -139,16 +139,16 @@ class Stored(NamedTuple):
     place: int = 0
 
 
-def stored(spec: Spec) -> dict[str, Stored]:
+def stored_tensors(spec: Spec) -> dict[str, StoredTensor]:
     """Every tensor name that a state of this spec has, stacks unrolled."""
-    return dict(iter_stored(spec))
+    return dict(iter_stored_tensors(spec))
 
 
-def iter_stored(spec: Spec) -> Iterator[tuple[str, Stored]]:
+def iter_stored_tensors(spec: Spec) -> Iterator[tuple[str, StoredTensor]]:
     for pattern, text in spec.tensors.items():
         found = STACK.search(pattern)
         if not found:
-            yield pattern, Stored(pattern, text)
+            yield pattern, StoredTensor(pattern, text)
             continue
         parent = found.group(1)
         terms = ax.parse(text).terms
@@ -156,5 +156,5 @@ def iter_stored(spec: Spec) -> Iterator[tuple[str, Stored]]:
         for i in range(spec.spaces[parent].size):
             yield (
                 pattern[: found.start()] + str(i) + pattern[found.end() :],
-                Stored(pattern, rest, parent, i),
+                StoredTensor(pattern, rest, parent, i),
             )

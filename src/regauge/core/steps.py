@@ -81,7 +81,7 @@ class Multiply:
 
 
 @dataclass(frozen=True, eq=False)
-class Turn:
+class RotatePlanes:
     """A complex factor on each 2-plane of each block."""
 
     factor: Complexes
@@ -127,7 +127,7 @@ class Blocks:
         )
 
 
-Step = Gather | Multiply | Turn | Blocks
+Step = Gather | Multiply | RotatePlanes | Blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,10 +178,14 @@ def step(member: Member) -> Step:
         case Dense():
             return Multiply(member.values)
         case _:
-            return _half_turns(member) if is_exact(member) else Turn(member.factor, member.layout)
+            return (
+                _flip_planes(member)
+                if is_exact(member)
+                else RotatePlanes(member.factor, member.layout)
+            )
 
 
-def _half_turns(member: Planes) -> Gather:
+def _flip_planes(member: Planes) -> Gather:
     """A sign for each 2-plane: nothing changes its place, and unlike a product of complex numbers
     it keeps every bit of a zero.
     """
@@ -226,12 +230,14 @@ def _join(steps: Sequence[Step]) -> Step | None:
         isinstance(s, Multiply) and s.values.shape[1:] == first.values.shape[1:] for s in steps
     ):
         return Multiply(np.concatenate([s.values for s in steps if isinstance(s, Multiply)]))
-    if isinstance(first, Turn) and all(
-        isinstance(s, Turn)
+    if isinstance(first, RotatePlanes) and all(
+        isinstance(s, RotatePlanes)
         and (s.layout, s.factor.shape[1]) == (first.layout, first.factor.shape[1])
         for s in steps
     ):
-        return Turn(np.concatenate([s.factor for s in steps if isinstance(s, Turn)]), first.layout)
+        return RotatePlanes(
+            np.concatenate([s.factor for s in steps if isinstance(s, RotatePlanes)]), first.layout
+        )
     if all(isinstance(s, Gather) for s in steps):
         return direct_sum([Chain(s.size, (s,)) for s in steps]).gather
     return None

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 
 Tensor = torch.Tensor
-How = Mapping[str, Any]
-MOST = 10.0  # the largest strength of RandAugment
+AugmentConfig = Mapping[str, Any]
+MAX_STRENGTH = 10.0  # the largest strength of RandAugment
 # DeiT's settings; the image's mean and deviation have to be added, because colours are changed
 # where they are between 0 and 1.
-STRONG: dict[str, Any] = {
+DEIT_AUGMENTATION: dict[str, Any] = {
     "flip": True,
     "crop": 0.08,
     "strength": 9.0,
@@ -33,60 +33,66 @@ STRONG: dict[str, Any] = {
 }
 
 
-def augmented(pixels: Tensor, how: How, draw: np.random.Generator) -> Tensor:
+def augment_images(pixels: Tensor, config: AugmentConfig, rng: np.random.Generator) -> Tensor:
     """Each image mirrored or not (`flip`), moved by up to `shift` pixels each way (what comes in
     from outside is zero), cropped to no less than the share `crop` of its area and made as large as
     before, changed by RandAugment of a `strength` (needs `mean` and `std`), and with a probability
     `erase` a rectangle of it replaced by noise.
     """
     n, side = len(pixels), pixels.shape[-1]
-    if how.get("flip"):
-        chosen = torch.from_numpy(draw.random(n) < 0.5).to(pixels.device)
+    if config.get("flip"):
+        chosen = torch.from_numpy(rng.random(n) < 0.5).to(pixels.device)
         pixels = torch.where(chosen[:, None, None, None], pixels.flip(-1), pixels)
-    most = int(how.get("shift", 0))
+    most = int(config.get("shift", 0))
     if most:
         wide = F.pad(pixels, (most,) * 4)
-        places = draw.integers(0, 2 * most + 1, (n, 2))
+        places = rng.integers(0, 2 * most + 1, (n, 2))
         pixels = torch.stack(
             [
                 image[:, y : y + side, x : x + side]
                 for image, (y, x) in zip(wide, places, strict=True)
             ]
         )
-    if how.get("crop"):
-        pixels = torch.stack([_cropped(image, how["crop"], draw) for image in pixels])
-    if how.get("strength"):
+    if config.get("crop"):
+        pixels = torch.stack([_random_crop(image, config["crop"], rng) for image in pixels])
+    if config.get("strength"):
         mean, std = (
-            torch.tensor(how[name], dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1)
+            torch.tensor(config[name], dtype=pixels.dtype, device=pixels.device).view(-1, 1, 1)
             for name in ("mean", "std")
         )
         pixels = torch.stack(
-            [(changed(image * std + mean, how["strength"], draw) - mean) / std for image in pixels]
+            [
+                (rand_augment(image * std + mean, config["strength"], rng) - mean) / std
+                for image in pixels
+            ]
         )
-    if how.get("erase"):
+    if config.get("erase"):
         pixels = torch.stack(
-            [_erased(image, draw) if draw.random() < how["erase"] else image for image in pixels]
+            [
+                _random_erase(image, rng) if rng.random() < config["erase"] else image
+                for image in pixels
+            ]
         )
     return pixels
 
 
-def mixed(
-    pixels: Tensor, labels: Tensor, classes: int, how: How, draw: np.random.Generator
+def mix_images(
+    pixels: Tensor, labels: Tensor, classes: int, config: AugmentConfig, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """The batch with itself in reverse: all of each image (mixup) or a rectangle of it (CutMix),
     and labels as shares of classes, smoothed.
     """
-    smooth = float(how.get("smooth", 0.0))
+    smooth = float(config.get("smooth", 0.0))
     shares = F.one_hot(labels, classes).to(pixels.dtype) * (1 - smooth) + smooth / classes
-    ways = [name for name in ("mixup", "cutmix") if how.get(name)]
+    ways = [name for name in ("mixup", "cutmix") if config.get(name)]
     if not ways:
         return pixels, shares
-    way = ways[int(draw.integers(len(ways)))]
-    own = float(draw.beta(how[way], how[way]))
+    way = ways[int(rng.integers(len(ways)))]
+    own = float(rng.beta(config[way], config[way]))
     if way == "mixup":
         pixels = own * pixels + (1 - own) * pixels.flip(0)
     else:
-        top, left, height, width = _rectangle(pixels.shape[-2:], 1 - own, 1.0, draw)
+        top, left, height, width = _sample_rectangle(pixels.shape[-2:], 1 - own, 1.0, rng)
         pixels = pixels.clone()
         other = pixels.flip(0)
         pixels[..., top : top + height, left : left + width] = other[
@@ -96,18 +102,20 @@ def mixed(
     return pixels, own * shares + (1 - own) * shares.flip(0)
 
 
-def changed(image: Tensor, strength: float, draw: np.random.Generator, count: int = 2) -> Tensor:
+def rand_augment(
+    image: Tensor, strength: float, rng: np.random.Generator, count: int = 2
+) -> Tensor:
     """RandAugment of one image with values between 0 and 1."""
-    names = list(CHANGES)
-    for name in draw.integers(0, len(names), count):
-        level = float(np.clip(draw.normal(strength, 0.5), 0, MOST)) / MOST
-        side = 1.0 if draw.random() < 0.5 else -1.0
-        if draw.random() < 0.5:
-            image = CHANGES[names[name]](image, level, side).clamp(0, 1)
+    names = list(TRANSFORMS)
+    for name in rng.integers(0, len(names), count):
+        level = float(np.clip(rng.normal(strength, 0.5), 0, MAX_STRENGTH)) / MAX_STRENGTH
+        side = 1.0 if rng.random() < 0.5 else -1.0
+        if rng.random() < 0.5:
+            image = TRANSFORMS[names[name]](image, level, side).clamp(0, 1)
     return image
 
 
-def _rectangle(
+def _sample_rectangle(
     shape: tuple[int, ...], area: float, aspect: float, draw: np.random.Generator
 ) -> tuple[int, int, int, int]:
     """A rectangle of about this share of an image: top, left, height, width."""
@@ -122,24 +130,24 @@ def _rectangle(
     )
 
 
-def _cropped(image: Tensor, least: float, draw: np.random.Generator) -> Tensor:
+def _random_crop(image: Tensor, least: float, draw: np.random.Generator) -> Tensor:
     area, aspect = (
         draw.uniform(least, 1.0),
         math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3))),
     )
-    top, left, height, width = _rectangle(tuple(image.shape[-2:]), area, aspect, draw)
+    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, draw)
     part = image[None, :, top : top + max(1, height), left : left + max(1, width)]
     return F.interpolate(
         part, tuple(image.shape[-2:]), mode="bicubic", align_corners=False, antialias=True
     )[0]
 
 
-def _erased(image: Tensor, draw: np.random.Generator) -> Tensor:
+def _random_erase(image: Tensor, draw: np.random.Generator) -> Tensor:
     area, aspect = (
         draw.uniform(0.02, 1 / 3),
         math.exp(draw.uniform(math.log(0.3), math.log(1 / 0.3))),
     )
-    top, left, height, width = _rectangle(tuple(image.shape[-2:]), area, aspect, draw)
+    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, draw)
     image = image.clone()
     image[:, top : top + height, left : left + width] = torch.from_numpy(
         draw.normal(size=(image.shape[0], height, width))
@@ -157,10 +165,10 @@ def _auto_contrast(image: Tensor, level: float, side: float) -> Tensor:
 
 
 def _equalize(image: Tensor, level: float, side: float) -> Tensor:
-    return torch.stack([_equal(channel) for channel in image])
+    return torch.stack([_equalize_channel(channel) for channel in image])
 
 
-def _equal(channel: Tensor) -> Tensor:
+def _equalize_channel(channel: Tensor) -> Tensor:
     bins = (channel * 255).round().long().clamp(0, 255)
     counts = torch.bincount(bins.flatten(), minlength=256)
     step = int(counts[counts > 0][:-1].sum()) // 255
@@ -170,7 +178,7 @@ def _equal(channel: Tensor) -> Tensor:
     return table[bins].to(channel.dtype) / 255
 
 
-def _turned(image: Tensor, matrix: list[list[float]]) -> Tensor:
+def _affine(image: Tensor, matrix: list[list[float]]) -> Tensor:
     theta = torch.tensor([matrix], dtype=image.dtype, device=image.device)
     grid = F.affine_grid(theta, [1, *image.shape], align_corners=False)
     inside = F.grid_sample(torch.ones_like(image)[None], grid, mode="bilinear", align_corners=False)
@@ -181,7 +189,7 @@ def _turned(image: Tensor, matrix: list[list[float]]) -> Tensor:
 
 def _rotate(image: Tensor, level: float, side: float) -> Tensor:
     angle = math.radians(30 * level * side)
-    return _turned(
+    return _affine(
         image, [[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]]
     )
 
@@ -205,7 +213,7 @@ def _grey(image: Tensor) -> Tensor:
     )
 
 
-def _smoothed(image: Tensor) -> Tensor:
+def _smooth(image: Tensor) -> Tensor:
     kernel = (
         torch.tensor([[1.0, 1, 1], [1, 5, 1], [1, 1, 1]], dtype=image.dtype, device=image.device)
         / 13
@@ -230,7 +238,7 @@ def _solarize_add(image: Tensor, level: float, side: float) -> Tensor:
     return torch.where(image < 0.5, image + min(128, int(110 * level)) / 255, image)
 
 
-CHANGES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+TRANSFORMS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "AutoContrast": _auto_contrast,
     "Equalize": _equalize,
     "Invert": lambda image, level, side: 1 - image,
@@ -243,17 +251,17 @@ CHANGES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
         image, _grey(image).mean().expand_as(image), level, side
     ),
     "Brightness": lambda image, level, side: _blend(image, torch.zeros_like(image), level, side),
-    "Sharpness": lambda image, level, side: _blend(image, _smoothed(image), level, side),
-    "ShearX": lambda image, level, side: _turned(
+    "Sharpness": lambda image, level, side: _blend(image, _smooth(image), level, side),
+    "ShearX": lambda image, level, side: _affine(
         image, [[1.0, 0.3 * level * side, 0.0], [0.0, 1.0, 0.0]]
     ),
-    "ShearY": lambda image, level, side: _turned(
+    "ShearY": lambda image, level, side: _affine(
         image, [[1.0, 0.0, 0.0], [0.3 * level * side, 1.0, 0.0]]
     ),
-    "TranslateX": lambda image, level, side: _turned(
+    "TranslateX": lambda image, level, side: _affine(
         image, [[1.0, 0.0, 0.9 * level * side], [0.0, 1.0, 0.0]]
     ),
-    "TranslateY": lambda image, level, side: _turned(
+    "TranslateY": lambda image, level, side: _affine(
         image, [[1.0, 0.0, 0.0], [0.0, 1.0, 0.9 * level * side]]
     ),
 }

@@ -34,13 +34,13 @@ from typing import Any
 import numpy as np
 
 from regauge.checkpoints.archives import open_archive
-from regauge.checkpoints.files import amount
+from regauge.checkpoints.files import format_bytes
 from regauge.data.parquet import Chunk, count_pages, read_chunks
 from regauge.errors import CheckpointError, RegaugeError, need
 
 Size = int | tuple[int, int]  # of both sides, or height and width
-USUAL = ("text", "image", "label")
-_FORMATS = (
+DEFAULT_FIELDS = ("text", "image", "label")
+_IMAGE_FORMATS = (
     "PNG",
     "JPEG",
     "BMP",
@@ -57,7 +57,7 @@ MAX_RATIO, SPARE = (
 MAX_VALUES = (
     1 << 25
 )  # of a parquet file that is smaller than its values: columns of one repeated value take no space
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
 class DataError(RegaugeError):
@@ -65,7 +65,7 @@ class DataError(RegaugeError):
 
 
 @dataclass(frozen=True)
-class Pictures(Sequence[Any]):
+class EncodedImages(Sequence[Any]):
     """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a
     `colour` (L or RGB) if given. A size is one number of pixels for both sides, or height and
     width.
@@ -89,7 +89,7 @@ class Pictures(Sequence[Any]):
         label = str(source) if isinstance(source, Path) else f"image {i}"
         try:
             with Image.open(
-                io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS
+                io.BytesIO(source) if isinstance(source, bytes) else source, formats=_IMAGE_FORMATS
             ) as opened:
                 if opened.width * opened.height > MAX_PIXELS:
                     raise _too_large(label, f"{opened.width} x {opened.height}")
@@ -122,7 +122,7 @@ class Pictures(Sequence[Any]):
                 f"{label} cannot be read as an image: {first}", hint="mend it, or leave it out"
             ) from error
 
-    def array(self, rows: Sequence[int] | None = None) -> Any:
+    def to_array(self, rows: Sequence[int] | None = None) -> Any:
         """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others
         are given three channels.
         """
@@ -151,7 +151,8 @@ class Pictures(Sequence[Any]):
             with (
                 contextlib.suppress(Exception),
                 Image.open(
-                    io.BytesIO(source) if isinstance(source, bytes) else source, formats=_FORMATS
+                    io.BytesIO(source) if isinstance(source, bytes) else source,
+                    formats=_IMAGE_FORMATS,
                 ) as opened,
             ):
                 found.add((opened.height, opened.width))
@@ -199,7 +200,7 @@ class Data:
         )
         return Data(
             self.name,
-            {k: _rows(v, rows) for k, v in self.fields.items()},
+            {k: _take_rows(v, rows) for k, v in self.fields.items()},
             _digest(self.digest.encode(), f"take {n} {seed}".encode()),
         )
 
@@ -217,14 +218,14 @@ def open_data(
     """
     path = Path(uri).expanduser()
     if str(uri) == "digits":
-        found, digest = _digits(split)
+        found, digest = _read_digits(split)
     elif path.is_dir():
-        found, digest = _folder(path, size)
+        found, digest = _read_folder(path, size)
     elif path.is_file():
-        raw = _bytes_of(path)
-        found, digest = _reader(path)(raw, path, size), _digest(raw)
+        raw = _read_bytes(path)
+        found, digest = _find_reader(path)(raw, path, size), _digest(raw)
     elif str(uri).count("/") == 1 and not path.suffix and not str(uri).startswith((".", "/", "~")):
-        found, digest = _hub(str(uri), config, split, size)
+        found, digest = _read_hub(str(uri), config, split, size)
     else:
         raise DataError(
             f"there is no {uri}",
@@ -237,7 +238,7 @@ def open_data(
         count = len(next(iter(named.values()), ()))
         own = [
             name
-            for name in USUAL
+            for name in DEFAULT_FIELDS
             if name in found
             and name not in named
             and name not in fields.values()
@@ -261,7 +262,7 @@ def text_of(data: Data, field: str = "text") -> str:
     return "\n".join(data[field])
 
 
-def _npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+def _read_npz(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     return read_arrays(raw, str(path))
 
 
@@ -283,14 +284,14 @@ def read_arrays(raw: bytes, label: str) -> dict[str, Any]:
     try:
         archive = open_archive(io.BytesIO(raw), label, max_ratio=MAX_RATIO, spare=SPARE)
         return {
-            name.removesuffix(".npy"): _npy(archive.read(record, record.size), name)
+            name.removesuffix(".npy"): _read_npy(archive.read(record, record.size), name)
             for name, record in archive.records.items()
         }
     except CheckpointError as error:
         raise DataError(str(error), hint=error.hint) from error
 
 
-def _npy(raw: bytes, name: str) -> Any:
+def _read_npy(raw: bytes, name: str) -> Any:
     from numpy.lib import format as npy
 
     file = io.BytesIO(raw)
@@ -312,7 +313,7 @@ def _npy(raw: bytes, name: str) -> Any:
     return npy.read_array(file, allow_pickle=False)
 
 
-def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+def _read_parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     need("pyarrow", "data")
     import pyarrow.parquet as pq
 
@@ -322,12 +323,14 @@ def _parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         io.BytesIO(raw), read_dictionary=sorted({c.path for c in chunks if c.is_bytes})
     )
     return {
-        name: _column([v for chunk in table[name].chunks for v in _values(chunk)], size)
+        name: _convert_column(
+            [v for chunk in table[name].chunks for v in _arrow_values(chunk)], size
+        )
         for name in table.column_names
     }
 
 
-def _values(array: Any) -> list[Any]:
+def _arrow_values(array: Any) -> list[Any]:
     """The values of an Arrow array. Those that the file stores once and refers to often are one
     object.
     """
@@ -337,13 +340,13 @@ def _values(array: Any) -> list[Any]:
         stored = array.dictionary.to_pylist()
         return [None if i is None else stored[i] for i in array.indices.to_pylist()]
     if pa.types.is_struct(array.type):
-        columns = {field.name: _values(array.field(i)) for i, field in enumerate(array.type)}
+        columns = {field.name: _arrow_values(array.field(i)) for i, field in enumerate(array.type)}
         return [
             {name: column[i] for name, column in columns.items()} if valid else None
             for i, valid in enumerate(array.is_valid().to_pylist())
         ]
     if pa.types.is_list(array.type):
-        items, ends = _values(array.values), array.offsets.to_pylist()
+        items, ends = _arrow_values(array.values), array.offsets.to_pylist()
         return [
             items[ends[i] : ends[i + 1]] if valid else None
             for i, valid in enumerate(array.is_valid().to_pylist())
@@ -367,20 +370,22 @@ def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
         inflated += uncompressed
     if inflated > MAX_RATIO * size + SPARE:
         limit = (
-            f"{amount(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus {amount(SPARE)})"
+            f"{format_bytes(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus "
+            f"{format_bytes(SPARE)})"
         )
         raise DataError(
-            f"{path} must decompress to at most {limit}, got {amount(inflated)}", hint=hint
+            f"{path} must decompress to at most {limit}, got {format_bytes(inflated)}", hint=hint
         )
     if values > max(size, MAX_VALUES):
         raise DataError(
-            f"{path} must have at most {max(size, MAX_VALUES):,} values for its {amount(size)}, "
+            f"{path} must have at most {max(size, MAX_VALUES):,} values for its "
+            f"{format_bytes(size)}, "
             f"got {values:,}",
             hint=hint,
         )
 
 
-def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+def _read_table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
     lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
     reader = (
@@ -392,34 +397,37 @@ def _table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     for number, row in enumerate(rows, 2):
         if len(row) != len(names):
             raise ValueError(f"line {number} has {len(row)} fields, the first line {len(names)}")
-    return {name: _typed([row[i] for row in rows]) for i, name in enumerate(names)}
+    return {name: _parse_numbers([row[i] for row in rows]) for i, name in enumerate(names)}
 
 
-def _jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+def _read_jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     rows = [
         json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()
     ]  # splitlines also cuts at U+2028, inside of a text
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
             raise ValueError(f"object {number} has other fields than the first")
-    return {name: _column([row[name] for row in rows], size) for name in (rows[0] if rows else ())}
+    return {
+        name: _convert_column([row[name] for row in rows], size)
+        for name in (rows[0] if rows else ())
+    }
 
 
-def _txt(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+def _read_txt(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
     return {"text": raw.decode().split("\n")}
 
 
 READERS: dict[str, Callable[[bytes, Path, Size | None], dict[str, Any]]] = {
-    ".npz": _npz,
-    ".parquet": _parquet,
-    ".csv": _table,
-    ".tsv": _table,
-    ".jsonl": _jsonl,
-    ".txt": _txt,
+    ".npz": _read_npz,
+    ".parquet": _read_parquet,
+    ".csv": _read_table,
+    ".tsv": _read_table,
+    ".jsonl": _read_jsonl,
+    ".txt": _read_txt,
 }
 
 
-def _reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
+def _find_reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
     read = READERS.get(path.suffix)
     if read is None:
         raise DataError(
@@ -443,25 +451,26 @@ def _reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, Any]]:
     return named
 
 
-def _folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
+def _read_folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
     """A folder per class, or images alone (then their names are a field, by which label maps find
     their images).
     """
     classes = sorted(
-        p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _images(p)
+        p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _list_images(p)
     )  # .ipynb_checkpoints is no class
-    found = [(p, i) for i, folder in enumerate(classes) for p in _images(folder)] or [
-        (p, 0) for p in _images(path)
+    found = [(p, i) for i, folder in enumerate(classes) for p in _list_images(folder)] or [
+        (p, 0) for p in _list_images(path)
     ]
     if not found:
         raise DataError(
             f"{path} holds no images",
-            hint=f"a folder per class, or images alone; known endings are {', '.join(IMAGES)}",
+            hint="a folder per class, or images alone; known endings are "
+            f"{', '.join(IMAGE_SUFFIXES)}",
         )
     digest = hashlib.sha256()
     for p, _ in found:
-        digest.update(_digest(str(p.relative_to(path)).encode(), _bytes_of(p)).encode())
-    pictures = Pictures(tuple(p for p, _ in found), size)
+        digest.update(_digest(str(p.relative_to(path)).encode(), _read_bytes(p)).encode())
+    pictures = EncodedImages(tuple(p for p, _ in found), size)
     labels = (
         {"label": np.array([i for _, i in found]), "class": [classes[i].name for _, i in found]}
         if classes
@@ -470,11 +479,11 @@ def _folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
     return {"image": pictures, "name": [p.stem for p, _ in found], **labels}, digest.hexdigest()
 
 
-def _images(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGES)
+def _list_images(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
 
 
-def _digits(split: str) -> tuple[dict[str, Any], str]:
+def _read_digits(split: str) -> tuple[dict[str, Any], str]:
     """scikit-learn's digits come in the order of their writers: the last fifth, other hands, is the
     test.
     """
@@ -493,7 +502,9 @@ def _digits(split: str) -> tuple[dict[str, Any], str]:
     return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
 
 
-def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[dict[str, Any], str]:
+def _read_hub(
+    uri: str, config: str | None, split: str, size: Size | None
+) -> tuple[dict[str, Any], str]:
     """The hub keeps every public data set as parquet too, in its own branch:
     `config/split/0000.parquet`, and so on.
     """
@@ -533,19 +544,19 @@ def _hub(uri: str, config: str | None, split: str, size: Size | None) -> tuple[d
             f"there is no {uri} on the disk, and the hub did not give it: {first}",
             hint="give a path, or connect; HF_TOKEN opens gated data",
         ) from error
-    raws = [_bytes_of(p) for p in paths]
-    parts = [_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
-    return {name: _joined([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
+    raws = [_read_bytes(p) for p in paths]
+    parts = [_find_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
+    return {name: _concatenate([part[name] for part in parts]) for name in parts[0]}, _digest(*raws)
 
 
-def _column(values: list[Any], size: Size | None) -> Any:
+def _convert_column(values: list[Any], size: Size | None) -> Any:
     """A column as what it is: numbers, encoded images, or texts."""
     if values and all(
         isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values
     ):  # how the hub stores images
         values = [v["bytes"] for v in values]
     if values and all(isinstance(v, bytes) for v in values):
-        return Pictures(tuple(values), size)
+        return EncodedImages(tuple(values), size)
     if values and all(isinstance(v, int | float) for v in values):
         return np.array(values)
     return [
@@ -560,7 +571,7 @@ def _column(values: list[Any], size: Size | None) -> Any:
     ]
 
 
-def _typed(texts: list[str]) -> Any:
+def _parse_numbers(texts: list[str]) -> Any:
     """A column of a table as numbers where all of it is; otherwise letter by letter as it was."""
     for kind in (int, float):
         try:
@@ -570,8 +581,8 @@ def _typed(texts: list[str]) -> Any:
     return texts
 
 
-def _joined(parts: list[Any]) -> Any:
-    if isinstance(parts[0], Pictures):
+def _concatenate(parts: list[Any]) -> Any:
+    if isinstance(parts[0], EncodedImages):
         return replace(parts[0], sources=tuple(s for p in parts for s in p.sources))
     return (
         np.concatenate(parts)
@@ -580,13 +591,13 @@ def _joined(parts: list[Any]) -> Any:
     )
 
 
-def _rows(values: Any, rows: Any) -> Any:
-    if isinstance(values, Pictures):
+def _take_rows(values: Any, rows: Any) -> Any:
+    if isinstance(values, EncodedImages):
         return replace(values, sources=tuple(values.sources[i] for i in rows))
     return values[rows] if isinstance(values, np.ndarray) else [values[i] for i in rows]
 
 
-def _bytes_of(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

@@ -47,26 +47,28 @@ def read_chunks(raw: bytes) -> list[Chunk]:
     length = int.from_bytes(raw[-8:-4], "little")
     if length > len(raw) - 12:
         raise ValueError(f"its footer must have at most {len(raw) - 12} bytes, got {length}")
-    footer = _Compact(raw, len(raw) - 8 - length, len(raw) - 8).struct(0)
+    footer = _CompactReader(raw, len(raw) - 8 - length, len(raw) - 8).struct(0)
     leaves = [
-        _numbers(element, 2)[0] for element in _structs(footer, 2) if not element.get(5)
+        _get_ints(element, 2)[0] for element in _get_structs(footer, 2) if not element.get(5)
     ]  # those without children
-    return [chunk for group in _structs(footer, 4) for chunk in _group(group, leaves)]
+    return [
+        chunk for group in _get_structs(footer, 4) for chunk in _row_group_chunks(group, leaves)
+    ]
 
 
-def _group(group: dict[int, Any], leaves: list[int]) -> Iterator[Chunk]:
-    columns = [_struct(column, 3) for column in _structs(group, 1)]
+def _row_group_chunks(group: dict[int, Any], leaves: list[int]) -> Iterator[Chunk]:
+    columns = [_get_struct(column, 3) for column in _get_structs(group, 1)]
     if len(columns) != len(leaves):
         raise ValueError(f"a row group must have {len(leaves)} columns, got {len(columns)}")
     for column, width in zip(columns, leaves, strict=True):
-        kind, values, stored, data, dictionary = _numbers(column, 1, 5, 7, 9, 11)
+        kind, values, stored, data, dictionary = _get_ints(column, 1, 5, 7, 9, 11)
         start = min(data, dictionary or data)
         path = b".".join(name for name in column.get(3, ()) if isinstance(name, bytes)).decode()
         yield Chunk(
             path,
             kind == _BYTE_ARRAY,
             max(8, width),
-            _numbers(group, 3)[0],
+            _get_ints(group, 3)[0],
             values,
             start,
             start + stored,
@@ -86,40 +88,40 @@ def count_pages(raw: bytes, chunk: Chunk) -> tuple[int, int]:
     while (
         found < chunk.values and at < chunk.stop
     ):  # a reader stops at the page that reaches the footer's number
-        reader = _Compact(raw, at, min(chunk.stop, at + _MAX_HEADER))
+        reader = _CompactReader(raw, at, min(chunk.stop, at + _MAX_HEADER))
         header = reader.struct(0)
-        inflated, stored = _numbers(header, 2, 3)
+        inflated, stored = _get_ints(header, 2, 3)
         if stored > chunk.stop - reader.at:
             raise ValueError(f"the page at byte {at} lies outside of its column")
         count = (
-            _numbers(_struct(header, 5), 1)[0] + _numbers(_struct(header, 8), 1)[0]
+            _get_ints(_get_struct(header, 5), 1)[0] + _get_ints(_get_struct(header, 8), 1)[0]
         )  # data of version 1 or 2
         found, size, at = found + count, size + inflated, reader.at + stored
     return found, size
 
 
-def _numbers(fields: dict[int, Any], *which: int) -> list[int]:
+def _get_ints(fields: dict[int, Any], *which: int) -> list[int]:
     found = [fields.get(i, 0) for i in which]
     if not all(type(n) is int and 0 <= n < 1 << 60 for n in found):
         raise ValueError("it declares a size that is not a number, or negative")
     return found
 
 
-def _struct(fields: dict[int, Any], which: int) -> dict[int, Any]:
+def _get_struct(fields: dict[int, Any], which: int) -> dict[int, Any]:
     found = fields.get(which, {})
     if not isinstance(found, dict):
         raise ValueError("a field of its metadata has another type")
     return found
 
 
-def _structs(fields: dict[int, Any], which: int) -> list[dict[int, Any]]:
+def _get_structs(fields: dict[int, Any], which: int) -> list[dict[int, Any]]:
     found = fields.get(which, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise ValueError("a field of its metadata has another type")
     return found
 
 
-class _Compact:
+class _CompactReader:
     """A reader of Thrift's compact protocol: structs as dictionaries by the number of the field."""
 
     def __init__(self, raw: bytes, at: int, stop: int) -> None:

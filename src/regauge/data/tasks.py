@@ -19,10 +19,10 @@ import torch
 from torch.nn import functional as F
 
 from regauge.checkpoints.documents import load_json
-from regauge.data.datasets import Data, DataError, Pictures, text_of
-from regauge.data.tokenizers import around, marks
+from regauge.data.datasets import Data, DataError, EncodedImages, text_of
 from regauge.data.tokenizers import decode as decode
 from regauge.data.tokenizers import encode as encode
+from regauge.data.tokenizers import special_tokens, surrounding_tokens
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -42,7 +42,7 @@ class Examples:
     dense: bool = False
     causal: bool = False
     tokens: bool = False
-    multi: bool = False
+    multi_label: bool = False
 
     def __len__(self) -> int:
         return self.count
@@ -59,44 +59,44 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
     """
     match task["kind"]:
         case "images":
-            return _images(task, data)
+            return _image_examples(task, data)
         case "scenes":
-            return _scenes(task, data)
+            return _scene_examples(task, data)
         case "maps":
-            return _maps(task, data)
+            return _map_examples(task, data)
         case "reviews":
-            return _reviews(task, data, tokenizer)
+            return _review_examples(task, data, tokenizer)
         case "text":
-            return _text(task, data, tokenizer)
+            return _text_examples(task, data, tokenizer)
         case "masked":
-            return _masked(task, data, tokenizer)
+            return _masked_examples(task, data, tokenizer)
     raise DataError(
         f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked"
     )
 
 
-def fitted(task: Parameters, data: Data) -> Data:
+def conform_images(task: Parameters, data: Data) -> Data:
     """The data with images of one colour, where the task has a mean for each of three, and of one
     size, where the task has one and they differ: they are still decoded when they are looked at.
     """
     held = data["image"]
-    if not isinstance(held, Pictures):
+    if not isinstance(held, EncodedImages):
         return data
     if held.colour is None and len(task["mean"]) == 3:
         held = replace(held, colour="RGB")
     if held.size is None and task.get("size") is not None and len(held.sizes) > 1:
-        held = replace(held, size=pair_of(task["size"]))
+        held = replace(held, size=height_and_width(task["size"]))
     return replace(data, fields={**data.fields, "image": held})
 
 
-def coloured(module: torch.nn.Module, data: Data) -> Data:
+def match_channels(module: torch.nn.Module, data: Data) -> Data:
     """The data with images of as many channels as the model reads, if it says so: grey ones as RGB,
     and RGB as grey.
     """
     held, channels = data.fields.get("image"), channels_of(module)
     if held is None or channels not in (1, 3):
         return data
-    if isinstance(held, Pictures):
+    if isinstance(held, EncodedImages):
         held = replace(held, colour="L" if channels == 1 else "RGB")
     elif isinstance(held, np.ndarray) and held.ndim == 3 and channels == 3:
         held = np.broadcast_to(
@@ -109,27 +109,29 @@ def coloured(module: torch.nn.Module, data: Data) -> Data:
     return replace(data, fields={**data.fields, "image": held})
 
 
-def _images(task: Parameters, data: Data) -> Examples:
+def _image_examples(task: Parameters, data: Data) -> Examples:
     """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one
     number, or height and width) makes every image that large. Labels that are words are numbered by
     their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image
     then has all of them for a label, as it has where the labels are rows of such numbers.
     """
-    pictures = fitted(task, data)["image"]
-    found = _labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
+    pictures = conform_images(task, data)["image"]
+    found = (
+        _load_labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
+    )
     multi = found.ndim == 2
     labels = torch.from_numpy(found > 0).float() if multi else torch.from_numpy(found)
-    chosen = _part(task, len(data))
+    chosen = _select_part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         rows = chosen[rows]
-        pixels = pictures.array(rows) if isinstance(pictures, Pictures) else pictures[rows]
-        return {"pixel_values": _normal(pixels, task)}, labels[rows]
+        pixels = pictures.to_array(rows) if isinstance(pictures, EncodedImages) else pictures[rows]
+        return {"pixel_values": _normalize(pixels, task)}, labels[rows]
 
-    return Examples(len(chosen), int(task["classes"]), batch, multi=multi)
+    return Examples(len(chosen), int(task["classes"]), batch, multi_label=multi)
 
 
-def _labels(task: Parameters, data: Data) -> Any:
+def _load_labels(task: Parameters, data: Data) -> Any:
     if task.get("attributes"):
         return np.stack([np.asarray(data[name]).astype(np.int64) for name in task["attributes"]], 1)
     given = np.asarray(data["label"])
@@ -146,7 +148,7 @@ def _labels(task: Parameters, data: Data) -> Any:
     return given.astype(np.int64)
 
 
-def _part(task: Parameters, n: int) -> Any:
+def _select_part(task: Parameters, n: int) -> Any:
     """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and
     for all; without one, all rows.
     """
@@ -156,20 +158,20 @@ def _part(task: Parameters, n: int) -> Any:
     return np.sort(np.random.default_rng(0).permutation(n)[begin:end])
 
 
-def _normal(pixels: Any, task: Parameters) -> Tensor:
+def _normalize(pixels: Any, task: Parameters) -> Tensor:
     x = torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255
     x = x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2)
     if x.shape[1] == 1 and len(task["mean"]) == 3:
         x = x.expand(-1, 3, -1, -1)
     mean, std = (torch.tensor(task[name]).view(1, -1, 1, 1) for name in ("mean", "std"))
     x = (x - mean) / std
-    size = x.shape[-2:] if task.get("size") is None else pair_of(task["size"])
+    size = x.shape[-2:] if task.get("size") is None else height_and_width(task["size"])
     return (
         x if size == x.shape[-2:] else F.interpolate(x, size, mode="bilinear", align_corners=False)
     )
 
 
-def _scenes(task: Parameters, data: Data) -> Examples:
+def _scene_examples(task: Parameters, data: Data) -> Examples:
     """Pixel labels from labelled images: each scene is a board of tiles, some of which hold one
     image, `piece` pixels wide and at a place of its own. A pixel's class is that of the image it
     belongs to (+1), where that is brighter than a quarter; all else is background, 0.
@@ -210,22 +212,22 @@ def _scenes(task: Parameters, data: Data) -> Examples:
     )
 
 
-def _maps(task: Parameters, data: Data) -> Examples:
+def _map_examples(task: Parameters, data: Data) -> Examples:
     """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no
     class and counts nowhere.
     """
-    pictures, maps = fitted(task, data)["image"], data["map"]
+    pictures, maps = conform_images(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
-        return {"pixel_values": _normal(pictures.array(rows), task)}, torch.where(
+        return {"pixel_values": _normalize(pictures.array(rows), task)}, torch.where(
             labels < 0, -100, labels
         )
 
     return Examples(len(data), int(task["classes"]), batch, dense=True)
 
 
-def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+def _review_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """Texts and one label each, padded to the longest of the batch. `first` is a token put in front
     (BERT reads its place), `pad` fills up. Two texts (`premise` and `hypothesis`) follow each other
     with `pad` between; with `special` the tokenizer puts its own marks, and what is cut to `length`
@@ -233,18 +235,18 @@ def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Exam
     as SNLI's own page asks. Where the task is not `labelled`, labels are not read.
     """
     given = data["label"] if task.get("labelled", True) else [0] * len(data)
-    keep = [i for i in _part(task, len(data)) if int(given[i]) >= 0]
+    keep = [i for i in _select_part(task, len(data)) if int(given[i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
     parts = [
-        encode(tokenizer, [field[i] for i in keep], special=bool(task.get("special")))
+        encode(tokenizer, [field[i] for i in keep], add_special_tokens=bool(task.get("special")))
         for field in texts
     ]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
-    ids = [first + _with(pad, row) for row in zip(*parts, strict=True)]
+    ids = [first + _join_with(pad, row) for row in zip(*parts, strict=True)]
     long = next((i for i, row in enumerate(ids) if len(row) > length), None)
     end = (
-        around(tokenizer, texts[-1][keep[long]])[1]
+        surrounding_tokens(tokenizer, texts[-1][keep[long]])[1]
         if task.get("special") and long is not None
         else []
     )
@@ -261,18 +263,18 @@ def _reviews(task: Parameters, data: Data, tokenizer: Path | str | None) -> Exam
     return Examples(len(ids), int(task["classes"]), batch)
 
 
-def _with(between: int, rows: tuple[list[int], ...]) -> list[int]:
+def _join_with(between: int, rows: tuple[list[int], ...]) -> list[int]:
     out = list(rows[0])
     for row in rows[1:]:
         out += [between, *row]
     return out
 
 
-def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+def _text_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """One running text in windows of `length` tokens, one every `stride` (by default side by side);
     `part` = [from, to] as shares of its characters. All but a window's first are predicted.
     """
-    windows = _windows(task, data, tokenizer, task["length"])
+    windows = _tokenize_windows(task, data, tokenizer, task["length"])
     return Examples(
         len(windows),
         int(task["classes"]),
@@ -281,13 +283,13 @@ def _text(task: Parameters, data: Data, tokenizer: Path | str | None) -> Example
     )
 
 
-def _masked(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
+def _masked_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
     """One running text in windows, each between the tokenizer's own marks; of every window a
     `share` of tokens (0.15), drawn once and for all, is replaced by the mask, and these are
     predicted.
     """
-    before, after, mask = marks(tokenizer)
-    inner = _windows(task, data, tokenizer, task["length"] - len(before) - len(after))
+    before, after, mask = special_tokens(tokenizer)
+    inner = _tokenize_windows(task, data, tokenizer, task["length"] - len(before) - len(after))
     draw = torch.Generator().manual_seed(int(task.get("seed", 0)))
     hidden = torch.rand(inner.shape, generator=draw) < task.get("share", 0.15)
     hidden[~hidden.any(1), 0] = True  # at least one of each
@@ -311,7 +313,9 @@ def _masked(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examp
     )
 
 
-def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length: int) -> Tensor:
+def _tokenize_windows(
+    task: Parameters, data: Data, tokenizer: Path | str | None, length: int
+) -> Tensor:
     """The tokens of a running text, [windows, length]."""
     whole = text_of(data)
     begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
@@ -331,10 +335,12 @@ def _windows(task: Parameters, data: Data, tokenizer: Path | str | None, length:
 
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
     """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
-    return answer_of(model, inputs)[0]
+    return logits_and_extra_loss(model, inputs)[0]
 
 
-def answer_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+def logits_and_extra_loss(
+    model: torch.nn.Module, inputs: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
     """The logits, and what a model that is wrapped for its training adds to the loss, if it adds
     anything.
     """
@@ -348,12 +354,12 @@ def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     if examples.tokens:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
-    if examples.multi:
+    if examples.multi_label:
         return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
     return F.cross_entropy(logits, labels, ignore_index=-100)
 
 
-def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
+def compute_metrics(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
     """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or
     from the mean nats of a next token.
     """
@@ -372,7 +378,7 @@ def measures(examples: Examples, confusion: Tensor, nats: float) -> dict[str, fl
     }
 
 
-def chances(examples: Examples, confusion: Tensor) -> dict[str, float]:
+def chance_metrics(examples: Examples, confusion: Tensor) -> dict[str, float]:
     """What a guess without looking gets: the commonest class for pixels, any class for examples,
     every token alike for texts.
     """
@@ -416,9 +422,9 @@ def task_of(
                 f"{name} gives no classes of images, so that there is no loss to measure",
                 hint="give a model ...ForImageClassification",
             )
-        _require(data, name, "image", *(attributes or ["label"] if labelled else []))
-        mean, std = _normalisation(beside, mean, std, module)
-        size = size_of(module) or _size_beside(beside, data)
+        _require_fields(data, name, "image", *(attributes or ["label"] if labelled else []))
+        mean, std = _load_normalization(beside, mean, std, module)
+        size = size_of(module) or _preprocessor_size(beside, data)
         side = size if size is None else size[0] if size[0] == size[1] else list(size)
         task = {
             "kind": "images",
@@ -454,15 +460,15 @@ def task_of(
             hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id",
         )
     assert config is not None
-    length = min(length or 256, _places(config))
+    length = min(length or 256, _max_tokens(config))
     if name.endswith(("ForCausalLM", "LMHeadModel")):
-        _require(data, name, "text")
+        _require_fields(data, name, "text")
         return {"kind": "text", "classes": int(config.vocab_size), "length": length}, tokenizer
     if name.endswith("ForMaskedLM") and labelled:
-        _require(data, name, "text")
+        _require_fields(data, name, "text")
         return {"kind": "masked", "classes": int(config.vocab_size), "length": length}, tokenizer
     if name.endswith("ForSequenceClassification") or not labelled:
-        _require(data, name, "text", *(["label"] if labelled else []))
+        _require_fields(data, name, "text", *(["label"] if labelled else []))
         if labelled:
             _require_labels(data, int(config.num_labels))
         pad = config.pad_token_id if config.pad_token_id is not None else 0
@@ -482,7 +488,7 @@ def task_of(
 
 # Kinds of models that count places from behind the padding token's: that many rows of their tables
 # are no places.
-_BEHIND_PADDING = frozenset(
+_OFFSET_POSITIONS = frozenset(
     (
         "camembert",
         "data2vec-text",
@@ -499,12 +505,12 @@ _BEHIND_PADDING = frozenset(
 )
 
 
-def _places(config: Any) -> int:
+def _max_tokens(config: Any) -> int:
     """How many tokens a model has places for."""
     rows = int(getattr(config, "max_position_embeddings", None) or 512)
     return (
         rows - (config.pad_token_id or 0) - 1
-        if getattr(config, "model_type", None) in _BEHIND_PADDING
+        if getattr(config, "model_type", None) in _OFFSET_POSITIONS
         else rows
     )
 
@@ -516,12 +522,12 @@ def read_examples(
     `prepare`.
     """
     if reads_images(module):
-        data = coloured(module, data)
+        data = match_channels(module, data)
     task, reader = task_of(module, data, **how)
     return prepare(task, data, reader), task
 
 
-def batches_of(
+def sample_batches(
     examples: Examples, count: int, seed: int, batch: int = 16
 ) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Some of the examples, drawn by a seed, in batches of inputs and labels."""
@@ -529,7 +535,7 @@ def batches_of(
     return [examples.batch(rows[i : i + batch]) for i in range(0, len(rows), batch)]
 
 
-def _require(data: Data, name: str, *fields: str) -> None:
+def _require_fields(data: Data, name: str, *fields: str) -> None:
     missing = [f for f in fields if f not in data.fields]
     if missing:
         raise DataError(
@@ -575,7 +581,7 @@ def _require_all_labels(data: Data) -> None:
         )
 
 
-def _normalisation(
+def _load_normalization(
     beside: Path | None, mean: Any, std: Any, module: torch.nn.Module
 ) -> list[list[float]]:
     """Mean and std as given; what is not, from the file beside the model, or from timm's
@@ -636,30 +642,32 @@ def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
         getattr(module, "patch_embed", None), "img_size", None
     )
     size = said or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
-    return pair_of(size) if size else None
+    return height_and_width(size) if size else None
 
 
-def pair_of(size: int | Sequence[int]) -> tuple[int, int]:
+def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
     """Height and width, of one number for both or of a list that ends in them."""
     height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
     return int(height), int(width)
 
 
-def _size_beside(beside: Path | None, data: Data) -> tuple[int, int] | None:
+def _preprocessor_size(beside: Path | None, data: Data) -> tuple[int, int] | None:
     """What preprocessor_config.json makes of images of different sizes, for a model that takes any;
     None where they have one.
     """
     held = data["image"]
-    if not isinstance(held, Pictures) or held.size is not None or len(held.sizes) < 2:
+    if not isinstance(held, EncodedImages) or held.size is not None or len(held.sizes) < 2:
         return None
     path = None if beside is None else beside / "preprocessor_config.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         about = load_json(path.read_text()) if path is not None else {}
         size: Any = about.get("crop_size") or about.get("size")
         return (
-            pair_of((size["height"], size["width"]) if "height" in size else size["shortest_edge"])
+            height_and_width(
+                (size["height"], size["width"]) if "height" in size else size["shortest_edge"]
+            )
             if isinstance(size, dict)
-            else pair_of(size)
+            else height_and_width(size)
         )
     told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
     raise DataError(

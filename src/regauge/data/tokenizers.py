@@ -17,18 +17,21 @@ from regauge.models.trust import code_disabled
 Source = Path | str
 
 
-def encode(tokenizer: Source | None, texts: list[str], special: bool = False) -> list[list[int]]:
+def encode(
+    tokenizer: Source | None, texts: list[str], add_special_tokens: bool = False
+) -> list[list[int]]:
     """The tokens of each text, with or without the tokenizer's special ones."""
-    tokenizer = _required(tokenizer)
+    tokenizer = _require_tokenizer(tokenizer)
     if _is_file(tokenizer):
         known = open_tokenizer(tokenizer)
         known.no_padding()  # some files ask for all texts to be filled up or cut to one length
         known.no_truncation()
-        with _running(tokenizer):
-            return [e.ids for e in known.encode_batch(texts, add_special_tokens=special)]
+        with _wrap_errors(tokenizer):
+            return [e.ids for e in known.encode_batch(texts, add_special_tokens=add_special_tokens)]
     found = open_tokenizer(tokenizer)
     return [
-        list(found(text, add_special_tokens=special, verbose=False)["input_ids"]) for text in texts
+        list(found(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"])
+        for text in texts
     ]
 
 
@@ -42,24 +45,26 @@ def decode(tokenizer: Source, ids: list[int]) -> str:
     known.decoder = (
         known.decoder or decoders.ByteLevel()
     )  # some files leave out how bytes become text again
-    with _running(tokenizer):
+    with _wrap_errors(tokenizer):
         return str(known.decode(ids, skip_special_tokens=False))
 
 
-def around(tokenizer: Source | None, text: str = "a") -> tuple[list[int], list[int]]:
+def surrounding_tokens(tokenizer: Source | None, text: str = "a") -> tuple[list[int], list[int]]:
     """What a tokenizer puts before and behind a text."""
-    plain, marked = (encode(tokenizer, [text], special=special)[0] for special in (False, True))
+    plain, marked = (
+        encode(tokenizer, [text], add_special_tokens=special)[0] for special in (False, True)
+    )
     at = next((i for i in range(len(marked)) if marked[i : i + len(plain)] == plain), 0)
     return marked[:at], marked[at + len(plain) :]
 
 
-def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
+def special_tokens(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
     """What a tokenizer puts before and behind a text, and its mask."""
-    tokenizer = _required(tokenizer)
-    before, after = around(tokenizer)
+    tokenizer = _require_tokenizer(tokenizer)
+    before, after = surrounding_tokens(tokenizer)
     if _is_file(tokenizer):
         found = parse_json(read_document(Path(tokenizer), VOCABULARY_BYTES), tokenizer, DataError)
-        with _running(tokenizer):
+        with _wrap_errors(tokenizer):
             mask = next(
                 (
                     int(t["id"])
@@ -78,7 +83,7 @@ def marks(tokenizer: Source | None) -> tuple[list[int], list[int], int]:
     return before, after, mask
 
 
-def _required(tokenizer: Source | None) -> Source:
+def _require_tokenizer(tokenizer: Source | None) -> Source:
     if tokenizer is None:
         raise DataError(
             "texts need a tokenizer", hint="name one: a tokenizer.json, a folder or a hub id"
@@ -104,7 +109,7 @@ def open_tokenizer(source: Source) -> Any:
 
 
 @contextlib.contextmanager
-def _running(tokenizer: Source) -> Iterator[None]:
+def _wrap_errors(tokenizer: Source) -> Iterator[None]:
     """Turn whatever the tokenizers library runs into, which raises plain Exceptions and panics,
     into one error.
     """
@@ -124,7 +129,7 @@ def _from_file(tokenizer: Source) -> Any:
     need("transformers", "models")  # which brings it
     from tokenizers import Tokenizer
 
-    with _running(tokenizer):
+    with _wrap_errors(tokenizer):
         return Tokenizer.from_file(str(tokenizer))
 
 

@@ -17,23 +17,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoints.resume import Work
-from regauge.data.augment import augmented, mixed
-from regauge.data.tasks import Examples, answer_of, logits_of, loss_of
+from regauge.checkpoints.resume import ResumeState
+from regauge.data.augment import augment_images, mix_images
+from regauge.data.tasks import Examples, logits_and_extra_loss, logits_of, loss_of
 from regauge.testing import strict_float64
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
-Look = Callable[[], float]
+Evaluate = Callable[[], float]
 
 
-def descend(
+def train_model(
     model: torch.nn.Module,
     examples: Examples,
     recipe: Parameters,
     seed: int,
-    work: Work,
-    look: Look | None = None,
+    work: ResumeState,
+    evaluate: Evaluate | None = None,
     on_step: Callable[[int, int, float], None] | None = None,
     on_resume: Callable[[int], None] | None = None,
 ) -> tuple[list[float], list[list[float]]]:
@@ -58,10 +58,10 @@ def descend(
     )
     batch = int(recipe["batch"])
     per_epoch = max(1, len(examples) // batch)
-    total = steps_of(recipe, len(examples))
+    total = count_steps(recipe, len(examples))
     due = (
         {round(i * total / recipe.get("looks", 1)) for i in range(recipe.get("looks", 1) + 1)}
-        if look
+        if evaluate
         else set()
     )
     with torch.random.fork_rng():
@@ -71,8 +71,8 @@ def descend(
             on_resume(step)
         saved = time.monotonic()
         while True:
-            if look and step in due and (not seen or seen[-1][0] < step):
-                seen.append([step, look()])
+            if evaluate and step in due and (not seen or seen[-1][0] < step):
+                seen.append([step, evaluate()])
                 model.train()
             if step >= total:
                 return losses, seen
@@ -89,13 +89,13 @@ def descend(
             inputs, labels = move_batch(examples.batch(rows), work.device, dtype)
             if change:
                 draw = np.random.default_rng([seed, step, 1])
-                inputs["pixel_values"] = augmented(inputs["pixel_values"], change, draw)
+                inputs["pixel_values"] = augment_images(inputs["pixel_values"], change, draw)
                 if {"mixup", "cutmix", "smooth"} & change.keys():
-                    inputs["pixel_values"], labels = mixed(
+                    inputs["pixel_values"], labels = mix_images(
                         inputs["pixel_values"], labels, examples.classes, change, draw
                     )
             with exact_arithmetic(dtype):
-                logits, extra = answer_of(model, inputs)
+                logits, extra = logits_and_extra_loss(model, inputs)
                 loss = loss_of(examples, logits, labels) + (0.0 if extra is None else extra)
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -107,11 +107,11 @@ def descend(
             if on_step is not None:
                 on_step(step, total, losses[-1])
             if time.monotonic() - saved >= work.every:
-                _keep(model, optimizer, step, {"losses": losses, "seen": seen}, work)
+                _save_state(model, optimizer, step, {"losses": losses, "seen": seen}, work)
                 saved = time.monotonic()
 
 
-def steps_of(recipe: Parameters, examples: int) -> int:
+def count_steps(recipe: Parameters, examples: int) -> int:
     """How many steps a recipe has: `steps`, or `epochs` over the examples."""
     return (
         int(recipe["steps"])
@@ -153,7 +153,7 @@ def move_batch(
     }, labels.to(device)
 
 
-def loss_on(
+def mean_loss(
     model: torch.nn.Module, examples: Examples, batch: int, dtype: torch.dtype, device: str
 ) -> float:
     """The mean loss over examples, in evaluation mode."""
@@ -167,12 +167,12 @@ def loss_on(
     return found / len(examples)
 
 
-def _keep(
+def _save_state(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     step: int,
     history: Mapping[str, Any],
-    work: Work,
+    work: ResumeState,
 ) -> None:
     tensors = {f"model/{name}": t.clone() for name, t in model.state_dict().items()} | {
         "random": torch.get_rng_state()
@@ -187,7 +187,7 @@ def _keep(
 
 
 def _resume(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: Work
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: ResumeState
 ) -> tuple[int, list[float], list[list[float]]]:
     """Go on where an interrupted run stood: weights, the optimizer's moments, the random state, the
     number of the step.

@@ -27,17 +27,17 @@ import torch
 
 from regauge.defences.split import (
     DefenceError,
-    Draw,
+    KeyedRandom,
     gaussian_epsilon,
-    in_turn,
-    parts_of,
-    read_named,
+    parse_from_table,
     require,
+    sort_by_stage,
+    split_combination,
 )
 from regauge.errors import RegaugeError
-from regauge.jigsaw.layers import inner_of
+from regauge.jigsaw.layers import unwrap_model
 from regauge.jigsaw.masks import check_ratio
-from regauge.jigsaw.positions import place_of
+from regauge.jigsaw.positions import find_positions
 
 Tensor = torch.Tensor
 NONE = "none"
@@ -101,7 +101,7 @@ class Batch:
     stage: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _whole(self.size, "samples")
+        _require_positive_integer(self.size, "samples")
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Steps:
     stage: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _whole(self.count, "steps")
+        _require_positive_integer(self.count, "steps")
         require(0 < self.rate < math.inf, f"{self.rate} is no rate", "give a positive number")
 
 
@@ -130,7 +130,7 @@ class Clients:
     stage: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        _whole(self.count, "clients")
+        _require_positive_integer(self.count, "clients")
 
 
 class Withhold:
@@ -147,12 +147,12 @@ class Withhold:
             f"{', '.join(map(str, what)) or 'nothing'} cannot be withheld",
             f"parts: {', '.join(PARTS)}",
         )
-        self.what = tuple(what)
+        self.parts = tuple(what)
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
-        gone = {name for part in self.what for name in names_of(model, part)}
+        gone = {name for part in self.parts for name in part_parameters(model, part)}
         return {name: t for name, t in tensors.items() if name not in gone}
 
 
@@ -174,10 +174,10 @@ class Clip:
             "give a positive number",
         )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
-        return clipped(tensors, self.norm)
+        return clip_global_norm(tensors, self.norm)
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,12 @@ class Private:
                 "both are positive numbers",
             )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw, count: int = 1
+    def apply_to_update(
+        self,
+        tensors: Mapping[str, Tensor],
+        model: torch.nn.Module,
+        draw: KeyedRandom,
+        count: int = 1,
     ) -> dict[str, Tensor]:
         """Noise on a mean of `count` clipped gradients."""
         size = self.multiplier * self.norm / count
@@ -234,10 +238,10 @@ class Noise:
             f"parts: {', '.join(PARTS)}",
         )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
-        at = set(tensors) if self.part is None else names_of(model, self.part)
+        at = set(tensors) if self.part is None else part_parameters(model, self.part)
         return {
             n: t + self.scale * t.square().mean().sqrt() * draw.normal(f"noise/{n}", t)
             if n in at
@@ -258,12 +262,12 @@ class Prune:
             0 < self.share < 1, f"a share of {self.share} is not in (0, 1)", "0.9 keeps a tenth"
         )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
-        return {name: self._pruned(t) for name, t in tensors.items()}
+        return {name: self._prune(t) for name, t in tensors.items()}
 
-    def _pruned(self, t: Tensor) -> Tensor:
+    def _prune(self, t: Tensor) -> Tensor:
         kept = max(1, round((1 - self.share) * t.numel()))
         least = t.abs().flatten().topk(kept).values[-1]
         return torch.where(t.abs() >= least, t, torch.zeros_like(t))
@@ -285,8 +289,8 @@ class Round:
             "give a whole number from 2 to 16",
         )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
         most = 2 ** (int(self.bits) - 1) - 1
 
@@ -328,7 +332,7 @@ class Plan:
     batch: int = 1
     steps: Steps | None = None
     clients: int = 1
-    leaving: tuple[Any, ...] = ()
+    update_defences: tuple[Any, ...] = ()
     dropout: bool = False
 
     @property
@@ -340,23 +344,23 @@ class Plan:
 
     @property
     def private(self) -> Private | None:
-        return next((d for d in self.leaving if isinstance(d, Private)), None)
+        return next((d for d in self.update_defences if isinstance(d, Private)), None)
 
     @property
     def withheld(self) -> tuple[str, ...]:
         """The parts that are not sent: those that nobody trains are among them."""
-        return tuple(w for d in self.leaving if isinstance(d, Withhold) for w in d.what)
+        return tuple(w for d in self.update_defences if isinstance(d, Withhold) for w in d.parts)
 
     @property
     def frozen(self) -> tuple[str, ...]:
         """The parts that nobody trains."""
-        return tuple(w for d in self.leaving if isinstance(d, Freeze) for w in d.what)
+        return tuple(w for d in self.update_defences if isinstance(d, Freeze) for w in d.parts)
 
 
-def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01) -> Plan:
+def parse_plan(combination: str, batch: int = 1, steps: int = 1, lr: float = 0.01) -> Plan:
     """Read a combination. `batch` and `steps` are what it does not say itself."""
-    texts = [] if combination == NONE else parts_of(combination)
-    made = in_turn([read_named(text, DEFENCES) for text in texts], often=Noise)
+    texts = [] if combination == NONE else split_combination(combination)
+    made = sort_by_stage([parse_from_table(text, DEFENCES) for text in texts], repeatable=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
     require(
         len(changed) < 2,
@@ -368,13 +372,13 @@ def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01
         return next((d for d in made if isinstance(d, kind)), None)
 
     size, clients = one(Batch), one(Clients)
-    local = one(Steps) or (Steps(steps, rate) if steps > 1 else None)
+    local = one(Steps) or (Steps(steps, lr) if steps > 1 else None)
     require(
         local is None or one(Private) is None,
         "private is for gradients of one batch, not for the change after local steps",
         "leave out steps",
     )
-    leaving = tuple(d for d in made if hasattr(d, "leave"))
+    leaving = tuple(d for d in made if hasattr(d, "apply_to_update"))
     return Plan(
         combination,
         changed[0] if changed else None,
@@ -387,36 +391,36 @@ def plan_of(combination: str, batch: int = 1, steps: int = 1, rate: float = 0.01
     )
 
 
-_NAMES: WeakKeyDictionary[torch.nn.Module, dict[str, set[str]]] = (
+_PARAMETERS_CACHE: WeakKeyDictionary[torch.nn.Module, dict[str, set[str]]] = (
     WeakKeyDictionary()
 )  # a client asks in every step
 
 
-def names_of(model: torch.nn.Module, part: str) -> set[str]:
+def part_parameters(model: torch.nn.Module, part: str) -> set[str]:
     """The parameters of a part of a model, by the family's cut and, of models that no family knows,
     by their patch embedding.
     """
-    known = _NAMES.setdefault(model, {})
+    known = _PARAMETERS_CACHE.setdefault(model, {})
     if part not in known:
-        known[part] = _names_of(model, part)
+        known[part] = _find_part_parameters(model, part)
     return known[part]
 
 
-def _table_of(inner: torch.nn.Module) -> str | None:
+def _find_position_table(inner: torch.nn.Module) -> str | None:
     """The table of an image model's positions, if it is one and has one."""
     try:
-        return place_of(inner).table
+        return find_positions(inner).table
     except RegaugeError:
         return None
 
 
-def _names_of(model: torch.nn.Module, part: str) -> set[str]:
+def _find_part_parameters(model: torch.nn.Module, part: str) -> set[str]:
     from regauge.models.cut import cut
     from regauge.models.resolve import spec_of
 
     if part == "matrices":
         return {name for name, p in model.named_parameters() if p.ndim > 1}
-    inner, lead = inner_of(model)
+    inner, lead = unwrap_model(model)
     own = [name for name, _ in model.named_parameters()]
     beside = {
         n for n in own if lead and not n.startswith(lead)
@@ -425,7 +429,7 @@ def _names_of(model: torch.nn.Module, part: str) -> set[str]:
         if part == "positions":
             tables = (
                 [lead + table]
-                if (table := _table_of(inner))
+                if (table := _find_position_table(inner))
                 else [n for n in own if n.endswith(("position_embeddings.weight", "wpe.weight"))]
             )
             found = {*tables[:1]}
@@ -457,14 +461,14 @@ def _names_of(model: torch.nn.Module, part: str) -> set[str]:
     )
 
 
-def clipped(tensors: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
+def clip_global_norm(tensors: Mapping[str, Tensor], norm: float) -> dict[str, Tensor]:
     """Tensors, scaled down together to a norm."""
     length = math.sqrt(sum(float(t.double().square().sum()) for t in tensors.values()))
     factor = min(1.0, norm / max(length, 1e-300))
     return {name: t * factor for name, t in tensors.items()}
 
 
-def _whole(value: float, what: str) -> None:
+def _require_positive_integer(value: float, what: str) -> None:
     require(
         1 <= value < math.inf and value == int(value),
         f"{value:g} {what} cannot be",

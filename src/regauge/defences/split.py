@@ -36,30 +36,30 @@ from regauge.core.members import Monomial
 from regauge.core.rng import Stream
 from regauge.core.spec import Space, Spec
 from regauge.errors import RegaugeError, need
-from regauge.models.cut import ROWS, Crossing
+from regauge.models.cut import TOKEN_SPACES, Crossing
 
 Tensor = torch.Tensor
-Back = Callable[[Tensor], Tensor]
+Undo = Callable[[Tensor], Tensor]
 
 
 class DefenceError(RegaugeError):
     """A defence that cannot be, or that does not fit the model or the batch."""
 
 
-class Draw:
+class KeyedRandom:
     """What one pass draws from: a secret and a label. The same two give the same numbers."""
 
     def __init__(self, secret: bytes, label: str) -> None:
         self.secret, self.label = secret, label
 
-    def stream(self, what: str) -> Stream:
-        return Stream(self.secret, f"{what}/{self.label}")
+    def stream(self, name: str) -> Stream:
+        return Stream(self.secret, f"{name}/{self.label}")
 
-    def normal(self, what: str, like: Tensor) -> Tensor:
+    def normal(self, name: str, like: Tensor) -> Tensor:
         """Standard normal numbers of a tensor's shape, dtype and device. From torch's generator on
         the CPU, seeded by 64 bits of the stream.
         """
-        seed = int(self.stream(what).words(1)[0]) & 0x7FFF_FFFF_FFFF_FFFF
+        seed = int(self.stream(name).words(1)[0]) & 0x7FFF_FFFF_FFFF_FFFF
         drawn = torch.randn(
             like.shape,
             generator=torch.Generator().manual_seed(seed),
@@ -76,24 +76,24 @@ class Defence(Protocol):
     @property
     def stage(self) -> int: ...
 
-    def enter(self, images: Tensor, draw: Draw) -> Tensor: ...
+    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor: ...
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]: ...
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]: ...
 
 
 class _OnImages:
     stage = 0
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
-        return crossing, _same
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+        return crossing, _identity
 
 
 class _OnStream:
-    def enter(self, images: Tensor, draw: Draw) -> Tensor:
+    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
         return images
 
 
-def _same(z: Tensor) -> Tensor:
+def _identity(z: Tensor) -> Tensor:
     return z
 
 
@@ -122,7 +122,7 @@ class PixelNoise(_OnImages):
             "give a positive standard deviation",
         )
 
-    def enter(self, images: Tensor, draw: Draw) -> Tensor:
+    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
         return images + self.scale * draw.normal("pixel-noise", images)
 
 
@@ -147,7 +147,7 @@ class LowPass(_OnImages):
             "choose square or disc",
         )
 
-    def enter(self, images: Tensor, draw: Draw) -> Tensor:
+    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
         height, width = images.shape[-2:]
         y, x = (torch.fft.fftfreq(n, 1 / n, device=images.device).abs() for n in (height, width))
         if self.shape == "square":
@@ -178,7 +178,7 @@ class Bottleneck(_OnStream):
             "give a whole number: 4 keeps four channels of each token",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         require(
             self.channels < z.shape[-1],
@@ -186,7 +186,7 @@ class Bottleneck(_OnStream):
             "keep fewer",
         )
         kept = torch.arange(z.shape[-1], device=z.device) < self.channels
-        return _with(crossing, torch.where(kept, z, torch.zeros_like(z))), _same
+        return _replace_stream(crossing, torch.where(kept, z, torch.zeros_like(z))), _identity
 
 
 @dataclass(frozen=True)
@@ -203,11 +203,11 @@ class Clip(_OnStream):
             "give a positive number",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
-        return _with(crossing, clipped(crossing.stream, self.norm)), _same
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+        return _replace_stream(crossing, clip_samples(crossing.stream, self.norm)), _identity
 
 
-def clipped(x: Tensor, norm: float) -> Tensor:
+def clip_samples(x: Tensor, norm: float) -> Tensor:
     """Samples, each scaled down to a norm."""
     length: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp(min=1e-12)
     return x * (norm / length).clamp(max=1).view(-1, *[1] * (x.dim() - 1))
@@ -230,11 +230,11 @@ class Noise(_OnStream):
             "give a positive number: 0.5 is half of the stream's own deviation",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         live = z.detach() != 0
         size = self.scale * z.detach()[live].float().std().to(z.dtype)
-        return _with(crossing, z + live * size * draw.normal("noise", z)), _same
+        return _replace_stream(crossing, z + live * size * draw.normal("noise", z)), _identity
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class Round(_OnStream):
             "give a whole number from 1 to 8",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         levels = 2 ** int(self.bits)
         with torch.no_grad():
@@ -273,7 +273,7 @@ class Round(_OnStream):
             )  # two deviations each way: of a Gaussian hardly any is beyond
             near = ((z / step).floor() + 0.5).clamp(0.5 - levels / 2, levels / 2 - 0.5) * step
             near = torch.where(z == 0, torch.zeros_like(z), near)
-        return _with(crossing, z + (near - z).detach()), _same
+        return _replace_stream(crossing, z + (near - z).detach()), _identity
 
 
 @dataclass(frozen=True)
@@ -295,16 +295,18 @@ class Private(_OnStream):
                 "both are positive numbers",
             )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         def back(z: Tensor) -> Tensor:
             if z.requires_grad:
-                z.register_hook(lambda slope: self._noised(slope, draw, "private/back"))  # type: ignore[no-untyped-call]
+                z.register_hook(lambda slope: self._clip_and_add_noise(slope, draw, "private/back"))  # type: ignore[no-untyped-call]
             return z
 
-        return _with(crossing, self._noised(crossing.stream, draw, "private")), back
+        return _replace_stream(
+            crossing, self._clip_and_add_noise(crossing.stream, draw, "private")
+        ), back
 
-    def _noised(self, x: Tensor, draw: Draw, what: str) -> Tensor:
-        return clipped(x, self.norm) + self.multiplier * 2 * self.norm * draw.normal(what, x)
+    def _clip_and_add_noise(self, x: Tensor, draw: KeyedRandom, what: str) -> Tensor:
+        return clip_samples(x, self.norm) + self.multiplier * 2 * self.norm * draw.normal(what, x)
 
     def epsilon(self, passes: int, *, backward: bool = True, delta: float = 1e-5) -> float:
         """What is spent on a sample that took part in so many passes: each releases its features,
@@ -355,7 +357,7 @@ class BatchShuffle(_OnStream):
             "1 shuffles all tokens",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         require(
             z.shape[0] > 1,
@@ -366,7 +368,7 @@ class BatchShuffle(_OnStream):
             k
             for k, v in crossing.tensors.items()
             if k.partition("@")[0] != crossing.boundary.stream
-            and ax.spaces(crossing.axes(k) or "") & ROWS
+            and ax.spaces(crossing.axes(k) or "") & TOKEN_SPACES
         ]
         require(
             not others,
@@ -388,7 +390,7 @@ class BatchShuffle(_OnStream):
         def moved(x: Tensor, index: Tensor) -> Tensor:
             return x.flatten(0, 1)[index].view(x.shape)
 
-        return _with(crossing, moved(z, order)), lambda y: moved(y, inverse)
+        return _replace_stream(crossing, moved(z, order)), lambda y: moved(y, inverse)
 
 
 @dataclass(frozen=True)
@@ -409,35 +411,36 @@ class Rows(_OnStream):
             "choose one of the two",
         )
 
-    def leave(self, crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
         batch, n = crossing.stream.shape[:2]
         stream = draw.stream(f"rows/{crossing.boundary.name}")
         elements = [
-            _rows(stream, n, self.keep_cls) for _ in range(batch if self.each == "sample" else 1)
+            _row_permutation(stream, n, self.keep_cls)
+            for _ in range(batch if self.each == "sample" else 1)
         ]
         if len(elements) == 1:
-            return crossing.moved(elements[0]), lambda z: crossing.restored(elements[0], z)
+            return crossing.transform(elements[0]), lambda z: crossing.restore(elements[0], z)
         parts = [
-            crossing.replaced(
-                **{k: _slice(crossing, k, v, i, batch) for k, v in crossing.inputs.items()}
-            ).moved(g)
+            crossing.with_inputs(
+                **{k: _slice_sample(crossing, k, v, i, batch) for k, v in crossing.inputs.items()}
+            ).transform(g)
             for i, g in enumerate(elements)
         ]
-        there = parts[0].replaced(
-            **{k: _joined(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs}
+        there = parts[0].with_inputs(
+            **{k: _concatenate(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs}
         )
         return there, lambda z: torch.cat(
-            [crossing.restored(g, z[i : i + 1]) for i, g in enumerate(elements)]
+            [crossing.restore(g, z[i : i + 1]) for i, g in enumerate(elements)]
         )
 
 
-def _with(crossing: Crossing, stream: Tensor) -> Crossing:
-    return crossing.replaced(
+def _replace_stream(crossing: Crossing, stream: Tensor) -> Crossing:
+    return crossing.with_inputs(
         **{key: stream for key in crossing.inputs if key == crossing.boundary.stream}
     )
 
 
-def _rows(stream: Stream, n: int, keep_cls: bool) -> Element:
+def _row_permutation(stream: Stream, n: int, keep_cls: bool) -> Element:
     index = (
         np.concatenate([[0], 1 + stream.permutation(n - 1)]) if keep_cls else stream.permutation(n)
     )
@@ -449,18 +452,18 @@ def _rows(stream: Stream, n: int, keep_cls: bool) -> Element:
 
 def _has_rows(crossing: Crossing, key: str) -> bool:
     axes = crossing.axes(key)
-    return axes is not None and bool(ax.spaces(axes) & ROWS)
+    return axes is not None and bool(ax.spaces(axes) & TOKEN_SPACES)
 
 
-def _slice(crossing: Crossing, key: str, value: Any, i: int, batch: int) -> Any:
+def _slice_sample(crossing: Crossing, key: str, value: Any, i: int, batch: int) -> Any:
     if not _has_rows(crossing, key) or value is None:
         return value
     if isinstance(value, tuple | list):
-        return type(value)(_slice(crossing, key, v, i, batch) for v in value)
+        return type(value)(_slice_sample(crossing, key, v, i, batch) for v in value)
     return value[i : i + 1] if value.shape[0] == batch else value
 
 
-def _joined(crossing: Crossing, key: str, values: list[Any]) -> Any:
+def _concatenate(crossing: Crossing, key: str, values: list[Any]) -> Any:
     if not _has_rows(crossing, key) or values[0] is None:
         return values[0]
     if isinstance(values[0], tuple | list):
@@ -481,15 +484,15 @@ DEFENCES: Mapping[str, type] = {
 }
 
 
-def read_defence(text: str) -> Defence:
+def parse_defence(text: str) -> Defence:
     """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc",
     "rows=sample,keep_cls", "private=1.0,norm=8".
     """
-    made: Defence = read_named(text, DEFENCES)
+    made: Defence = parse_from_table(text, DEFENCES)
     return made
 
 
-def read_named(text: str, known: Mapping[str, type]) -> Any:
+def parse_from_table(text: str, known: Mapping[str, type]) -> Any:
     """One of a table of defences, made from its text."""
     name, _, rest = text.partition("=")
     if name not in known:
@@ -499,11 +502,11 @@ def read_named(text: str, known: Mapping[str, type]) -> Any:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if equals:
-            named[key] = _value(value)
+            named[key] = _parse_value(value)
         elif part in ("keep_cls",):
             named[part] = True
         else:
-            given.append(_value(part))
+            given.append(_parse_value(part))
     try:
         return known[name](*given, **named)
     except TypeError as error:
@@ -518,7 +521,7 @@ def read_named(text: str, known: Mapping[str, type]) -> Any:
         ) from error
 
 
-def parts_of(combination: str) -> list[str]:
+def split_combination(combination: str) -> list[str]:
     """The defences of a combination: "noise=0.5+rows" is two, "noise=1e+1" one."""
     return re.split(r"\+(?=[a-z])", combination)
 
@@ -527,7 +530,7 @@ def _first_sentence(kind: type) -> str:
     return re.split(r"\.(?=\s|$)", " ".join((kind.__doc__ or "").split()))[0]
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     if text in ("True", "true", "False", "false"):
         return text.lower() == "true"
     try:
@@ -536,32 +539,34 @@ def _value(text: str) -> Any:
         return text
 
 
-def ordered(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
+def parse_defences(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
     """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a
     kind is there twice.
     """
     made = [
-        [read_defence(part) for part in parts_of(d)] if isinstance(d, str) else [d]
+        [parse_defence(part) for part in split_combination(d)] if isinstance(d, str) else [d]
         for d in defences
     ]
-    return in_turn([d for some in made for d in some])
+    return sort_by_stage([d for some in made for d in some])
 
 
-def in_turn(made: Sequence[Any], often: type | None = None) -> tuple[Any, ...]:
+def sort_by_stage(made: Sequence[Any], repeatable: type | None = None) -> tuple[Any, ...]:
     """Defences of any table in the order of their stages; none of a kind twice, but those that may
     be there `often`.
     """
     kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not often), None)
+    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not repeatable), None)
     require(twice is None, f"{twice} is there twice", "name each defence once")
     return tuple(sorted(made, key=lambda d: d.stage))
 
 
-def leave(defences: Sequence[Defence], crossing: Crossing, draw: Draw) -> tuple[Crossing, Back]:
+def apply_defences(
+    defences: Sequence[Defence], crossing: Crossing, draw: KeyedRandom
+) -> tuple[Crossing, Undo]:
     """All defences on a crossing, and all that is undone on the way back."""
-    undo: list[Back] = []
+    undo: list[Undo] = []
     for defence in defences:
-        crossing, back = defence.leave(crossing, draw)
+        crossing, back = defence.apply_to_crossing(crossing, draw)
         undo.append(back)
 
     def home(z: Tensor) -> Tensor:

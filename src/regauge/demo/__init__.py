@@ -11,35 +11,35 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from regauge.demo.digits import digits
-from regauge.demo.gradients import given
-from regauge.demo.jigsaw import puzzled
-from regauge.demo.leakage import watched
-from regauge.demo.lock import locked
-from regauge.demo.merge import averaging
-from regauge.demo.move import moving, symmetry
-from regauge.demo.split import apart
-from regauge.demo.stage import Bar, Stage
+from regauge.demo.digits import show_training
+from regauge.demo.gradients import show_gradients
+from regauge.demo.jigsaw import show_jigsaw
+from regauge.demo.leakage import show_leakage
+from regauge.demo.lock import show_lock
+from regauge.demo.merge import show_merge
+from regauge.demo.move import show_symmetry, show_transforms
+from regauge.demo.split import show_split
+from regauge.demo.stage import DemoContext, OpenProgressBar
 from regauge.results.findings import Results
 
-Chapter = Callable[[Stage], Results]
+Chapter = Callable[[DemoContext], Results]
 
 CHAPTERS: tuple[Chapter, ...] = (
-    symmetry,
-    moving,
-    digits,
-    averaging,
-    locked,
-    apart,
-    watched,
-    given,
-    puzzled,
+    show_symmetry,
+    show_transforms,
+    show_training,
+    show_merge,
+    show_lock,
+    show_split,
+    show_leakage,
+    show_gradients,
+    show_jigsaw,
 )
 
 
-def run(
-    say: Callable[[str], None],
-    bar: Bar,
+def run_demo(
+    echo: Callable[[str], None],
+    bar: OpenProgressBar,
     out: Path | None = None,
     seed: int = 0,
     chapters: Sequence[Chapter] = CHAPTERS,
@@ -52,9 +52,9 @@ def run(
         folder = Path(temporary) if out is None else out
         played = []
         for number, chapter in enumerate(chapters, 1):
-            say(f"{number}. {(chapter.__doc__ or '').splitlines()[0]}\n")
-            played.append(chapter(Stage(folder, seed, say, bar)))
-            say("")
+            echo(f"{number}. {(chapter.__doc__ or '').splitlines()[0]}\n")
+            played.append(chapter(DemoContext(folder, seed, echo, bar)))
+            echo("")
     return Results(
         "regauge: the demonstration",
         tuple(f for r in played for f in r.findings),

@@ -7,19 +7,22 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
-from regauge.demo.stage import Stage
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Figure, Finding, Results, Table
 
 if TYPE_CHECKING:
     import torch
 
-EPOCHS, BATCH, RATE = 15, 50, 1e-3
+EPOCHS, BATCH, LR = 15, 50, 1e-3
 PATCH = 2
-FIRST, TOLERANCE = 100, 1e-9  # steps that are compared: training amplifies rounding without bound
+COMPARED_STEPS, TOLERANCE = (
+    100,
+    1e-9,
+)  # steps that are compared: training amplifies rounding without bound
 
 
-def digits(stage: Stage) -> Results:
+def show_training(stage: DemoContext) -> Results:
     """A ViT that learns to read digits, the same learning under a shuffle, and the theorems on what
     it learned.
     """
@@ -28,12 +31,12 @@ def digits(stage: Stage) -> Results:
     import torch
 
     from regauge import Permuted, element, spec_of, verify
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
     from regauge.verification.general import add_general_findings
 
-    images, labels = load()
+    images, labels = load_images()
     split = 1500
-    plain = vit(stage.seed)
+    plain = make_vit(stage.seed)
     start = copy.deepcopy(plain)
     key = element(spec_of(plain), stage.seed + 1, within="permutation")
     permuted = Permuted(copy.deepcopy(plain), columns=key, rows=True, key=stage.seed + 2)
@@ -56,7 +59,7 @@ def digits(stage: Stage) -> Results:
         ("digits", "accuracy"),
         *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
     ]
-    stage.say(columns(rows, right=(1,)))
+    stage.echo(format_columns(rows, right=(1,)))
     with stage.bar("verify") as tick:
         checked = verify(
             copy.deepcopy(plain).float(),
@@ -69,7 +72,7 @@ def digits(stage: Stage) -> Results:
         sum(f.holds is True for f in found.findings),
         sum(f.holds is not None for f in found.findings),
     )
-    stage.say(f"\n{held} of {told} checks hold on it")
+    stage.echo(f"\n{held} of {told} checks hold on it")
     good, chance, lost = (
         accuracies["tested plainly"],
         max(float((answers == k).float().mean()) for k in range(10)),
@@ -79,7 +82,7 @@ def digits(stage: Stage) -> Results:
         abs(a - b) / losses["plain"][0]
         for a, b in zip(losses["plain"], losses["permuted"], strict=True)
     ]
-    first = max(apart[:FIRST])
+    first = max(apart[:COMPARED_STEPS])
     findings = (
         Finding(
             "digits/lost",
@@ -96,7 +99,7 @@ def digits(stage: Stage) -> Results:
         Finding(
             "digits/trained",
             "AdamW under Algorithm 1 follows the plain loss step by step, for the first "
-            f"{FIRST} steps in float64.",
+            f"{COMPARED_STEPS} steps in float64.",
             first <= TOLERANCE,
             first,
             TOLERANCE,
@@ -116,7 +119,7 @@ def digits(stage: Stage) -> Results:
         "digits",
         findings + found.findings,
         (table, *found.tables),
-        (_curves(losses, apart), _pictures(test[:6], stage.seed), *found.figures),
+        (_plot_losses(losses, apart), _plot_images(test[:6], stage.seed), *found.figures),
         {
             "model": "a ViT with 4 layers, 4 heads and width 48, trained here",
             "dtype": "float32",
@@ -126,7 +129,7 @@ def digits(stage: Stage) -> Results:
     )
 
 
-def load() -> tuple[torch.Tensor, torch.Tensor]:
+def load_images() -> tuple[torch.Tensor, torch.Tensor]:
     """1,797 digits of 8 x 8 pixels that come with scikit-learn, in a fixed order."""
     import numpy as np
     import torch
@@ -138,7 +141,7 @@ def load() -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.from_numpy(bunch.target[order]).long()
 
 
-def vit(seed: int) -> Any:
+def make_vit(seed: int) -> Any:
     import torch
     import transformers
 
@@ -173,7 +176,7 @@ def train(
     import torch
 
     draw = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     losses = []
     model.train()
     epochs = epochs or EPOCHS
@@ -201,7 +204,7 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
         return float((model(pixel_values=images).logits.argmax(-1) == labels).double().mean())
 
 
-def _curves(losses: dict[str, list[float]], apart: list[float]) -> Figure:
+def _plot_losses(losses: dict[str, list[float]], apart: list[float]) -> Figure:
     y = {**losses, "difference, relative to the first loss": [a or None for a in apart]}
     data = {"x": list(range(len(apart))), "y": y, "xlabel": "step", "ylabel": "loss", "log": True}
     caption = (
@@ -216,11 +219,11 @@ def _curves(losses: dict[str, list[float]], apart: list[float]) -> Figure:
     )
 
 
-def _pictures(images: torch.Tensor, seed: int) -> Figure:
+def _plot_images(images: torch.Tensor, seed: int) -> Figure:
     """The digits, and their patches in the order in which the backbone is given them."""
-    from regauge.locking.permuted import rows
+    from regauge.locking.permuted import sample_row_permutation
 
-    index = rows((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
+    index = sample_row_permutation((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
     made = []
     for image in images:
         patches = (

@@ -7,12 +7,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from regauge.demo.digits import load, vit
-from regauge.demo.stage import Stage
+from regauge.demo.digits import load_images, make_vit
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results
 
-UPDATES, OWN = 8, 400
+UPDATES, PUBLIC = 8, 400
 COMBINATIONS = (
     "rows",
     "mjp=0.5,shuffle=false",
@@ -21,11 +21,11 @@ COMBINATIONS = (
     "private=1.0",
     "freeze=embedding,first",
 )
-EXACT = 40.0  # dB
+EXACT_PSNR = 40.0  # dB
 PRACTICE = 60  # updates that attacks which learn make of their own
 
 
-def given(stage: Stage) -> Results:
+def show_gradients(stage: DemoContext) -> Results:
     """What a client of federated training gives away: one gradient is one digit, exactly; what
     hides it and what does not.
     """
@@ -39,9 +39,9 @@ def given(stage: Stage) -> Results:
     from regauge.audit.gradients import GradientCase, audit_gradients
     from regauge.audit.gradients.attempts import Budget
     from regauge.data.tasks import Examples
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
-    images, labels = load()
+    images, labels = load_images()
     images = images.float()
 
     def part(first: int, last: int) -> Examples:
@@ -52,9 +52,9 @@ def given(stage: Stage) -> Results:
         )
 
     case = GradientCase(
-        _vit(stage.seed + 60),
+        _make_vit(stage.seed + 60),
         part(0, 200),
-        part(200, 200 + OWN),
+        part(200, 200 + PUBLIC),
         [0.5],
         [0.5],
         updates=UPDATES,
@@ -80,23 +80,23 @@ def given(stage: Stage) -> Results:
         )
         for row in table.rows
     ]
-    stage.say(columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
-    stage.say("\n".join(found.facts["verdict"]))
+    stage.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
+    stage.echo("\n".join(found.facts["verdict"]))
     return replace(
         found,
-        findings=(*_claims(found), *found.findings),
+        findings=(*_check_claims(found), *found.findings),
         tables=found.tables[:2],
         facts={"what gradients give away": found.facts["verdict"]},
     )
 
 
-def _vit(seed: int) -> Any:
+def _make_vit(seed: int) -> Any:
     """The ViT of the other chapters with two layers, wide enough for its patches, as real ones
     are.
     """
     from regauge.models.load import reinitialize
 
-    model = vit(seed).float()
+    model = make_vit(seed).float()
     model.config.num_hidden_layers, model.config.hidden_size, model.config.initializer_range = (
         2,
         64,
@@ -105,7 +105,7 @@ def _vit(seed: int) -> Any:
     return reinitialize(model, seed)
 
 
-def _claims(found: Results) -> tuple[Finding, ...]:
+def _check_claims(found: Results) -> tuple[Finding, ...]:
     by: dict[str, Any] = {f.id.removeprefix("given/"): f for f in found.findings}
     plain, floor = by["none/least squares"].value, by["none/least squares"].floor
 
@@ -127,13 +127,13 @@ def _claims(found: Results) -> tuple[Finding, ...]:
             "one",
             "none",
             "One gradient of an unmodified ViT is the image that it was made of, in closed form.",
-            plain > EXACT,
+            plain > EXACT_PSNR,
         ),
         claim(
             "rows",
             "rows",
             "Tokens shuffled after the position embedding change nothing of it.",
-            by["rows/least squares"].value > EXACT,
+            by["rows/least squares"].value > EXACT_PSNR,
         ),
         claim(
             "batch",

@@ -7,20 +7,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from regauge.demo.digits import BATCH, load, vit
-from regauge.demo.stage import Stage
+from regauge.demo.digits import BATCH, load_images, make_vit
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results
 
-TRAIN, OWN, EPOCHS, ATTACKED = 900, 500, 6, 40
-ROUNDS = 25  # epochs that the attacker's decoder has at most
+TRAIN, PUBLIC, EPOCHS, ATTACKED = 900, 500, 6, 40
+DECODER_EPOCHS = 25  # epochs that the attacker's decoder has at most
 COMBINATIONS = ("none", "rows", "noise=1+rows")
 ATTACKS = ("decoder", "public embedding", "least squares")
-WITHOUT, SHUFFLED, NOISY = COMBINATIONS
-SAME = 0.02  # of SSIM: what shuffles do not change
+NO_DEFENCE, SHUFFLED, NOISY = COMBINATIONS
+MAX_DIFFERENCE = 0.02  # of SSIM: what shuffles do not change
 
 
-def watched(stage: Stage) -> Results:
+def show_leakage(stage: DemoContext) -> Results:
     """What the server of the last chapter sees: the digits themselves. What shuffled rows buy, and
     what they do not.
     """
@@ -31,13 +31,13 @@ def watched(stage: Stage) -> Results:
     ):
         need(library, extra)
     from regauge.audit.split import SplitCase, audit_split
-    from regauge.audit.split.attempts import Budget, named
+    from regauge.audit.split.attempts import Budget, select_attacks
     from regauge.data.tasks import Examples
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
     from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run
 
-    images, labels = load()
+    images, labels = load_images()
     images = images.float()
 
     def part(first: int, last: int) -> Examples:
@@ -49,10 +49,10 @@ def watched(stage: Stage) -> Results:
 
     steps = EPOCHS * TRAIN // BATCH
     case = SplitCase(
-        _vit(stage.seed + 40),
+        _make_vit(stage.seed + 40),
         part(0, TRAIN),
-        part(TRAIN, TRAIN + OWN),
-        part(TRAIN + OWN, len(images)),
+        part(TRAIN, TRAIN + PUBLIC),
+        part(TRAIN + PUBLIC, len(images)),
         [0.5],
         [0.5],
         OptimizerConfig("adamw", 2e-3, schedule="cosine", warmup=steps // 10, steps=steps + 1),
@@ -60,10 +60,10 @@ def watched(stage: Stage) -> Results:
         ATTACKED,
         "watched",
     )
-    budget = Budget(hidden=48, depth=1, epochs=ROUNDS, patience=4, rate=3e-3, batch=50)
+    budget = Budget(hidden=48, depth=1, epochs=DECODER_EPOCHS, patience=4, rate=3e-3, batch=50)
     with stage.bar("train split, and attack") as tick:
         found = audit_split(
-            case, COMBINATIONS, attacks=named(ATTACKS), budget=budget, progress=tick
+            case, COMBINATIONS, attacks=select_attacks(ATTACKS), budget=budget, progress=tick
         )
     table = found.tables[0]
     rows = [table.columns]
@@ -71,11 +71,11 @@ def watched(stage: Stage) -> Results:
         tuple("" if c is None else c if isinstance(c, str) else f"{c:.2f}" for c in row)
         for row in table.rows
     ]
-    stage.say(columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
-    stage.say("\n".join(found.facts["verdict"]))
+    stage.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
+    stage.echo("\n".join(found.facts["verdict"]))
     results = replace(
         found,
-        findings=(*_claims(found), *found.findings),
+        findings=(*_check_claims(found), *found.findings),
         facts={"what the server learns": found.facts["verdict"]},
     )
     return replace(
@@ -85,24 +85,24 @@ def watched(stage: Stage) -> Results:
     )
 
 
-def _vit(seed: int) -> Any:
+def _make_vit(seed: int) -> Any:
     """The ViT of the other chapters with half of its layers, and weights to begin with that learn
     in a few epochs.
     """
     from regauge.models.load import reinitialize
 
-    model = vit(seed).float()
+    model = make_vit(seed).float()
     model.config.num_hidden_layers = 2
     model.config.initializer_range = 0.1
     return reinitialize(model, seed)
 
 
-def _claims(found: Results) -> tuple[Finding, ...]:
+def _check_claims(found: Results) -> tuple[Finding, ...]:
     by: dict[str, Any] = {f.id.removeprefix("watched/"): f for f in found.findings}
-    weak = [by[f"{c}/decoder"].value for c in (WITHOUT, SHUFFLED)]
-    strong = [by[f"{c}/public embedding"].value for c in (WITHOUT, SHUFFLED)]
+    weak = [by[f"{c}/decoder"].value for c in (NO_DEFENCE, SHUFFLED)]
+    strong = [by[f"{c}/public embedding"].value for c in (NO_DEFENCE, SHUFFLED)]
     best = {c: max(f.value for i, f in by.items() if i.startswith(f"{c}/")) for c in COMBINATIONS}
-    floor = by[f"{WITHOUT}/decoder"].floor
+    floor = by[f"{NO_DEFENCE}/decoder"].floor
     return (
         Finding(
             "watched/decoder",
@@ -121,7 +121,7 @@ def _claims(found: Results) -> tuple[Finding, ...]:
             "watched/adaptive",
             "They are nothing to an attacker who expects them and knows the embedding: "
             "positions are in the tokens.",
-            abs(strong[1] - strong[0]) <= SAME and strong[1] > 0.95,
+            abs(strong[1] - strong[0]) <= MAX_DIFFERENCE and strong[1] > 0.95,
             strong[1],
             floor,
             strong[0],
@@ -131,7 +131,7 @@ def _claims(found: Results) -> tuple[Finding, ...]:
         Finding(
             "watched/noise",
             "Noise takes something from every attack, and costs accuracy.",
-            best[NOISY] < best[SHUFFLED] - SAME,
+            best[NOISY] < best[SHUFFLED] - MAX_DIFFERENCE,
             best[NOISY],
             floor,
             best[SHUFFLED],

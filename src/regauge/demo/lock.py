@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import copy
 
-from regauge.demo.digits import accuracy, load, train, vit
+from regauge.demo.digits import accuracy, load_images, make_vit, train
 from regauge.demo.merge import SPLIT
-from regauge.demo.output import keep_model
-from regauge.demo.stage import Stage
+from regauge.demo.output import save_model
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
 LABELS = (200,)
 
 
-def locked(stage: Stage) -> Results:
+def show_lock(stage: DemoContext) -> Results:
     """A ViT that is locked by a key: at chance without it, as good as ever with it. And then it is
     attacked.
     """
@@ -27,11 +27,11 @@ def locked(stage: Stage) -> Results:
     from regauge.audit.lock import LockCase, audit_lock
     from regauge.data.tasks import Examples
     from regauge.locking.lock import FIELD, LOCKS, locked_element
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
-    images, labels = load()
+    images, labels = load_images()
     images = images.float()
-    base = vit(stage.seed + 20).float()
+    base = make_vit(stage.seed + 20).float()
     with stage.bar("train the base") as tick:
         train(base, images[: SPLIT // 2], labels[: SPLIT // 2], stage.seed + 20, tick)
     owners = copy.deepcopy(base)
@@ -45,7 +45,7 @@ def locked(stage: Stage) -> Results:
             epochs=3,
         )
     for name, model in (("BASE", base), ("MODEL", owners)):
-        keep_model(stage.folder / name, model)
+        save_model(stage.folder / name, model)
     test, answers = images[SPLIT:], labels[SPLIT:]
     spec, plain, key = (
         spec_of(owners),
@@ -55,7 +55,7 @@ def locked(stage: Stage) -> Results:
     done = lock(spec, plain, key)
     model = copy.deepcopy(owners)
     model.load_state_dict(done.state)
-    setattr(model.config, FIELD, done.record.to_json())
+    setattr(model.config, FIELD, done.record.to_dict())
     found = {"the model": accuracy(owners, test, answers), "locked": accuracy(model, test, answers)}
     with_key = authorize(copy.deepcopy(model), key)
     found["locked, authorised by its key"] = accuracy(with_key, test, answers)
@@ -74,8 +74,8 @@ def locked(stage: Stage) -> Results:
         for n in plain
         if "k_proj.bias" not in n and "key.bias" not in n
     )
-    stage.say(
-        columns(
+    stage.echo(
+        format_columns(
             [
                 ("digits", "accuracy"),
                 *((name, f"{100 * value:.1f} %") for name, value in found.items()),
@@ -110,9 +110,9 @@ def locked(stage: Stage) -> Results:
             "" if v is None else f"{v:.3f}" for v in (f.floor, f.value, f.ceiling)
         )
         rows.append((f.id.removeprefix("lock/"), floor, value, ceiling))
-    stage.say("\n" + columns(rows, right=(1, 2, 3)) + "\n")
+    stage.echo("\n" + format_columns(rows, right=(1, 2, 3)) + "\n")
     for line in audit.facts["verdict"]:
-        stage.say(line)
+        stage.echo(line)
     findings = (
         Finding(
             "locked/chance",

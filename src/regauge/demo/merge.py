@@ -7,22 +7,22 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from regauge.demo.digits import EPOCHS, accuracy, load, train, vit
-from regauge.demo.output import keep_digits, keep_model, keep_pickled
-from regauge.demo.stage import Stage
+from regauge.demo.digits import EPOCHS, accuracy, load_images, make_vit, train
+from regauge.demo.output import save_images, save_model, save_pickled
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from regauge.matching.refine import Mark
+    from regauge.matching.refine import Evaluation
 
 SPLIT = 1500
 STEPS, GRID = 100, 9
 
 
-def averaging(stage: Stage) -> Results:
+def show_merge(stage: DemoContext) -> Results:
     """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a
     match.
     """
@@ -34,20 +34,20 @@ def averaging(stage: Stage) -> Results:
     from regauge.data.tasks import Examples
     from regauge.matching.connectivity import connect
     from regauge.matching.refine import refine
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
-    images, labels = load()
+    images, labels = load_images()
     images = images.float()
     models = []
     for number, name in enumerate("AB"):
-        model = vit(stage.seed + 10 + number).float()
+        model = make_vit(stage.seed + 10 + number).float()
         with stage.bar(f"train {name}") as tick:
             train(model, images[:SPLIT], labels[:SPLIT], stage.seed + 10 + number, tick)
         models.append(model)
     for name, model in zip(("VIT", "OTHER"), models, strict=True):
-        keep_model(stage.folder / name, model)
-    keep_pickled(stage.folder / "PICKLED", models[0])
-    keep_digits(stage.folder / "IMAGES", SPLIT)
+        save_model(stage.folder / name, model)
+    save_pickled(stage.folder / "PICKLED", models[0])
+    save_images(stage.folder / "IMAGES", SPLIT)
     test, answers = images[SPLIT:], labels[SPLIT:]
     spec = spec_of(models[0])
     a, b = (model.state_dict() for model in models)
@@ -55,7 +55,7 @@ def averaging(stage: Stage) -> Results:
     found = match(folded, one, other, sweeps=0)
     with stage.bar("refine") as tick:
         unlabelled = [{"pixel_values": part} for part in torch.split(images[:SPLIT], 50)]
-        told = partial(_told, tick)
+        told = partial(_report_step, tick)
         refined = refine(
             folded,
             one,
@@ -67,7 +67,7 @@ def averaging(stage: Stage) -> Results:
             on_mark=told,
             seed=stage.seed,
         ).g
-    mixed = vit(stage.seed).float()
+    mixed = make_vit(stage.seed).float()
     accuracies = {"A": accuracy(models[0], test, answers), "B": accuracy(models[1], test, answers)}
     pairs = {
         "the average of A and B": (a, b),
@@ -81,17 +81,17 @@ def averaging(stage: Stage) -> Results:
         ("digits", "accuracy"),
         *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
     ]
-    stage.say(columns(rows, right=(1,)))
+    stage.echo(format_columns(rows, right=(1,)))
     examples = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
     with stage.bar("barrier") as tick:
         paths = connect(
             models[0],
             models[1],
             examples,
-            mover=lambda *_: refined,
-            moved="refined",
+            aligner=lambda *_: refined,
+            label="refined",
             grid=GRID,
-            batch=len(test),
+            batch_size=len(test),
             progress=tick,
         )
     plain, matched, learned = list(accuracies.values())[2:]
@@ -128,5 +128,5 @@ def averaging(stage: Stage) -> Results:
     )
 
 
-def _told(tick: Callable[[int, int, str], None], mark: Mark) -> None:
-    tick(mark.step, STEPS, f"divergence {mark.held:.3f}" if mark.step < STEPS else "")
+def _report_step(tick: Callable[[int, int, str], None], mark: Evaluation) -> None:
+    tick(mark.step, STEPS, f"divergence {mark.held_out_loss:.3f}" if mark.step < STEPS else "")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from regauge.core.rng import Stream, seed_key
-from regauge.demo.stage import Stage
+from regauge.demo.stage import DemoContext
 from regauge.results.findings import Finding, Results, Table
 
 LLAMA: dict[str, Any] = {
@@ -51,7 +51,7 @@ GPT2: dict[str, Any] = {
 TOLERANCE = 1e-4  # of float32 logits, relative to the largest
 
 
-def make(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
+def make_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
     """A checkpoint of random weights for a config, written through regauge's own writer. A folder
     that is there already is kept.
     """
@@ -127,15 +127,15 @@ def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
 
 
-def symmetry(stage: Stage) -> Results:
+def show_symmetry(stage: DemoContext) -> Results:
     """What a model's symmetry is."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.models.families import spec_from
-    from regauge.models.summary import facts_of, text_of
+    from regauge.models.summary import format_summary, summarize
 
-    checkpoint = open_checkpoint(make(stage.folder / "llama", LLAMA, stage.seed))
-    facts = facts_of(checkpoint, spec_from(LLAMA, checkpoint.names))
-    stage.say(text_of(facts, []))
+    checkpoint = open_checkpoint(make_checkpoint(stage.folder / "llama", LLAMA, stage.seed))
+    facts = summarize(checkpoint, spec_from(LLAMA, checkpoint.names))
+    stage.echo(format_summary(facts, []))
     rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
     note = (
         f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and "
@@ -154,14 +154,14 @@ def symmetry(stage: Stage) -> Results:
     )
 
 
-def moving(stage: Stage) -> Results:
+def show_transforms(stage: DemoContext) -> Results:
     """Moving it: other weights, the same function; a wrong element breaks it."""
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
 
     rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
     findings = []
     for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
-        found = _moves(stage, make(stage.folder / name, config, stage.seed))
+        found = _try_elements(stage, make_checkpoint(stage.folder / name, config, stage.seed))
         wrong = found[-1]["logits"]
         for one in found:
             logits = "(needs transformers)" if one["logits"] is None else f"{one['logits']:.1e}"
@@ -180,16 +180,16 @@ def moving(stage: Stage) -> Results:
                     key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"
                 )
             )
-    stage.say(columns(rows, right=(2,)))
-    stage.say(
+    stage.echo(format_columns(rows, right=(2,)))
+    stage.echo(
         "\nDifferences are the largest one, relative to the largest logit. The wrong element "
         "rotates the stream under norms that were not folded:"
     )
-    stage.say("regauge refuses it, and here it is forced.")
+    stage.echo("regauge refuses it, and here it is forced.")
     return Results("moving", tuple(findings))
 
 
-def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
+def _try_elements(stage: DemoContext, folder: Path) -> list[dict[str, Any]]:
     from dataclasses import replace
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -227,7 +227,7 @@ def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
     ]
     out = []
     for label, described, before, g, force in cases:
-        bars_lifted = _lift_bars(described) if force else described
+        bars_lifted = _ignore_norm_gains(described) if force else described
         g = Element(bars_lifted, g.members)
         after = apply(g, before, force=force)
         back = apply(~g, after, force=force)
@@ -237,13 +237,13 @@ def _moves(stage: Stage, folder: Path) -> list[dict[str, Any]]:
                 "element": label,
                 "moved": sum(int((after[n] != t).sum()) for n, t in before.items()) / total,
                 "back": max(float((back[n] - t).abs().max()) for n, t in before.items()),
-                "logits": _logits_differ(checkpoint.config, state, after, described.config),
+                "logits": _logit_difference(checkpoint.config, state, after, described.config),
             }
         )
     return out
 
 
-def _lift_bars(spec: Any) -> Any:
+def _ignore_norm_gains(spec: Any) -> Any:
     """The spec with norm gains left out of the action: what someone who forgets them would
     write.
     """
@@ -255,7 +255,7 @@ def _lift_bars(spec: Any) -> Any:
     )
 
 
-def _logits_differ(
+def _logit_difference(
     config: Mapping[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],

@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from regauge.demo.digits import load
+from regauge.demo.digits import load_images
 
 # of the digits that no model of the demo has learned from: those after the first 1,500, less a few
-IMAGES = 300
+IMAGE_COUNT = 300
 
 
-def keep_model(folder: Path, model: Any) -> None:
+def save_model(folder: Path, model: Any) -> None:
     """A model of digits as a checkpoint, with how its pixels are normalised."""
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(
@@ -22,7 +22,7 @@ def keep_model(folder: Path, model: Any) -> None:
     )
 
 
-def keep_pickled(folder: Path, model: Any) -> None:
+def save_pickled(folder: Path, model: Any) -> None:
     """The same as old checkpoints are: a pickle of tensors."""
     import torch
 
@@ -31,13 +31,13 @@ def keep_pickled(folder: Path, model: Any) -> None:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
 
 
-def keep_digits(folder: Path, first: int) -> None:
+def save_images(folder: Path, first: int) -> None:
     """The digits from `first` on, as a folder of PNGs for each."""
     from PIL import Image
 
-    images, labels = load()
+    images, labels = load_images()
     for number, (image, label) in enumerate(
-        zip(images[first : first + IMAGES], labels[first : first + IMAGES], strict=True)
+        zip(images[first : first + IMAGE_COUNT], labels[first : first + IMAGE_COUNT], strict=True)
     ):
         place = folder / str(int(label))
         place.mkdir(parents=True, exist_ok=True)

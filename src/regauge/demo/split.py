@@ -11,28 +11,28 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from regauge.demo.digits import BATCH, RATE, accuracy, load, train, vit
+from regauge.demo.digits import BATCH, LR, accuracy, load_images, make_vit, train
 from regauge.demo.merge import SPLIT
-from regauge.demo.stage import Stage
+from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
 EPOCHS, TOLERANCE = 2, 1e-9
 
 
-def apart(stage: Stage) -> Results:
+def show_split(stage: DemoContext) -> Results:
     """A ViT whose backbone is on a server: it learns from digits that never leave their owner, as
     it would in one place.
     """
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge import apply, element, spec_of
-    from regauge.models.summary import columns
+    from regauge.models.summary import format_columns
     from regauge.split import Host, OptimizerConfig, connect
 
-    images, labels = load()
+    images, labels = load_images()
     test, answers = images[SPLIT:], labels[SPLIT:]
-    plain = vit(stage.seed + 30)
+    plain = make_vit(stage.seed + 30)
     mine, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
     g = element(spec_of(plain), stage.seed + 31, within="permutation")
     theirs.load_state_dict(apply(g, plain.state_dict(), part="backbone"))
@@ -40,8 +40,8 @@ def apart(stage: Stage) -> Results:
         expected = train(
             plain, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
         )
-    host = Host(theirs, OptimizerConfig("adamw", RATE, decay=0.01))
-    with _served(host, stage) as network, connect(mine, network, element=g, rows="batch"):
+    host = Host(theirs, OptimizerConfig("adamw", LR, weight_decay=0.01))
+    with _serve(host, stage) as network, connect(mine, network, element=g, rows="batch"):
         with stage.bar("train, with the backbone on a server") as tick:
             losses = train(
                 mine, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
@@ -56,8 +56,8 @@ def apart(stage: Stage) -> Results:
     found["both parts, without the key"] = accuracy(joined, test, answers)
     joined.load_state_dict(apply(~g, state, part="backbone"))
     found["both parts, put back by the key"] = accuracy(joined, test, answers)
-    stage.say(
-        columns(
+    stage.echo(
+        format_columns(
             [
                 ("digits", "accuracy"),
                 *((name, f"{100 * value:.1f} %") for name, value in found.items()),
@@ -66,7 +66,7 @@ def apart(stage: Stage) -> Results:
         )
     )
     off = max(abs(a - b) / expected[0] for a, b in zip(losses, expected, strict=True))
-    stage.say(
+    stage.echo(
         f"\n{host.step} steps with columns locked and rows shuffled; the losses are off by "
         f"{off:.0e} of the first"
     )
@@ -114,14 +114,14 @@ def apart(stage: Stage) -> Results:
 
 
 @contextmanager
-def _served(host: Any, stage: Stage) -> Iterator[Any]:
+def _serve(host: Any, stage: DemoContext) -> Iterator[Any]:
     """A way to the host: over loopback, with certificates on both sides, where gRPC is installed;
     otherwise the same bytes in one process.
     """
     if find_spec("grpc") is None:
         from regauge.split import InProcess
 
-        stage.say("grpcio is not installed: the same bytes cross within one process")
+        stage.echo("grpcio is not installed: the same bytes cross within one process")
         yield InProcess(host)
         return
     from regauge.split.protocol.certificates import make_certificates
@@ -134,7 +134,7 @@ def _served(host: Any, stage: Stage) -> Iterator[Any]:
             Grpc(f"localhost:{server.port}", tls=tls["ann"]) as network,
         ):
             yield network
-            stage.say(
+            stage.echo(
                 f"over mutual TLS on loopback: {server.received / 1e6:.0f} MB to the server, "
                 f"{server.sent / 1e6:.0f} MB back\n"
             )

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 # Opens a bar, and gives the function of (done, total, what now) that draws it.
-Bar = Callable[[str], AbstractContextManager[Callable[[int, int, str], Any]]]
+OpenProgressBar = Callable[[str], AbstractContextManager[Callable[[int, int, str], Any]]]
 
 
 @dataclass(frozen=True)
-class Stage:
+class DemoContext:
     """A chapter's folder and seed, how it speaks, and how it shows that it is not idle."""
 
     folder: Path
     seed: int
-    say: Callable[[str], None]
-    bar: Bar
+    echo: Callable[[str], None]
+    bar: OpenProgressBar

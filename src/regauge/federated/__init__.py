@@ -11,8 +11,8 @@ and frozen data; `flower` is the one module that knows Flower, and nothing here 
 
 from regauge.federated.aggregation import aggregate as aggregate
 from regauge.federated.client import contribute as contribute
-from regauge.federated.client import prepared as prepared
-from regauge.federated.partitions import parts_of as parts_of
+from regauge.federated.client import prepare_model as prepare_model
+from regauge.federated.partitions import partition_examples as partition_examples
 from regauge.federated.rounds import InProcess as InProcess
 from regauge.federated.rounds import run as run
 from regauge.federated.settings import FederatedError as FederatedError

@@ -53,14 +53,14 @@ class Memory:
     rounds: int = 0
 
 
-def mean_of(
+def weighted_mean(
     sent: Sequence[Contribution], weigh: str = "examples", scales: Mapping[int, float] | None = None
 ) -> dict[str, Tensor]:
     """Return the weighted mean of each tensor over the clients that sent it. `scales` multiply a
     client's tensors, but not its weight.
     """
     out = {}
-    for name, parts in _by_name(sent).items():
+    for name, parts in _group_by_name(sent).items():
         total, weights = torch.zeros_like(parts[0].tensors[name], dtype=torch.float64), 0
         for c in parts:
             weight = c.examples if weigh == "examples" else 1
@@ -73,41 +73,39 @@ def mean_of(
     return out
 
 
-def trimmed_mean_of(sent: Sequence[Contribution], drop: Callable[[int], int]) -> dict[str, Tensor]:
+def trimmed_mean(sent: Sequence[Contribution], drop: Callable[[int], int]) -> dict[str, Tensor]:
     """Return the mean of each coordinate without its `drop(n)` smallest and as many largest of n
     values. Clients count once each.
     """
     out = {}
-    for name, parts in _by_name(sent).items():
+    for name, parts in _group_by_name(sent).items():
         values, _ = torch.stack([c.tensors[name].double() for c in parts]).sort(0)
         left = drop(len(parts))
         out[name] = values[left : len(parts) - left].mean(0).to(parts[0].tensors[name].dtype)
     return out
 
 
-def trimmed_at(share: float, count: int) -> int:
+def trim_count(share: float, count: int) -> int:
     """Return how many values trimmed-mean drops at each end: the share, rounded down, but one of
     three or more.
     """
     return max(int(share * count), min(1, (count - 1) // 2))
 
 
-def clipped_mean_of(
-    sent: Sequence[Contribution], weigh: str, norm: float = 0.0
-) -> dict[str, Tensor]:
+def clipped_mean(sent: Sequence[Contribution], weigh: str, norm: float = 0.0) -> dict[str, Tensor]:
     """Return the weighted mean of contributions that are scaled down to a norm; 0 takes the median
     of theirs.
     """
     norms = {c.client: norm_of(c.tensors) for c in sent}
     most = norm or median(norms.values())
-    return mean_of(
+    return weighted_mean(
         sent,
         weigh,
         {client: min(1.0, most / found) if found else 1.0 for client, found in norms.items()},
     )
 
 
-def _by_name(sent: Sequence[Contribution]) -> dict[str, list[Contribution]]:
+def _group_by_name(sent: Sequence[Contribution]) -> dict[str, list[Contribution]]:
     ordered = sorted(sent, key=lambda c: c.client)
     return {
         name: [c for c in ordered if name in c.tensors]
@@ -117,10 +115,10 @@ def _by_name(sent: Sequence[Contribution]) -> dict[str, list[Contribution]]:
 
 Combine = Callable[[Sequence[Contribution], Settings], dict[str, Tensor]]
 COMBINE: Mapping[str, Combine] = {
-    "mean": lambda sent, s: mean_of(sent, s.weigh),
-    "median": lambda sent, s: trimmed_mean_of(sent, lambda n: (n - 1) // 2),
-    "trimmed-mean": lambda sent, s: trimmed_mean_of(sent, lambda n: trimmed_at(s.trim, n)),
-    "clipped-mean": lambda sent, s: clipped_mean_of(sent, s.weigh, s.clipping_norm),
+    "mean": lambda sent, s: weighted_mean(sent, s.weigh),
+    "median": lambda sent, s: trimmed_mean(sent, lambda n: (n - 1) // 2),
+    "trimmed-mean": lambda sent, s: trimmed_mean(sent, lambda n: trim_count(s.trim, n)),
+    "clipped-mean": lambda sent, s: clipped_mean(sent, s.weigh, s.clipping_norm),
 }
 Fuse = Callable[[State, Sequence[Contribution], Settings], dict[str, Tensor]]
 
@@ -148,7 +146,7 @@ def aggregate(
     else:
         with torch.no_grad():  # a contribution of this process may carry a graph
             change = COMBINE[settings.aggregation](sent, settings)
-            rate = settings.server_rate or DEFAULT_RATES.get(settings.strategy, 1.0)
+            rate = settings.server_lr or DEFAULT_LRS.get(settings.strategy, 1.0)
             made, after = STEPS[settings.strategy](state, change, memory, rate)
     for kind, tensors in (("state", made), ("optimizer state", after.tensors)):
         bad = next((name for name, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
@@ -160,7 +158,7 @@ def aggregate(
     return made, after
 
 
-def _plainly(
+def _add_change(
     state: State, change: State, memory: Memory, rate: float
 ) -> tuple[dict[str, Tensor], Memory]:
     return {n: t + rate * change[n] if n in change else t for n, t in state.items()}, Memory(
@@ -168,7 +166,7 @@ def _plainly(
     )
 
 
-def _adam(
+def _adam_step(
     state: State, change: State, memory: Memory, rate: float
 ) -> tuple[dict[str, Tensor], Memory]:
     one, two = BETAS
@@ -185,9 +183,9 @@ def _adam(
 
 Step = Callable[[State, State, Memory, float], tuple[dict[str, Tensor], Memory]]
 STEPS: Mapping[str, Step] = {
-    "fedavg": _plainly,
-    "fedprox": _plainly,
-    "fedadam": _adam,
-    "matched": _plainly,
+    "fedavg": _add_change,
+    "fedprox": _add_change,
+    "fedadam": _adam_step,
+    "matched": _add_change,
 }
-DEFAULT_RATES: Mapping[str, float] = {"fedadam": 0.01}
+DEFAULT_LRS: Mapping[str, float] = {"fedadam": 0.01}

@@ -13,16 +13,16 @@ from collections.abc import Set
 import numpy as np
 import torch
 
-from regauge.data.tasks import Examples, answer_of, loss_of
+from regauge.data.tasks import Examples, logits_and_extra_loss, loss_of
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import Contribution, State, digest_of, layout_of, load_state, state_of
 from regauge.jigsaw import MaskedJigsaw, TextJigsaw
-from regauge.split.client.train import drawing
+from regauge.split.client.train import batch_rng
 
 Model = torch.nn.Module
 
 
-def prepared(model: Model, settings: Settings) -> Model:
+def prepare_model(model: Model, settings: Settings) -> Model:
     """The model that both sides train: wrapped for puzzles where the settings have them."""
     if settings.jigsaw == 0:
         return model
@@ -39,7 +39,7 @@ def takes_images(model: Model) -> bool:
     )
 
 
-def plain(model: Model) -> Model:
+def unwrap(model: Model) -> Model:
     """The model without its puzzles."""
     return model.unwrap() if isinstance(model, MaskedJigsaw | TextJigsaw) else model
 
@@ -52,8 +52,8 @@ def contribute(
     number: int,
     client: int,
     *,
-    still: Set[str] = frozenset(),
-    own: State | None = None,
+    frozen: Set[str] = frozenset(),
+    local: State | None = None,
 ) -> Contribution:
     """One client's part of a round, on a model that is used up by it: its weights are set, trained,
     and left as they are.
@@ -61,7 +61,7 @@ def contribute(
     `still` are parameters that are not trained; `own` are the client's in place of the server's. An
     empty part is refused by name, as is a state of another model.
     """
-    load_state(model, {**state, **(own or {})})
+    load_state(model, {**state, **(local or {})})
     if not len(examples):
         raise FederatedError(
             f"client {client} has no examples: its part is empty",
@@ -69,12 +69,12 @@ def contribute(
         )
     whole = settings.independent and number == 0
     if whole:
-        _begin_apart(model, [settings.seed, client])
+        _reinitialize(model, [settings.seed, client])
     before = state_of(model)
-    losses, rows = _descend(model, examples, settings, number, client, still)
+    losses, rows = _train(model, examples, settings, number, client, frozen)
     after = state_of(model)
     trained = {
-        name for name, p in model.named_parameters() if p.requires_grad and name not in still
+        name for name, p in model.named_parameters() if p.requires_grad and name not in frozen
     } | (after.keys() - dict(model.named_parameters()).keys())
     tensors = {
         name: after[name] if whole else after[name] - before[name] for name in sorted(trained)
@@ -90,37 +90,38 @@ def contribute(
         len(examples),
         len(losses),
         batch,
-        settings.rate,
+        settings.lr,
         loss,
         kind,  # type: ignore[arg-type]
         rows,
     )
 
 
-def steps_at_most(count: int, settings: Settings) -> int:
+def max_steps(count: int, settings: Settings) -> int:
     """Return the local steps of a client with so many examples, before `uneven` takes some away."""
     return settings.steps or settings.epochs * math.ceil(count / settings.batch)
 
 
-def steps_of(count: int, settings: Settings, number: int, client: int) -> int:
+def local_steps(count: int, settings: Settings, number: int, client: int) -> int:
     """How many local steps a client with so many examples takes."""
-    steps = steps_at_most(count, settings)
-    if settings.uneven:
+    steps = max_steps(count, settings)
+    if settings.step_jitter:
         share = (
             1
-            - settings.uneven * np.random.default_rng([settings.seed, 103, number, client]).random()
+            - settings.step_jitter
+            * np.random.default_rng([settings.seed, 103, number, client]).random()
         )
         steps = max(1, round(share * steps))
     return steps
 
 
-def rows_of(
+def sample_rows(
     count: int, settings: Settings, number: int, client: int
 ) -> tuple[tuple[int, ...], ...]:
     """The examples of every local step, by their numbers in the client's part."""
     each = math.ceil(count / settings.batch)
     out = []
-    for step in range(steps_of(count, settings, number, client)):
+    for step in range(local_steps(count, settings, number, client)):
         epoch, place = divmod(step, each)
         order = np.random.default_rng([settings.seed, 104, number, client, epoch]).permutation(
             count
@@ -129,7 +130,7 @@ def rows_of(
     return tuple(out)
 
 
-def _descend(
+def _train(
     model: Model, examples: Examples, settings: Settings, number: int, client: int, still: Set[str]
 ) -> tuple[list[float], tuple[tuple[int, ...], ...]]:
     trained = {
@@ -142,8 +143,8 @@ def _descend(
     like = next(p for p in trained.values() if p.is_floating_point())
     optimizer = settings.training.build(trained.values())
     start = {name: p.detach().clone() for name, p in trained.items()} if settings.proximal else {}
-    rows = rows_of(len(examples), settings, number, client)
-    aim(model, settings, number, client)
+    rows = sample_rows(len(examples), settings, number, client)
+    set_puzzle_seed(model, settings, number, client)
     losses = []
     model.train()
     for step, chosen in enumerate(rows):
@@ -152,8 +153,8 @@ def _descend(
             k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()
         }
         optimizer.zero_grad(set_to_none=True)
-        with drawing(settings.seed, ((number * settings.clients + client) << 24) + step):
-            logits, extra = answer_of(model, moved)
+        with batch_rng(settings.seed, ((number * settings.clients + client) << 24) + step):
+            logits, extra = logits_and_extra_loss(model, moved)
             loss = loss_of(examples, logits, labels.to(like.device))
             (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
         if settings.proximal:
@@ -169,7 +170,7 @@ def _descend(
     return losses, rows
 
 
-def aim(model: Model, settings: Settings, number: int, client: int) -> None:
+def set_puzzle_seed(model: Model, settings: Settings, number: int, client: int) -> None:
     """Set a wrapped model to the puzzles of one client's part of a round."""
     if isinstance(model, MaskedJigsaw | TextJigsaw):
         model.seed, model.passes = (
@@ -178,9 +179,9 @@ def aim(model: Model, settings: Settings, number: int, client: int) -> None:
         )
 
 
-def _begin_apart(model: Model, seeds: list[int]) -> None:
+def _reinitialize(model: Model, seeds: list[int]) -> None:
     """Weights of the client's own: drawn as the model's class draws them."""
-    inner = plain(model)
+    inner = unwrap(model)
     config = getattr(inner, "config", None)
     if config is None:
         raise FederatedError(

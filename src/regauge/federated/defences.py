@@ -30,16 +30,16 @@ from regauge.defences.gradients import (
     Prune,
     Round,
     Withhold,
-    clipped,
-    names_of,
+    clip_global_norm,
+    part_parameters,
 )
 from regauge.defences.split import (
     DefenceError,
-    Draw,
+    KeyedRandom,
     gaussian_epsilon,
-    in_turn,
-    parts_of,
-    read_named,
+    parse_from_table,
+    sort_by_stage,
+    split_combination,
 )
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
@@ -67,13 +67,13 @@ class Private:
                     f"{value} is no noise multiplier or norm", hint="both are positive numbers"
                 )
 
-    def leave(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: Draw
+    def apply_to_update(
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
     ) -> dict[str, Tensor]:
         size = self.multiplier * self.norm
         return {
             name: t + size * draw.normal(f"private/{name}", t)
-            for name, t in clipped(tensors, self.norm).items()
+            for name, t in clip_global_norm(tensors, self.norm).items()
         }
 
     def epsilon(self, rounds: int, delta: float = DELTA) -> float:
@@ -96,7 +96,9 @@ def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     """Defences as the command line names them, in the order in which they act; none of a kind
     twice.
     """
-    made = in_turn([read_named(part, DEFENCES) for text in texts for part in parts_of(text)])
+    made = sort_by_stage(
+        [parse_from_table(part, DEFENCES) for text in texts for part in split_combination(text)]
+    )
     if {Clip, Private} <= {type(d) for d in made}:
         raise DefenceError(
             "private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm"
@@ -104,18 +106,18 @@ def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     return made
 
 
-def frozen(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
+def frozen_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
     """The parameters that are not trained."""
     return {
         name
         for d in defences
         if isinstance(d, Freeze)
-        for part in d.what
-        for name in names_of(model, part)
+        for part in d.parts
+        for name in part_parameters(model, part)
     }
 
 
-def defended(
+def apply_defences(
     sent: Contribution, model: torch.nn.Module, defences: Sequence[Any], secret: bytes
 ) -> Contribution:
     """A contribution as it leaves."""
@@ -127,13 +129,13 @@ def defended(
             hint="leave out the defences, or --independent",
         )
     tensors = sent.tensors
-    draw = Draw(secret, f"federated/{sent.round}/{sent.client}")
+    draw = KeyedRandom(secret, f"federated/{sent.round}/{sent.client}")
     for defence in defences:
-        tensors = defence.leave(tensors, model, draw)
+        tensors = defence.apply_to_update(tensors, model, draw)
     return replace(sent, tensors=tensors)
 
 
-def epsilon(defences: Sequence[Any], rounds: int) -> float | None:
+def client_epsilon(defences: Sequence[Any], rounds: int) -> float | None:
     """What a client has spent after so many contributions; None where nothing is private."""
     found = next((d for d in defences if isinstance(d, Private)), None)
     return None if found is None else found.epsilon(rounds)

@@ -27,13 +27,13 @@ from regauge.errors import need
 from regauge.federated.settings import FederatedError, Settings
 from regauge.split.protocol.certificates import make_certificates
 
-QUIET = {
+QUIET_ENV = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-NAME = "regauge"  # of the connection in Flower's configuration
-MODULE = '''"""The apps that SuperLink and SuperNodes run, with a configuration of their own."""
+CONNECTION = "regauge"  # of the connection in Flower's configuration
+APP_MODULE = '''"""The apps that SuperLink and SuperNodes run, with a configuration of their own."""
 
 from regauge.federated.flower import client_app, server_app
 
@@ -50,7 +50,7 @@ def write_bundle(
     *,
     wait: float,
     gather: float,
-    spy: bool = False,
+    record: bool = False,
 ) -> None:
     """The folder that `flwr run` submits. `out` is the run's folder on the SuperLink's machine,
     `source` where the server finds model and tests.
@@ -59,7 +59,7 @@ def write_bundle(
 
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "settings": json.dumps(settings.told()),
+        "settings": json.dumps(settings.to_dict()),
         "source": json.dumps(dict(source)),
         "folder": str(out.absolute()),
     }
@@ -84,10 +84,10 @@ clientapp = "regauge_app:client"
 {chr(10).join(lines)}
 wait = {float(wait)}
 gather = {float(gather)}
-spy = {str(spy).lower()}
+spy = {str(record).lower()}
 """
     write_bytes(folder / "pyproject.toml", text.encode())
-    write_bytes(folder / "regauge_app.py", MODULE.encode())
+    write_bytes(folder / "regauge_app.py", APP_MODULE.encode())
 
 
 def make_node_key(path: Path) -> Path:
@@ -120,13 +120,13 @@ def write_connection(home: Path, address: str, authority: Path) -> None:
     """Flower's configuration with one SuperLink in it, in a home of its own (FLWR_HOME)."""
     home.mkdir(parents=True, exist_ok=True)
     text = (
-        f'[superlink]\ndefault = "{NAME}"\n\n[superlink.{NAME}]\naddress = '
+        f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = '
         f'"{address}"\nroot-certificates = {json.dumps(str(authority.absolute()))}\n'
     )
     write_bytes(home / "config.toml", text.encode())
 
 
-def program(name: str) -> str:
+def find_program(name: str) -> str:
     """One of Flower's programs, beside this Python or on the path."""
     import shutil
 
@@ -139,13 +139,15 @@ def program(name: str) -> str:
     return found
 
 
-def environment(home: Path, **more: str) -> dict[str, str]:
+def build_environment(home: Path, **more: str) -> dict[str, str]:
     """Quiet, with Flower's programs on the path: they start each other by name."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, **QUIET, "FLWR_HOME": str(home), "PATH": path, **more}
+    return {**os.environ, **QUIET_ENV, "FLWR_HOME": str(home), "PATH": path, **more}
 
 
-def superlink(certificates: Path, port: int, database: Path, host: str = "127.0.0.1") -> list[str]:
+def superlink_command(
+    certificates: Path, port: int, database: Path, host: str = "127.0.0.1"
+) -> list[str]:
     given = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "authority.pem"}
     tls = [
         word for name, file in given.items() for word in (f"--ssl-{name}", str(certificates / file))
@@ -156,33 +158,41 @@ def superlink(certificates: Path, port: int, database: Path, host: str = "127.0.
         "--database",
         str(database),
     ]
-    return [program("flower-superlink"), "--host", host, "--port", str(port), *tls, *more]
+    return [find_program("flower-superlink"), "--host", host, "--port", str(port), *tls, *more]
 
 
-def supernode(
+def supernode_command(
     address: str, certificates: Path, key: Path, port: int, config: Mapping[str, str | int]
 ) -> list[str]:
     """`port` is for the node's own processes on its own machine."""
     told = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
     tls = ["--root-certificates", str(certificates / "authority.pem")]
     own = ["--host", "127.0.0.1", "--port", str(port), "--auth-supernode-private-key", str(key)]
-    return [program("flower-supernode"), "--superlink", address, *tls, *own, "--node-config", told]
-
-
-def register(public: Path, client: int) -> list[str]:
     return [
-        program("flwr"),
+        find_program("flower-supernode"),
+        "--superlink",
+        address,
+        *tls,
+        *own,
+        "--node-config",
+        told,
+    ]
+
+
+def register_command(public: Path, client: int) -> list[str]:
+    return [
+        find_program("flwr"),
         "supernode",
         "register",
         str(public),
-        NAME,
+        CONNECTION,
         "--name",
         f"client-{client}",
     ]
 
 
-def submit(bundle: Path) -> list[str]:
-    return [program("flwr"), "run", str(bundle), NAME, "--stream"]
+def submit_command(bundle: Path) -> list[str]:
+    return [find_program("flwr"), "run", str(bundle), CONNECTION, "--stream"]
 
 
 @dataclass
@@ -193,7 +203,7 @@ class Loopback:
 
     folder: Path
     port: int
-    homes: Path
+    home: Path
     node_configs: Sequence[Mapping[str, str | int]]
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -204,7 +214,9 @@ class Loopback:
     def start_link(self) -> None:
         self._start(
             "superlink",
-            superlink(self.folder / "certificates", self.port, self.folder / "superlink.db"),
+            superlink_command(
+                self.folder / "certificates", self.port, self.folder / "superlink.db"
+            ),
         )
         self._await_port()
 
@@ -212,7 +224,7 @@ class Loopback:
         key, config = self.folder / f"node-{i}", self.node_configs[i]
         self._start(
             f"node-{i}",
-            supernode(self.address, self.folder / "certificates", key, free_port(), config),
+            supernode_command(self.address, self.folder / "certificates", key, free_port(), config),
         )
 
     def kill(self, name: str) -> None:
@@ -227,9 +239,9 @@ class Loopback:
 
     def run(self, bundle: Path, log: str = "run") -> subprocess.Popen[bytes]:
         """Submit a bundle; the process that follows it to its end."""
-        return self._start(log, submit(bundle))
+        return self._start(log, submit_command(bundle))
 
-    def do(self, command: Sequence[str]) -> str:
+    def run_command(self, command: Sequence[str]) -> str:
         """A short command of Flower's; what it said."""
         done = subprocess.run(
             list(command),
@@ -250,8 +262,8 @@ class Loopback:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _environment(self) -> dict[str, str]:
-        return environment(
-            self.homes, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")
+        return build_environment(
+            self.home, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")
         )  # nodes share the machine
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -290,11 +302,11 @@ def loopback(folder: Path, node_configs: Sequence[Mapping[str, str | int]]) -> I
     certificates = folder / "certificates"
     made = Loopback(folder, free_port(), folder / "flower-home", node_configs)
     make_certificates(certificates, clients=())
-    write_connection(made.homes, made.address, certificates / "authority.pem")
+    write_connection(made.home, made.address, certificates / "authority.pem")
     try:
         made.start_link()
         for i in range(len(node_configs)):
-            made.do(register(make_node_key(folder / f"node-{i}"), i))
+            made.run_command(register_command(make_node_key(folder / f"node-{i}"), i))
             made.start_node(i)
         yield made
     finally:

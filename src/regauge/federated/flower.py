@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from regauge.errors import RegaugeError, need
-from regauge.federated.deployment import QUIET
+from regauge.federated.deployment import QUIET_ENV
 
 need("flwr", "federated")
-for _name, _value in QUIET.items():
+for _name, _value in QUIET_ENV.items():
     os.environ.setdefault(_name, _value)  # read when flwr and ray are imported
 
 import flwr  # noqa: E402
@@ -43,15 +43,15 @@ from flwr.supercore import telemetry  # noqa: E402
 from regauge.core.rng import seed_key  # noqa: E402
 from regauge.data.tasks import Examples  # noqa: E402
 from regauge.defences.gradients import Withhold  # noqa: E402
-from regauge.defences.split import Draw  # noqa: E402
-from regauge.defences.split import parts_of as texts_of  # noqa: E402
+from regauge.defences.split import KeyedRandom  # noqa: E402
+from regauge.defences.split import split_combination as texts_of  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
-from regauge.federated.defences import defended, frozen, read_defences  # noqa: E402
-from regauge.federated.flower_secure import ask_securely, securing  # noqa: E402
-from regauge.federated.local_state import LocalState, after, withheld  # noqa: E402
-from regauge.federated.partitions import parts_of  # noqa: E402
-from regauge.federated.rounds import done  # noqa: E402
-from regauge.federated.runs import OWN, Found, Source, federated  # noqa: E402
+from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
+from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
+from regauge.federated.local_state import LocalState, next_local, withheld_names  # noqa: E402
+from regauge.federated.partitions import partition_examples  # noqa: E402
+from regauge.federated.rounds import completed_rounds  # noqa: E402
+from regauge.federated.runs import LOCAL_FOLDER, RunResult, Source, run_federated  # noqa: E402
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
 from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
@@ -61,9 +61,9 @@ telemetry.FLWR_TELEMETRY_ENABLED = os.environ[
 ]  # where somebody imported flwr first, it has read its default
 # the minor version whose messages, grid and simulation this was written and tested against
 PINNED = "1.41"
-WAIT = 600.0  # seconds that a round waits for its clients
-NAMED = re.compile(r"client-(\d+)")
-GATHER = 60.0  # seconds that a round waits for clients that are not connected
+REPLY_TIMEOUT = 600.0  # seconds that a round waits for its clients
+CLIENT_NAME = re.compile(r"client-(\d+)")
+CONNECT_TIMEOUT = 60.0  # seconds that a round waits for clients that are not connected
 Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
 
 
@@ -107,7 +107,7 @@ def to_reply(sent: Contribution) -> RecordDict:
             "num-examples": sent.examples,
             "steps": sent.steps,
             "batch": sent.batch,
-            "rate": sent.rate,
+            "rate": sent.lr,
             "loss": sent.loss,
         }
     )
@@ -170,8 +170,8 @@ class GridEngine:
         self,
         grid: Grid,
         settings: Settings,
-        wait: float = WAIT,
-        gather: float = GATHER,
+        wait: float = REPLY_TIMEOUT,
+        gather: float = CONNECT_TIMEOUT,
         name: str = "",
     ) -> None:
         self.grid, self.settings, self.wait, self.gather, self.name = (
@@ -181,7 +181,7 @@ class GridEngine:
             gather,
             name,
         )
-        self.met: dict[int, int] = {}  # the client of each node
+        self.clients_by_node: dict[int, int] = {}  # the client of each node
 
     def ask(
         self, number: int, clients: Sequence[int], state: State
@@ -202,7 +202,7 @@ class GridEngine:
                 "regauge": VERSION,
                 "run": self.name,
                 "round": number,
-                "settings": json.dumps(self.settings.told()),
+                "settings": json.dumps(self.settings.to_dict()),
             }
         )
         arrays = to_arrays(state)
@@ -242,9 +242,11 @@ class GridEngine:
         until = time.monotonic() + self.gather
         while True:
             present = set(self.grid.get_node_ids())
-            self._read_names(present - self.met.keys())
-            self._meet(present - self.met.keys(), present)
-            found = {client: node for node, client in self.met.items() if node in present}
+            self._read_names(present - self.clients_by_node.keys())
+            self._query_nodes(present - self.clients_by_node.keys(), present)
+            found = {
+                client: node for node, client in self.clients_by_node.items() if node in present
+            }
             if found.keys() >= set(clients) or time.monotonic() >= until:
                 return found
             time.sleep(0.5)
@@ -254,14 +256,16 @@ class GridEngine:
         which takes it a process.
         """
         for info in self.grid.get_nodes() if nodes else ():
-            found = NAMED.fullmatch(str(getattr(info, "name", "")))
+            found = CLIENT_NAME.fullmatch(str(getattr(info, "name", "")))
             if found and int(info.node_id) in nodes:
                 claims = {
-                    node: client for node, client in self.met.items() if client != int(found[1])
+                    node: client
+                    for node, client in self.clients_by_node.items()
+                    if client != int(found[1])
                 }  # a registered name is more than a claim
-                self.met = {**claims, int(info.node_id): int(found[1])}
+                self.clients_by_node = {**claims, int(info.node_id): int(found[1])}
 
-    def _meet(self, nodes: Iterable[int], present: set[int]) -> None:
+    def _query_nodes(self, nodes: Iterable[int], present: set[int]) -> None:
         """Query nodes without a registered name. A client that a connected node already has cannot
         be claimed by another.
         """
@@ -279,9 +283,11 @@ class GridEngine:
                 KeyError, TypeError, ValueError, OverflowError
             ):  # a node that names no client has no part in the run
                 claimed = int(reply.content["about"]["client"]) if reply.has_content() else None
-                taken = {client for other, client in self.met.items() if other in present}
+                taken = {
+                    client for other, client in self.clients_by_node.items() if other in present
+                }
                 if claimed is not None and claimed not in taken:
-                    self.met[node] = claimed
+                    self.clients_by_node[node] = claimed
 
 
 def serve(
@@ -292,10 +298,10 @@ def serve(
     *,
     on_round: Callable[[Round], None] | None = None,
     **options: Any,
-) -> Found:
+) -> RunResult:
     """All rounds on a grid. A folder that holds this run goes on where it stood."""
     waits = {name: options.pop(name) for name in ("wait", "gather") if name in options}
-    return federated(
+    return run_federated(
         source,
         settings,
         folder,
@@ -309,24 +315,26 @@ def serve(
 
 
 def client_app(
-    source: Source | None = None, mods: Sequence[Mod] = (), own: Path | None = None
+    source: Source | None = None, mods: Sequence[Mod] = (), local_folder: Path | None = None
 ) -> ClientApp:
     """A client for classification. Without a source, the node's configuration has it: model=PATH
     data=URI partition-id=N. What is withheld is kept in `own` or, on a node, in the folder that it
     names (keep=PATH).
     """
-    app = ClientApp(mods=[securing, *mods, defending(source)])
+    app = ClientApp(mods=[secure_mod, *mods, defence_mod(source)])
 
     @app.query()  # type: ignore[untyped-decorator]
     def query(message: Message, context: Context) -> Message:
         return Message(
-            RecordDict({"about": ConfigRecord({"regauge": VERSION, "client": number_of(context)})}),
+            RecordDict(
+                {"about": ConfigRecord({"regauge": VERSION, "client": client_number(context)})}
+            ),
             reply_to=message,
         )
 
     @app.train()  # type: ignore[untyped-decorator]
     def train(message: Message, context: Context) -> Message:
-        client, config = number_of(context), message.content["config"]
+        client, config = client_number(context), message.content["config"]
         number = int(config.get("round", -1))
         try:
             if config["regauge"] != VERSION:
@@ -334,23 +342,31 @@ def client_app(
                     f"the server's regauge speaks version {config['regauge']}, this one {VERSION}"
                 )
             settings = read_settings(json.loads(str(config["settings"])))
-            model, part = part_of(
-                source or source_of(context.node_config),
+            model, part = load_part(
+                source or parse_source(context.node_config),
                 settings,
                 client,
                 "data" in context.node_config,
             )
-            chosen, state = defences_of(settings, context), from_arrays(message.content["arrays"])
-            still, hidden = frozen(model, chosen), withheld(model, chosen)
+            chosen, state = (
+                merge_defences(settings, context),
+                from_arrays(message.content["arrays"]),
+            )
+            still, hidden = frozen_names(model, chosen), withheld_names(model, chosen)
             place = (
-                LocalState(own or folder_of(context.node_config, str(config.get("run", ""))))
+                LocalState(
+                    local_folder
+                    or local_state_folder(context.node_config, str(config.get("run", "")))
+                )
                 if hidden
                 else LocalState()
             )
-            mine = place.before(client, number)
-            made = contribute(model, state, part, settings, number, client, still=still, own=mine)
+            mine = place.load_before(client, number)
+            made = contribute(
+                model, state, part, settings, number, client, frozen=still, local=mine
+            )
             if hidden:
-                place.keep(client, number, after(made, state, mine, hidden))
+                place.save(client, number, next_local(made, state, mine, hidden))
             return Message(to_reply(made), reply_to=message)
         except RegaugeError as error:
             about = ConfigRecord(
@@ -361,7 +377,7 @@ def client_app(
     return app
 
 
-def defending(source: Source | None = None) -> Mod:
+def defence_mod(source: Source | None = None) -> Mod:
     """The mod of our client: every defence of the run's settings, and those that the node asks for
     itself (`defences="clip=1.0+round=8"` in its configuration), on what leaves it. What cannot be
     defended does not leave. A node's noise is from the system's randomness; in a simulation, which
@@ -378,22 +394,22 @@ def defending(source: Source | None = None) -> Mod:
             or "arrays" not in reply.content
         ):
             return reply
-        client = number_of(context)
+        client = client_number(context)
         settings = read_settings(json.loads(str(message.content["config"]["settings"])))
         try:
-            chosen = defences_of(settings, context)
+            chosen = merge_defences(settings, context)
             if not chosen:
                 return reply
             sent = from_reply(reply, client)
             assert isinstance(sent, Contribution)  # our own client made it
-            model, _ = part_of(
-                source or source_of(context.node_config),
+            model, _ = load_part(
+                source or parse_source(context.node_config),
                 settings,
                 client,
                 "data" in context.node_config,
             )
             secret = seed_key(settings.seed) if source else os.urandom(32)
-            reply.content["arrays"] = to_arrays(defended(sent, model, chosen, secret).tensors)
+            reply.content["arrays"] = to_arrays(apply_defences(sent, model, chosen, secret).tensors)
             return reply
         except RegaugeError as error:
             number = int(message.content["config"]["round"])
@@ -405,7 +421,7 @@ def defending(source: Source | None = None) -> Mod:
     return mod
 
 
-def defences_of(settings: Settings, context: Context) -> tuple[Any, ...]:
+def merge_defences(settings: Settings, context: Context) -> tuple[Any, ...]:
     """The run's defences, and the node's own. The node's come in place of the run's of the same
     kind: a server cannot weaken them.
     """
@@ -416,7 +432,7 @@ def defences_of(settings: Settings, context: Context) -> tuple[Any, ...]:
     )
 
 
-def mod_of(text: str, secret: bytes | None = None) -> Mod:
+def make_mod(text: str, secret: bytes | None = None) -> Mod:
     """A defence as a mod for any ClientApp of Flower's whose train function answers with whole
     weights: "clip=1.0", "private=1.0,norm=0.5", "noise=0.1", "prune=0.9", "round=8". Parts of a
     model (freeze, withhold) need its class, and so our own client.
@@ -436,8 +452,8 @@ def mod_of(text: str, secret: bytes | None = None) -> Mod:
             return reply
         for key, arrays in list(reply.content.array_records.items()):
             before, after = from_arrays(message.content[key]), from_arrays(arrays)
-            draw = Draw(secret or os.urandom(32), f"mod/{key}")
-            change = defence.leave(
+            draw = KeyedRandom(secret or os.urandom(32), f"mod/{key}")
+            change = defence.apply_to_update(
                 {n: t - before[n] for n, t in after.items()}, torch.nn.Module(), draw
             )
             reply.content[key] = to_arrays({n: before[n] + t for n, t in change.items()})
@@ -446,12 +462,12 @@ def mod_of(text: str, secret: bytes | None = None) -> Mod:
     return mod
 
 
-def number_of(context: Context) -> int:
+def client_number(context: Context) -> int:
     """Which client a node is, by its configuration."""
     return int(context.node_config["partition-id"])
 
 
-def folder_of(config: Mapping[str, Any], name: str) -> Path:
+def local_state_folder(config: Mapping[str, Any], name: str) -> Path:
     """Where a node keeps what it withholds from a run. The run's name came in a message: it is a
     name and no path.
     """
@@ -468,7 +484,7 @@ def folder_of(config: Mapping[str, Any], name: str) -> Path:
     return Path(str(config["keep"])) / name
 
 
-def source_of(config: Mapping[str, Any]) -> Source:
+def parse_source(config: Mapping[str, Any]) -> Source:
     """A node's own model and data. `shared-data` is what all nodes have and share out among
     themselves; `data` is this node's alone.
     """
@@ -501,12 +517,12 @@ def source_of(config: Mapping[str, Any]) -> Source:
     )
 
 
-def part_of(
+def load_part(
     source: Source, settings: Settings, client: int, alone: bool
 ) -> tuple[torch.nn.Module, Examples]:
-    model, shared, parts = _loaded(
-        json.dumps(source.told(), sort_keys=True),
-        json.dumps(settings.told(), sort_keys=True),
+    model, shared, parts = _load_cached(
+        json.dumps(source.to_dict(), sort_keys=True),
+        json.dumps(settings.to_dict(), sort_keys=True),
         alone,
     )
     if not alone and client >= settings.clients:
@@ -515,13 +531,13 @@ def part_of(
 
 
 @lru_cache(maxsize=2)  # of a worker that answers many messages
-def _loaded(
+def _load_cached(
     source: str, settings: str, alone: bool
 ) -> tuple[torch.nn.Module, Examples, list[Examples]]:
     told, chosen = Source(**json.loads(source)), read_settings(json.loads(settings))
-    model = told.live(chosen)
-    shared = told.read(model)[0]
-    return model, shared, [] if alone else parts_of(shared, chosen)
+    model = told.build_model(chosen)
+    shared = told.load_examples(model)[0]
+    return model, shared, [] if alone else partition_examples(shared, chosen)
 
 
 # The engines
@@ -535,7 +551,7 @@ def simulate(
     on_round: Callable[[Round], None] | None = None,
     workers: int | None = None,
     **options: Any,
-) -> Found:
+) -> RunResult:
     """All clients on this machine, as Ray's workers. `workers` train at the same time; by default
     one per core.
     """
@@ -544,9 +560,9 @@ def simulate(
     from flwr.simulation import run_simulation
 
     options["gather"] = max(
-        options.get("gather", GATHER), options.get("wait", WAIT)
+        options.get("gather", CONNECT_TIMEOUT), options.get("wait", REPLY_TIMEOUT)
     )  # all are there, and may be slow to start
-    found: list[Found] = []
+    found: list[RunResult] = []
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
@@ -559,7 +575,7 @@ def simulate(
     }
     run_simulation(
         app,
-        client_app(source, own=folder.absolute() / OWN),
+        client_app(source, local_folder=folder.absolute() / LOCAL_FOLDER),
         settings.clients,
         backend_config=backend,
     )
@@ -601,11 +617,13 @@ def server_app() -> ServerApp:
             settings,
             Path(str(config["folder"])),
             on_round=on_round,
-            spy=bool(config["spy"]),
+            record=bool(config["spy"]),
             **waits,
         )
         print(  # noqa: T201
-            "\n".join([*found.lines, f"{len(done(found.kept.history))} rounds are done"]),
+            "\n".join(
+                [*found.lines, f"{len(completed_rounds(found.run_state.history))} rounds are done"]
+            ),
             flush=True,
         )
 

@@ -31,16 +31,16 @@ from flwr.server.workflow.constant import Key as WorkflowKey
 from regauge.federated.settings import VERSION
 from regauge.federated.states import Absence, Contribution, State
 
-RANGE, SHARE, HEAVIEST = (
+CLIP_RANGE, MIN_SHARE, MAX_WEIGHT = (
     1.0,
     2 / 3,
     4096,
 )  # of a change; of clients that must answer; examples that a client can weigh
-FEWEST = 3  # a sum of two tells each of them the other's
+MIN_CLIENTS = 3  # a sum of two tells each of them the other's
 Next = Callable[[Message, Context], Message]
 
 
-class _Caught:
+class _CaptureStrategy:
     """A strategy of Flower's older kind, for one round: it asks who it is told to, and keeps what
     comes.
     """
@@ -72,9 +72,9 @@ def ask_securely(
     """One round of SecAgg+ with the nodes of these clients: every client that took part is given
     the mean for its contribution.
     """
-    if len(nodes) < FEWEST:
+    if len(nodes) < MIN_CLIENTS:
         yield from (
-            Absence(c, f"only {len(nodes)} are there, and a secure sum needs {FEWEST}")
+            Absence(c, f"only {len(nodes)} are there, and a secure sum needs {MIN_CLIENTS}")
             for c in nodes
         )
         return
@@ -84,10 +84,10 @@ def ask_securely(
         "regauge": VERSION,
         "run": name,
         "round": number,
-        "settings": json.dumps(settings.told()),
+        "settings": json.dumps(settings.to_dict()),
         "names": json.dumps(names),
     }
-    caught = _Caught(sorted(nodes.values()), FitIns(parameters, config))
+    caught = _CaptureStrategy(sorted(nodes.values()), FitIns(parameters, config))
     context = LegacyContext(
         Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}),
         strategy=caught,
@@ -98,13 +98,13 @@ def ask_securely(
     context.state.array_records[MAIN_PARAMS_RECORD] = compat.parameters_to_arrayrecord(
         parameters, True
     )
-    weight = 1.0 if settings.weigh == "clients" else float(HEAVIEST)
-    SecAggPlusWorkflow(1.0, SHARE, max_weight=weight, clipping_range=RANGE, timeout=wait)(
+    weight = 1.0 if settings.weigh == "clients" else float(MAX_WEIGHT)
+    SecAggPlusWorkflow(1.0, MIN_SHARE, max_weight=weight, clipping_range=CLIP_RANGE, timeout=wait)(
         grid, context
     )
     who = {node: client for client, node in nodes.items()}
     for proxy, result in caught.results:
-        yield _contribution(who[proxy.node_id], names, result, state)
+        yield _parse_result(who[proxy.node_id], names, result, state)
     answered = {who[proxy.node_id] for proxy, _ in caught.results}
     yield from (
         Absence(c, "it dropped out of the secure sum, or the sum failed")
@@ -113,7 +113,7 @@ def ask_securely(
     )
 
 
-def _contribution(
+def _parse_result(
     client: int, names: Sequence[str], result: FitRes, state: State
 ) -> Contribution | Absence:
     try:
@@ -144,20 +144,20 @@ def _contribution(
         )
 
 
-def securing(message: Message, context: Context, call_next: Next) -> Message:
+def secure_mod(message: Message, context: Context, call_next: Next) -> Message:
     """The client's mod. A node with `secure=true` in its configuration answers nothing but secure
     sums.
     """
     if message.metadata.message_type != "train":
         return call_next(message, context)
     if RECORD_KEY_CONFIGS in message.content.config_records:
-        return secaggplus_mod(message, context, lambda m, c: _translated(m, c, call_next))
+        return secaggplus_mod(message, context, lambda m, c: _translate(m, c, call_next))
     if context.node_config.get("secure"):
         raise RuntimeError("this node contributes to secure sums only")
     return call_next(message, context)
 
 
-def _translated(message: Message, context: Context, call_next: Next) -> Message:
+def _translate(message: Message, context: Context, call_next: Next) -> Message:
     """From Flower's older messages to ours, and back."""
     ins = compat.recorddict_to_fitins(message.content, True)
     names = json.loads(str(ins.config["names"]))
@@ -171,16 +171,16 @@ def _translated(message: Message, context: Context, call_next: Next) -> Message:
         raise RuntimeError(str(about["refused"]))
     sent = {str(n): a.numpy() for n, a in reply.content["arrays"].items()}
     changes = [sent.get(n, np.zeros_like(a)) for n, a in zip(names, before, strict=True)]
-    if not all(np.isfinite(a).all() and (np.abs(a) <= RANGE).all() for a in changes):
+    if not all(np.isfinite(a).all() and (np.abs(a) <= CLIP_RANGE).all() for a in changes):
         raise RuntimeError(
-            f"a change is not finite, or larger than {RANGE}: it cannot be in a secure sum"
+            f"a change is not finite, or larger than {CLIP_RANGE}: it cannot be in a secure sum"
         )
     metrics = reply.content["metrics"]
     weigh = json.loads(str(config["settings"]))["weigh"]
     told = {"round": about["round"], "layout": about["layout"], "examples": metrics["num-examples"]}
     told |= {k: metrics[k] for k in ("steps", "batch", "rate", "loss")}
     count = 1 if weigh == "clients" else int(metrics["num-examples"])
-    if count > HEAVIEST:
+    if count > MAX_WEIGHT:
         raise RuntimeError(
             f"{count} examples weigh more than a secure sum can count: set --weigh clients"
         )

@@ -24,32 +24,34 @@ from regauge.core.element import Element
 from regauge.core.fold import fold_norms
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.federated.aggregation import mean_of
-from regauge.federated.client import plain
+from regauge.federated.aggregation import weighted_mean
+from regauge.federated.client import unwrap
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import Contribution, State
 from regauge.matching import match
-from regauge.matching.activations import RecordError, drawn, record
-from regauge.matching.many import moved
+from regauge.matching.activations import RecordError, record, sample_noise
+from regauge.matching.many import apply_to_state
 from regauge.matching.refine import refine
 from regauge.models.resolve import spec_of
 
 Tensor = torch.Tensor
 Inputs = Sequence[Mapping[str, Tensor]]
-STEPS = 200  # of refinement, for each client after the first; on noise twice as many
-MOST, BATCH = 256, 32  # of the server's examples that are looked at
-NEAR = 0.1  # how far from the mean that is wanted refinement looks, along the line between the two
+REFINE_STEPS = 200  # of refinement, for each client after the first; on noise twice as many
+MAX_EXAMPLES, BATCH = 256, 32  # of the server's examples that are looked at
+WINDOW = (
+    0.1  # how far from the mean that is wanted refinement looks, along the line between the two
+)
 
 
-def parted(test: Examples) -> tuple[Examples, Inputs]:
+def split_test(test: Examples) -> tuple[Examples, Inputs]:
     """A server's examples: one half to measure on, and of the other the inputs to match by."""
     order = np.random.default_rng(110).permutation(len(test))
-    looked = np.sort(order[: min(len(test) // 2, MOST)])
+    looked = np.sort(order[: min(len(test) // 2, MAX_EXAMPLES)])
     inputs = [test.batch(looked[i : i + BATCH])[0] for i in range(0, len(looked), BATCH)]
     return test.only(np.sort(order[len(looked) :])), inputs
 
 
-def average(
+def average_weights(
     model: torch.nn.Module,
     state: State,
     sent: Sequence[Contribution],
@@ -63,7 +65,7 @@ def average(
     """
     if any(c.kind != "weights" for c in sent):
         raise FederatedError("some clients sent weights, and some changes of weights")
-    inner = plain(model)
+    inner = unwrap(model)
     lead = "" if inner is model else "model."
     wrapped = [n for n in state if not n.startswith(lead)]
     ordered = sorted(sent, key=lambda c: c.client)
@@ -76,12 +78,12 @@ def average(
             hint="do not withhold from such clients",
         )
     if settings.strategy == "matched" and len(ordered) > 1:
-        ordered = _matched(inner, ordered, lead, settings, inputs, steps)
-    mean = mean_of(ordered, settings.weigh)
+        ordered = _align(inner, ordered, lead, settings, inputs, steps)
+    mean = weighted_mean(ordered, settings.weigh)
     return {n: state[n] if n in wrapped else mean[n] for n in state}
 
 
-def _matched(
+def _align(
     model: torch.nn.Module,
     sent: Sequence[Contribution],
     lead: str,
@@ -100,17 +102,17 @@ def _matched(
     device = next(iter(states[0].values())).device
     shown = [
         {k: x.to(device) for k, x in one.items()}
-        for one in inputs or drawn(model, count=512, seed=settings.seed)
+        for one in inputs or sample_noise(model, count=512, seed=settings.seed)
     ]
-    taken = (STEPS if inputs else 2 * STEPS) if steps is None else steps
+    taken = (REFINE_STEPS if inputs else 2 * REFINE_STEPS) if steps is None else steps
     weights = [c.examples if settings.weigh == "examples" else 1 for c in sent]
     middle, there = states[0], [states[0]]
     for i in range(1, len(sent)):
         share = sum(weights[:i]) / sum(
             weights[: i + 1]
         )  # of those before, in the mean that is wanted
-        g = _found(basis, states[i], middle, model, shown, share, taken, settings.seed)
-        lazy = moved(g, states[i])
+        g = _find_element(basis, states[i], middle, model, shown, share, taken, settings.seed)
+        lazy = apply_to_state(g, states[i])
         there.append({n: lazy[n] for n in states[i]})
         middle = {
             n: share * t + (1 - share) * there[i][n] if t.is_floating_point() else t
@@ -122,7 +124,7 @@ def _matched(
     ]
 
 
-def _found(
+def _find_element(
     spec: Spec,
     state: State,
     middle: State,
@@ -139,10 +141,10 @@ def _found(
         seen = record(model, state, spec, inputs), record(model, middle, spec, inputs)
     except RecordError:
         return match(spec, state, middle).element
-    g = match(spec, state, middle, seen=seen).element
-    between = max(share - NEAR, 0.0), min(share + NEAR, 1.0)
+    g = match(spec, state, middle, activations=seen).element
+    between = max(share - WINDOW, 0.0), min(share + WINDOW, 1.0)
     return (
-        refine(spec, state, middle, g, model, inputs, steps=steps, between=between, seed=seed).g
+        refine(spec, state, middle, g, model, inputs, steps=steps, t_range=between, seed=seed).g
         if steps
         else g
     )

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.defences.gradients import Withhold, names_of
+from regauge.defences.gradients import Withhold, part_parameters
 from regauge.federated.settings import VERSION
 from regauge.federated.states import Contribution, State
 
@@ -30,7 +30,7 @@ class LocalState:
         self.folder = folder
         self.memory: dict[int, dict[int, State]] = {}
 
-    def before(self, client: int, number: int) -> State:
+    def load_before(self, client: int, number: int) -> State:
         """What a client had when this round began; nothing where it has never trained."""
         earlier = max((n for n in self._rounds(client) if n < number), default=None)
         if earlier is None:
@@ -41,9 +41,9 @@ class LocalState:
 
     def latest(self, client: int) -> State:
         """What a client has now."""
-        return self.before(client, max(self._rounds(client), default=0) + 1)
+        return self.load_before(client, max(self._rounds(client), default=0) + 1)
 
-    def keep(self, client: int, number: int, tensors: State) -> None:
+    def save(self, client: int, number: int, tensors: State) -> None:
         """What a client has after a round. Of others only what it had before this one is left."""
         earlier = max((n for n in self._rounds(client) if n < number), default=None)
         if self.folder is None:
@@ -81,17 +81,19 @@ class LocalState:
         return self.folder / f"client-{client:05}" / f"round-{number:05}.safetensors"
 
 
-def withheld(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
+def withheld_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
     """The parameters that are trained and not sent."""
     return {
         name
         for d in defences
         if type(d) is Withhold
-        for part in d.what
-        for name in names_of(model, part)
+        for part in d.parts
+        for name in part_parameters(model, part)
     }
 
 
-def after(made: Contribution, state: State, own: State, names: set[str]) -> dict[str, torch.Tensor]:
+def next_local(
+    made: Contribution, state: State, own: State, names: set[str]
+) -> dict[str, torch.Tensor]:
     """What a client has of its own after a contribution that is not yet defended."""
     return {n: own.get(n, state[n]) + made.tensors[n] for n in sorted(names) if n in made.tensors}

@@ -41,11 +41,11 @@ def dirichlet(labels: Sequence[int], clients: int, alpha: float, seed: int) -> l
     return [np.sort(np.asarray(part, np.int64)) for part in parts]
 
 
-def labels_of(examples: Examples, batch: int = 1024) -> Rows:
+def class_labels(examples: Examples, batch: int = 1024) -> Rows:
     """The class of every example. Only its labels are looked at; several answers to each are no
     class.
     """
-    if examples.multi or examples.dense or examples.causal or examples.tokens:
+    if examples.multi_label or examples.dense or examples.causal or examples.tokens:
         raise FederatedError(
             "a Dirichlet partition goes by classes, and these examples have not one each",
             hint="use the partition iid",
@@ -58,7 +58,7 @@ def labels_of(examples: Examples, batch: int = 1024) -> Rows:
     )
 
 
-def parts_of(examples: Examples, settings: Settings) -> list[Examples]:
+def partition_examples(examples: Examples, settings: Settings) -> list[Examples]:
     """The examples of each client."""
     if settings.clients > len(examples):
         raise FederatedError(
@@ -68,5 +68,5 @@ def parts_of(examples: Examples, settings: Settings) -> list[Examples]:
     if settings.partition == "iid":
         rows = iid(len(examples), settings.clients, settings.seed)
     else:
-        rows = dirichlet(labels_of(examples), settings.clients, settings.alpha, settings.seed)
+        rows = dirichlet(class_labels(examples), settings.clients, settings.alpha, settings.seed)
     return [examples.only(part) for part in rows]

@@ -21,8 +21,8 @@ from typing import Any
 from regauge.checkpoints.documents import load_json
 from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.federated.client import rows_of
-from regauge.federated.rounds import Spy
+from regauge.federated.client import sample_rows
+from regauge.federated.rounds import Recorder
 from regauge.federated.settings import VERSION, FederatedError, Settings
 from regauge.federated.states import Contribution, State
 
@@ -41,7 +41,7 @@ class RecordedUpdate:
     examples: int
 
 
-def spy_on(folder: Path, settings: Settings) -> Spy:
+def make_recorder(folder: Path, settings: Settings) -> Recorder:
     """A spy that writes into a run's folder."""
 
     def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
@@ -58,7 +58,7 @@ def spy_on(folder: Path, settings: Settings) -> Spy:
                 "round": c.round,
                 "kind": c.kind,
                 "steps": c.steps,
-                "rate": c.rate,
+                "rate": c.lr,
                 "batch": c.batch,
                 "examples": c.examples,
             }
@@ -71,7 +71,7 @@ def spy_on(folder: Path, settings: Settings) -> Spy:
             truth = {
                 "regauge": "federated kept",
                 "version": VERSION,
-                "rows": rows_of(c.examples, settings, number, c.client),
+                "rows": sample_rows(c.examples, settings, number, c.client),
             }
             write_bytes(kept / f"client-{c.client:05}.json", json.dumps(truth).encode())
 

@@ -22,16 +22,16 @@ from regauge.data.tasks import Examples
 from regauge.federated import state_store
 from regauge.federated.aggregation import Fuse, Memory, NonFiniteError, aggregate
 from regauge.federated.client import contribute
-from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.local_state import LocalState, after, withheld
+from regauge.federated.defences import apply_defences, frozen_names, read_defences
+from regauge.federated.local_state import LocalState, next_local, withheld_names
 from regauge.federated.settings import FederatedError, Settings
-from regauge.federated.state_store import Kept, Round
+from regauge.federated.state_store import Round, RunState
 from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
 from regauge.federated.validation import Call, Limits, collect
 
-PATIENCE = 3  # void rounds in a row, after which a run stops; it can go on from its folder
+MAX_VOID_ROUNDS = 3  # void rounds in a row, after which a run stops; it can go on from its folder
 Measure = Callable[[State], Mapping[str, float]]
-Spy = Callable[
+Recorder = Callable[
     [int, State, Sequence[Contribution]], None
 ]  # the round, what the server sent out, what came back and was not refused
 
@@ -57,7 +57,7 @@ class InProcess:
         model: torch.nn.Module,
         parts: Sequence[Examples],
         settings: Settings,
-        own: LocalState | None = None,
+        local_state: LocalState | None = None,
     ) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(
@@ -70,20 +70,23 @@ class InProcess:
             )
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
-        self.still, self.hidden = frozen(model, self.defences), withheld(model, self.defences)
-        self.own = own or LocalState()
-        self.tries: dict[int, int] = {}
+        self.frozen, self.withheld = (
+            frozen_names(model, self.defences),
+            withheld_names(model, self.defences),
+        )
+        self.local_state = local_state or LocalState()
+        self.attempts: dict[int, int] = {}
 
     def ask(
         self, number: int, clients: Sequence[int], state: State
     ) -> Iterable[Contribution | Absence]:
-        tried = self.tries[number] = self.tries.get(number, -1) + 1
+        tried = self.attempts[number] = self.attempts.get(number, -1) + 1
         for client in clients:
             if is_dropped(self.settings, number, client, tried):
                 yield Absence(client, "it dropped out")
                 continue
             try:
-                own = self.own.before(client, number) if self.hidden else {}
+                own = self.local_state.load_before(client, number) if self.withheld else {}
                 sent = contribute(
                     self.model,
                     state,
@@ -91,12 +94,14 @@ class InProcess:
                     self.settings,
                     number,
                     client,
-                    still=self.still,
-                    own=own,
+                    frozen=self.frozen,
+                    local=own,
                 )
-                if self.hidden:
-                    self.own.keep(client, number, after(sent, state, own, self.hidden))
-                yield defended(sent, self.model, self.defences, seed_key(self.settings.seed))
+                if self.withheld:
+                    self.local_state.save(
+                        client, number, next_local(sent, state, own, self.withheld)
+                    )
+                yield apply_defences(sent, self.model, self.defences, seed_key(self.settings.seed))
             except FederatedError as error:
                 yield Absence(client, str(error))
 
@@ -109,9 +114,9 @@ def is_dropped(settings: Settings, number: int, client: int, tried: int) -> bool
     )
 
 
-def asked(settings: Settings, number: int) -> tuple[int, ...]:
+def select_clients(settings: Settings, number: int) -> tuple[int, ...]:
     """The clients of a round, drawn by the seed."""
-    count = max(settings.least, round(settings.asked * settings.clients))
+    count = max(settings.min_clients, round(settings.participation * settings.clients))
     drawn = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[
         :count
     ]
@@ -126,17 +131,17 @@ def run(
     folder: Path | None = None,
     measure: Measure | None = None,
     on_round: Callable[[Round], None] | None = None,
-    spy: Spy | None = None,
+    recorder: Recorder | None = None,
     fuse: Fuse | None = None,
     stop: Callable[[], bool] | None = None,
     limits: Limits | None = None,
-) -> Kept:
+) -> RunState:
     """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is
     asked before each; `on_round` is told of each; `fuse` averages weights that clients began apart;
     `limits` bound what clients may claim and send.
     """
     kept = None if folder is None else state_store.load(folder)
-    kept = kept or Kept(dict(state), Memory(), ())
+    kept = kept or RunState(dict(state), Memory(), ())
     digest = digest_of(layout_of(state))
     if digest_of(layout_of(kept.state)) != digest:
         raise FederatedError(
@@ -144,18 +149,20 @@ def run(
             hint="go on with the same MODEL, or name a new folder",
         )
     voids = 0
-    while (number := len(done(kept.history))) < settings.rounds and not (stop and stop()):
+    while (number := len(completed_rounds(kept.history))) < settings.rounds and not (
+        stop and stop()
+    ):
         started = time.monotonic()
-        selected = asked(settings, number)
+        selected = select_clients(settings, number)
         got = collect(
             engine.ask(number, selected, kept.state),
             Call(number, selected, kept.state, digest, limits or Limits()),
             settings,
         )
         made, fault = None, ""
-        if len(got.sent) >= settings.least:
-            if spy is not None:
-                spy(number, kept.state, got.sent)
+        if len(got.sent) >= settings.min_clients:
+            if recorder is not None:
+                recorder(number, kept.state, got.sent)
             try:
                 made = aggregate(kept.state, got.sent, kept.memory, settings, fuse)
             except NonFiniteError as error:
@@ -172,7 +179,7 @@ def run(
                 rejected=got.rejected,
                 fault=fault,
             )
-            kept = Kept(kept.state, kept.memory, (*kept.history, void))
+            kept = RunState(kept.state, kept.memory, (*kept.history, void))
             voids += 1
         else:
             averaged, memory = made
@@ -183,15 +190,15 @@ def run(
             told = Round(
                 number, contributed, got.absent, loss, measures, seconds, rejected=got.rejected
             )
-            kept = Kept(averaged, memory, (*kept.history, told))
+            kept = RunState(averaged, memory, (*kept.history, told))
             voids = 0
         if folder is not None:
             state_store.save(folder, kept)
         if on_round is not None:
             on_round(kept.history[-1])
-        if voids >= PATIENCE:
+        if voids >= MAX_VOID_ROUNDS:
             raise FederatedError(
-                f"round {number + 1} {why_void(kept.history[-1], settings.least)}",
+                f"round {number + 1} {describe_void(kept.history[-1], settings.min_clients)}",
                 hint="nothing is lost: the same command goes on from the last round"
                 if folder
                 else "fewer may be enough: --min-clients",
@@ -199,17 +206,17 @@ def run(
     return kept
 
 
-def done(history: Sequence[Round]) -> list[Round]:
+def completed_rounds(history: Sequence[Round]) -> list[Round]:
     """The rounds that count."""
     return [r for r in history if not r.void]
 
 
-def why_void(last: Round, least: int) -> str:
+def describe_void(last: Round, least: int) -> str:
     """Return why a run stops at a round that was void `PATIENCE` times."""
     if last.fault:
-        return f"failed {PATIENCE} times: {last.fault}"
+        return f"failed {MAX_VOID_ROUNDS} times: {last.fault}"
     reasons = (
         "; ".join(f"client {c}: {why}" for c, why in list(last.absent.items())[:3])
         or "no client is there"
     )
-    return f"had too few contributions {PATIENCE} times ({least} are needed): {reasons}"
+    return f"had too few contributions {MAX_VOID_ROUNDS} times ({least} are needed): {reasons}"

@@ -22,22 +22,22 @@ from regauge.checkpoints.files import (
     copy_file,
     make_folder,
     staged_folder,
+    wrap_write_errors,
     write_bytes,
-    writing,
 )
-from regauge.checkpoints.plan import model_mode, named_files
+from regauge.checkpoints.plan import existing_files, model_mode
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
 from regauge.data.tasks import Examples, read_examples
 from regauge.federated import fusion, state_store
-from regauge.federated.client import plain, prepared
-from regauge.federated.defences import DELTA, epsilon, frozen, read_defences
-from regauge.federated.local_state import LocalState, withheld
-from regauge.federated.partitions import parts_of
-from regauge.federated.recorder import spy_on
-from regauge.federated.rounds import Engine, InProcess, done, run
+from regauge.federated.client import prepare_model, unwrap
+from regauge.federated.defences import DELTA, client_epsilon, frozen_names, read_defences
+from regauge.federated.local_state import LocalState, withheld_names
+from regauge.federated.partitions import partition_examples
+from regauge.federated.recorder import make_recorder
+from regauge.federated.rounds import Engine, InProcess, completed_rounds, run
 from regauge.federated.settings import FederatedError, Settings
-from regauge.federated.state_store import Kept, Round
+from regauge.federated.state_store import Round, RunState
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.federated.validation import Limits
 from regauge.jigsaw import MaskedJigsaw
@@ -45,10 +45,10 @@ from regauge.models.load import load_model, quiet
 from regauge.results.findings import Figure, Results, Table, to_json
 from regauge.split.client.train import measure
 
-OF_CLIENTS = "accuracy of clients"  # the mean of theirs, where they have parts of their own
-OWN = "own"  # the folder in a run's
-HELD = 0.1  # of the data, where no test data are given: no client has it
-COPIED = (
+CLIENT_ACCURACY = "accuracy of clients"  # the mean of theirs, where they have parts of their own
+LOCAL_FOLDER = "own"  # the folder in a run's
+HELD_OUT = 0.1  # of the data, where no test data are given: no client has it
+COPIED_FILES = (
     "config.json",
     "preprocessor_config.json",
     "tokenizer.json",
@@ -77,10 +77,10 @@ class Source:
     fresh: bool = False
     device: str = "cpu"
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
-    def live(self, settings: Settings) -> torch.nn.Module:
+    def build_model(self, settings: Settings) -> torch.nn.Module:
         """The model as both sides train it; with `fresh`, its weights are drawn from the seed."""
         model = load_model(self.model, "float32")
         if self.fresh:
@@ -93,20 +93,20 @@ class Source:
             with torch.random.fork_rng():
                 torch.manual_seed(settings.seed)
                 model = type(model)(config)
-        return prepared(model, settings).to(self.device)
+        return prepare_model(model, settings).to(self.device)
 
-    def read(self, model: torch.nn.Module) -> tuple[Examples, Examples, dict[str, Any]]:
+    def load_examples(self, model: torch.nn.Module) -> tuple[Examples, Examples, dict[str, Any]]:
         """What clients share, what the server measures on, and the task of both: how the model
         reads them.
         """
-        whole, task = self._examples(model, self.data, self.split)
+        whole, task = self._read_examples(model, self.data, self.split)
         if self.test is not None:
-            return whole, self._examples(model, self.test, self.test_split)[0], task
+            return whole, self._read_examples(model, self.test, self.test_split)[0], task
         order = np.random.default_rng(109).permutation(len(whole))
-        held = max(1, round(HELD * len(whole)))
+        held = max(1, round(HELD_OUT * len(whole)))
         return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held])), task
 
-    def _examples(
+    def _read_examples(
         self, model: torch.nn.Module, uri: str, split: str
     ) -> tuple[Examples, dict[str, Any]]:
         checkpoint = open_checkpoint(self.model)
@@ -118,58 +118,58 @@ class Source:
             "mean": self.mean,
             "std": self.std,
         }
-        return read_examples(plain(model), open_data(uri, fields=self.fields, split=split), **how)
+        return read_examples(unwrap(model), open_data(uri, fields=self.fields, split=split), **how)
 
 
 @dataclass(frozen=True, eq=False)
-class Found:
+class RunResult:
     """A run that is done: its state and history, and what is said of it."""
 
-    kept: Kept
+    run_state: RunState
     results: Results
     lines: tuple[str, ...]
 
 
-EngineOf = Callable[[str], Engine]  # from the run's name
+MakeEngine = Callable[[str], Engine]  # from the run's name
 
 
-def federated(
+def run_federated(
     source: Source,
     settings: Settings,
     folder: Path,
     *,
-    engine: EngineOf | None = None,
+    engine: MakeEngine | None = None,
     on_round: Callable[[Round], None] | None = None,
-    spy: bool = False,
+    record: bool = False,
     about: Mapping[str, Any] | None = None,
-) -> Found:
+) -> RunResult:
     """Train on an engine, or in this process. A folder that holds this run goes on where it stood;
     with `spy` it keeps what the server sees.
     """
-    epsilon(
+    client_epsilon(
         read_defences(settings.defences), 0
     )  # what was spent is told at the end: the accountant is asked for now
-    model = source.live(settings)
-    shared, test, _ = source.read(model)
-    test, inputs = fusion.parted(test) if settings.independent else (test, ())
-    own = LocalState(folder / OWN)
+    model = source.build_model(settings)
+    shared, test, _ = source.load_examples(model)
+    test, inputs = fusion.split_test(test) if settings.independent else (test, ())
+    own = LocalState(folder / LOCAL_FOLDER)
     here = (
-        None if engine else InProcess(model, parts_of(shared, settings), settings, own)
+        None if engine else InProcess(model, partition_examples(shared, settings), settings, own)
     )  # what cannot be is refused before a folder is made
-    limits, state = limits_of(model, shared, settings), state_of(model)
-    with writing(folder):
+    limits, state = server_limits(model, shared, settings), state_of(model)
+    with wrap_write_errors(folder):
         make_folder(folder, model_mode(Path(source.model)))
-    with state_store.owning(folder):
+    with state_store.hold_folder(folder):
         name = state_store.begin(
             folder,
             settings,
             digest_of(layout_of(state)),
-            {**(about or {}), "source": source.told()},
+            {**(about or {}), "source": source.to_dict()},
         )
-        chosen = here or cast(EngineOf, engine)(name)
-        watch = spy_on(folder, settings) if spy else None
-        judge = measuring(model, test, own=own)
-        fuse = partial(fusion.average, model, inputs=inputs)
+        chosen = here or cast(MakeEngine, engine)(name)
+        watch = make_recorder(folder, settings) if record else None
+        judge = make_measure(model, test, local_state=own)
+        fuse = partial(fusion.average_weights, model, inputs=inputs)
         kept = run(
             chosen,
             state,
@@ -177,14 +177,14 @@ def federated(
             folder=folder,
             measure=judge,
             on_round=on_round,
-            spy=watch,
+            recorder=watch,
             fuse=fuse,
             limits=limits,
         )
         return finish(source, settings, folder, model, kept)
 
 
-def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> Limits:
+def server_limits(model: torch.nn.Module, shared: Examples, settings: Settings) -> Limits:
     """Return what clients may claim and send: as many examples as the largest part of the server's
     data, and tensors that the run neither freezes nor withholds. A secure sum has all tensors, zero
     where a client sends none.
@@ -194,16 +194,16 @@ def limits_of(model: torch.nn.Module, shared: Examples, settings: Settings) -> L
     elif settings.partition == "iid":
         largest = math.ceil(len(shared) / settings.clients)
     else:
-        largest = max(len(part) for part in parts_of(shared, settings))
+        largest = max(len(part) for part in partition_examples(shared, settings))
     defences = read_defences(settings.defences)
-    closed = frozen(model, defences) | withheld(model, defences)
+    closed = frozen_names(model, defences) | withheld_names(model, defences)
     return Limits(
         max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed
     )
 
 
-def measuring(
-    model: torch.nn.Module, test: Examples, batch: int = 256, own: LocalState | None = None
+def make_measure(
+    model: torch.nn.Module, test: Examples, batch: int = 256, local_state: LocalState | None = None
 ) -> Any:
     """A function of a state: its loss and accuracy on the server's own examples. Where clients of
     this machine have parts of their `own`, their mean accuracy with them too: the server's part
@@ -214,35 +214,35 @@ def measuring(
         load_state(model, state)
         found = measure(model, test, batch)
         theirs = []
-        for client in own.clients() if own else ():
-            load_state(model, {**state, **own.latest(client)})  # type: ignore[union-attr]
+        for client in local_state.clients() if local_state else ():
+            load_state(model, {**state, **local_state.latest(client)})  # type: ignore[union-attr]
             theirs.append(measure(model, test, batch).get("accuracy"))
         known = [a for a in theirs if a is not None]
-        return found | ({OF_CLIENTS: sum(known) / len(known)} if known else {})
+        return found | ({CLIENT_ACCURACY: sum(known) / len(known)} if known else {})
 
     return measured
 
 
 def finish(
-    source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: Kept
-) -> Found:
+    source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: RunState
+) -> RunResult:
     """Write the trained model and the results beside the run."""
     load_state(model, kept.state)
     save_model(model, folder / "model", Path(source.model))
-    results = results_of(settings, kept, source)
+    results = build_results(settings, kept, source)
     write_bytes(folder / "results.json", to_json(results).encode())
-    last = done(kept.history)[-1]
+    last = completed_rounds(kept.history)[-1]
     measures = ", ".join(
         f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples"
     )
     voids = sum(r.void for r in kept.history)
     lost = sum(len(r.absent) for r in kept.history)
-    rejected = rejected_of(kept)
+    rejected = count_rejected(kept)
     first = (
-        f"{folder / 'model'}: {len(done(kept.history))} rounds of {settings.clients} "
+        f"{folder / 'model'}: {len(completed_rounds(kept.history))} rounds of {settings.clients} "
         f"clients, {settings.strategy}; {measures}"
     )
-    spent = epsilon_of(settings, kept)
+    spent = max_epsilon(settings, kept)
     if spent is not None:
         first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
     more = (
@@ -260,10 +260,10 @@ def finish(
         for c, by in rejected.items()
     ]
     more += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
-    return Found(kept, results, (first, *more))
+    return RunResult(kept, results, (first, *more))
 
 
-def rejected_of(kept: Kept) -> dict[str, dict[str, int]]:
+def count_rejected(kept: RunState) -> dict[str, dict[str, int]]:
     """Count the rejected contributions of a run by client and reason."""
     counts = Counter(
         (client, reason) for r in kept.history for client, reason in r.rejected.items()
@@ -275,10 +275,10 @@ def rejected_of(kept: Kept) -> dict[str, dict[str, int]]:
     }
 
 
-def epsilon_of(settings: Settings, kept: Kept) -> float | None:
+def max_epsilon(settings: Settings, kept: RunState) -> float | None:
     """What the client that contributed most often has spent."""
-    counts = Counter(c for r in done(kept.history) for c in r.contributed)
-    return epsilon(read_defences(settings.defences), max(counts.values(), default=0))
+    counts = Counter(c for r in completed_rounds(kept.history) for c in r.contributed)
+    return client_epsilon(read_defences(settings.defences), max(counts.values(), default=0))
 
 
 def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
@@ -287,8 +287,8 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
     """
     from safetensors.torch import save_file
 
-    inner = plain(model)
-    copied = named_files(source, COPIED)
+    inner = unwrap(model)
+    copied = existing_files(source, COPIED_FILES)
     for left in out.parent.glob(
         f".{out.name}.partial-*"
     ):  # by a kill: the run's folder is held by one process
@@ -311,7 +311,7 @@ def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
                 copy_file(path, partial_ / path.name, OWNER)
 
 
-def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
+def build_results(settings: Settings, kept: RunState, source: Source) -> Results:
     """Accuracy over rounds, and who was absent."""
     rows: list[tuple[Any, ...]] = [
         (
@@ -334,14 +334,15 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         "seconds",
         "why absent",
     ]
-    good = done(kept.history)
+    good = completed_rounds(kept.history)
     curves = {"accuracy": [r.measures.get("accuracy") for r in good]}
-    if any(OF_CLIENTS in r.measures for r in good):
-        columns.append(OF_CLIENTS)
+    if any(CLIENT_ACCURACY in r.measures for r in good):
+        columns.append(CLIENT_ACCURACY)
         rows = [
-            (*row, r.measures.get(OF_CLIENTS)) for row, r in zip(rows, kept.history, strict=True)
+            (*row, r.measures.get(CLIENT_ACCURACY))
+            for row, r in zip(rows, kept.history, strict=True)
         ]
-        curves[OF_CLIENTS] = [r.measures.get(OF_CLIENTS) for r in good]
+        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in good]
     table = Table("Rounds", tuple(columns), tuple(rows))
     lines = {
         "x": [r.number + 1 for r in good],
@@ -351,11 +352,11 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
     }
     figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
     facts: dict[str, Any] = {
-        "settings": settings.told(),
-        "source": json.loads(json.dumps(source.told())),
+        "settings": settings.to_dict(),
+        "source": json.loads(json.dumps(source.to_dict())),
         "rounds": len(good),
     }
-    rejected = rejected_of(kept)
+    rejected = count_rejected(kept)
     facts["rejected"] = rejected
     counts = tuple(
         (client, reason, n) for client, by in rejected.items() for reason, n in by.items()
@@ -365,6 +366,6 @@ def results_of(settings: Settings, kept: Kept, source: Source) -> Results:
         if counts
         else (table,)
     )
-    spent = epsilon_of(settings, kept)
+    spent = max_epsilon(settings, kept)
     facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
     return Results("A federated run", (), tables, (figure,) if good else (), facts)

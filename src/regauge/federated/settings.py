@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.errors import RegaugeError
 from regauge.split.server.optimizer_config import OptimizerConfig, TrainingError
 
@@ -32,6 +32,17 @@ LIMITS = ("max_examples", "max_norm", "norm_factor")  # of what counts: a run ma
 
 class FederatedError(RegaugeError):
     """A run that cannot be, or cannot go on."""
+
+
+# Fields whose key in run folders, messages and digests differs from their name.
+STORED_KEYS = {
+    "participation": "asked",
+    "min_clients": "least",
+    "lr": "rate",
+    "weight_decay": "decay",
+    "step_jitter": "uneven",
+    "server_lr": "server_rate",
+}
 
 
 @dataclass(frozen=True)
@@ -69,19 +80,19 @@ class Settings:
     strategy: str = "fedavg"
     partition: str = "iid"
     alpha: float = 0.5
-    asked: float = 1.0
-    least: int = 1
+    participation: float = 1.0
+    min_clients: int = 1
     epochs: int = 1
     steps: int = 0
     batch: int = 32
     optimizer: str = "sgd"
-    rate: float = 0.05
+    lr: float = 0.05
     momentum: float = 0.0
-    decay: float = 0.0
+    weight_decay: float = 0.0
     clip: float = 0.0
     proximal: float = 0.0
-    uneven: float = 0.0
-    server_rate: float | None = None
+    step_jitter: float = 0.0
+    server_lr: float | None = None
     weigh: str = "examples"
     jigsaw: float = 0.0
     probability: float = 0.5
@@ -132,25 +143,28 @@ class Settings:
                 not 0 < self.alpha < math.inf,
                 f"an alpha of {self.alpha:g} is no Dirichlet distribution's",
             ),
-            (not 0 < self.asked <= 1, f"a share of {self.asked:g} of the clients is not in (0, 1]"),
             (
-                not 1 <= self.least <= max(self.clients, 1),
-                f"{self.least} of {self.clients} clients cannot be the least",
+                not 0 < self.participation <= 1,
+                f"a share of {self.participation:g} of the clients is not in (0, 1]",
+            ),
+            (
+                not 1 <= self.min_clients <= max(self.clients, 1),
+                f"{self.min_clients} of {self.clients} clients cannot be the least",
             ),
             (self.epochs < 1 and self.steps < 1, "a client takes no step: give epochs or steps"),
             (self.steps < 0, f"{self.steps} steps are none"),
             (self.batch < 1, f"a batch of {self.batch} is none"),
-            (not 0 < self.rate < math.inf, f"{self.rate:g} is no rate"),
+            (not 0 < self.lr < math.inf, f"{self.lr:g} is no rate"),
             (
-                self.server_rate is not None and not 0 < self.server_rate < math.inf,
-                f"{self.server_rate} is no rate of a server",
+                self.server_lr is not None and not 0 < self.server_lr < math.inf,
+                f"{self.server_lr} is no rate of a server",
             ),
             (not 0 <= self.proximal < math.inf, f"a mu of {self.proximal:g} is none"),
             (
                 self.strategy == "fedprox" and self.proximal == 0,
                 "fedprox without a mu is fedavg: give proximal, as 0.01",
             ),
-            (not 0 <= self.uneven < 1, f"uneven {self.uneven:g} is not in [0, 1)"),
+            (not 0 <= self.step_jitter < 1, f"uneven {self.step_jitter:g} is not in [0, 1)"),
             (not 0 <= self.drop < 1, f"a share of {self.drop:g} dropped is not in [0, 1)"),
             (not 0 <= self.jigsaw < 1, f"a ratio of {self.jigsaw:g} is not in [0, 1)"),
             (
@@ -219,11 +233,14 @@ class Settings:
     @property
     def training(self) -> OptimizerConfig:
         """The client's optimizer."""
-        return OptimizerConfig(self.optimizer, self.rate, self.decay, self.momentum, clip=self.clip)
+        return OptimizerConfig(
+            self.optimizer, self.lr, self.weight_decay, self.momentum, clip=self.clip
+        )
 
-    def told(self) -> dict[str, Any]:
-        """As JSON."""
-        return {**asdict(self), "defences": list(self.defences)}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings under their stored keys."""
+        values = {STORED_KEYS.get(name, name): value for name, value in asdict(self).items()}
+        return {**values, "defences": list(self.defences)}
 
     @property
     def digest(self) -> str:
@@ -235,7 +252,7 @@ class Settings:
             f.name for f in fields(self) if f.name in RULES and getattr(self, f.name) == f.default
         }
         return hashlib.sha256(
-            canonical({k: v for k, v in self.told().items() if k not in left})
+            canonical_json({k: v for k, v in self.to_dict().items() if k not in left})
         ).hexdigest()
 
 
@@ -243,7 +260,8 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     """Settings from JSON; what is not known is refused by name."""
     if not isinstance(given, Mapping):
         raise FederatedError(f"settings must be an object, got {given!r:.80}")
-    unknown = sorted(given.keys() - {f.name for f in fields(Settings)})
+    stored = {f.name: STORED_KEYS.get(f.name, f.name) for f in fields(Settings)}
+    unknown = sorted(given.keys() - set(stored.values()))
     if unknown:
         raise FederatedError(
             f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?"
@@ -256,15 +274,16 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
         "bool": bool,
     }
     for f in fields(Settings):
-        value = given.get(f.name, f.default)
+        key = stored[f.name]
+        value = given.get(key, f.default)
         wanted = kinds.get(str(f.type))  # of defences there is none
         if (
-            f.name in given
+            key in given
             and wanted
             and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool))
         ):
             raise FederatedError(
-                f'the setting "{f.name}" must be of the type {f.type}, got {type(value).__name__}'
+                f'the setting "{key}" must be of the type {f.type}, got {type(value).__name__}'
             )
     defences = given.get("defences", ())
     if not isinstance(defences, list | tuple) or not all(
@@ -272,6 +291,7 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     ):
         raise FederatedError('the setting "defences" must be a list of texts')
     try:
-        return Settings(**{**given, "defences": tuple(defences)})
+        values = {name: given[key] for name, key in stored.items() if key in given}
+        return Settings(**{**values, "defences": tuple(defences)})
     except TypeError as error:
         raise FederatedError(f"these settings cannot be read: {error}") from error

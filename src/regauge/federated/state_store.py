@@ -26,14 +26,14 @@ from typing import Any
 import torch
 
 from regauge.checkpoints.documents import CONFIG_BYTES, load_json, parse_json, read_document
-from regauge.checkpoints.files import exclusive_lock, write_bytes, writing
-from regauge.checkpoints.tensor_files import read_tensors, sweep, write_tensors
+from regauge.checkpoints.files import exclusive_lock, wrap_write_errors, write_bytes
+from regauge.checkpoints.tensor_files import read_tensors, remove_partials, write_tensors
 from regauge.errors import CheckpointError
 from regauge.federated.aggregation import Memory
 from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
 
 Tensor = torch.Tensor
-FILE, ABOUT = "global.safetensors", "run.json"
+STATE_FILE, RUN_FILE = "global.safetensors", "run.json"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Round:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class RunState:
     """A run after some rounds."""
 
     state: Mapping[str, Tensor]
@@ -65,11 +65,11 @@ class Kept:
 
 
 @contextlib.contextmanager
-def owning(folder: Path) -> Iterator[None]:
+def hold_folder(folder: Path) -> Iterator[None]:
     """Hold a run's folder, which is made if need be: two servers of one run would count rounds
     twice. It is free when its holder is gone.
     """
-    with writing(folder):
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(
         folder,
@@ -84,13 +84,13 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
     longer is told its new end. Returns the run's name, a random one, by which clients know it
     again.
     """
-    path = folder / ABOUT
-    with writing(folder):
+    path = folder / RUN_FILE
+    with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        sweep(folder / FILE)
+        remove_partials(folder / STATE_FILE)
     name = os.urandom(8).hex()
     if path.exists():
-        found = about_of(folder)
+        found = load_about(folder)
         name = str(found.get("name", name))
         if read_settings(found["settings"]).digest != settings.digest or found["layout"] != layout:
             raise FederatedError(
@@ -103,7 +103,7 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
         "regauge": "federated run",
         "version": VERSION,
         "name": name,
-        "settings": settings.told(),
+        "settings": settings.to_dict(),
         "layout": layout,
         "about": dict(about),
     }
@@ -111,9 +111,9 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
     return name
 
 
-def about_of(folder: Path) -> dict[str, Any]:
+def load_about(folder: Path) -> dict[str, Any]:
     """A run's description; another version's is refused by name."""
-    path = folder / ABOUT
+    path = folder / RUN_FILE
     try:
         data = read_document(path, CONFIG_BYTES, FederatedError)
     except CheckpointError as error:
@@ -135,7 +135,7 @@ def about_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def save(folder: Path, kept: Kept) -> None:
+def save(folder: Path, kept: RunState) -> None:
     tensors = {f"state/{n}": t for n, t in kept.state.items()} | {
         f"memory/{n}": t for n, t in kept.memory.tensors.items()
     }
@@ -146,14 +146,14 @@ def save(folder: Path, kept: Kept) -> None:
         "rounds": str(kept.memory.rounds),
         "history": json.dumps(history),
     }
-    write_tensors(folder / FILE, tensors, metadata)
+    write_tensors(folder / STATE_FILE, tensors, metadata)
 
 
-def load(folder: Path) -> Kept | None:
+def load(folder: Path) -> RunState | None:
     """What was kept, or None before the first round is done. It changes nothing there: the run may
     be at work.
     """
-    path = folder / FILE
+    path = folder / STATE_FILE
     if not path.exists():
         return None
     tensors, metadata = read_tensors(path, "federated state", VERSION)
@@ -190,7 +190,7 @@ def load(folder: Path) -> Kept | None:
                 f'{path} must have an optimizer state like its tensors, got "{name}"',
                 hint="restore it from a copy",
             )
-    return Kept(groups["state"], Memory(groups["memory"], rounds), history)
+    return RunState(groups["state"], Memory(groups["memory"], rounds), history)
 
 
 def read_round(found: Mapping[str, Any]) -> Round:

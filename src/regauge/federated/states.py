@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.federated.settings import FederatedError
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ class Contribution:
     examples: int
     steps: int
     batch: int
-    rate: float
+    lr: float
     loss: float
     kind: Literal["change", "weights"] = "change"
     rows: tuple[tuple[int, ...], ...] = field(
@@ -50,17 +50,17 @@ class Absence:
     """A client that was asked and sent nothing that can be used, and why."""
 
     client: int
-    why: str
+    reason: str
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """A copy of what travels."""
-    return {name: t.detach().clone() for name, t in _travelling(model).items()}
+    return {name: t.detach().clone() for name, t in _shared_tensors(model).items()}
 
 
 def load_state(model: torch.nn.Module, state: State) -> None:
     """Put a state into a model, in place. Another model's is refused by name."""
-    own = _travelling(model)
+    own = _shared_tensors(model)
     require_layout(layout_of(own), layout_of(state), "the model here", "the state that was sent")
     with torch.no_grad():
         for name, t in own.items():
@@ -72,7 +72,7 @@ def layout_of(state: State) -> Layout:
 
 
 def digest_of(layout: Layout) -> str:
-    return hashlib.sha256(canonical(layout)).hexdigest()[:32]
+    return hashlib.sha256(canonical_json(layout)).hexdigest()[:32]
 
 
 def require_layout(own: Layout, other: Layout, here: str, there: str) -> None:
@@ -80,7 +80,7 @@ def require_layout(own: Layout, other: Layout, here: str, there: str) -> None:
     faults = [f'"{n}" is in {here} and not in {there}' for n in own.keys() - other.keys()]
     faults += [f'"{n}" is in {there} and not in {here}' for n in other.keys() - own.keys()]
     faults += [
-        f'"{n}" is {_told(own[n])} in {here} and {_told(other[n])} in {there}'
+        f'"{n}" is {_describe_tensor(own[n])} in {here} and {_describe_tensor(other[n])} in {there}'
         for n in own.keys() & other.keys()
         if own[n] != other[n]
     ]
@@ -93,7 +93,7 @@ def require_layout(own: Layout, other: Layout, here: str, there: str) -> None:
         )
 
 
-def _told(one: list[str | int]) -> str:
+def _describe_tensor(one: list[str | int]) -> str:
     return f"{one[0]} {one[1:]}"
 
 
@@ -102,7 +102,7 @@ def norm_of(tensors: State) -> float:
     return math.sqrt(sum(float(t.detach().double().square().sum()) for t in tensors.values()))
 
 
-def _travelling(model: torch.nn.Module) -> dict[str, Tensor]:
+def _shared_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     kept = model.state_dict()
     buffers = {
         name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from regauge.federated.client import steps_at_most
+from regauge.federated.client import max_steps
 from regauge.federated.settings import Settings
 from regauge.federated.states import Absence, Contribution, State, norm_of
 
@@ -48,7 +48,7 @@ MAX_NORM = math.sqrt(
     torch.finfo(torch.float32).max
 )  # beyond it the second moment of FedAdam overflows
 QUORUM = 3  # contributions without which a median says nothing: of two, either may be the outlier
-TEXT = 1000  # characters of a reason that are recorded
+MAX_TEXT = 1000  # characters of a reason that are recorded
 UNKNOWN = "?"  # the client of an answer that names none
 
 _log = logging.getLogger("regauge.federated")
@@ -102,7 +102,7 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
     rejected: dict[str, str] = {}
 
     def reject(client: Any, fault: Fault) -> None:
-        key = shown(client) if is_count(client) else UNKNOWN
+        key = show_value(client) if is_count(client) else UNKNOWN
         absent[key], rejected[key] = printable(fault.text), fault.reason
         _log.info(
             "round %d: rejected client %s (%s): %s", call.number + 1, key, fault.reason, absent[key]
@@ -110,7 +110,7 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
 
     for answer in answers:
         if isinstance(answer, Absence):
-            absent[str(answer.client)] = printable(answer.why)
+            absent[str(answer.client)] = printable(answer.reason)
             continue
         fault = fault_of(answer, call, settings)
         if fault is None and answer.client in sent:
@@ -122,7 +122,7 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
             sent[answer.client] = answer
         else:
             reject(getattr(answer, "client", None), fault)
-    for client, fault in outliers([sent[c] for c in sorted(sent)], settings).items():
+    for client, fault in find_outliers([sent[c] for c in sorted(sent)], settings).items():
         del sent[client]
         reject(client, fault)
     for client in call.clients:
@@ -143,7 +143,7 @@ def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
         return Fault(
             "round",
             f"the round must be {call.number + 1}, got "
-            f"{shown(sent.round + 1 if is_count(sent.round) else sent.round)}",
+            f"{show_value(sent.round + 1 if is_count(sent.round) else sent.round)}",
         )
     if not isinstance(sent.layout, str) or sent.layout != call.layout:
         return Fault(
@@ -155,7 +155,7 @@ def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
     if not isinstance(sent.kind, str) or sent.kind != kind:
         return Fault(
             "kind",
-            f"a contribution to this round must be of the kind {kind}, got {shown(sent.kind)}",
+            f"a contribution to this round must be of the kind {kind}, got {show_value(sent.kind)}",
         )
     return _fault_of_numbers(sent, call.limits, settings) or _fault_of_tensors(
         sent.tensors, kind, call
@@ -167,23 +167,28 @@ def _fault_of_numbers(sent: Contribution, limits: Limits, settings: Settings) ->
     if not is_count(sent.examples) or not 1 <= sent.examples <= most:
         return Fault(
             "examples",
-            f"examples must be between 1 and {most}, got {shown(sent.examples)}; the maximum is "
+            f"examples must be between 1 and {most}, got {show_value(sent.examples)}; the "
+            "maximum is "
             "--max-examples",
         )
-    steps = steps_at_most(sent.examples, settings)
+    steps = max_steps(sent.examples, settings)
     if not is_count(sent.steps) or not 1 <= sent.steps <= steps:
-        return Fault("metrics", f"steps must be between 1 and {steps}, got {shown(sent.steps)}")
+        return Fault(
+            "metrics", f"steps must be between 1 and {steps}, got {show_value(sent.steps)}"
+        )
     if not is_count(sent.batch) or not 1 <= sent.batch <= settings.batch:
         return Fault(
-            "metrics", f"batch must be between 1 and {settings.batch}, got {shown(sent.batch)}"
+            "metrics", f"batch must be between 1 and {settings.batch}, got {show_value(sent.batch)}"
         )
-    for name, value in (("loss", sent.loss), ("rate", sent.rate)):
+    for name, value in (("loss", sent.loss), ("rate", sent.lr)):
         if (
             not isinstance(value, float | int)
             or isinstance(value, bool)
             or not abs(value) <= torch.finfo(torch.float32).max
         ):
-            return Fault("metrics", f"{name} must be a finite float32 number, got {shown(value)}")
+            return Fault(
+                "metrics", f"{name} must be a finite float32 number, got {show_value(value)}"
+            )
     return None
 
 
@@ -196,7 +201,7 @@ def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
         return Fault("names", "tensors must not be empty")
     for name, t in tensors.items():
         if name not in call.state:
-            return Fault("names", f"tensors must be the model's, got {shown(name)}")
+            return Fault("names", f"tensors must be the model's, got {show_value(name)}")
         if call.limits.names is not None and name not in call.limits.names:
             return Fault("names", f'"{name}" must not be sent: the run freezes or withholds it')
         own = call.state[name]
@@ -220,7 +225,7 @@ def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
     return None
 
 
-def outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Fault]:
+def find_outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Fault]:
     """Return the contributions of a round whose norm is beyond the limits, by client."""
     norms = {c.client: norm_of(c.tensors) for c in sent}
     out = {}
@@ -232,7 +237,7 @@ def outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Faul
                 "norm", f"the norm must be at most {most:.4g}, got {norm:.4g}; {hint}"
             )
     rest = [c for c in sent if c.client not in out]
-    for client, usual in usual_norms(rest).items() if settings.norm_factor else ():
+    for client, usual in expected_norms(rest).items() if settings.norm_factor else ():
         if norms[client] > settings.norm_factor * usual:
             text = (
                 f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the "
@@ -242,7 +247,7 @@ def outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Faul
     return out
 
 
-def usual_norms(sent: Sequence[Contribution]) -> dict[int, float]:
+def expected_norms(sent: Sequence[Contribution]) -> dict[int, float]:
     """Return the norm that each client is compared with: the median of the round, or that of norms
     per local step times the client's steps, if it is larger. Empty where a median says nothing:
     with fewer contributions than `QUORUM`, or if most are zero.
@@ -259,7 +264,7 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def shown(value: Any) -> str:
+def show_value(value: Any) -> str:
     """Return a value from outside for a message."""
     try:
         text = repr(value)
@@ -276,9 +281,9 @@ def printable(text: Any) -> str:
     """Return a text from outside as one line of printable characters, of bounded length: it is
     recorded, printed and saved.
     """
-    line = " ".join(str(text)[: 2 * TEXT].split())
+    line = " ".join(str(text)[: 2 * MAX_TEXT].split())
     safe = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
         for c in line
     )
-    return safe if len(safe) <= TEXT else f"{safe[:TEXT]} ..."
+    return safe if len(safe) <= MAX_TEXT else f"{safe[:MAX_TEXT]} ..."

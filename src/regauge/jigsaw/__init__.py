@@ -5,7 +5,7 @@ measures and studies.
 from regauge.jigsaw.masks import JigsawError as JigsawError
 from regauge.jigsaw.masks import Puzzle as Puzzle
 from regauge.jigsaw.masks import block_masks as block_masks
-from regauge.jigsaw.masks import draw_puzzle as draw_puzzle
+from regauge.jigsaw.masks import sample_puzzle as sample_puzzle
 from regauge.jigsaw.text import TextJigsaw as TextJigsaw
 from regauge.jigsaw.variants import VARIANTS as VARIANTS
 from regauge.jigsaw.variants import Variant as Variant

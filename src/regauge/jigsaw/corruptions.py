@@ -21,9 +21,9 @@ from scipy import ndimage
 from regauge.errors import need
 from regauge.jigsaw.masks import JigsawError
 
-Draw = np.random.Generator
+Rng = np.random.Generator
 SEVERITIES = (1, 2, 3, 4, 5)
-SIDE = 224
+REFERENCE_SIDE = 224
 
 
 def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
@@ -49,25 +49,25 @@ def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
 
 
 def _scale(x: Any) -> float:
-    return float(min(x.shape[:2])) / SIDE
+    return float(min(x.shape[:2])) / REFERENCE_SIDE
 
 
-def gaussian_noise(x: Any, s: int, draw: Draw) -> Any:
+def gaussian_noise(x: Any, s: int, draw: Rng) -> Any:
     return x + draw.normal(size=x.shape, scale=(0.08, 0.12, 0.18, 0.26, 0.38)[s])
 
 
-def shot_noise(x: Any, s: int, draw: Draw) -> Any:
+def shot_noise(x: Any, s: int, draw: Rng) -> Any:
     rate = (60, 25, 12, 5, 3)[s]
     return draw.poisson(x * rate) / rate
 
 
-def impulse_noise(x: Any, s: int, draw: Draw) -> Any:
+def impulse_noise(x: Any, s: int, draw: Rng) -> Any:
     share = (0.03, 0.06, 0.09, 0.17, 0.27)[s]
     u = draw.random(x.shape)
     return np.where(u < share / 2, 0.0, np.where(u < share, 1.0, x))
 
 
-def defocus_blur(x: Any, s: int, draw: Draw) -> Any:
+def defocus_blur(x: Any, s: int, draw: Rng) -> Any:
     radius = float(
         np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi)
     )  # a pixel is a disc of its own
@@ -76,23 +76,23 @@ def defocus_blur(x: Any, s: int, draw: Draw) -> Any:
     grid = (np.arange((2 * half + 1) * fine) + 0.5) / fine - half - 0.5
     disc = (grid[:, None] ** 2 + grid[None] ** 2 <= radius**2).astype(float)
     kernel = disc.reshape(2 * half + 1, fine, 2 * half + 1, fine).sum((1, 3))
-    return _filtered(x, kernel / kernel.sum())
+    return _convolve(x, kernel / kernel.sum())
 
 
-def glass_blur(x: Any, s: int, draw: Draw) -> Any:
+def glass_blur(x: Any, s: int, draw: Rng) -> Any:
     sigma, far, times = ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[s]
     scale = _scale(x)
-    out = _blurred(x, sigma * scale)
+    out = _gaussian_blur(x, sigma * scale)
     grid = np.stack(np.meshgrid(*(np.arange(n, dtype=float) for n in x.shape[:2]), indexing="ij"))
     for _ in range(times):  # every pixel shows what lies somewhere near it
-        out = _sampled(out, grid + draw.uniform(-far * scale, far * scale, grid.shape))
-    return _blurred(out, sigma * scale)
+        out = _sample_at(out, grid + draw.uniform(-far * scale, far * scale, grid.shape))
+    return _gaussian_blur(out, sigma * scale)
 
 
-def motion_blur(x: Any, s: int, draw: Draw) -> Any:
+def motion_blur(x: Any, s: int, draw: Rng) -> Any:
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[s]
     scale = _scale(x)
-    return _streaked(
+    return _line_blur(
         x,
         max(1.0, radius * scale),
         max(0.5, sigma * scale),
@@ -100,12 +100,12 @@ def motion_blur(x: Any, s: int, draw: Draw) -> Any:
     )
 
 
-def zoom_blur(x: Any, s: int, draw: Draw) -> Any:
+def zoom_blur(x: Any, s: int, draw: Rng) -> Any:
     factors = np.arange(1, (1.11, 1.16, 1.21, 1.26, 1.33)[s], (0.01, 0.01, 0.02, 0.02, 0.03)[s])
-    return np.mean([x, *(_zoomed(x, f) for f in factors)], axis=0)
+    return np.mean([x, *(_zoom(x, f) for f in factors)], axis=0)
 
 
-def snow(x: Any, s: int, draw: Draw) -> Any:
+def snow(x: Any, s: int, draw: Rng) -> Any:
     mean, spread, length, white = (
         (0.1, 0.3, 10, 0.8),
         (0.2, 0.3, 12, 0.7),
@@ -115,7 +115,7 @@ def snow(x: Any, s: int, draw: Draw) -> Any:
     )[s]
     flakes = draw.normal(size=x.shape[:2], loc=mean, scale=spread)
     flakes = np.where(flakes < (0.5, 0.5, 0.9, 0.85, 0.8)[s], 0.0, np.clip(flakes, 0, 1))[..., None]
-    flakes = _streaked(
+    flakes = _line_blur(
         flakes,
         max(1.0, length * _scale(x)),
         max(0.5, 4 * _scale(x)),
@@ -125,35 +125,37 @@ def snow(x: Any, s: int, draw: Draw) -> Any:
     return white * x + (1 - white) * np.maximum(x, 1.5 * grey + 0.5) + flakes + flakes[::-1, ::-1]
 
 
-def frost(x: Any, s: int, draw: Draw) -> Any:
+def frost(x: Any, s: int, draw: Rng) -> Any:
     image, ice = ((1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[s]
     needles = (
-        np.abs(_clouds(x.shape[:2], draw, 1.3) - 0.5) * 2
+        np.abs(_fractal_noise(x.shape[:2], draw, 1.3) - 0.5) * 2
     )  # ridges of a fractal: sharp lines, as ice has them
     return image * x + ice * np.clip(1 - 3 * needles, 0, 1)[..., None]
 
 
-def fog(x: Any, s: int, draw: Draw) -> Any:
+def fog(x: Any, s: int, draw: Rng) -> Any:
     strength, roughness = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[s]
     high = x.max()
     return (
-        (x + strength * _clouds(x.shape[:2], draw, roughness)[..., None]) * high / (high + strength)
+        (x + strength * _fractal_noise(x.shape[:2], draw, roughness)[..., None])
+        * high
+        / (high + strength)
     )
 
 
-def brightness(x: Any, s: int, draw: Draw) -> Any:
+def brightness(x: Any, s: int, draw: Rng) -> Any:
     """More of the value of HSV: hue and saturation stay."""
     value = x.max(-1, keepdims=True)
     more = np.clip(value + (0.1, 0.2, 0.3, 0.4, 0.5)[s], 0, 1)
     return np.where(value > 0, x / np.maximum(value, 1e-9) * more, more)
 
 
-def contrast(x: Any, s: int, draw: Draw) -> Any:
+def contrast(x: Any, s: int, draw: Rng) -> Any:
     mean = x.mean((0, 1), keepdims=True)
     return (x - mean) * (0.4, 0.3, 0.2, 0.1, 0.05)[s] + mean
 
 
-def elastic_transform(x: Any, s: int, draw: Draw) -> Any:
+def elastic_transform(x: Any, s: int, draw: Rng) -> Any:
     far, smooth, bend = (
         (2.0, 0.7, 0.1),
         (2.0, 0.08, 0.2),
@@ -169,7 +171,7 @@ def elastic_transform(x: Any, s: int, draw: Draw) -> Any:
     moved = corners[:, :2] + draw.uniform(-bend * side, bend * side, (3, 2))
     affine = np.linalg.solve(corners, moved).T
     waves = [
-        _blurred(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side
+        _gaussian_blur(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side
         for _ in range(2)
     ]
     rows, columns = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
@@ -177,10 +179,10 @@ def elastic_transform(x: Any, s: int, draw: Draw) -> Any:
     at = np.einsum("ij,jhw->ihw", affine, np.stack([rows, columns, ones]).astype(float)) + np.stack(
         waves
     )
-    return _sampled(x, at)
+    return _sample_at(x, at)
 
 
-def pixelate(x: Any, s: int, draw: Draw) -> Any:
+def pixelate(x: Any, s: int, draw: Rng) -> Any:
     share = (0.6, 0.5, 0.4, 0.3, 0.25)[s]
     return _via_pil(
         x,
@@ -190,7 +192,7 @@ def pixelate(x: Any, s: int, draw: Draw) -> Any:
     )
 
 
-def jpeg_compression(x: Any, s: int, draw: Draw) -> Any:
+def jpeg_compression(x: Any, s: int, draw: Rng) -> Any:
     def through(image: Any, pil: Any) -> Any:
         from PIL import Image
 
@@ -201,7 +203,7 @@ def jpeg_compression(x: Any, s: int, draw: Draw) -> Any:
     return _via_pil(x, through)
 
 
-CORRUPTIONS: dict[str, Callable[[Any, int, Draw], Any]] = {
+CORRUPTIONS: dict[str, Callable[[Any, int, Rng], Any]] = {
     "gaussian_noise": gaussian_noise,
     "shot_noise": shot_noise,
     "impulse_noise": impulse_noise,
@@ -220,15 +222,15 @@ CORRUPTIONS: dict[str, Callable[[Any, int, Draw], Any]] = {
 }
 
 
-def _filtered(x: Any, kernel: Any) -> Any:
+def _convolve(x: Any, kernel: Any) -> Any:
     return ndimage.convolve(x, kernel[..., None], mode="reflect")
 
 
-def _blurred(x: Any, sigma: float) -> Any:
+def _gaussian_blur(x: Any, sigma: float) -> Any:
     return ndimage.gaussian_filter(x, (sigma, sigma, 0), mode="reflect")
 
 
-def _streaked(x: Any, length: float, sigma: float, angle: float) -> Any:
+def _line_blur(x: Any, length: float, sigma: float, angle: float) -> Any:
     """A blur along a line: a mean of shifted copies, weighted as half a bell."""
     steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
@@ -239,7 +241,7 @@ def _streaked(x: Any, length: float, sigma: float, angle: float) -> Any:
     return np.tensordot(weights / weights.sum(), np.stack(copies), 1)
 
 
-def _zoomed(x: Any, factor: float) -> Any:
+def _zoom(x: Any, factor: float) -> Any:
     """The middle, enlarged to the whole."""
     h, w = x.shape[:2]
     at = np.stack(
@@ -247,10 +249,10 @@ def _zoomed(x: Any, factor: float) -> Any:
             *(((np.arange(n) - (n - 1) / 2) / factor + (n - 1) / 2) for n in (h, w)), indexing="ij"
         )
     )
-    return _sampled(x, at)
+    return _sample_at(x, at)
 
 
-def _sampled(x: Any, at: Any) -> Any:
+def _sample_at(x: Any, at: Any) -> Any:
     """What lies at these places [2, height, width]; beyond the edge its mirror image."""
     return np.stack(
         [
@@ -261,7 +263,7 @@ def _sampled(x: Any, at: Any) -> Any:
     )
 
 
-def _clouds(size: tuple[int, int], draw: Draw, roughness: float) -> Any:
+def _fractal_noise(size: tuple[int, int], draw: Rng, roughness: float) -> Any:
     """Fractal noise in 0..1: random waves whose amplitude falls with their frequency."""
     h, w = size
     frequency = np.hypot(np.fft.fftfreq(h)[:, None], np.fft.fftfreq(w)[None])

@@ -15,7 +15,7 @@ from regauge.results.findings import Figure, Results, Table
 
 
 @dataclass(frozen=True)
-class Cut:
+class PuzzleGrid:
     """How a model's images are cut for puzzles: patches in pixels, and their grid. `fixed`: its
     positions are of that patch.
     """
@@ -25,12 +25,12 @@ class Cut:
     fixed: bool = False
 
 
-def check_cuts(cuts: Mapping[str, Cut]) -> None:
+def check_puzzle_grids(cuts: Mapping[str, PuzzleGrid]) -> None:
     """Refuse models whose puzzles differ: their numbers could not be compared."""
     if len({cut.grid for cut in cuts.values()}) <= 1:
         return
     told = "; ".join(
-        f"{name}: {_times(cut.grid)} patches of {_times(cut.patch)} pixels"
+        f"{name}: {_format_pair(cut.grid)} patches of {_format_pair(cut.patch)} pixels"
         for name, cut in cuts.items()
     )
     fixed = {cut.patch for cut in cuts.values() if cut.fixed}
@@ -49,11 +49,11 @@ def check_cuts(cuts: Mapping[str, Cut]) -> None:
     )
 
 
-def _times(pair: Grid) -> str:
+def _format_pair(pair: Grid) -> str:
     return f"{pair[0]} x {pair[1]}"
 
 
-def converged(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
+def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
     """A training: its loss on the way, step by step and in the mean of fifty."""
     span = min(50, len(losses))
     means: list[float | None] = [
@@ -79,8 +79,8 @@ def converged(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
     return Results("A training with masked jigsaw puzzles", (), (table,), (figure,), facts)
 
 
-def evaluated(
-    found: Mapping[str, Evaluation], cuts: Mapping[str, Cut], bare: Mapping[str, Evaluation]
+def report_evaluations(
+    found: Mapping[str, Evaluation], cuts: Mapping[str, PuzzleGrid], bare: Mapping[str, Evaluation]
 ) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
     """What puzzles do to some models: a table of all, and a curve of each over the ratios. `bare`
     are the plain checkpoints of those that were trained with puzzles.
@@ -98,7 +98,7 @@ def evaluated(
     )
     rows: list[tuple[Any, ...]] = []
     for name, one in found.items():
-        cut = (_times(cuts[name].patch), _times(cuts[name].grid))
+        cut = (_format_pair(cuts[name].patch), _format_pair(cuts[name].grid))
         plain = (
             [100 * s.consistency for s in bare[name].shuffled]
             if name in bare
@@ -143,7 +143,7 @@ def evaluated(
     return (Table("Puzzles at inference", columns, tuple(rows), note),), tuple(figures)
 
 
-def projected(name: str, found: Mapping[str, Any]) -> list[Figure]:
+def plot_projections(name: str, found: Mapping[str, Any]) -> list[Figure]:
     """A table of positions in two directions, as PCA and UMAP lay it out: a line for each row of
     patches, one for each column.
     """
@@ -166,7 +166,7 @@ def projected(name: str, found: Mapping[str, Any]) -> list[Figure]:
     return figures
 
 
-def attended(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> Figure:
+def plot_attention(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> Figure:
     """Images, and where CLS looks in the last layer: the mean over heads, brightest where it looks
     most.
     """
@@ -185,7 +185,9 @@ def attended(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> F
     )
 
 
-def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
+def report_studies(
+    found: Mapping[str, Mapping[str, Any]],
+) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
     """The tables of positions of some models, or of none: variance, regression, eigenvalues,
     projections.
     """
@@ -223,11 +225,11 @@ def studied(found: Mapping[str, Mapping[str, Any]]) -> tuple[tuple[Table, ...], 
     }
     return tables, (
         Figure("Accumulated eigenvalues", "lines", data),
-        *(f for name, one in found.items() for f in projected(name, one)),
+        *(f for name, one in found.items() for f in plot_projections(name, one)),
     )
 
 
-def corrupted(
+def report_corruptions(
     found: Mapping[str, Errors],
 ) -> tuple[tuple[Table, ...], tuple[Figure, ...], tuple[str, ...]]:
     """Errors under corruptions, and mCE relative to the first model; or why there is none."""
@@ -261,7 +263,7 @@ def corrupted(
     return (table,), (Figure("Errors under corruptions", "bars", data),), missing
 
 
-def hard(found: Mapping[str, tuple[float, float, int]]) -> Table:
+def tabulate_hard_images(found: Mapping[str, tuple[float, float, int]]) -> Table:
     """Accuracy, AURRA and the number of images, of images that are hard to tell."""
     rows = tuple(
         (name, 100 * accuracy, 100 * area, count) for name, (accuracy, area, count) in found.items()
@@ -273,7 +275,7 @@ def hard(found: Mapping[str, tuple[float, float, int]]) -> Table:
     return Table("Hard images", ("model", "accuracy", "AURRA", "images"), rows, note)
 
 
-def outside(found: Mapping[str, tuple[float, int, int]]) -> Table:
+def tabulate_outliers(found: Mapping[str, tuple[float, int, int]]) -> Table:
     """AUPR and the numbers of images of a class and of none."""
     rows = tuple(
         (name, 100 * area, 100 * none / (some + none), some, none)

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from regauge.checkpoints.files import OWNER, copy_file, staged_folder
-from regauge.checkpoints.plan import check_new, model_mode, named_files
+from regauge.checkpoints.plan import check_new, existing_files, model_mode
 from regauge.jigsaw.masks import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapper import LAMBDA, MaskedJigsaw
@@ -34,7 +34,7 @@ def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -
     """
     check_new(out)
     folder = source if source is None or source.is_dir() else source.parent
-    copied = named_files(folder, COPIED) if folder is not None else []
+    copied = existing_files(folder, COPIED) if folder is not None else []
     with staged_folder(out, model_mode(source, copied)) as partial:
         write_wrapped(wrapped, partial, copied)
 
@@ -106,18 +106,18 @@ def load_together(folders: Iterable[str], patch: int | None = None) -> dict[str,
         folder: load_wrapped(folder, **({} if patch is None else {"patch": patch}))
         for folder in folders
     }
-    known = {one.place.patch for one in found.values() if not one.place.assumed}
+    known = {one.layout.patch for one in found.values() if not one.layout.assumed}
     for one in found.values():
-        if known and one.place.assumed:
-            one.place = replace(one.place, patch=min(known), assumed=False)
+        if known and one.layout.assumed:
+            one.layout = replace(one.layout, patch=min(known), assumed=False)
     return found
 
 
-def bare_of(wrapped: MaskedJigsaw) -> MaskedJigsaw:
+def rewrap_plain(wrapped: MaskedJigsaw) -> MaskedJigsaw:
     """The plain model of a wrapped one, which nobody tells where patches were shuffled, for the
     same puzzles: wrapped as variant A. It unwraps.
     """
-    place = wrapped.place
+    place = wrapped.layout
     return MaskedJigsaw(
         wrapped.unwrap(), 0.0, variant="A", table=place.table, patch=place.patch, grid=place.grid
     ).eval()
@@ -130,9 +130,9 @@ def settings_of(wrapped: MaskedJigsaw) -> dict[str, Any]:
         name: getattr(wrapped, name) for name in ("ratio", "per", "probability", "warmup", "seed")
     }
     where = {
-        "table": wrapped.place.table,
-        "patch": list(wrapped.place.patch),
-        "grid": wrapped.place.grid,
+        "table": wrapped.layout.table,
+        "patch": list(wrapped.layout.patch),
+        "grid": wrapped.layout.grid,
     }
     return {**kept, "weight": weight, "variant": asdict(wrapped.variant), **where}
 

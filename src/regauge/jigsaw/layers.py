@@ -11,7 +11,7 @@ import torch
 
 from regauge.errors import RegaugeError, UpdateError
 from regauge.jigsaw.masks import Grid, JigsawError
-from regauge.jigsaw.positions import Place, place_of, stretched
+from regauge.jigsaw.positions import PositionLayout, find_positions, interpolate_positions
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -34,36 +34,40 @@ class Layers:
     grid: Grid
     prefix: int
     lead: str = ""
-    stretched: Place | None = None
+    table_layout: PositionLayout | None = None
 
     @property
     def cells(self) -> int:
         return self.grid[0] * self.grid[1]
 
-    def as_used(self, table: Tensor) -> Tensor:
+    def used_positions(self, table: Tensor) -> Tensor:
         """The positions of the patches [cells, width], as the model adds them, of its table [1,
         prefix + ..., width].
         """
-        found = table if self.stretched is None else stretched(table, self.stretched, self.grid)
+        found = (
+            table
+            if self.table_layout is None
+            else interpolate_positions(table, self.table_layout, self.grid)
+        )
         return found[0, self.prefix :]
 
-    def grads_as_used(self, slopes: Tensor) -> Tensor:
+    def used_position_grads(self, slopes: Tensor) -> Tensor:
         """The gradients by these [cells, width], of those by the table: a table that is stretched
         is a linear map of itself, which is undone.
         """
         own = slopes[0, self.prefix :]
-        if self.stretched is None:
+        if self.table_layout is None:
             return own
         count = len(own)
         basis = torch.cat(
             [torch.zeros(self.prefix, count, dtype=own.dtype), torch.eye(count, dtype=own.dtype)]
         )[None]
-        stretch = self.as_used(basis)  # [cells, cells of the table]
+        stretch = self.used_positions(basis)  # [cells, cells of the table]
         found: Tensor = torch.linalg.lstsq(stretch.T, own.cpu()).solution
         return found
 
 
-def inner_of(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
+def unwrap_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """The model without a wrapper of MJP, and what the wrapper puts before its names."""
     return (model.model, "model.") if isinstance(model, MaskedJigsaw) else (model, "")
 
@@ -76,9 +80,9 @@ def patch_embedding(model: torch.nn.Module) -> str | None:
     return next((n for n, m in found if m.kernel_size == m.stride and max(m.stride) > 1), None)
 
 
-def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
+def find_layers(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
     """Read off the model; what is missing is named."""
-    inner, lead = inner_of(model)
+    inner, lead = unwrap_model(model)
     name = patch_embedding(inner)
     if name is None:
         raise UpdateError(
@@ -88,7 +92,7 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
         )
     layer: Any = inner.get_submodule(name)
     try:
-        place = place_of(inner)
+        place = find_positions(inner)
     except JigsawError as error:
         raise UpdateError(
             f"no table of positions can be read off {type(inner).__name__}: {error}"
@@ -96,7 +100,7 @@ def layers_of(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
     patch = (int(layer.kernel_size[0]), int(layer.kernel_size[1]))
     grid = (shape[-2] // patch[0], shape[-1] // patch[1])
     stretches = place.grid is not None and place.grid != grid
-    if stretches and (not place.stretches or isinstance(model, MaskedJigsaw)):
+    if stretches and (not place.interpolates or isinstance(model, MaskedJigsaw)):
         assert place.grid is not None
         raise UpdateError(
             f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, the "
@@ -128,13 +132,13 @@ class Readers:
     is_conv1d: bool = False
 
 
-def readers_of(model: torch.nn.Module, block: int = 0) -> Readers:
+def find_readers(model: torch.nn.Module, block: int = 0) -> Readers:
     """The readers of a block's attention, by the family's spec: whatever the norm before the
     block's attention is read by.
     """
     from regauge.models.resolve import spec_of
 
-    inner, lead = inner_of(model)
+    inner, lead = unwrap_model(model)
     try:
         norms = spec_of(inner).norms
     except RegaugeError as error:
@@ -160,9 +164,9 @@ def readers_of(model: torch.nn.Module, block: int = 0) -> Readers:
     )
 
 
-def head_of(model: torch.nn.Module, classes: int | None = None) -> tuple[str, str | None]:
+def find_head(model: torch.nn.Module, classes: int | None = None) -> tuple[str, str | None]:
     """The last linear layer: its weight, and its bias if it has one."""
-    model, lead = inner_of(model)
+    model, lead = unwrap_model(model)
     found = [
         (n, m)
         for n, m in model.named_modules()

@@ -29,8 +29,8 @@ from regauge.errors import RegaugeError
 Tensor = torch.Tensor
 Grid = tuple[int, int]
 Seed = int | Sequence[int]
-SMALLEST, LARGEST, CELLS = 8, 75, 196
-ATTEMPTS = 10
+MIN_BLOCK, MAX_BLOCK, REFERENCE_CELLS = 8, 75, 196
+MAX_ATTEMPTS = 10
 
 
 class JigsawError(RegaugeError):
@@ -46,11 +46,13 @@ class Puzzle:
     mask: Tensor
     order: Tensor
     grid: Grid
-    inside: Tensor | None = None
+    pixel_order: Tensor | None = None
 
     def to(self, device: Any) -> Puzzle:
-        inside = None if self.inside is None else self.inside.to(device)
-        return replace(self, mask=self.mask.to(device), order=self.order.to(device), inside=inside)
+        inside = None if self.pixel_order is None else self.pixel_order.to(device)
+        return replace(
+            self, mask=self.mask.to(device), order=self.order.to(device), pixel_order=inside
+        )
 
     def rows(self, at: slice) -> Puzzle:
         """The puzzles of some images of a batch."""
@@ -75,8 +77,8 @@ class Puzzle:
             if len(self.order) == 1
             else patches[torch.arange(n, device=images.device)[:, None], self.order]
         )
-        if self.inside is not None:
-            patches = patches[..., self.inside]
+        if self.pixel_order is not None:
+            patches = patches[..., self.pixel_order]
         whole: Tensor = (
             patches.view(n, h, w, channels, height // h, width // w)
             .permute(0, 3, 1, 4, 2, 5)
@@ -136,15 +138,17 @@ def block_masks(
     """`count` block-wise masks [count, height, width], drawn side by side."""
     h, w = grid
     low, high = (
-        max(1, round(n * h * w / CELLS)) if given is None else given
-        for n, given in ((SMALLEST, smallest), (LARGEST, largest))
+        max(1, round(n * h * w / REFERENCE_CELLS)) if given is None else given
+        for n, given in ((MIN_BLOCK, smallest), (MAX_BLOCK, largest))
     )
     masks = np.zeros((count, h, w), bool)
     missing = np.full(count, int(check_ratio(ratio) * h * w))
     failed = np.zeros(count, int)
     rows, columns = np.arange(h)[None, :, None], np.arange(w)[None, None, :]
-    while len(at := np.flatnonzero((missing > 0) & (failed < ATTEMPTS))):
-        top, left, tall, wide = blocks(np.minimum(missing[at], high), low, grid, aspect, draw)
+    while len(at := np.flatnonzero((missing > 0) & (failed < MAX_ATTEMPTS))):
+        top, left, tall, wide = sample_blocks(
+            np.minimum(missing[at], high), low, grid, aspect, draw
+        )
         fits = (tall <= max(h - 1, 1)) & (wide <= max(w - 1, 1))
         top, tall, left, wide = (x[:, None, None] for x in (top, tall, left, wide))
         block = (rows >= top) & (rows < top + tall) & (columns >= left) & (columns < left + wide)
@@ -156,7 +160,7 @@ def block_masks(
     return masks
 
 
-def blocks(
+def sample_blocks(
     most: Any, least: int, grid: Grid, aspect: float, draw: np.random.Generator
 ) -> tuple[Any, Any, Any, Any]:
     """Top, left, height and width of one rectangle for each of `most`, the largest size of each.
@@ -177,7 +181,7 @@ def blocks(
     )
 
 
-def shuffles(masks: Any, draw: np.random.Generator) -> Any:
+def sample_shuffles(masks: Any, draw: np.random.Generator) -> Any:
     """Permutations [count, cells] that are uniform over the cells of each mask [count, cells] and
     leave all others where they are.
     """
@@ -189,16 +193,16 @@ def shuffles(masks: Any, draw: np.random.Generator) -> Any:
     return order
 
 
-def draw_puzzle(count: int, grid: Grid, ratio: float, seed: Seed, **how: Any) -> Puzzle:
+def sample_puzzle(count: int, grid: Grid, ratio: float, seed: Seed, **how: Any) -> Puzzle:
     """`count` puzzles from a seed and nothing else: in any process, worker or order of calls the
     same. `how` goes to `block_masks`.
     """
     draw = np.random.default_rng(seed)
     masks = block_masks(count, grid, ratio, draw, **how).reshape(count, -1)
-    return Puzzle(torch.from_numpy(masks), torch.from_numpy(shuffles(masks, draw)), grid)
+    return Puzzle(torch.from_numpy(masks), torch.from_numpy(sample_shuffles(masks, draw)), grid)
 
 
-def draw_scramble(grid: Grid, patch: Grid, seed: Seed) -> Puzzle:
+def sample_scramble(grid: Grid, patch: Grid, seed: Seed) -> Puzzle:
     """All patches and, alike in every patch, all pixels shuffled: the SPP of the paper's ablation,
     after MLP-Mixer.
     """

@@ -18,7 +18,7 @@ import torch
 
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, draw_puzzle
+from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, sample_puzzle
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
@@ -40,7 +40,7 @@ class Sensitivity:
     squared: float
     count: int
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -80,7 +80,7 @@ def evaluate(
         raise JigsawError("there are no images to measure on", hint="give some")
     right = 0
     sums = np.zeros((len(ratios), 4))
-    with torch.no_grad(), features_of(wrapped.model) as features:
+    with torch.no_grad(), capture_features(wrapped.model) as features:
         for start in range(0, len(examples), batch):
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = examples.batch(rows)
@@ -96,7 +96,7 @@ def evaluate(
             right += int((plain == labels).sum())
             for i, ratio in enumerate(ratios):
                 found = wrapped(
-                    pixels, puzzle=puzzles_of(rows, wrapped, pixels, ratio, seed)
+                    pixels, puzzle=evaluation_puzzles(rows, wrapped, pixels, ratio, seed)
                 ).logits.argmax(-1)
                 apart = (features() - seen).flatten(1).double().norm(dim=1)
                 sums[i] += [
@@ -111,21 +111,23 @@ def evaluate(
                 )
     n = len(examples)
     return Evaluation(
-        right / n, tuple(_mean(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))
+        right / n, tuple(_average(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))
     )
 
 
-def _mean(ratio: float, sums: Any, n: int) -> Sensitivity:
+def _average(ratio: float, sums: Any, n: int) -> Sensitivity:
     accuracy, consistency, norm, squared = (float(x) / n for x in sums)
     return Sensitivity(ratio, accuracy, consistency, norm, squared, n)
 
 
-def puzzles_of(rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, seed: int) -> Puzzle:
+def evaluation_puzzles(
+    rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, seed: int
+) -> Puzzle:
     """The puzzles of images by their numbers, which ascend."""
-    grid = check_size((int(pixels.shape[-2]), int(pixels.shape[-1])), wrapped.place.patch)
+    grid = check_size((int(pixels.shape[-2]), int(pixels.shape[-1])), wrapped.layout.patch)
     parts = []
     for chunk in range(int(rows[0]) // CHUNK, int(rows[-1]) // CHUNK + 1):
-        whole = _drawn(grid, ratio, seed, chunk)
+        whole = _sample_chunk(grid, ratio, seed, chunk)
         parts.append(
             [
                 t[[r - chunk * CHUNK for r in rows if r // CHUNK == chunk]]
@@ -137,24 +139,24 @@ def puzzles_of(rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, s
     )
 
 
-_LAST: dict[
+_PUZZLE_CACHE: dict[
     Any, Puzzle
     # the chunks of the ratios at hand: drawing 1,000 for every batch of 100 would be ten times the
     # work
 ] = {}
 
 
-def _drawn(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
+def _sample_chunk(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
     key = (grid, ratio, seed, chunk)
-    if key not in _LAST:
-        while len(_LAST) >= 16:
-            del _LAST[next(iter(_LAST))]
-        _LAST[key] = draw_puzzle(CHUNK, grid, ratio, [seed, chunk, round(1e6 * ratio)])
-    return _LAST[key]
+    if key not in _PUZZLE_CACHE:
+        while len(_PUZZLE_CACHE) >= 16:
+            del _PUZZLE_CACHE[next(iter(_PUZZLE_CACHE))]
+        _PUZZLE_CACHE[key] = sample_puzzle(CHUNK, grid, ratio, [seed, chunk, round(1e6 * ratio)])
+    return _PUZZLE_CACHE[key]
 
 
 @contextmanager
-def features_of(model: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
+def capture_features(model: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
     """A function that gives what the last linear layer was given in the last pass: the CLS
     embedding of a ViT, the pooled features of others.
     """

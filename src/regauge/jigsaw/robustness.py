@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from regauge.core.progress import Progress
-from regauge.data.datasets import Data, Pictures
-from regauge.data.tasks import Examples, fitted, logits_of, prepare
+from regauge.data.datasets import Data, EncodedImages
+from regauge.data.tasks import Examples, conform_images, logits_of, prepare
 from regauge.errors import need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 from regauge.jigsaw.masks import JigsawError
@@ -73,7 +73,7 @@ def aupr(inside: Any, outside: Any) -> float:
     )
 
 
-def errors_of(
+def evaluate_corruptions(
     model: torch.nn.Module,
     data: Data,
     task: Mapping[str, Any],
@@ -85,9 +85,11 @@ def errors_of(
     """A model's error under every corruption at severities 1 to 5, on images and labels of a
     task.
     """
-    data = fitted(task, data)
+    data = conform_images(task, data)
     pixels = (
-        data["image"].array() if isinstance(data["image"], Pictures) else np.asarray(data["image"])
+        data["image"].to_array()
+        if isinstance(data["image"], EncodedImages)
+        else np.asarray(data["image"])
     )
     pixels = pixels if pixels.ndim == 4 else pixels[..., None]
     errors: dict[str, list[float]] = {}
@@ -104,20 +106,20 @@ def errors_of(
             errors[name].append(
                 float(
                     1
-                    - answers(model, prepare(task, Data(data.name, fields, "")), batch, device)[
-                        1
-                    ].mean()
+                    - score_predictions(
+                        model, prepare(task, Data(data.name, fields, "")), batch, device
+                    )[1].mean()
                 )
             )
     return errors
 
 
-def answers(
+def score_predictions(
     model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu"
 ) -> tuple[Any, Any]:
     """The largest probability of each example, and whether it is that of its label."""
-    if examples.multi or len(examples) == 0:
-        fault = "have several labels each" if examples.multi else "are none"
+    if examples.multi_label or len(examples) == 0:
+        fault = "have several labels each" if examples.multi_label else "are none"
         raise JigsawError(
             f"the images {fault}: there is no answer to be right or wrong",
             hint="give images with one label each",

@@ -23,7 +23,7 @@ from regauge.jigsaw.wrapper import MaskedJigsaw
 Tensor = torch.Tensor
 DIMENSIONS = (3, 4, 5, 6, 7)  # of the paper's Table 7
 FOLDS, REPEATS = 5, 5
-CLS = ("cls_token", "class_token", "class_embedding")  # what libraries call it
+CLS_NAMES = ("cls_token", "class_token", "class_embedding")  # what libraries call it
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Regression:
     into folds.
     """
 
-    one: float
-    one_spread: float
-    two: float
-    two_spread: float
+    index_mae: float
+    index_spread: float
+    grid_mae: float
+    grid_spread: float
 
 
-def table_of(wrapped: MaskedJigsaw) -> tuple[Any, Grid]:
+def position_table(wrapped: MaskedJigsaw) -> tuple[Any, Grid]:
     """The positions of a model's patches, [cells, width], and their grid."""
-    place = wrapped.place
+    place = wrapped.layout
     if place.table is None or place.grid is None:
         raise JigsawError(
             f"{type(wrapped.model).__name__} has no table of absolute positions that is known here",
@@ -134,19 +134,19 @@ def attention_maps(wrapped: MaskedJigsaw, images: Tensor) -> Any:
     DeiT or DINOv2, of transformers or timm. The grid is that of the images: models that stretch
     their positions take other sizes than their own.
     """
-    model, place = wrapped.model, wrapped.place
+    model, place = wrapped.model, wrapped.layout
     if place.assumed or not any(
-        name.rpartition(".")[2] in CLS for name, _ in model.named_parameters()
+        name.rpartition(".")[2] in CLS_NAMES for name, _ in model.named_parameters()
     ):
         raise JigsawError(
             f"{type(model).__name__} has no token that looks at all patches",
             hint="a ViT or DeiT has CLS",
         )
     grid = check_size((int(images.shape[-2]), int(images.shape[-1])), place.patch)
-    with torch.no_grad(), _seen(model.eval()) as attentions:
+    with torch.no_grad(), _capture_attention(model.eval()) as attentions:
         model(images)
         found = attentions()
-    before, tokens = _before(wrapped), found.shape[-1]
+    before, tokens = _count_prefix_tokens(wrapped), found.shape[-1]
     if tokens != before + grid[0] * grid[1]:
         raise JigsawError(
             f"the last layer of {type(model).__name__} has {tokens} tokens, which are no "
@@ -156,20 +156,20 @@ def attention_maps(wrapped: MaskedJigsaw, images: Tensor) -> Any:
     return found[:, :, 0, before:].unflatten(-1, grid).double().cpu().numpy()
 
 
-def _before(wrapped: MaskedJigsaw) -> int:
+def _count_prefix_tokens(wrapped: MaskedJigsaw) -> int:
     """The tokens before the patches. Not all of them are in the table: registers never are in
     transformers, and CLS is not in timm's DeiT-III.
     """
     timm = getattr(wrapped.model, "num_prefix_tokens", None)
     if isinstance(timm, int):
         return timm
-    return max(wrapped.place.prefix, 1) + int(
+    return max(wrapped.layout.prefix, 1) + int(
         getattr(getattr(wrapped.model, "config", None), "num_register_tokens", 0)
     )
 
 
 @contextmanager
-def _seen(model: torch.nn.Module) -> Iterator[Any]:
+def _capture_attention(model: torch.nn.Module) -> Iterator[Any]:
     """A function that gives the last layer's attention of the last pass, [images, heads, tokens,
     tokens].
     """
@@ -223,7 +223,7 @@ def _seen(model: torch.nn.Module) -> Iterator[Any]:
             h.remove()
 
 
-def entropies(maps: Any) -> Any:
+def attention_entropies(maps: Any) -> Any:
     """The entropy of each map, as a share of that of looking everywhere alike: a number for how
     diverse attention is.
     """
@@ -232,16 +232,18 @@ def entropies(maps: Any) -> Any:
     return -(flat * np.log(np.maximum(flat, 1e-300))).sum(-1) / np.log(flat.shape[-1])
 
 
-def study(wrapped: MaskedJigsaw, *, seed: int = 0, umap: bool = False) -> Mapping[str, Any]:
+def study_positions(
+    wrapped: MaskedJigsaw, *, seed: int = 0, umap: bool = False
+) -> Mapping[str, Any]:
     """All that is to be said of a table of positions, as plain data."""
-    table, grid = table_of(wrapped)
+    table, grid = position_table(wrapped)
     places = regress_positions(table, grid, seed=seed)
     found: dict[str, Any] = {
         "explained": explained_variance(table),
         "eigenvalues": accumulated_eigenvalues(table),
         "regression": {
-            "1-D": [places.one, places.one_spread],
-            "2-D": [places.two, places.two_spread],
+            "1-D": [places.index_mae, places.index_spread],
+            "2-D": [places.grid_mae, places.grid_spread],
         },
         "pca": project_pca(table).tolist(),
         "grid": list(grid),

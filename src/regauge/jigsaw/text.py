@@ -22,13 +22,13 @@ import torch
 from torch.func import functional_call
 
 from regauge.data.tokenizers import open_tokenizer
-from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, shuffles
-from regauge.jigsaw.wrapper import Output, rank_of
+from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, sample_shuffles
+from regauge.jigsaw.wrapper import Output, distributed_rank
 
 Tensor = torch.Tensor
 
 
-def span_masks(free: Any, ratio: float, span: int, draw: np.random.Generator) -> Any:
+def sample_span_masks(free: Any, ratio: float, span: int, draw: np.random.Generator) -> Any:
     """Masks [texts, tokens] of spans within `free` [texts, tokens], to a share of each text's free
     tokens and never more.
     """
@@ -115,8 +115,10 @@ class TextJigsaw(torch.nn.Module):
             for name in ("pad", "bos", "eos", "cls", "sep")
         ]
         kept = {i for i in named if isinstance(i, int)} if special is None else set(special)
-        self.told = tokenizer is not None
-        self.special = tuple(sorted(kept | set(special_ids(tokenizer) if self.told else ())))
+        self.has_tokenizer = tokenizer is not None
+        self.special = tuple(
+            sorted(kept | set(special_token_ids(tokenizer) if self.has_tokenizer else ()))
+        )
         weight = embedding.weight.detach()
         self.unknown = (
             torch.nn.Parameter(weight[self.offset :].mean(0).clone())
@@ -135,9 +137,9 @@ class TextJigsaw(torch.nn.Module):
         """Tokens, and what else the model takes. A `puzzle` (mask and order, [texts, tokens]) is
         put to them in evaluation too.
         """
-        places = self._places(input_ids, more.get("position_ids"))
+        places = self._position_ids(input_ids, more.get("position_ids"))
         drawn = (
-            self._next(input_ids, attention_mask, more.get("token_type_ids"))
+            self._next_puzzle(input_ids, attention_mask, more.get("token_type_ids"))
             if self.training and puzzle is None
             else puzzle
         )
@@ -168,7 +170,7 @@ class TextJigsaw(torch.nn.Module):
                 given["token_type_ids"] = torch.zeros_like(
                     ids
                 )  # BERT would look its own up by the place
-            if "token_type_ids" not in _arguments(self.model):
+            if "token_type_ids" not in _forward_parameters(self.model):
                 given.pop("token_type_ids")
             found = functional_call(
                 self.model,
@@ -188,7 +190,7 @@ class TextJigsaw(torch.nn.Module):
     def set_extra_state(self, state: Tensor) -> None:
         self.passes = int(state)
 
-    def draw(
+    def sample(
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None,
@@ -208,20 +210,20 @@ class TextJigsaw(torch.nn.Module):
         padding = getattr(self.model.config, "pad_token_id", None)
         ends = there & (ids != padding) if isinstance(padding, int) else there
         free[np.cumsum(ends, 1) == 1] = False  # what is read off: CLS
-        free[_last(ends)] = False  # and SEP
-        if token_type_ids is not None and not self.told:
+        free[_last_true(ends)] = False  # and SEP
+        if token_type_ids is not None and not self.has_tokenizer:
             types = np.broadcast_to(token_type_ids.cpu().numpy(), ids.shape)
             pairs = (ends & (types != 0)).any(1, keepdims=True)
-            free[_last(ends & (types == 0)) & pairs] = False  # the SEP between two texts
+            free[_last_true(ends & (types == 0)) & pairs] = False  # the SEP between two texts
         draw = np.random.default_rng(seed)
-        masks = span_masks(free, self.ratio if ratio is None else ratio, self.span, draw)
-        return torch.from_numpy(masks), torch.from_numpy(shuffles(masks, draw))
+        masks = sample_span_masks(free, self.ratio if ratio is None else ratio, self.span, draw)
+        return torch.from_numpy(masks), torch.from_numpy(sample_shuffles(masks, draw))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _next(
+    def _next_puzzle(
         self, input_ids: Tensor, attention_mask: Tensor | None, types: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        seeds = [self.seed, rank_of(), self.passes]
+        seeds = [self.seed, distributed_rank(), self.passes]
         shuffled = (
             self.ratio > 0
             and self.passes >= self.warmup
@@ -229,12 +231,12 @@ class TextJigsaw(torch.nn.Module):
         )
         self.passes += 1
         return (
-            self.draw(input_ids, attention_mask, [*seeds, 1], token_type_ids=types)
+            self.sample(input_ids, attention_mask, [*seeds, 1], token_type_ids=types)
             if shuffled
             else None
         )
 
-    def _places(self, input_ids: Tensor, given: Tensor | None) -> Tensor:
+    def _position_ids(self, input_ids: Tensor, given: Tensor | None) -> Tensor:
         """The given places, or the model's own; one behind the table's last row would be taken for
         the unknown one.
         """
@@ -263,7 +265,7 @@ class TextJigsaw(torch.nn.Module):
         return places
 
 
-def special_ids(tokenizer: Any) -> tuple[int, ...]:
+def special_token_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids of all special tokens of a tokenizer: of transformers or tokenizers, a
     tokenizer.json, a folder or a hub id.
     """
@@ -280,12 +282,12 @@ def special_ids(tokenizer: Any) -> tuple[int, ...]:
     )
 
 
-def _last(there: Any) -> Any:
+def _last_true(there: Any) -> Any:
     """The last true place of each row."""
     return there & (np.cumsum(there[:, ::-1], 1)[:, ::-1] == 1)
 
 
-def _arguments(model: torch.nn.Module) -> Any:
+def _forward_parameters(model: torch.nn.Module) -> Any:
     import inspect
 
     return inspect.signature(model.forward).parameters

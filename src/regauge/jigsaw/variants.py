@@ -41,7 +41,7 @@ VARIANTS = {
 }
 
 
-def variant_of(given: str | Variant) -> Variant:
+def resolve_variant(given: str | Variant) -> Variant:
     if isinstance(given, Variant):
         return given
     if given not in VARIANTS:

@@ -33,11 +33,11 @@ from regauge.jigsaw.masks import (
     check_probability,
     check_ratio,
     check_size,
-    draw_puzzle,
-    draw_scramble,
+    sample_puzzle,
+    sample_scramble,
 )
-from regauge.jigsaw.positions import place_of, stretched
-from regauge.jigsaw.variants import Variant, variant_of
+from regauge.jigsaw.positions import find_positions, interpolate_positions
+from regauge.jigsaw.variants import Variant, resolve_variant
 
 Tensor = torch.Tensor
 Weight = float | Callable[[int], float]
@@ -71,7 +71,7 @@ class MaskedJigsaw(torch.nn.Module):
         False  # what transformers' Trainer asks: its losses are means over the batch
     )
     # and what else it asks, of the model itself
-    PASSED_ON = (
+    FORWARDED = (
         "config",
         "main_input_name",
         "is_gradient_checkpointing",
@@ -115,40 +115,40 @@ class MaskedJigsaw(torch.nn.Module):
             warmup,
         )
         self.weight, self.schedule, self.seed = weight, schedule, seed
-        self.place = place_of(model, table=table, patch=patch, grid=grid)
-        self.variant = self._allowed(variant)
+        self.layout = find_positions(model, table=table, patch=patch, grid=grid)
+        self.variant = self._resolve_variant(variant)
         self.passes = 0
         self.model = model
         self.unknown: torch.nn.Parameter | None = None
         self.index: torch.nn.Parameter | None = None
         self.localizer: Localizer | None = None
-        if self.place.table is not None:
-            self._extend(model.get_parameter(self.place.table))
+        if self.layout.table is not None:
+            self._add_parameters(model.get_parameter(self.layout.table))
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in self.PASSED_ON and "model" in self.__dict__.get("_modules", {}):
+            if name in self.FORWARDED and "model" in self.__dict__.get("_modules", {}):
                 return getattr(self.model, name)
             raise
 
-    def _allowed(self, given: str | Variant | None) -> Variant:
-        if self.place.table is not None:
-            return variant_of("J" if given is None else given)
+    def _resolve_variant(self, given: str | Variant | None) -> Variant:
+        if self.layout.table is not None:
+            return resolve_variant("J" if given is None else given)
         if given is None:
-            warnings.warn(self.place.note, stacklevel=3)
-            return variant_of("E")
-        found = variant_of(given)
+            warnings.warn(self.layout.note, stacklevel=3)
+            return resolve_variant("E")
+        found = resolve_variant(given)
         if found.unknown or found.index or found.localize or not found.positions:
-            raise JigsawError(self.place.note, hint="variant A, C or E")
+            raise JigsawError(self.layout.note, hint="variant A, C or E")
         return found
 
-    def _extend(self, table: torch.nn.Parameter) -> None:
+    def _add_parameters(self, table: torch.nn.Parameter) -> None:
         """Add what the variant learns beside the model's own, in its dtype and on its device."""
-        assert self.place.grid is not None
+        assert self.layout.grid is not None
         like: dict[str, Any] = {"dtype": table.dtype, "device": table.device}
-        patches = table.detach()[:, self.place.prefix :]
+        patches = table.detach()[:, self.layout.prefix :]
         if self.variant.unknown and self.ratio > 0:
             self.unknown = torch.nn.Parameter(
                 patches.mean((0, 1)).clone()
@@ -158,7 +158,7 @@ class MaskedJigsaw(torch.nn.Module):
         if self.variant.localize is not None:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                self.localizer = Localizer(self.variant.localize, table.shape[-1], self.place.grid)
+                self.localizer = Localizer(self.variant.localize, table.shape[-1], self.layout.grid)
             self.localizer.to(**like)
             self.localizer.targets = self.localizer.targets.float()
         if not self.variant.positions:
@@ -178,15 +178,15 @@ class MaskedJigsaw(torch.nn.Module):
         to them in evaluation too.
         """
         size = (int(pixel_values.shape[-2]), int(pixel_values.shape[-1]))
-        stretches = self.place.stretches or more.get("interpolate_pos_encoding")
+        stretches = self.layout.interpolates or more.get("interpolate_pos_encoding")
         # A table that fits is taken as it is, but for shapes that are not square: these a model
         # would stretch once more.
         fits = (self.variant.unknown or self.variant.index) and not (
             stretches and size[0] == size[1]
         )
-        grid = check_size(size, self.place.patch, self.place.grid if fits else None)
+        grid = check_size(size, self.layout.patch, self.layout.grid if fits else None)
         drawn, weight = (
-            self._next(len(pixel_values), grid, pixel_values)
+            self._next_puzzle(len(pixel_values), grid, pixel_values)
             if puzzle is None and self.training
             else (puzzle, None)
         )
@@ -214,7 +214,7 @@ class MaskedJigsaw(torch.nn.Module):
             if weight is None
             else weight * self.regression(mask)
         )
-        return self._answer(pixels, labels, positions, extra, more)
+        return self._run_model(pixels, labels, positions, extra, more)
 
     def positions(self, mask: Tensor, grid: Grid | None = None) -> Tensor | None:
         """The table as the model sees it under masks [rows, cells], of a grid that may be another
@@ -222,24 +222,24 @@ class MaskedJigsaw(torch.nn.Module):
         """
         if self.unknown is None and self.index is None:
             return None
-        assert self.place.table is not None
-        table: Tensor = self.model.get_parameter(self.place.table)
+        assert self.layout.table is not None
+        table: Tensor = self.model.get_parameter(self.layout.table)
         own: Tensor | None = self.index
-        if grid is not None and grid != self.place.grid:
-            table = stretched(table, self.place, grid)
-            own = None if own is None else stretched(own, self.place, grid)
+        if grid is not None and grid != self.layout.grid:
+            table = interpolate_positions(table, self.layout, grid)
+            own = None if own is None else interpolate_positions(own, self.layout, grid)
         if self.unknown is not None:
             whole = torch.nn.functional.pad(
-                mask, (self.place.prefix, 0)
+                mask, (self.layout.prefix, 0)
             )  # the tokens before the patches keep their own
             table = torch.where(whole[..., None], self.unknown.to(table.dtype), table)
         return table if own is None else table + own
 
     def grid_of(self, pixels: Tensor) -> Grid:
         """The patches of images [..., height, width], down and across."""
-        return int(pixels.shape[-2]) // self.place.patch[0], int(
+        return int(pixels.shape[-2]) // self.layout.patch[0], int(
             pixels.shape[-1]
-        ) // self.place.patch[1]
+        ) // self.layout.patch[1]
 
     def weight_at(self, number: int) -> float:
         """The lambda of a pass."""
@@ -249,7 +249,7 @@ class MaskedJigsaw(torch.nn.Module):
         """The puzzle of a pass over `count` images, if it has one: by the seed, the process's rank
         and the number alone.
         """
-        seeds = [self.seed, rank_of(), number]
+        seeds = [self.seed, distributed_rank(), number]
         ratio = (
             self.ratio if self.schedule is None else check_ratio(self.ratio * self.schedule(number))
         )
@@ -257,8 +257,8 @@ class MaskedJigsaw(torch.nn.Module):
         if not shuffles or np.random.default_rng([*seeds, 0]).random() >= self.probability:
             return None
         if self.variant.shuffle == "pixels":
-            return draw_scramble(grid, self.place.patch, [*seeds, 1])
-        return draw_puzzle(1 if self.per == "batch" else count, grid, ratio, [*seeds, 1])
+            return sample_scramble(grid, self.layout.patch, [*seeds, 1])
+        return sample_puzzle(1 if self.per == "batch" else count, grid, ratio, [*seeds, 1])
 
     def regression(self, mask: Tensor, table: Tensor | None = None) -> Tensor:
         """The loss of reading places off the positions that a mask [rows, cells] leaves, without
@@ -268,8 +268,8 @@ class MaskedJigsaw(torch.nn.Module):
         if self.localizer is None:
             return torch.zeros((), device=mask.device)
         if table is None:
-            assert self.place.table is not None
-            table = self.model.get_parameter(self.place.table)[0, self.place.prefix :]
+            assert self.layout.table is not None
+            table = self.model.get_parameter(self.layout.table)[0, self.layout.prefix :]
         kept = ~mask if self.variant.unknown else torch.ones_like(mask)
         if kept.shape[1] != len(
             table
@@ -283,9 +283,9 @@ class MaskedJigsaw(torch.nn.Module):
         embedding and the regression stay behind.
         """
         if self.index is not None:
-            assert self.place.table is not None
+            assert self.layout.table is not None
             with torch.no_grad():
-                self.model.get_parameter(self.place.table).add_(self.index)
+                self.model.get_parameter(self.layout.table).add_(self.index)
                 self.index.zero_()
         return self.model
 
@@ -302,7 +302,9 @@ class MaskedJigsaw(torch.nn.Module):
         )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _next(self, count: int, grid: Grid, like: Tensor) -> tuple[Puzzle | None, Tensor | None]:
+    def _next_puzzle(
+        self, count: int, grid: Grid, like: Tensor
+    ) -> tuple[Puzzle | None, Tensor | None]:
         """The puzzle of this pass, if it has one, and the weight of the regression, if there is
         one.
         """
@@ -314,7 +316,7 @@ class MaskedJigsaw(torch.nn.Module):
         )
         return self.puzzle_at(number, count, grid), weight
 
-    def _answer(
+    def _run_model(
         self,
         pixels: Tensor,
         labels: Tensor | None,
@@ -332,7 +334,7 @@ class MaskedJigsaw(torch.nn.Module):
             found = self.model(pixels, **given)
         else:
             found = functional_call(
-                self.model, {str(self.place.table): positions}, (pixels,), given
+                self.model, {str(self.layout.table): positions}, (pixels,), given
             )
         out = (
             Output(logits=found)
@@ -373,14 +375,14 @@ def ramp(total: int) -> Callable[[int], float]:
     return lambda step: min(1.0, step / max(1, total))
 
 
-def until(total: int, share: float) -> Callable[[int], float]:
+def stop_after(total: int, share: float) -> Callable[[int], float]:
     """A schedule of the ratio: all of it in this share of `total` passes, and then nothing, so that
     a training ends on images as they are.
     """
     return lambda step: float(step < share * total)
 
 
-def rank_of() -> int:
+def distributed_rank() -> int:
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return torch.distributed.get_rank() if there else 0
 
@@ -402,7 +404,7 @@ def wrap(model: torch.nn.Module, given: Mapping[str, Any], total: int, seed: int
             warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2
         )
     rises, ends = options.pop("ramp", False), options.pop("until", None)
-    of_ratio = ramp(total) if rises else until(total, ends) if ends is not None else None
+    of_ratio = ramp(total) if rises else stop_after(total, ends) if ends is not None else None
     return MaskedJigsaw(
         model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options
     )

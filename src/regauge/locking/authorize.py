@@ -36,7 +36,7 @@ from regauge.core.gather import permute
 from regauge.core.members import Member, Monomial
 from regauge.errors import CutError, EdgeError
 from regauge.locking.optimizer_guard import PERMUTED, Edge, release
-from regauge.models.cut import ROWS, Cut, cut
+from regauge.models.cut import TOKEN_SPACES, Cut, cut
 from regauge.models.families import Boundary
 
 if TYPE_CHECKING:
@@ -45,19 +45,19 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 Module = torch.nn.Module
 
-_Ready = tuple[Tensor | None, Tensor | None, Tensor | None]
+_AxisTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-_MARK = "_regauge_edge"
+_EDGE_ATTRIBUTE = "_regauge_edge"
 
 
-class Along:
+class AxisTransform:
     """What one member does along one axis of activations: a gather, with signs or scales, or a
     matrix. Ready on whatever device it is given.
     """
 
     def __init__(self, space: str, member: Member, dim: int) -> None:
         self.space, self.size, self.dim = space, member.size, dim
-        self.ready: dict[tuple[str, torch.dtype], _Ready] = {}
+        self.ready: dict[tuple[str, torch.dtype], _AxisTensors] = {}
         with torch.inference_mode(
             False
         ):  # whoever authorises a model to look at it may train it later
@@ -107,7 +107,7 @@ class Along:
         ):  # the stream is kept in full precision, and so is what turns it
             return (x.to(dtype).movedim(self.dim, -1) @ factor.T).movedim(-1, self.dim).to(x.dtype)
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> _Ready:
+    def _on(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
         key = (str(device), dtype)
         if key in self.ready:
             return self.ready[key]
@@ -119,7 +119,7 @@ class Along:
             self.ready[key] = self._made(device, dtype)
         return self.ready[key]
 
-    def _made(self, device: torch.device, dtype: torch.dtype) -> _Ready:
+    def _made(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
         index = None if self.index is None else self.index.to(device)
         inverse = None if self.inverse is None else self.inverse.to(device)
         return index, inverse, None if self.factor is None else self.factor.to(device, dtype)
@@ -149,10 +149,10 @@ class _Closed(_Hook):
 
 
 @dataclass(frozen=True, eq=False)
-class _Enter(_Hook):
+class _EnterHook(_Hook):
     """Before a module runs: arguments, by place or by name, are moved."""
 
-    arguments: tuple[tuple[str, int, Along], ...]
+    arguments: tuple[tuple[str, int, AxisTransform], ...]
 
     def __call__(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -167,10 +167,10 @@ class _Enter(_Hook):
 
 
 @dataclass(frozen=True, eq=False)
-class _Leave(_Hook):
+class _LeaveHook(_Hook):
     """After the last block has run: the stream, which comes first, is moved back."""
 
-    along: Along
+    along: AxisTransform
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         return (
@@ -181,7 +181,7 @@ class _Leave(_Hook):
 
 
 @dataclass(frozen=True, eq=False)
-class _States(_Hook):
+class _HiddenStatesHook(_Hook):
     """After the whole stack has run: the streams between its blocks, where the caller asked for
     them, are moved back.
 
@@ -190,7 +190,7 @@ class _States(_Hook):
     moves back: the blocks have streams of their own, and nothing is said of them.
     """
 
-    along: Along | None
+    along: AxisTransform | None
     blocks: int
     first: int
 
@@ -264,7 +264,7 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
                 hint="name the folder that it was loaded from",
             )
         verify_loaded(model, checkpoint, spec_of(checkpoint), key)
-    return authorized(model, element, **more)
+    return authorize_with_element(model, element, **more)
 
 
 def save_trained(model: Module, folder: Path | str, key: Key) -> None:
@@ -284,7 +284,7 @@ def save_trained(model: Module, folder: Path | str, key: Key) -> None:
     reseal(checkpoint, spec_of(checkpoint), key)
 
 
-def authorized(
+def authorize_with_element(
     model: Module,
     element: Element,
     *,
@@ -325,8 +325,8 @@ def authorized(
         f'this {type(model).__name__} does not fit the element\'s spec "{element.spec.family}"',
         hint="authorise the model itself, before adapters and wrappers are put on",
     )
-    hooks = list(_hooks(where, element))
-    _sweep(model)
+    hooks = list(_plan_hooks(where, element))
+    _remove_hooks(model)
     for module, kind, hook in hooks:
         if kind == "enter":
             module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -337,9 +337,13 @@ def authorized(
         frozenset().union(
             *(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in where.boundaries)
         )
-        - ROWS
+        - TOKEN_SPACES
     )
-    setattr(model, _MARK, Edge(model, element, any_optimizer=any_optimizer, entry=entry))
+    setattr(
+        model,
+        _EDGE_ATTRIBUTE,
+        Edge(model, element, any_optimizer=any_optimizer, stream_spaces=entry),
+    )
     return model
 
 
@@ -347,9 +351,9 @@ def deauthorize(model: Module) -> None:
     """Take the authorisation off: the model is the locked one again, which fits neither its
     embedding nor its head.
     """
-    _sweep(model)
+    _remove_hooks(model)
     for module in model.modules():
-        edge = module.__dict__.pop(_MARK, None)
+        edge = module.__dict__.pop(_EDGE_ATTRIBUTE, None)
         if edge is not None:
             release(edge)
 
@@ -357,9 +361,10 @@ def deauthorize(model: Module) -> None:
 def is_authorized(model: Module) -> bool:
     """Does this model, or one that it wraps, have its edges moved?"""
     return any(
-        module.__dict__.get(_MARK) is not None
+        module.__dict__.get(_EDGE_ATTRIBUTE) is not None
         or any(
-            isinstance(hook, _Hook) and not isinstance(hook, _Closed) for hook in _hooks_of(module)
+            isinstance(hook, _Hook) and not isinstance(hook, _Closed)
+            for hook in _forward_hooks_of(module)
         )
         for module in model.modules()
     )
@@ -368,16 +373,21 @@ def is_authorized(model: Module) -> bool:
 def edge_of(model: Module) -> Edge | None:
     """The record of the model's authorisation, or of the model's that it wraps."""
     return next(
-        (m.__dict__[_MARK] for m in model.modules() if m.__dict__.get(_MARK) is not None), None
+        (
+            m.__dict__[_EDGE_ATTRIBUTE]
+            for m in model.modules()
+            if m.__dict__.get(_EDGE_ATTRIBUTE) is not None
+        ),
+        None,
     )
 
 
-def _hooks_of(module: Module) -> Iterator[Any]:
+def _forward_hooks_of(module: Module) -> Iterator[Any]:
     yield from module._forward_pre_hooks.values()
     yield from module._forward_hooks.values()
 
 
-def _sweep(model: Module) -> None:
+def _remove_hooks(model: Module) -> None:
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
@@ -392,7 +402,7 @@ def _sweep(model: Module) -> None:
                     option.pop(key, None)
 
 
-def _hooks(
+def _plan_hooks(
     where: Cut, g: Element
 ) -> Iterator[tuple[Module, Literal["enter", "leave", "states"], Any]]:
     """Which module takes which hook. Everything that can be wrong is found before the first one is
@@ -400,7 +410,7 @@ def _hooks(
     """
     back = ~g
     for boundary in where.boundaries:
-        _require_known(boundary, g)
+        _require_known_spaces(boundary, g)
         found = where.model.get_submodule(boundary.blocks)
         blocks = (
             list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
@@ -411,7 +421,11 @@ def _hooks(
                 hint="the edges need blocks of their own; copy the shared one",
             )
         owner = where.model.get_submodule(boundary.blocks.rpartition(".")[0])
-        alongs = {name: along for name, axes in boundary.enter.items() for along in _along(g, axes)}
+        alongs = {
+            name: along
+            for name, axes in boundary.enter.items()
+            for along in _axis_transforms(g, axes)
+        }
         # What one block hands to the next is moved once, where it enters; what all of them are
         # given, once by their owner if it only passes it on.
         once = {n: a for n, a in alongs.items() if n == boundary.stream or n in boundary.returns}
@@ -422,24 +436,28 @@ def _hooks(
         }
         each = {n: a for n, a in alongs.items() if n not in once and n not in above}
         if above:
-            yield owner, "enter", _enter(owner, above)
+            yield owner, "enter", _make_enter_hook(owner, above)
         for i, block in enumerate(blocks):
             if i == 0 or each:
-                yield block, "enter", _enter(block, {**once, **each} if i == 0 else each)
-        for along in _along(back, boundary.leave):
-            yield blocks[-1], "leave", _Leave(along)
-        collector, first = _collector(where.model, boundary.blocks)
+                yield block, "enter", _make_enter_hook(block, {**once, **each} if i == 0 else each)
+        for along in _axis_transforms(back, boundary.leave):
+            yield blocks[-1], "leave", _LeaveHook(along)
+        collector, first = _find_collector(where.model, boundary.blocks)
         if collector is not None:
-            same = _spaces(boundary.enter[boundary.stream]) == _spaces(boundary.leave)
-            for along in _along(back, boundary.leave):
-                yield collector, "states", _States(along if same else None, len(blocks), first)
+            same = _model_spaces(boundary.enter[boundary.stream]) == _model_spaces(boundary.leave)
+            for along in _axis_transforms(back, boundary.leave):
+                yield (
+                    collector,
+                    "states",
+                    _HiddenStatesHook(along if same else None, len(blocks), first),
+                )
 
 
-def _require_known(boundary: Boundary, g: Element) -> None:
+def _require_known_spaces(boundary: Boundary, g: Element) -> None:
     strange = (
         frozenset().union(*(ax.spaces(axes) for axes in (*boundary.enter.values(), boundary.leave)))
         - g.spec.sizes.keys()
-        - ROWS
+        - TOKEN_SPACES
     )
     if strange:
         raise CutError(
@@ -448,11 +466,11 @@ def _require_known(boundary: Boundary, g: Element) -> None:
         )
 
 
-def _spaces(axes: str) -> frozenset[str]:
-    return ax.spaces(axes) - ROWS
+def _model_spaces(axes: str) -> frozenset[str]:
+    return ax.spaces(axes) - TOKEN_SPACES
 
 
-def _along(g: Element, axes: str) -> list[Along]:
+def _axis_transforms(g: Element, axes: str) -> list[AxisTransform]:
     """What an element does to a tensor that crosses: nothing, or something along one axis."""
     terms = ax.parse(axes).terms
     moved = [
@@ -466,17 +484,17 @@ def _along(g: Element, axes: str) -> list[Along]:
     assert isinstance(term, ax.Leaf)
     assert not term.star
     assert g.spec.spaces[term.space].over is None
-    return [Along(term.space, g.members[term.space], dim - len(terms))]
+    return [AxisTransform(term.space, g.members[term.space], dim - len(terms))]
 
 
-def _enter(module: Module, alongs: Mapping[str, Along]) -> _Enter:
+def _make_enter_hook(module: Module, alongs: Mapping[str, AxisTransform]) -> _EnterHook:
     places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
-    return _Enter(
+    return _EnterHook(
         tuple((name, places[name], along) for name, along in alongs.items() if name in places)
     )
 
 
-def _collector(model: Module, blocks: str) -> tuple[Module | None, int]:
+def _find_collector(model: Module, blocks: str) -> tuple[Module | None, int]:
     """The module that gathers hidden states, the one nearest to the blocks, and the first state
     that is in the locked basis.
 
@@ -487,14 +505,14 @@ def _collector(model: Module, blocks: str) -> tuple[Module | None, int]:
     while path:
         path = path.rpartition(".")[0]
         module = model.get_submodule(path)
-        if "hidden_states" in (_recorded(module) or {}):
+        if "hidden_states" in (_recordable_outputs(module) or {}):
             return module, 0
         if "output_hidden_states" in inspect.signature(module.forward).parameters:
             return module, 1
     return None, 0
 
 
-def _recorded(module: Module) -> Any:
+def _recordable_outputs(module: Module) -> Any:
     """What transformers collects by hooks for this class."""
     own = getattr(type(module), "_can_record_outputs", None)
     return own if isinstance(own, dict) else None

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args
 
 from regauge.checkpoints.files import write_bytes
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.core.rng import hkdf
 from regauge.errors import KeyFileError, PassphraseError
 
@@ -35,12 +35,12 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 # scrypt: 128 MiB and about half a second. What a file asks for is capped: memory is 128 n r bytes,
 # time goes with n r p.
 SCRYPT = {"n": 1 << 17, "r": 8, "p": 1}
-_MOST_MEMORY, _MOST_WORK = 1 << 22, 1 << 23  # n r, n r p
-_LARGEST = 1 << 16  # bytes of a key file
+_MAX_MEMORY, _MAX_WORK = 1 << 22, 1 << 23  # n r, n r p
+_MAX_FILE_BYTES = 1 << 16  # bytes of a key file
 
-_PLAIN = {"regauge", "version", "purpose", "id", "created", "key"}
-_WRAPPED = {"regauge", "version", "purpose", "id", "created", "scrypt", "nonce", "wrapped"}
-_MAKE = (
+_PLAIN_FIELDS = {"regauge", "version", "purpose", "id", "created", "key"}
+_WRAPPED_FIELDS = {"regauge", "version", "purpose", "id", "created", "scrypt", "nonce", "wrapped"}
+_KEYGEN_HINT = (
     "give the file that keygen wrote; regauge keygen -o KEY makes a new key, for what is "
     "not locked yet"
 )
@@ -64,7 +64,7 @@ class Key:
 
     def __init__(self, secret: bytes, purpose: Purpose = "lock", created: str = "") -> None:
         if not isinstance(secret, bytes) or len(secret) != 32:
-            raise KeyFileError("a key is 32 bytes", hint=_MAKE)
+            raise KeyFileError("a key is 32 bytes", hint=_KEYGEN_HINT)
         if purpose not in PURPOSES:
             raise KeyFileError(
                 f'there is no purpose "{purpose!s:.40}"', hint=f"purposes are {', '.join(PURPOSES)}"
@@ -92,7 +92,7 @@ class Key:
                 hint=f"regauge keygen --purpose {purpose} -o KEY",
             )
 
-    def _text(self, passphrase: str | None, scrypt: dict[str, int]) -> str:
+    def _serialize(self, passphrase: str | None, scrypt: dict[str, int]) -> str:
         fields: dict[str, Any] = {
             "regauge": "key",
             "version": VERSION,
@@ -108,8 +108,8 @@ class Key:
             salt, nonce = os.urandom(16), os.urandom(12)
             fields |= {"scrypt": {**scrypt, "salt": salt.hex()}, "nonce": nonce.hex()}
             fields["wrapped"] = (
-                ChaCha20Poly1305(_stretched(passphrase, salt, scrypt))
-                .encrypt(nonce, self.__secret, canonical(fields))
+                ChaCha20Poly1305(_stretch_passphrase(passphrase, salt, scrypt))
+                .encrypt(nonce, self.__secret, canonical_json(fields))
                 .hex()
             )
         return json.dumps(fields, indent=2) + "\n"
@@ -168,7 +168,7 @@ def save_key(
         raise KeyFileError(
             f"{path} exists already", hint="a key cannot be made again: name a new file"
         )
-    write_bytes(path, key._text(passphrase, scrypt or SCRYPT).encode(), mode=0o600, new=True)
+    write_bytes(path, key._serialize(passphrase, scrypt or SCRYPT).encode(), mode=0o600, new=True)
 
 
 def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) -> Key:
@@ -176,9 +176,9 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
     may be a function that asks for it if need be.
     """
     path = Path(path)
-    data, mode = _read(path, "key file", _LARGEST, _MAKE)
+    data, mode = _read(path, "key file", _MAX_FILE_BYTES, _KEYGEN_HINT)
     try:
-        fields = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+        fields = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_duplicates)
         if not isinstance(fields, dict) or fields.get("regauge") != "key":
             raise _BadFieldError("it does not say that it is a key")
         _require_private(path, mode)
@@ -188,7 +188,7 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
                 f"{path} has format version {version}; this regauge reads up to {VERSION}",
                 hint="upgrade regauge",
             )
-        if version != VERSION or fields.keys() not in (_PLAIN, _WRAPPED):
+        if version != VERSION or fields.keys() not in (_PLAIN_FIELDS, _WRAPPED_FIELDS):
             raise _BadFieldError("its fields are not those of a key file")
         wanted, created, name = fields["purpose"], fields["created"], fields["id"]
         if (
@@ -210,14 +210,16 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
                 f'{path} is a key for "{wanted}", and this needs one for "{purpose}"', hint=hint
             )
         secret = (
-            _hex(fields["key"], 32) if "key" in fields else _unwrapped(path, fields, passphrase)
+            _parse_hex(fields["key"], 32)
+            if "key" in fields
+            else _unwrap_secret(path, fields, passphrase)
         )
     except (ValueError, RecursionError, TypeError) as error:
         said = (
             str(error) if isinstance(error, _BadFieldError) else "it is not the text of a key"
         )  # what a parser says may quote the file
         raise KeyFileError(
-            f"{path} is no usable key file: {said}", hint=f"restore it from a copy; {_MAKE}"
+            f"{path} is no usable key file: {said}", hint=f"restore it from a copy; {_KEYGEN_HINT}"
         ) from None
     key = Key(secret, wanted, created)
     if not hmac.compare_digest(key.id.encode(), name.encode()):
@@ -228,7 +230,7 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
     return key
 
 
-def read_private(path: Path | str, what: str, limit: int = _LARGEST) -> bytes:
+def read_private(path: Path | str, what: str, limit: int = _MAX_FILE_BYTES) -> bytes:
     """Read a file that holds a secret: a key, a passphrase, the private key of a certificate.
 
     Args:
@@ -283,7 +285,7 @@ def _read(path: Path, what: str, limit: int, hint: str) -> tuple[bytes, int]:
         os.close(fd)
 
 
-def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> bytes:
+def _unwrap_secret(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> bytes:
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
@@ -291,9 +293,9 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
     if not isinstance(costs, dict) or costs.keys() != {"n", "r", "p", "salt"}:
         raise _BadFieldError("its scrypt parameters are none")
     salt, nonce, wrapped = (
-        _hex(costs["salt"], 16),
-        _hex(fields["nonce"], 12),
-        _hex(fields["wrapped"], 48),
+        _parse_hex(costs["salt"], 16),
+        _parse_hex(fields["nonce"], 12),
+        _parse_hex(fields["wrapped"], 48),
     )
     n, r, p = (costs[x] for x in "nrp")
     if (
@@ -303,7 +305,7 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
         or n.bit_length() > 16 * r
     ):  # RFC 7914, 2
         raise _BadFieldError("its scrypt parameters are none")
-    if n * r > _MOST_MEMORY or n * r * p > _MOST_WORK:
+    if n * r > _MAX_MEMORY or n * r * p > _MAX_WORK:
         raise KeyFileError(
             f"{path} asks for {128 * n * r // 2**20} MiB and {n * r * p / (1 << 20):.0f} times "
             "the usual work to unwrap",
@@ -315,9 +317,9 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
             f"{path} is protected by a passphrase",
             hint="give it at the prompt, in REGAUGE_PASSPHRASE or with --passphrase-file",
         )
-    bound = canonical({name: value for name, value in fields.items() if name != "wrapped"})
+    bound = canonical_json({name: value for name, value in fields.items() if name != "wrapped"})
     try:
-        return ChaCha20Poly1305(_stretched(asked, salt, {"n": n, "r": r, "p": p})).decrypt(
+        return ChaCha20Poly1305(_stretch_passphrase(asked, salt, {"n": n, "r": r, "p": p})).decrypt(
             nonce, wrapped, bound
         )
     except MemoryError:
@@ -332,21 +334,21 @@ def _unwrapped(path: Path, fields: dict[str, Any], passphrase: Passphrase) -> by
         ) from None
 
 
-def _stretched(passphrase: str, salt: bytes, costs: dict[str, int]) -> bytes:
+def _stretch_passphrase(passphrase: str, salt: bytes, costs: dict[str, int]) -> bytes:
     from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
     text = unicodedata.normalize("NFC", passphrase).encode("utf-8", "surrogatepass")
     return bytes(Scrypt(salt=salt, length=32, **costs).derive(text))
 
 
-def _hex(text: Any, n: int) -> bytes:
+def _parse_hex(text: Any, n: int) -> bytes:
     """Exactly n bytes, in lower-case hexadecimal."""
     if not isinstance(text, str) or len(text) != 2 * n or not set(text) <= set("0123456789abcdef"):
         raise _BadFieldError("its key, salt or nonce is none")
     return bytes.fromhex(text)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     out = dict(pairs)
     if len(out) != len(pairs):
         raise _BadFieldError("it names a field twice")

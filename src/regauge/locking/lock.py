@@ -34,11 +34,11 @@ from regauge.checkpoints.headers import DTYPE_NAMES, FLOATS
 from regauge.checkpoints.reader import Checkpoint
 from regauge.checkpoints.writer import digests_of
 from regauge.core import axes as ax
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.core.check import check, check_spec, require
 from regauge.core.element import Element, element, match_spaces
 from regauge.core.groups import Kind
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.errors import LockError, TamperedModelError, WrongKeyError
 from regauge.locking.keys import Key
 
@@ -54,7 +54,7 @@ FIELD = "regauge_lock"
 TAGS = ("record", "structure", "data")
 
 
-class How(NamedTuple):
+class LockGroup(NamedTuple):
     """The subgroup that a lock draws from, and whether norms are folded first."""
 
     within: Kind
@@ -63,12 +63,14 @@ class How(NamedTuple):
 
 # What --group names. Permutations and signs unlock bit for bit and train with any of SGD, Adam and
 # AdamW; rotations unlock to rounding.
-LOCKS: dict[str, How] = {
-    "permutation": How("permutation", fold=False),
-    "signed": How("signed", fold=False),
-    "rotation": How("orthogonal", fold=True),
+LOCKS: dict[str, LockGroup] = {
+    "permutation": LockGroup("permutation", fold=False),
+    "signed": LockGroup("signed", fold=False),
+    "rotation": LockGroup("orthogonal", fold=True),
 }
-DEFAULT = "signed"  # the largest that unlocks bit for bit and trains with the user's optimizer
+DEFAULT_GROUP = (
+    "signed"  # the largest that unlocks bit for bit and trains with the user's optimizer
+)
 
 # The dtype and shape of every tensor by name, as a checkpoint's headers have them.
 Header = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -118,11 +120,11 @@ class Record:
             **more,
         }
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {**self.body(), "tags": dict(self.tags)}
 
 
-class Locked(NamedTuple):
+class LockedState(NamedTuple):
     """A locked state, its spec (a folded one where norms were folded) and the record that goes with
     it.
     """
@@ -133,8 +135,13 @@ class Locked(NamedTuple):
 
 
 def lock(
-    spec: Spec, state: State, key: Key, *, group: str = DEFAULT, spaces: Iterable[str] | None = None
-) -> Locked:
+    spec: Spec,
+    state: State,
+    key: Key,
+    *,
+    group: str = DEFAULT_GROUP,
+    spaces: Iterable[str] | None = None,
+) -> LockedState:
     """Lock a state: its backbone moved by the key's element, everything else as it is. `spec`
     describes the plain state.
 
@@ -145,13 +152,13 @@ def lock(
     from regauge.core.fold import fold_norms
 
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
-    described, record = draft(
+    described, record = draft_record(
         spec, key, model_digest(header_of(state), digests_of(state)), group, spaces
     )
     g = locked_element(described, record, key, tags=False)
     moved = apply(g, fold_norms(spec, state)[1] if record.folded else state, "backbone")
-    return Locked(
-        described, moved, tagged(record, key, described, header_of(moved), digests_of(moved))
+    return LockedState(
+        described, moved, add_tags(record, key, described, header_of(moved), digests_of(moved))
     )
 
 
@@ -170,8 +177,12 @@ def unlock(
     return apply(~g, state, "backbone")
 
 
-def draft(
-    spec: Spec, key: Key, digest: str, group: str = DEFAULT, spaces: Iterable[str] | None = None
+def draft_record(
+    spec: Spec,
+    key: Key,
+    digest: str,
+    group: str = DEFAULT_GROUP,
+    spaces: Iterable[str] | None = None,
 ) -> tuple[Spec, Record]:
     """The record of a lock that is still to be made, without its tags, and the spec that its
     element is of.
@@ -185,8 +196,8 @@ def draft(
         else tuple(sorted({spaces} if isinstance(spaces, str) else set(spaces)))
     )
     folded = LOCKS[group].fold and bool(spec.norms or spec.scales)
-    described = described_spec(spec, folded)
-    chosen = _chosen(described, named)
+    described = element_spec(spec, folded)
+    chosen = _select_spaces(described, named)
     joints = _spaces_of(described, "backbone") & (
         _spaces_of(described, "embed") | _spaces_of(described, "head")
     )
@@ -200,7 +211,7 @@ def draft(
             else "the spec has no embedding or head beside its backbone: a spec file says which "
             "tensors are which (docs/adding-a-model.md)",
         )
-    layout = _layout(described, chosen, group)
+    layout = _layout_digest(described, chosen, group)
     exact = LOCKS[group].within != "orthogonal" and not folded
     return described, Record(
         spec.family,
@@ -214,7 +225,7 @@ def draft(
     )
 
 
-def described_spec(spec: Spec, folded: bool) -> Spec:
+def element_spec(spec: Spec, folded: bool) -> Spec:
     """The spec that a lock's element is of: the model's own, or that of its folded form."""
     from regauge.core.fold import folded_spec
 
@@ -236,9 +247,12 @@ def locked_element(spec: Spec, record: Record, key: Key, *, tags: bool = True) -
     if tags:
         _require_tag(record, key, "record", None, "its lock record was changed")
     require(check_spec(spec), "the model's config makes no sense", hint="restore config.json")
-    described = described_spec(spec, record.folded)
-    chosen = _chosen(described, record.spaces)
-    if spec.family != record.family or _layout(described, chosen, record.group) != record.layout:
+    described = element_spec(spec, record.folded)
+    chosen = _select_spaces(described, record.spaces)
+    if (
+        spec.family != record.family
+        or _layout_digest(described, chosen, record.group) != record.layout
+    ):
         raise TamperedModelError(
             f'the model was locked as a "{record.family}" with other spaces than its config now '
             "says",
@@ -256,21 +270,22 @@ def locked_element(spec: Spec, record: Record, key: Key, *, tags: bool = True) -
     )  # a name also stands for longer ones
 
 
-def tagged(
+def add_tags(
     record: Record, key: Key, spec: Spec, header: Header, digests: Mapping[str, bytes]
 ) -> Record:
     """The record with its three tags, for a model with this header and these digests."""
     messages = {
         "record": None,
-        "structure": _structure(spec, header),
-        "data": _data(header, digests),
+        "structure": _structure_message(spec, header),
+        "data": _data_message(header, digests),
     }
     return replace(
-        record, tags={name: _tag(record, key, name, message) for name, message in messages.items()}
+        record,
+        tags={name: _compute_tag(record, key, name, message) for name, message in messages.items()},
     )
 
 
-def renewed(
+def renew_tags(
     before: Record,
     record: Record,
     key: Key,
@@ -283,8 +298,8 @@ def renewed(
 
     If the data are another model's, the plain weights are not known any more.
     """
-    same = _fits(before, key, "data", _data(header, digests))
-    return tagged(
+    same = _has_valid_tag(before, key, "data", _data_message(header, digests))
+    return add_tags(
         replace(record, plain=before.plain if same else UNKNOWN), key, spec, header, digests
     )
 
@@ -303,7 +318,7 @@ def verify_tags(
             record,
             key,
             "structure",
-            _structure(spec, header),
+            _structure_message(spec, header),
             "names, shapes or dtypes of its backbone were changed",
         )
         why = "its data were changed"
@@ -311,10 +326,10 @@ def verify_tags(
             "restore it from a copy; if it was trained while locked: unlock --retrained, or "
             "lock --reseal"
         )
-        _require_tag(record, key, "data", _data(header, digests), why, hint)
+        _require_tag(record, key, "data", _data_message(header, digests), why, hint)
         return None
-    structure = _structure(spec, header)
-    if _fits(record, key, "structure", structure):
+    structure = _structure_message(spec, header)
+    if _has_valid_tag(record, key, "structure", structure):
         return None
     for dtype in (
         FLOATS if len({row[1] for row in structure} & FLOATS.keys()) == 1 else ()
@@ -322,9 +337,9 @@ def verify_tags(
         cast = {
             name: (dtype if was in FLOATS else was, shape) for name, (was, shape) in header.items()
         }
-        if _fits(record, key, "structure", _structure(spec, cast)):
+        if _has_valid_tag(record, key, "structure", _structure_message(spec, cast)):
             return dtype
-    raise _tampered(
+    raise _tampered_error(
         "names, shapes or dtypes of its backbone were changed",
         "training keeps them: is it a model that was locked by this record?",
     )
@@ -338,10 +353,10 @@ def record_of(source: Any) -> Record | None:
         found = [(source.config or {}).get(FIELD)]
         for shard in source.files.values():
             text = (shard.metadata or {}).get(FIELD)
-            found.append(None if text is None else _parsed(text))
+            found.append(None if text is None else _parse_json(text))
         there = [value for value in found if value is not None]
         if any(value != there[0] for value in there):
-            raise _tampered("it has two lock records that differ")
+            raise _tampered_error("it has two lock records that differ")
         value = there[0] if there else None
     elif isinstance(source, Mapping):
         value = source.get(FIELD)
@@ -363,30 +378,30 @@ def read_record(value: Any) -> Record:
         )
     try:
         spaces = value["spaces"]
-        tags = {name: _hex(value["tags"][name], 64) for name in TAGS}
+        tags = {name: _parse_hex(value["tags"][name], 64) for name in TAGS}
         record = Record(
-            family=_text(value["family"]),
-            group=_text(value["group"]),
-            key=_hex(value["key"], 16),
-            digest=_hex(value["digest"], 64),
-            layout=_hex(value["layout"], 64),
-            spaces=None if spaces is None else tuple(_text(name) for name in spaces),
+            family=_parse_text(value["family"]),
+            group=_parse_text(value["group"]),
+            key=_parse_hex(value["key"], 16),
+            digest=_parse_hex(value["digest"], 64),
+            layout=_parse_hex(value["layout"], 64),
+            spaces=None if spaces is None else tuple(_parse_text(name) for name in spaces),
             folded=value["folded"],
             tags=tags,
-            files=_listed(value["files"]) if value["version"] != 1 else None,
-            plain=_hex(value["plain"], 64) if value["version"] != 1 else UNKNOWN,
+            files=_parse_files(value["files"]) if value["version"] != 1 else None,
+            plain=_parse_hex(value["plain"], 64) if value["version"] != 1 else UNKNOWN,
             version=value["version"],
         )
         if type(record.version) is not int or record.version < 1:
             raise ValueError
         if (
-            record.to_json() != dict(value)
+            record.to_dict() != dict(value)
             or type(record.folded) is not bool
             or record.group not in LOCKS
         ):
             raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise _tampered("its lock record is damaged") from None
+        raise _tampered_error("its lock record is damaged") from None
     return record
 
 
@@ -416,7 +431,9 @@ def model_digest(header: Header, digests: Mapping[str, bytes]) -> str:
     SHA-256.
     """
     return hashlib.sha256(
-        canonical({"regauge": "model", "version": 1, "tensors": _data(header, digests)})
+        canonical_json(
+            {"regauge": "model", "version": 1, "tensors": _data_message(header, digests)}
+        )
     ).hexdigest()
 
 
@@ -429,20 +446,20 @@ def header_of(state: State | Checkpoint) -> dict[str, tuple[str, tuple[int, ...]
     }
 
 
-def _data(header: Header, digests: Mapping[str, bytes]) -> list[Any]:
+def _data_message(header: Header, digests: Mapping[str, bytes]) -> list[Any]:
     return [
         [name, dtype, list(shape), digests[name].hex()]
         for name, (dtype, shape) in sorted(header.items())
     ]
 
 
-def _structure(spec: Spec, header: Header) -> list[Any]:
+def _structure_message(spec: Spec, header: Header) -> list[Any]:
     """The backbone's tensors by name, dtype and shape, without the path that all of them share: it
     differs between a model and its base.
     """
     names = [
         name
-        for name, entry in stored(spec).items()
+        for name, entry in stored_tensors(spec).items()
         if spec.parts.get(entry.pattern) == "backbone" and name in header
     ]
     lowest, highest = min(names, default="").split("."), max(names, default="").split(".")
@@ -451,25 +468,25 @@ def _structure(spec: Spec, header: Header) -> list[Any]:
     return sorted([name[cut:], header[name][0], list(header[name][1])] for name in names)
 
 
-def _tag(record: Record, key: Key, name: str, message: Any) -> str:
+def _compute_tag(record: Record, key: Key, name: str, message: Any) -> str:
     secret = key.derive(f"lock/{name}", bytes.fromhex(record.digest))
-    return hmac.digest(secret, canonical([record.body(), message]), "sha256").hex()
+    return hmac.digest(secret, canonical_json([record.body(), message]), "sha256").hex()
 
 
-def _fits(record: Record, key: Key, name: str, message: Any) -> bool:
+def _has_valid_tag(record: Record, key: Key, name: str, message: Any) -> bool:
     return hmac.compare_digest(
-        _tag(record, key, name, message).encode(), record.tags[name].encode()
+        _compute_tag(record, key, name, message).encode(), record.tags[name].encode()
     )
 
 
 def _require_tag(
     record: Record, key: Key, name: str, message: Any, why: str, hint: str | None = None
 ) -> None:
-    if not _fits(record, key, name, message):
-        raise _tampered(why, hint)
+    if not _has_valid_tag(record, key, name, message):
+        raise _tampered_error(why, hint)
 
 
-def _tampered(why: str, hint: str | None = None) -> TamperedModelError:
+def _tampered_error(why: str, hint: str | None = None) -> TamperedModelError:
     return TamperedModelError(
         f"the model is not as it was locked: {why}", hint=hint or "restore it from a copy"
     )
@@ -484,7 +501,7 @@ def _spaces_of(spec: Spec, part: str) -> set[str]:
     }
 
 
-def _chosen(spec: Spec, named: tuple[str, ...] | None) -> list[str]:
+def _select_spaces(spec: Spec, named: tuple[str, ...] | None) -> list[str]:
     """The spaces of the backbone that a lock moves, those with no more than the identity
     included.
     """
@@ -498,7 +515,7 @@ def _is_trivial(spec: Spec, name: str, group: str) -> bool:
     return allowed.bits(size) + allowed.dim(size) == 0
 
 
-def _layout(spec: Spec, chosen: Iterable[str], group: str) -> str:
+def _layout_digest(spec: Spec, chosen: Iterable[str], group: str) -> str:
     """The SHA-256 of all that an element's draw depends on: spaces with size, parent, and the group
     that is drawn from.
     """
@@ -511,23 +528,23 @@ def _layout(spec: Spec, chosen: Iterable[str], group: str) -> str:
         ]
         for name in chosen
     ]
-    return hashlib.sha256(canonical(sorted(rows, key=lambda row: str(row[0])))).hexdigest()
+    return hashlib.sha256(canonical_json(sorted(rows, key=lambda row: str(row[0])))).hexdigest()
 
 
-def _parsed(text: str) -> Any:
+def _parse_json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
-        raise _tampered("its lock record is damaged") from None
+        raise _tampered_error("its lock record is damaged") from None
 
 
-def _hex(text: Any, n: int) -> str:
+def _parse_hex(text: Any, n: int) -> str:
     if not isinstance(text, str) or len(text) != n or not set(text) <= set("0123456789abcdef"):
         raise ValueError
     return text
 
 
-def _listed(value: Any) -> dict[str, str] | None:
+def _parse_files(value: Any) -> dict[str, str] | None:
     """The list of files in a record."""
     if value is None:
         return None
@@ -537,10 +554,10 @@ def _listed(value: Any) -> dict[str, str] | None:
         or not all(isinstance(name, str) and 0 < len(name) <= 1024 for name in value)
     ):
         raise ValueError
-    return {name: _hex(digest, 64) for name, digest in value.items()}
+    return {name: _parse_hex(digest, 64) for name, digest in value.items()}
 
 
-def _text(value: Any) -> str:
+def _parse_text(value: Any) -> str:
     if not isinstance(value, str) or len(value) > 200:
         raise ValueError
     return value

@@ -23,14 +23,14 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from regauge.checkpoints.files import OWNER, reading, write_bytes
+from regauge.checkpoints.files import OWNER, wrap_read_errors, write_bytes
 from regauge.checkpoints.headers import DTYPES
 from regauge.checkpoints.plan import File, Plan, check_target, files_of, is_file_name
 from regauge.checkpoints.reader import INDEX, Checkpoint
-from regauge.checkpoints.transform import Moving, moving
-from regauge.checkpoints.writer import Written, digest_of, digests_of, write_plan
-from regauge.core.action import moves
-from regauge.core.canonical import canonical
+from regauge.checkpoints.transform import TransformSource, prepare_source
+from regauge.checkpoints.writer import WriteResult, digest_of, digests_of, write_plan
+from regauge.core.action import tensor_transforms
+from regauge.core.canonical import canonical_json
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
@@ -38,21 +38,21 @@ from regauge.core.spec import Spec
 from regauge.errors import LockError, TamperedModelError
 from regauge.locking.keys import Key
 from regauge.locking.lock import (
-    DEFAULT,
+    DEFAULT_GROUP,
     FIELD,
     UNKNOWN,
     VERSION,
     Record,
-    described_spec,
-    draft,
+    add_tags,
+    draft_record,
+    element_spec,
     header_of,
     locked_element,
     model_digest,
     record_of,
-    renewed,
+    renew_tags,
     require_locked,
     require_plain,
-    tagged,
     verify_tags,
 )
 
@@ -60,9 +60,20 @@ if TYPE_CHECKING:
     import torch
 
 CONFIG = "config.json"
-_FREE_SUFFIXES = (".md", ".rst", ".pdf", ".html", ".png", ".jpg", ".jpeg", ".gif", ".svg", ".log")
-_FREE_STEMS = ("readme", "license", "licence", "notice", "copying", "authors", "citation")
-_ADDED = "remove it, or bind it with regauge lock --reseal if you have put it there"
+_UNBOUND_SUFFIXES = (
+    ".md",
+    ".rst",
+    ".pdf",
+    ".html",
+    ".png",
+    ".jpg",
+    ".jpeg",
+    ".gif",
+    ".svg",
+    ".log",
+)
+_UNBOUND_STEMS = ("readme", "license", "licence", "notice", "copying", "authors", "citation")
+_ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you have put it there"
 
 
 @dataclass(frozen=True)
@@ -76,7 +87,7 @@ class Job:
     thunks: Mapping[str, Callable[[], Any]]
     element: Element
     record: Record
-    cast: str | None = None  # the dtype it was locked in, where training has changed that
+    locked_dtype: str | None = None  # the dtype it was locked in, where training has changed that
 
     def write(
         self,
@@ -84,7 +95,7 @@ class Job:
         progress: Progress | None = None,
         resume: bool = False,
         threads: int | None = None,
-    ) -> Written:
+    ) -> WriteResult:
         return write_plan(
             self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads
         )
@@ -96,7 +107,7 @@ def plan_lock(
     out: Path,
     key: Key,
     *,
-    group: str = DEFAULT,
+    group: str = DEFAULT_GROUP,
     spaces: Iterable[str] | None = None,
     threads: int | None = None,
 ) -> Job:
@@ -105,14 +116,16 @@ def plan_lock(
     check_target(out, checkpoint.path)
     require_plain(checkpoint, checkpoint.path)
     _require_fit(checkpoint, spec)
-    draft(spec, key, "0" * 64, group, spaces)  # what can be refused is refused before all is read
+    draft_record(
+        spec, key, "0" * 64, group, spaces
+    )  # what can be refused is refused before all is read
     digests = digests_of(checkpoint.bits, threads)
-    described, record = draft(
+    described, record = draft_record(
         spec, key, model_digest(header_of(checkpoint), digests), group, spaces
     )
     g = locked_element(described, record, key, tags=False)
-    source = moving(_Verified(checkpoint, digests), spec, record.folded)
-    return _job(out, source, g, record, key, {} if record.folded else digests)
+    source = prepare_source(_VerifiedCheckpoint(checkpoint, digests), spec, record.folded)
+    return _build_job(out, source, g, record, key, {} if record.folded else digests)
 
 
 def plan_unlock(
@@ -129,25 +142,27 @@ def plan_unlock(
     """
     key.require("lock")
     check_target(out, checkpoint.path)
-    record, g, digests, cast = _opened(checkpoint, spec, key, retrained, threads)
+    record, g, digests, cast = _open_locked(checkpoint, spec, key, retrained, threads)
     compared = (
         not retrained and record.plain != UNKNOWN
     )  # what is written is compared; otherwise what is read
-    source = _source(checkpoint, spec, g, {} if compared else digests)
-    job = _job(out, source, ~g, record, None, {})
+    source = _locked_source(checkpoint, spec, g, {} if compared else digests)
+    job = _build_job(out, source, ~g, record, None, {})
     header = {
         name: (dtype, shape) for file in job.plan.files for name, dtype, shape in file.tensors
     }
 
     def finish(written: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
         if compared and model_digest(header, written) != record.plain:
-            raise _changed(checkpoint)
+            raise _changed_error(checkpoint)
         if not retrained:
             _require_copied(checkpoint, record, copied)
         return {}
 
     known = {} if compared else dict.fromkeys(header, b"")  # nobody asks for these digests
-    return replace(job, plan=replace(job.plan, finish=finish, known=known), cast=cast)
+    return replace(
+        job, plan=replace(job.plan, finish=finish, known_digests=known), locked_dtype=cast
+    )
 
 
 def plan_rekey(
@@ -165,7 +180,7 @@ def plan_rekey(
     """
     new.require("lock")
     check_target(out, checkpoint.path)
-    record, g, digests, cast = _opened(checkpoint, spec, old, retrained, threads)
+    record, g, digests, cast = _open_locked(checkpoint, spec, old, retrained, threads)
     if new == old:
         raise LockError(
             f"the model is locked by the key {new.id} already",
@@ -175,16 +190,16 @@ def plan_rekey(
         record, key=new.id, version=VERSION, plain=UNKNOWN if retrained else record.plain
     )
     to = locked_element(spec, changed, new, tags=False) @ ~g
-    job = _job(
+    job = _build_job(
         out,
-        _source(checkpoint, spec, g, digests),
+        _locked_source(checkpoint, spec, g, digests),
         to,
         changed,
         new,
         digests,
         None if retrained else partial(_require_copied, checkpoint, record),
     )
-    return replace(job, cast=cast)
+    return replace(job, locked_dtype=cast)
 
 
 def plan_reseal(
@@ -194,17 +209,17 @@ def plan_reseal(
     data.
     """
     check_target(out, checkpoint.path)
-    record, g, _, cast = _opened(checkpoint, spec, key, True, threads)
-    job = _job(
+    record, g, _, cast = _open_locked(checkpoint, spec, key, True, threads)
+    job = _build_job(
         out,
-        _source(checkpoint, spec, g, {}),
+        _locked_source(checkpoint, spec, g, {}),
         identity(g.spec),
         record,
         key,
         {},
-        tag=partial(renewed, record),
+        tag=partial(renew_tags, record),
     )
-    return replace(job, cast=cast)
+    return replace(job, locked_dtype=cast)
 
 
 def reseal(
@@ -218,7 +233,7 @@ def reseal(
     """Renew the tags of a locked folder that was trained, in place: its config.json is replaced,
     whole or not at all. A dry run only checks.
     """
-    record, g, _, _ = _opened(checkpoint, spec, key, True, threads)
+    record, g, _, _ = _open_locked(checkpoint, spec, key, True, threads)
     if (
         checkpoint.config is None
         or checkpoint.config_path is None
@@ -230,11 +245,13 @@ def reseal(
             hint="give -o OUT",
         )
     bound = replace(record, version=VERSION, files=bound_files(checkpoint))
-    sealed = renewed(
+    sealed = renew_tags(
         record, bound, key, g.spec, header_of(checkpoint), digests_of(checkpoint.bits, threads)
     )
     if not dry_run:
-        write_bytes(checkpoint.config_path, _text({**checkpoint.config, FIELD: sealed.to_json()}))
+        write_bytes(
+            checkpoint.config_path, _config_bytes({**checkpoint.config, FIELD: sealed.to_dict()})
+        )
     return sealed
 
 
@@ -244,7 +261,7 @@ def verify_files(
     """Refuse a locked checkpoint that is not, in every number and file, as it was locked (or
     resealed) by this key. Nothing is written.
     """
-    return _opened(checkpoint, spec, key, False, threads)[0]
+    return _open_locked(checkpoint, spec, key, False, threads)[0]
 
 
 def verify_loaded(
@@ -263,8 +280,8 @@ def verify_loaded(
     """
     import torch
 
-    record, _, digests, _ = _opened(checkpoint, spec, key, False, threads)
-    stored = _Verified(checkpoint, digests)
+    record, _, digests, _ = _open_locked(checkpoint, spec, key, False, threads)
+    stored = _VerifiedCheckpoint(checkpoint, digests)
     live = model.state_dict()
     prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
     compared = 0
@@ -277,7 +294,7 @@ def verify_loaded(
         compared += 1
         expected = stored[name].to(found.dtype)
         if expected.shape != found.shape or not torch.equal(
-            _bits(expected), _bits(found.detach().cpu().contiguous())
+            _raw_bytes(expected), _raw_bytes(found.detach().cpu().contiguous())
         ):
             raise TamperedModelError(
                 f'"{name}" in memory is not what {checkpoint.path} holds',
@@ -324,7 +341,7 @@ def check_files(
     )
     missing = [] if retrained else [name for name in record.files if name not in found]
     for names, what, hint in (
-        (added, "was added to the folder since", _ADDED),
+        (added, "was added to the folder since", _ADDED_HINT),
         (changed, "was changed", "restore it from a copy"),
         (missing, "is missing", "restore it from a copy"),
     ):
@@ -344,19 +361,19 @@ def bound_files(checkpoint: Checkpoint) -> dict[str, str]:
         out[INDEX] = _json_digest(checkpoint.index)
     if checkpoint.is_folder:
         for name, path in files_of(checkpoint.path):
-            if name not in out and name not in checkpoint.files and not is_free(name):
-                with reading(path), path.open("rb") as file:
+            if name not in out and name not in checkpoint.files and not is_unbound(name):
+                with wrap_read_errors(path), path.open("rb") as file:
                     out[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return out
 
 
-def is_free(name: str) -> bool:
+def is_unbound(name: str) -> bool:
     """May this file be added to a locked folder, or changed? Nothing loads it: a page about the
     model, a licence, a picture.
     """
     path = PurePosixPath(name.lower())
-    return path.suffix in _FREE_SUFFIXES or (
-        path.stem in _FREE_STEMS and path.suffix in ("", ".txt")
+    return path.suffix in _UNBOUND_SUFFIXES or (
+        path.stem in _UNBOUND_STEMS and path.suffix in ("", ".txt")
     )
 
 
@@ -370,7 +387,7 @@ def _json_digest(value: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-class _Verified(Checkpoint):
+class _VerifiedCheckpoint(Checkpoint):
     """A checkpoint whose tensors are copied, hashed and compared with known digests each time they
     are read.
     """
@@ -388,7 +405,7 @@ class _Verified(Checkpoint):
 
         array = np.array(super()._read_bits(name))  # a copy: under a map the file may change
         if digest_of(array) != self.digests[name]:
-            raise _changed(self, name)
+            raise _changed_error(self, name)
         return array
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -404,7 +421,7 @@ class _Verified(Checkpoint):
         )
 
 
-def _changed(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
+def _changed_error(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
     what = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
     return TamperedModelError(
         f"{what} changed while it was read, after it was checked; nothing was written",
@@ -417,26 +434,28 @@ def _require_copied(checkpoint: Checkpoint, record: Record, copied: Mapping[str,
     if record.files is None:
         return
     expected = {name for name in record.files if name not in (CONFIG, INDEX)}
-    bound = {name: digest.hex() for name, digest in copied.items() if not is_free(name)}
+    bound = {name: digest.hex() for name, digest in copied.items() if not is_unbound(name)}
     for name in sorted(expected | bound.keys()):
         if bound.get(name) != record.files.get(name):
-            raise _changed(checkpoint, name)
+            raise _changed_error(checkpoint, name)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor: NaN is equal to itself here."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _source(checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str, bytes]) -> Moving:
+def _locked_source(
+    checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str, bytes]
+) -> TransformSource:
     """A locked checkpoint that is to be moved, held to its digests where there are any."""
-    read = _Verified(checkpoint, digests) if digests else checkpoint
-    return Moving(read, spec, g.spec, read)
+    read = _VerifiedCheckpoint(checkpoint, digests) if digests else checkpoint
+    return TransformSource(read, spec, g.spec, read)
 
 
-def _opened(
+def _open_locked(
     checkpoint: Checkpoint, spec: Spec, key: Key, retrained: bool, threads: int | None
 ) -> tuple[Record, Element, dict[str, bytes], str | None]:
     """The record of a locked checkpoint, its element and its digests (none if retrained), after
@@ -447,7 +466,7 @@ def _opened(
     digests = {} if retrained else digests_of(checkpoint.bits, threads)
     cast = verify_tags(record, key, g.spec, header_of(checkpoint), None if retrained else digests)
     check_files(checkpoint, record, retrained=retrained)
-    _require_fit(checkpoint, described_spec(spec, record.folded))
+    _require_fit(checkpoint, element_spec(spec, record.folded))
     return record, g, digests, cast
 
 
@@ -460,18 +479,18 @@ def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
     )
 
 
-Check = Callable[[Mapping[str, bytes]], None]  # of the digests of copied files
+CopyCheck = Callable[[Mapping[str, bytes]], None]  # of the digests of copied files
 
 
-def _job(
+def _build_job(
     out: Path,
-    source: Moving,
+    source: TransformSource,
     g: Element,
     record: Record,
     key: Key | None,
     digests: Mapping[str, bytes],
-    copied: Check | None = None,
-    tag: Callable[[Record, Key, Spec, Mapping[str, Any], Mapping[str, bytes]], Record] = tagged,
+    copied: CopyCheck | None = None,
+    tag: Callable[[Record, Key, Spec, Mapping[str, Any], Mapping[str, bytes]], Record] = add_tags,
 ) -> Job:
     """The plan of a move of the backbone; locked by `key` afterwards, or plain if there is none.
     `copied` checks the files that were copied.
@@ -480,43 +499,43 @@ def _job(
     plan = source.plan(
         out, g, thunks, "backbone", OWNER
     )  # a key is for its owner only, and so is what is made with it
-    moved = {m.name for m in moves(g, "backbone")}
+    moved = {m.name for m in tensor_transforms(g, "backbone")}
     plan = replace(
-        plan, known={name: digest for name, digest in digests.items() if name not in moved}
+        plan, known_digests={name: digest for name, digest in digests.items() if name not in moved}
     )
     config = (
         None
         if source.checkpoint.config is None
-        else {**source.checkpoint.config, **source.described.config}
+        else {**source.checkpoint.config, **source.state_spec.config}
     )
     return Job(
         out,
-        _recorded(out, plan, config, record, source.described, key, copied, tag),
+        _add_record(out, plan, config, record, source.state_spec, key, copied, tag),
         thunks,
         g,
         record,
     )
 
 
-def _recorded(
+def _add_record(
     out: Path,
     plan: Plan,
     config: dict[str, Any] | None,
     record: Record,
     spec: Spec,
     key: Key | None,
-    check_copied: Check | None,
+    check_copied: CopyCheck | None,
     tag: Any,
 ) -> Plan:
     """The plan with the lock's record in its place, or in none. Its tags are made last, and the
     list of files out of what was copied.
     """
-    files = tuple(replace(f, metadata=_without(f.metadata)) for f in plan.files)
+    files = tuple(replace(f, metadata=_drop_record(f.metadata)) for f in plan.files)
     name = f"{out.stem}.{CONFIG}" if is_file_name(out) else CONFIG
     small = dict(plan.small)
     if config is not None and FIELD in config:
         config = {field: value for field, value in config.items() if field != FIELD}
-        small[name] = _text(config)
+        small[name] = _config_bytes(config)
     if key is None:
         return replace(plan, files=files, small=small)
     header = {n: (dtype, shape) for f in files for n, dtype, shape in f.tensors}
@@ -524,7 +543,7 @@ def _recorded(
     made = {
         n: hashlib.sha256(data).hexdigest()
         for n, data in small.items()
-        if n not in (name, INDEX) and not is_free(n)
+        if n not in (name, INDEX) and not is_unbound(n)
     }
     made |= {} if config is None else {CONFIG: _json_digest(config)}
     made |= {} if INDEX not in small else {INDEX: _json_digest(json.loads(small[INDEX]))}
@@ -532,17 +551,17 @@ def _recorded(
     def bound(copied: Mapping[str, str]) -> Record:
         return replace(
             record,
-            files={**made, **{n: digest for n, digest in copied.items() if not is_free(n)}},
+            files={**made, **{n: digest for n, digest in copied.items() if not is_unbound(n)}},
             version=VERSION,
         )
 
     def text(final: Record) -> bytes:
-        return _text({**(config or {}), FIELD: final.to_json()})
+        return _config_bytes({**(config or {}), FIELD: final.to_dict()})
 
     def first(final: Record) -> File:
         return replace(
             files[0],
-            metadata={**(files[0].metadata or {}), FIELD: canonical(final.to_json()).decode()},
+            metadata={**(files[0].metadata or {}), FIELD: canonical_json(final.to_dict()).decode()},
         )
 
     def finish(digests: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -559,7 +578,7 @@ def _recorded(
     return replace(plan, files=(first(draft), *files[1:]), small=small, finish=finish)
 
 
-def _without(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+def _drop_record(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return (
         None
         if metadata is None
@@ -567,5 +586,5 @@ def _without(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     )
 
 
-def _text(config: Mapping[str, Any]) -> bytes:
+def _config_bytes(config: Mapping[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

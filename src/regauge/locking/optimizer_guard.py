@@ -20,7 +20,7 @@ from regauge.core import axes as ax
 from regauge.core.element import Element
 from regauge.core.groups import SignedPermutation
 from regauge.core.members import Member
-from regauge.core.spec import stored
+from regauge.core.spec import stored_tensors
 from regauge.errors import EdgeError
 
 Module = torch.nn.Module
@@ -41,16 +41,16 @@ class Edge:
         element: Element,
         *,
         any_optimizer: bool = False,
-        entry: frozenset[str] = frozenset(),
+        stream_spaces: frozenset[str] = frozenset(),
     ) -> None:
-        self.model, self.element, self.any_optimizer, self.entry = (
+        self.model, self.element, self.any_optimizer, self.stream_spaces = (
             weakref.ref(model),
             element,
             any_optimizer,
-            entry,
+            stream_spaces,
         )
         self.kinds = {name: member_kind(member) for name, member in element.members.items()}
-        self.passed: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
         if not any_optimizer and any(kind != "signed" for kind in self.kinds.values()):
@@ -66,7 +66,12 @@ class Edge:
         return (
             None
             if copy is None
-            else Edge(copy, self.element, any_optimizer=self.any_optimizer, entry=self.entry)
+            else Edge(
+                copy,
+                self.element,
+                any_optimizer=self.any_optimizer,
+                stream_spaces=self.stream_spaces,
+            )
         )
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -83,8 +88,8 @@ class Edge:
             id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         }
         mine = {name: p for name, p in model.named_parameters() if id(p) in held}
-        turned = any(self.kinds.get(space, "signed") != "signed" for space in self.entry)
-        spec, entries = self.element.spec, stored(self.element.spec)
+        turned = any(self.kinds.get(space, "signed") != "signed" for space in self.stream_spaces)
+        spec, entries = self.element.spec, stored_tensors(self.element.spec)
         gains = (
             {*spec.fixed, *(n.gain for n in spec.norms), *(s.gain for s in spec.scales)}
             if turned
@@ -159,13 +164,13 @@ def member_kind(member: Member) -> MemberKind:
 
 # Which optimizers keep rotations is measured in verification/optimizers.py; of those that keep them
 # all, torch has one.
-_ROTATING = (torch.optim.SGD,)
+_ROTATION_EQUIVARIANT = (torch.optim.SGD,)
 
 
 def _reason(kind: MemberKind, optimizer: torch.optim.Optimizer) -> str | None:
     if kind == "linear":
         return "by scales or a general linear map, which no optimizer keeps"
-    if kind == "orthogonal" and type(optimizer) not in _ROTATING:
+    if kind == "orthogonal" and type(optimizer) not in _ROTATION_EQUIVARIANT:
         return f"by a rotation, and {type(optimizer).__name__} keeps signed permutations only"
     return None
 
@@ -193,7 +198,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         p.requires_grad for group in optimizer.param_groups for p in group["params"]
     )  # layers may be added, or unfrozen, later
     for edge in list(_GUARDED):
-        if edge.passed.get(optimizer) == count:
+        if edge.checked.get(optimizer) == count:
             continue
         faults = edge.faults(optimizer)
         if faults:
@@ -206,4 +211,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 hint="lock by (signed) permutations to train with any optimizer; by rotations, "
                 "with torch.optim.SGD and frozen unit gains",
             )
-        edge.passed[optimizer] = count
+        edge.checked[optimizer] = count

@@ -28,7 +28,7 @@ from regauge.models.cut import Crossing, Route, cut
 from regauge.models.resolve import spec_of
 
 
-def rows(n: int, key: bytes | int, label: str = "rows") -> Element:
+def sample_row_permutation(n: int, key: bytes | int, label: str = "rows") -> Element:
     """A permutation of n tokens, as an element that moves rows, masks, position ids and rotary
     tables together.
     """
@@ -39,18 +39,18 @@ def rows(n: int, key: bytes | int, label: str = "rows") -> Element:
     )
 
 
-def passage(
+def run_permuted(
     crossing: Crossing, *, columns: Element | None = None, shuffle: Element | None = None
 ) -> torch.Tensor:
     """One pass through a backbone: in by columns and rows, and back again."""
     there = crossing
     for g in (columns, shuffle):
         there = (
-            there if g is None else there.moved(g)
+            there if g is None else there.transform(g)
         )  # what lies between is given up before the blocks run
     z = there.run()
     for g in (shuffle, columns):
-        z = z if g is None else crossing.restored(g, z)
+        z = z if g is None else crossing.restore(g, z)
     return z
 
 
@@ -106,10 +106,10 @@ class Permuted(torch.nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self.routed():
+        with self.route():
             return self.model(*args, **kwargs)
 
-    def routed(self) -> Route:
+    def route(self) -> Route:
         """A context in which the inner model itself is used as ever: `with permuted.routed():
         permuted.model.generate(...)`.
         """
@@ -126,11 +126,11 @@ class Permuted(torch.nn.Module):
 
     def _cross(self, crossing: Crossing) -> torch.Tensor:
         shuffle = (
-            rows(
+            sample_row_permutation(
                 crossing.stream.shape[1], self._key, f"rows/{self.passes}/{crossing.boundary.name}"
             )
             if self._rows
             else None
         )
         self.passes += 1
-        return passage(crossing, columns=self._columns, shuffle=shuffle)
+        return run_permuted(crossing, columns=self._columns, shuffle=shuffle)

@@ -30,12 +30,12 @@ from regauge.checkpoints.files import (
     OWNER,
     file_mode,
     fsync_folder,
-    reading,
     require_inside,
     temp_sibling,
-    writing,
+    wrap_read_errors,
+    wrap_write_errors,
 )
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
 from regauge.locking.keys import Key
 
@@ -43,7 +43,7 @@ VERSION = 1
 MAGIC = b"regauge sealed "
 CHUNK = 1 << 18
 _TAG = 16
-_LONGEST_HEADER, _LONGEST_ENTRY = 1 << 12, 1 << 16
+_MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1 << 12, 1 << 16
 
 
 def seal(source: Path | str, key: Key, out: Path | str) -> int:
@@ -53,18 +53,18 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
-    kind, entries = _entries(source)
+    kind, entries = _list_entries(source)
     here, there = out.absolute().parent.resolve() / out.name, source.resolve()
     if here == there or here.is_relative_to(there):
         raise LockError(
             f"the output {out} lies inside {source}", hint="name a file beside it with -o"
         )
     salt = os.urandom(32)
-    header = canonical({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
+    header = canonical_json({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
     start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
     tag = _header_tag(key, salt, start)
     partial = temp_sibling(out)
-    with writing(out):
+    with wrap_write_errors(out):
         try:
             # for its owner only, as the key is
             with open(
@@ -73,7 +73,7 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
                 file.write(start + tag)
                 chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
                 for path, name in entries:
-                    _put(chunks, path, name)
+                    _write_entry(chunks, path, name)
                 chunks.write(bytes(4))  # an entry without a name: the end
                 chunks.close()
                 file.flush()
@@ -95,15 +95,15 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
-    with _opened(source, key) as (kind, chunks):
+    with _open_chunks(source, key) as (kind, chunks):
         partial = temp_sibling(out)
-        with writing(out):
+        with wrap_write_errors(out):
             partial.mkdir(mode=OWNER)
             try:
-                names = list(_take_all(source, chunks, partial))
+                names = list(_extract_entries(source, chunks, partial))
                 chunks.end()
                 if kind == "file" and names != ["data"]:
-                    raise _damaged(source)
+                    raise _tampered_error(source)
                 for folder in [partial, *(p for p in partial.rglob("*") if p.is_dir())]:
                     fsync_folder(folder)
                 if kind == "file":
@@ -156,7 +156,7 @@ class _Opener:
     def read(self, n: int) -> bytes:
         while len(self.held) < n:
             if self.done:
-                raise _damaged(self.path)
+                raise _tampered_error(self.path)
             self._more()
         taken = bytes(self.held[:n])
         del self.held[:n]
@@ -164,18 +164,18 @@ class _Opener:
 
     def end(self) -> None:
         if self.held or not self.done:
-            raise _damaged(self.path)
+            raise _tampered_error(self.path)
 
     def _more(self) -> None:
         from cryptography.exceptions import InvalidTag
 
-        with reading(self.path):
+        with wrap_read_errors(self.path):
             chunk, self.next = self.next, self.file.read(CHUNK + _TAG)
         self.done = not self.next
         try:
             self.held += self.cipher.decrypt(_nonce(self.number, self.done), chunk, self.bound)
         except (InvalidTag, ValueError):
-            raise _damaged(self.path) from None
+            raise _tampered_error(self.path) from None
         self.number += 1
 
 
@@ -187,7 +187,7 @@ def _header_tag(key: Key, salt: bytes, start: bytes) -> bytes:
     return hmac.digest(key.derive("seal/header", salt), start, "sha256")
 
 
-def _damaged(path: Path) -> TamperedFileError:
+def _tampered_error(path: Path) -> TamperedFileError:
     return TamperedFileError(
         f"{path} is not as it was sealed: it was changed or cut short; nothing was kept",
         hint="restore it from a copy",
@@ -195,16 +195,16 @@ def _damaged(path: Path) -> TamperedFileError:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
+def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
     """What a sealed file holds, and its chunks, after its header has been checked."""
-    with reading(path):
+    with wrap_read_errors(path):
         if path.exists() and not path.is_file():
             raise CheckpointError(
                 f"{path} is no regular file", hint="name a sealed file on the disk"
             )
         file = path.open("rb")
     with file:
-        with reading(path):
+        with wrap_read_errors(path):
             start = file.read(len(MAGIC) + 16)
             line, newline, _ = start.partition(b"\n")
             if not line.startswith(MAGIC) or not newline or not line[len(MAGIC) :].isdigit():
@@ -220,8 +220,8 @@ def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
             file.seek(len(line) + 1)
             length = file.read(4)
             size = int.from_bytes(length, "little")
-            if version != VERSION or size > _LONGEST_HEADER:
-                raise _damaged(path)
+            if version != VERSION or size > _MAX_HEADER_BYTES:
+                raise _tampered_error(path)
             raw, tag = file.read(size), file.read(32)
         try:
             header = json.loads(raw.decode("ascii"))
@@ -233,26 +233,26 @@ def _opened(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
             }
             salt = bytes.fromhex(header["salt"])
             if (
-                canonical(fields) != raw
+                canonical_json(fields) != raw
                 or len(salt) != 32
                 or len(tag) != 32
                 or header["kind"] not in ("file", "folder")
             ):
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _damaged(path) from None
+            raise _tampered_error(path) from None
         if not hmac.compare_digest(key.id.encode(), fields["key"].encode()):
             raise WrongKeyError(
                 f"{path} was sealed by the key {fields['key'][:16]}, and this is {key.id}",
                 hint="give the key that sealed it",
             )
         if not hmac.compare_digest(_header_tag(key, salt, line + b"\n" + length + raw), tag):
-            raise _damaged(path)
+            raise _tampered_error(path)
         yield header["kind"], _Opener(path, file, key.derive("seal/chunks", salt), tag)
 
 
 def _require_new(out: Path) -> None:
-    with writing(out):
+    with wrap_write_errors(out):
         if out.name in ("", "..") or os.path.lexists(out):
             raise LockError(
                 f"the output {out} exists already", hint="name a new one, or remove this one first"
@@ -264,18 +264,18 @@ def _require_new(out: Path) -> None:
             )
 
 
-def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
+def _list_entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
     """What is to be sealed: files and folders by their names inside, a folder before what is in
     it.
     """
-    with reading(source):
+    with wrap_read_errors(source):
         if source.is_file():
             return "file", [(source, "data")]
         if not source.is_dir():
             kind = "is neither a file nor a folder" if os.path.lexists(source) else "does not exist"
             raise CheckpointError(f"{source} {kind}", hint="name a file or a folder")
     found: list[tuple[Path, str]] = []
-    for path in sorted(_below(source)):
+    for path in sorted(_walk(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
             raise CheckpointError(
                 f"{path} is neither a file nor a folder, and cannot be sealed",
@@ -285,7 +285,7 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
             require_inside(path, source)
         name = path.relative_to(source).as_posix()
         try:
-            _inside(name)
+            _parse_name(name)
         except ValueError:
             raise CheckpointError(
                 f"{path} has a name that could not be opened again, and cannot be sealed",
@@ -295,35 +295,35 @@ def _entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
     return "folder", found
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _walk(folder: Path) -> Iterator[Path]:
     """All that is in a folder. One that cannot be read is an error (`rglob` would pass over it, and
     what is in it would be missing).
     """
-    with reading(folder):
+    with wrap_read_errors(folder):
         inside = sorted(folder.iterdir())
     for path in inside:
         yield path
         if path.is_dir() and not path.is_symlink():
-            yield from _below(path)
+            yield from _walk(path)
 
 
-def _put(chunks: _Sealer, path: Path, name: str) -> None:
+def _write_entry(chunks: _Sealer, path: Path, name: str) -> None:
     """One entry: the length of its head, its head as JSON, and as many bytes as that says."""
     if path.is_dir():
-        head = canonical({"name": name, "folder": True})
+        head = canonical_json({"name": name, "folder": True})
         chunks.write(len(head).to_bytes(4, "little") + head)
         return
-    with reading(path):
+    with wrap_read_errors(path):
         file = path.open("rb")
     with file:
         found = os.fstat(file.fileno())
-        head = canonical(
+        head = canonical_json(
             {"name": name, "size": found.st_size, "mode": stat.S_IMODE(found.st_mode) & 0o777}
         )
         chunks.write(len(head).to_bytes(4, "little") + head)
         left = found.st_size
         while left:
-            with reading(path):
+            with wrap_read_errors(path):
                 data = file.read(min(left, CHUNK))
             if not data:
                 break
@@ -333,21 +333,21 @@ def _put(chunks: _Sealer, path: Path, name: str) -> None:
             raise CheckpointError(f"{path} changed while it was read", hint="start again")
 
 
-def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
+def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
     """Every entry, put into a folder; the names of files."""
     while length := int.from_bytes(chunks.read(4), "little"):
-        if length > _LONGEST_ENTRY:
-            raise _damaged(source)
+        if length > _MAX_ENTRY_BYTES:
+            raise _tampered_error(source)
         try:
             head: dict[str, Any] = json.loads(chunks.read(length))
             name = head["name"]
-            path = folder / _inside(name)
+            path = folder / _parse_name(name)
             if head.get("folder"):
                 path.mkdir(mode=OWNER)
                 continue
             size, mode = int(head["size"]), int(head["mode"])
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise _damaged(source) from None
+            raise _tampered_error(source) from None
         with open(
             path,
             "xb",
@@ -362,7 +362,7 @@ def _take_all(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
         yield name
 
 
-def _inside(name: Any) -> PurePosixPath:
+def _parse_name(name: Any) -> PurePosixPath:
     """A name that stays in its folder. Who sealed it had the key; a name is still looked at."""
     path = PurePosixPath(name)
     if (

@@ -27,17 +27,19 @@ from regauge.core.element import Element, identity, match_spaces
 from regauge.core.groups import Group, Kind
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.matching.costs import Costs, MatchError, Shared, Weights
-from regauge.matching.search import Search
+from regauge.matching.costs import Costs, MatchError, SharedRows, Weights
+from regauge.matching.search import Solver
 
 if TYPE_CHECKING:
-    from regauge.matching.activations import Seen
+    from regauge.matching.activations import Activations
 
-__all__ = ["Match", "MatchError", "Shared", "layers_of", "match"]
+__all__ = ["Match", "MatchError", "SharedRows", "layers_of", "match"]
 
-SWEEPS = 10
-EXACT = 1e-13  # of b's squared norm: what is left of a planted element in single precision
-ENOUGH = 1e-4  # a sweep that gains less than this share of the squared distance is the last
+MAX_SWEEPS = 10
+EXACT_TOLERANCE = (
+    1e-13  # of b's squared norm: what is left of a planted element in single precision
+)
+MIN_GAIN = 1e-4  # a sweep that gains less than this share of the squared distance is the last
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,11 @@ class Match:
         return math.sqrt(sum(self.after.values()))
 
     @property
-    def relative(self) -> float:
+    def relative_distance(self) -> float:
         """The distance as a share of b's norm."""
         return self.distance / max(math.sqrt(sum(self.size.values())), 1e-300)
 
-    def replaced(self, g: Element, spec: Spec, a: State, b: State) -> Match:
+    def with_element(self, g: Element, spec: Spec, a: State, b: State) -> Match:
         """The same match with another element, which went on from this one's: a refined one."""
         after = {n: d for n, (d, _) in Costs(spec, a, b).distances(g).items()}
         return replace(self, element=g, after=after)
@@ -103,17 +105,17 @@ def match(
     layers: Iterable[int] | None = None,
     within: Kind = "full",
     weights: Weights | None = None,
-    rows: Mapping[str, Shared] | None = None,
-    seen: tuple[Seen, Seen] | None = None,
+    rows: Mapping[str, SharedRows] | None = None,
+    activations: tuple[Activations, Activations] | None = None,
     anchors: Iterable[str] | None = None,
     start: Element | None = None,
-    sweeps: int = SWEEPS,
+    sweeps: int = MAX_SWEEPS,
     nearest: bool = True,
     rescale: bool = False,
     whole: bool = False,
     workers: int = 1,
-    known: Iterable[str] | None = None,
-    saved: Callable[[Element, list[str]], None] | None = None,
+    known_spaces: Iterable[str] | None = None,
+    save: Callable[[Element, list[str]], None] | None = None,
     progress: Progress | None = None,
 ) -> Match:
     """The element that moves a nearest to b, both states of this spec.
@@ -140,8 +142,17 @@ def match(
     """
     started = time.monotonic()
     _require_pair(spec, a, b, rows or {})
-    costs = Costs(spec, a, b, weights=weights, rows=rows, whole=whole, seen=seen, anchors=anchors)
-    groups = chosen_groups(spec, spaces, layers, within)
+    costs = Costs(
+        spec,
+        a,
+        b,
+        weights=weights,
+        rows=rows,
+        include_key_bias=whole,
+        activations=activations,
+        anchors=anchors,
+    )
+    groups = select_groups(spec, spaces, layers, within)
     none = identity(spec)
     first = costs.distances(none)
     before, size = ({n: d[i] for n, d in first.items()} for i in (0, 1))
@@ -154,12 +165,12 @@ def match(
             notes=("the two are equal",),
             seconds=time.monotonic() - started,
         )
-    search = Search(costs, groups, start or none, rescale=rescale, nearest=nearest)
-    if start is not None and known is None:
+    search = Solver(costs, groups, start or none, rescale=rescale, nearest=nearest)
+    if start is not None and known_spaces is None:
         search.known |= set(search.groups)
-    search.known |= set(known or ())
-    search.saved = (
-        None if saved is None else lambda now: saved(now.g, sorted(now.known & now.groups.keys()))
+    search.known |= set(known_spaces or ())
+    search.save = (
+        None if save is None else lambda now: save(now.g, sorted(now.known & now.groups.keys()))
     )
     steps: list[Step] = []
     tell = progress or (lambda done, total, now: None)
@@ -170,24 +181,24 @@ def match(
         return found
 
     tell(0, sweeps + 1, "first pass")
-    with _workers(workers) as search.pool:
+    with _worker_pool(workers) as search.pool:
         skipped = [s for s in search.groups if s in search.known]
         order = skipped + search.first_pass()
         best, after = search.g, took("first pass")
         left = steps[-1].squared
-        if seen is not None:  # what the two do has shown the way; from there on by weights
+        if activations is not None:  # what the two do has shown the way; from there on by weights
             search.costs = Costs(
-                spec, a, b, weights=weights, rows=rows, whole=whole, anchors=anchors
+                spec, a, b, weights=weights, rows=rows, include_key_bias=whole, anchors=anchors
             )
         for i in range(sweeps):
-            if left <= EXACT * sum(size.values()):
+            if left <= EXACT_TOLERANCE * sum(size.values()):
                 break
             tell(i + 1, sweeps + 1, f"sweep {i + 1}")
             search.sweep(order)
             found, gained = took(f"sweep {i + 1}"), left - steps[-1].squared
             if gained > 0:
                 best, after, left = search.g, found, steps[-1].squared
-            if gained <= ENOUGH * left:
+            if gained <= MIN_GAIN * left:
                 break
     tell(sweeps + 1, sweeps + 1, "")
     lost = [s for s in search.groups if s not in search.known]
@@ -198,7 +209,7 @@ def match(
 
 
 @contextmanager
-def _workers(count: int) -> Iterator[Executor | None]:
+def _worker_pool(count: int) -> Iterator[Executor | None]:
     """Processes of one thread each, or none."""
     if count <= 1:
         yield None
@@ -216,7 +227,7 @@ def _workers(count: int) -> Iterator[Executor | None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-def chosen_groups(
+def select_groups(
     spec: Spec, spaces: Iterable[str] | None, layers: Iterable[int] | None, within: Kind
 ) -> dict[str, Group]:
     """The spaces that take part, and the group that each may move in."""
@@ -250,7 +261,7 @@ def layers_of(spec: Spec) -> dict[str, int]:
     return out
 
 
-def _require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, Shared]) -> None:
+def _require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows]) -> None:
     for name, state in (("the model that moves", a), ("the model that stays", b)):
         faults = [f for f in check(spec, state) if f.name not in rows]
         require(

@@ -27,7 +27,7 @@ from regauge.models.cut import cut
 from regauge.models.families import Boundary
 
 Tensor = torch.Tensor
-ROWS = (
+MAX_ROWS = (
     16_384  # rows of the stream that are kept at each place: far more than a stream has coordinates
 )
 
@@ -37,7 +37,7 @@ class RecordError(RegaugeError):
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
+class Activations:
     """What one model was seen to do: the stream by place, with the axes of each, and second moments
     by the tensor that reads.
     """
@@ -53,8 +53,8 @@ def record(
     spec: Spec,
     batches: Iterable[Mapping[str, Tensor]],
     *,
-    rows: int = ROWS,
-) -> Seen:
+    max_rows: int = MAX_ROWS,
+) -> Activations:
     """Run a model, with this state in place of its own weights if one is given, and keep what it
     shows.
     """
@@ -65,7 +65,7 @@ def record(
 
     def stream(name: str, text: str, z: Tensor) -> None:
         axes[name] = f"_ {text}"
-        room = rows - kept.get(name, 0)
+        room = max_rows - kept.get(name, 0)
         flat = z.detach().reshape(-1, z.shape[-1])[: max(room, 0)].float().cpu()
         streams.setdefault(name, []).append(flat)
         kept[name] = kept.get(name, 0) + len(flat)
@@ -75,7 +75,7 @@ def record(
         moments[name] = moments.get(name, 0.0) + flat.T @ flat
 
     model.eval()
-    with torch.no_grad(), _watched(model, spec, stream, moment):
+    with torch.no_grad(), _recording_hooks(model, spec, stream, moment):
         for batch in batches:
             if state is None:
                 model(**batch)
@@ -86,26 +86,28 @@ def record(
             f"the blocks of this {type(model).__name__} were not seen at work",
             hint="give at least one batch of inputs",
         )
-    return Seen({n: torch.cat(parts) for n, parts in streams.items()}, axes, moments)
+    return Activations({n: torch.cat(parts) for n, parts in streams.items()}, axes, moments)
 
 
 @contextmanager
-def _watched(model: torch.nn.Module, spec: Spec, stream: Any, moment: Any) -> Iterator[None]:
+def _recording_hooks(
+    model: torch.nn.Module, spec: Spec, stream: Any, moment: Any
+) -> Iterator[None]:
     handles: list[Any] = []
     try:
         for boundary in cut(model).boundaries:
-            handles += _watch_blocks(model, boundary, spec, stream)
+            handles += _hook_blocks(model, boundary, spec, stream)
         for pattern, text in spec.tensors.items():
-            module = _reader(model, spec, pattern, text)
+            module = _find_reader(model, spec, pattern, text)
             if module is not None:
-                handles.append(module.register_forward_pre_hook(_reading(pattern, moment)))
+                handles.append(module.register_forward_pre_hook(_moment_hook(pattern, moment)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _watch_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream: Any) -> list[Any]:
+def _hook_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream: Any) -> list[Any]:
     found = model.get_submodule(boundary.blocks)
     blocks: Sequence[torch.nn.Module] = (
         list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
@@ -118,31 +120,31 @@ def _watch_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream
         if i == 0 or enter == leave:
             handles.append(
                 block.register_forward_pre_hook(
-                    _entering(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream),
+                    _input_hook(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream),
                     with_kwargs=True,
                 )
             )
     handles.append(
-        blocks[-1].register_forward_hook(_leaving(f"seen.{boundary.name}.last", leave, stream))
+        blocks[-1].register_forward_hook(_output_hook(f"seen.{boundary.name}.last", leave, stream))
     )
     return handles
 
 
-def _entering(name: str, text: str, argument: str, stream: Any) -> Any:
+def _input_hook(name: str, text: str, argument: str, stream: Any) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream(name, text, kwargs[argument] if argument in kwargs else args[0])
 
     return hook
 
 
-def _leaving(name: str, text: str, stream: Any) -> Any:
+def _output_hook(name: str, text: str, stream: Any) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         stream(name, text, output[0] if isinstance(output, tuple) else output)
 
     return hook
 
 
-def _reading(name: str, moment: Any) -> Any:
+def _moment_hook(name: str, moment: Any) -> Any:
     def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if args:
             moment(name, args[0])
@@ -150,7 +152,9 @@ def _reading(name: str, moment: Any) -> Any:
     return hook
 
 
-def _reader(model: torch.nn.Module, spec: Spec, pattern: str, text: str) -> torch.nn.Module | None:
+def _find_reader(
+    model: torch.nn.Module, spec: Spec, pattern: str, text: str
+) -> torch.nn.Module | None:
     """The module of a weight by which heads read a space that is nobody's child."""
     leaves = [leaf for term in ax.parse(text).terms for leaf in ax.leaves(term)]
     reads = {
@@ -169,13 +173,13 @@ def _reader(model: torch.nn.Module, spec: Spec, pattern: str, text: str) -> torc
         return None
 
 
-def written(
+def generate_text(
     models: Sequence[torch.nn.Module],
     *,
     count: int = 64,
     length: int = 128,
     seed: int = 0,
-    batch: int = 32,
+    batch_size: int = 32,
 ) -> list[dict[str, Tensor]]:
     """Text that language models write themselves, by sampling from a random first token: as many
     sequences of each, as batches of input ids.
@@ -192,8 +196,8 @@ def written(
                 raise RecordError(f"a {type(model).__name__} writes no text", hint="give data")
             config: Any = model.config
             limit = getattr(config, "max_position_embeddings", None) or length
-            for start in range(0, share, batch):
-                n = min(batch, share - start)
+            for start in range(0, share, batch_size):
+                n = min(batch_size, share - start)
                 first = torch.randint(0, int(config.vocab_size), (n, 1))
                 generate: Any = model.generate
                 ids = generate(
@@ -211,8 +215,13 @@ def written(
     return out
 
 
-def drawn(
-    model: torch.nn.Module, *, count: int = 256, length: int = 64, seed: int = 0, batch: int = 32
+def sample_noise(
+    model: torch.nn.Module,
+    *,
+    count: int = 256,
+    length: int = 64,
+    seed: int = 0,
+    batch_size: int = 32,
 ) -> list[dict[str, Tensor]]:
     """Noise of the kind that a model reads, for models that write nothing: no data at all.
 
@@ -226,7 +235,7 @@ def drawn(
         size = config.image_size
         height, width = (size, size) if isinstance(size, int) else size
         shape = count, int(config.num_channels), int(height), int(width)
-        inputs = {"pixel_values": _clouds(shape, random)}
+        inputs = {"pixel_values": _pink_noise(shape, random)}
     elif getattr(config, "vocab_size", None) is not None:
         length = min(length, getattr(config, "max_position_embeddings", None) or length)
         ids = torch.randint(0, int(config.vocab_size), (count, length), generator=random)
@@ -236,12 +245,12 @@ def drawn(
             f"regauge does not know what a {type(model).__name__} reads", hint="give data"
         )
     return [
-        {name: x[start : start + batch] for name, x in inputs.items()}
-        for start in range(0, count, batch)
+        {name: x[start : start + batch_size] for name, x in inputs.items()}
+        for start in range(0, count, batch_size)
     ]
 
 
-def _clouds(shape: tuple[int, int, int, int], random: torch.Generator) -> Tensor:
+def _pink_noise(shape: tuple[int, int, int, int], random: torch.Generator) -> Tensor:
     """Noise with a 1/f spectrum [count, channels, height, width], of mean 0 and variance 1 over all
     images.
     """

@@ -33,8 +33,8 @@ from regauge.data.tasks import Examples, logits_of
 from regauge.errors import RegaugeError
 
 Tensor = torch.Tensor
-LOGITS = 2**24  # numbers that a temperature is fitted on, at most
-COLDEST, HOTTEST = 1e-2, 1e3  # temperatures
+MAX_LOGITS = 2**24  # numbers that a temperature is fitted on, at most
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e3  # temperatures
 
 
 class PathError(RegaugeError):
@@ -49,7 +49,7 @@ class Score:
 
     loss: float
     accuracy: float
-    calibrated: float | None = None
+    calibrated_loss: float | None = None
     temperature: float | None = None
 
 
@@ -74,10 +74,10 @@ class Curve:
     @property
     def barrier(self) -> float:
         """The largest excess inside the path, with its sign."""
-        return _largest(self.excesses[1:-1])
+        return _max_or_nan(self.excesses[1:-1])
 
     @property
-    def at(self) -> float:
+    def peak(self) -> float:
         """Where that is."""
         inside = self.excesses[1:-1]
         return self.ts[
@@ -90,12 +90,12 @@ class Curve:
     @property
     def rise(self) -> float:
         """003's first wording: the largest loss on the path over that of the better end."""
-        return _largest(self.losses) - min(self.losses[0], self.losses[-1])
+        return _max_or_nan(self.losses) - min(self.losses[0], self.losses[-1])
 
     @property
     def span(self) -> float:
         """003's second wording: the range of the losses on the path."""
-        return _largest(self.losses) - min(self.losses)
+        return _max_or_nan(self.losses) - min(self.losses)
 
     @property
     def midpoint(self) -> float:
@@ -116,7 +116,7 @@ class Path(Curve):
     temperatures: tuple[float, ...] = ()
 
     @property
-    def of_accuracy(self) -> float:
+    def accuracy_barrier(self) -> float:
         """The largest shortfall of the accuracy under the straight line between the ends'
         accuracies, inside the path.
         """
@@ -141,11 +141,11 @@ def interpolate(a: State, b: State, t: float) -> dict[str, Tensor]:
 
     >>> # middle = interpolate(a, b, 0.5); interpolate(a, b, 0) has the values of a
     """
-    require_joined(a, b)
-    return _mixed(((1 - t, a), (t, b)))
+    require_interpolable(a, b)
+    return _combine(((1 - t, a), (t, b)))
 
 
-def require_joined(
+def require_interpolable(
     a: State, b: State, names: tuple[str, str] = ("the first model", "the second model")
 ) -> None:
     """Refuse two states between which there is no straight line: other tensors, other shapes, or
@@ -156,7 +156,7 @@ def require_joined(
     faults += [f'"{n}" is in {second} and not in {first}' for n in b if n not in a]
     shared = [n for n in a if n in b]
     faults += [
-        f'"{n}" is {_shape(a[n])} in {first} and {_shape(b[n])} in {second}'
+        f'"{n}" is {_format_shape(a[n])} in {first} and {_format_shape(b[n])} in {second}'
         for n in shared
         if a[n].shape != b[n].shape
     ]
@@ -190,7 +190,7 @@ def require_joined(
             )
 
 
-def _mixed(parts: Sequence[tuple[float, State]]) -> dict[str, Tensor]:
+def _combine(parts: Sequence[tuple[float, State]]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for name, first in parts[0][1].items():
         if not first.is_floating_point():
@@ -213,7 +213,7 @@ def score(
     examples: Examples,
     *,
     calibration: Examples | None = None,
-    batch: int = 16,
+    batch_size: int = 16,
     device: str = "cpu",
 ) -> Score:
     """The module with these weights on all of the examples. The module's own weights are neither
@@ -222,9 +222,11 @@ def score(
     state = {name: x.to(device) for name, x in state.items()}
     temperature = None
     if calibration is not None:
-        temperature = _temperature(_sample(module, state, calibration, batch, device))
+        temperature = _fit_temperature(
+            _collect_logits(module, state, calibration, batch_size, device)
+        )
     loss = right = count = cool = 0.0
-    for logits, labels in _rows(module, state, examples, batch, device):
+    for logits, labels in _iter_logits(module, state, examples, batch_size, device):
         loss += float(F.cross_entropy(logits, labels, reduction="sum"))
         right += float((logits.argmax(1) == labels).sum())
         count += len(labels)
@@ -237,7 +239,7 @@ def score(
     )
 
 
-def along(
+def measure_path(
     module: torch.nn.Module,
     a: State,
     b: State,
@@ -245,7 +247,7 @@ def along(
     *,
     points: int = 11,
     calibration: Examples | None = None,
-    batch: int = 16,
+    batch_size: int = 16,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Path:
@@ -255,7 +257,7 @@ def along(
     """
     if points < 3:
         raise PathError(f"a path of {points} points has none inside", hint="give at least 3")
-    require_joined(a, b)
+    require_interpolable(a, b)
     ts = sorted({round(t, 9) for t in np.linspace(0, 1, points).tolist()} | {0.5})
     found: list[Score] = []
     for i, t in enumerate(ts):
@@ -264,14 +266,14 @@ def along(
         found.append(
             score(
                 module,
-                _mixed(((1 - t, a), (t, b))),
+                _combine(((1 - t, a), (t, b))),
                 examples,
                 calibration=calibration,
-                batch=batch,
+                batch_size=batch_size,
                 device=device,
             )
         )
-    cool = [s.calibrated for s in found if s.calibrated is not None]
+    cool = [s.calibrated_loss for s in found if s.calibrated_loss is not None]
     calibrated = Curve(tuple(ts), tuple(cool)) if len(cool) == len(ts) else None
     temperatures = tuple(s.temperature for s in found if s.temperature is not None)
     return Path(
@@ -283,14 +285,14 @@ def along(
     )
 
 
-def plane(
+def measure_plane(
     module: torch.nn.Module,
     corners: Mapping[str, State],
     examples: Examples,
     *,
     points: int = 9,
     margin: float = 0.25,
-    batch: int = 16,
+    batch_size: int = 16,
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Plane:
@@ -305,7 +307,7 @@ def plane(
     names = list(corners)
     one, origin, other = corners.values()
     for name, state in zip(names[:1] + names[2:], (one, other), strict=True):
-        require_joined(state, origin, (name, names[1]))
+        require_interpolable(state, origin, (name, names[1]))
     uu, uv, vv = _gram(one, other, origin)
     width = math.sqrt(uu)
     height = math.sqrt(max(vv - uv**2 / uu, 0.0)) if uu > 0 else 0.0
@@ -316,7 +318,7 @@ def plane(
         )
     across = uv / width
     places = {names[0]: (width, 0.0), names[1]: (0.0, 0.0), names[2]: (across, height)}
-    xs, ys = (_grid([p[i] for p in places.values()], points, margin) for i in (0, 1))
+    xs, ys = (_grid_axis([p[i] for p in places.values()], points, margin) for i in (0, 1))
     rows = []
     for j, y in enumerate(ys):
         row = []
@@ -325,8 +327,8 @@ def plane(
                 progress(j * len(xs) + i, len(xs) * len(ys), f"({x:.3g}, {y:.3g})")
             t = y / height  # the place is s * one + t * other + (1 - s - t) * origin
             s = (x - t * across) / width
-            state = _mixed(((s, one), (t, other), (1 - s - t, origin)))
-            row.append(score(module, state, examples, batch=batch, device=device).loss)
+            state = _combine(((s, one), (t, other), (1 - s - t, origin)))
+            row.append(score(module, state, examples, batch_size=batch_size, device=device).loss)
         rows.append(tuple(row))
     return Plane(xs, ys, tuple(rows), places)
 
@@ -345,25 +347,25 @@ def _gram(one: State, other: State, origin: State) -> tuple[float, float, float]
     return uu, uv, vv
 
 
-def _grid(values: Sequence[float], points: int, margin: float) -> tuple[float, ...]:
+def _grid_axis(values: Sequence[float], points: int, margin: float) -> tuple[float, ...]:
     low, high = min(values), max(values)
     reach = margin * (high - low)
     return tuple(np.linspace(low - reach, high + reach, points).tolist())
 
 
-def _rows(
+def _iter_logits(
     module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits [rows, classes] and labels, batch by batch: a row for each example, pixel or next
     token that counts.
     """
-    if examples.multi:
+    if examples.multi_label:
         raise PathError(
             "the examples have several answers each, and losses on a path are of one answer",
             hint="give data with one label each",
         )
     dtype = next(x.dtype for x in state.values() if x.is_floating_point())
-    whole = _With(module, state)
+    whole = _WithState(module, state)
     for start in range(0, len(examples), batch):
         inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
         moved = {
@@ -381,7 +383,7 @@ def _rows(
         yield logits[counted], labels[counted]
 
 
-class _With(torch.nn.Module):
+class _WithState(torch.nn.Module):
     """A module that computes with other weights than its own."""
 
     def __init__(self, module: torch.nn.Module, state: State) -> None:
@@ -395,12 +397,12 @@ class _With(torch.nn.Module):
         return functional_call(self.inner[0], self.state, given, named, tie_weights=False)
 
 
-def _sample(
+def _collect_logits(
     module: torch.nn.Module, state: State, examples: Examples, batch: int, device: str
 ) -> list[tuple[Tensor, Tensor]]:
     """Logits and labels for a temperature, as many as there is room for."""
-    kept, room = [], LOGITS
-    for logits, labels in _rows(module, state, examples, batch, device):
+    kept, room = [], MAX_LOGITS
+    for logits, labels in _iter_logits(module, state, examples, batch, device):
         rows = min(len(labels), room // logits.shape[1])
         kept.append((logits[:rows], labels[:rows]))
         room -= rows * logits.shape[1]
@@ -414,11 +416,11 @@ def _sample(
     return kept
 
 
-def _temperature(sample: Sequence[tuple[Tensor, Tensor]]) -> float:
+def _fit_temperature(sample: Sequence[tuple[Tensor, Tensor]]) -> float:
     """The temperature T that makes the loss of logits / T least. In 1/T the loss is convex:
     Newton's steps, inside a bracket.
     """
-    low, high, at = 1 / HOTTEST, 1 / COLDEST, 1.0
+    low, high, at = 1 / MAX_TEMPERATURE, 1 / MIN_TEMPERATURE, 1.0
     count = sum(len(labels) for _, labels in sample)
     for _ in range(40):
         slope = bend = 0.0
@@ -438,10 +440,10 @@ def _temperature(sample: Sequence[tuple[Tensor, Tensor]]) -> float:
     return 1 / at
 
 
-def _largest(values: Sequence[float]) -> float:
+def _max_or_nan(values: Sequence[float]) -> float:
     """The largest; nan counts as largest of all, for a loss that is no number is no small one."""
     return math.nan if any(math.isnan(v) for v in values) else max(values)
 
 
-def _shape(x: Tensor) -> str:
+def _format_shape(x: Tensor) -> str:
     return f"[{', '.join(map(str, x.shape))}]"

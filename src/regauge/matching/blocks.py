@@ -35,11 +35,11 @@ class Block:
     def spaces(self) -> frozenset[str]:
         return frozenset(d.space for d in self.dims if d is not None)
 
-    def places(self, space: str) -> list[int]:
+    def axes_of(self, space: str) -> list[int]:
         """The axes that live in a space."""
         return [i for i, d in enumerate(self.dims) if d is not None and d.space == space]
 
-    def unfolded(self, *leading: int | None) -> Values:
+    def unfold(self, *leading: int | None) -> Values:
         """These axes first (None: an axis of one), and all others as one last axis of features."""
         given = [i for i in leading if i is not None]
         rest = [i for i in range(self.values.ndim) if i not in given]
@@ -48,7 +48,7 @@ class Block:
         return np.ascontiguousarray(moved).reshape(*shape, -1)
 
 
-def blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
+def split_blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
     """A tensor with these axes, cut into blocks."""
     terms = ax.parse(axes).terms
     if len(terms) != values.ndim:
@@ -58,16 +58,16 @@ def blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
         )
     return [
         Block(dims, piece)
-        for piece, dims in _expanded(values, 0, [(t, False) for t in terms], spec.sizes)
+        for piece, dims in _expand(values, 0, [(t, False) for t in terms], spec.sizes)
     ]
 
 
-def layout(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
+def empty_blocks(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
     """The blocks of a tensor of this shape, without its values."""
-    return blocks(spec, axes, np.broadcast_to(np.zeros(()), tuple(shape)))
+    return split_blocks(spec, axes, np.broadcast_to(np.zeros(()), tuple(shape)))
 
 
-def _expanded(
+def _expand(
     values: Values, dim: int, terms: Sequence[tuple[ax.Term, bool]], sizes: Any
 ) -> list[tuple[Values, Dims]]:
     """Cut the axes from `dim` on, one term each."""
@@ -77,26 +77,26 @@ def _expanded(
     out: list[tuple[Values, Dims]] = []
     match term:
         case ax.Hole():
-            out = [(v, (None, *dims)) for v, dims in _expanded(values, dim + 1, rest, sizes)]
+            out = [(v, (None, *dims)) for v, dims in _expand(values, dim + 1, rest, sizes)]
         case ax.Leaf():
             leaf = term if term.bar else replace(term, star=term.star != star)
-            out = [(v, (leaf, *dims)) for v, dims in _expanded(values, dim + 1, rest, sizes)]
+            out = [(v, (leaf, *dims)) for v, dims in _expand(values, dim + 1, rest, sizes)]
         case ax.Sum():
-            parts = _parts(term.terms, sizes, values.shape[dim], product=False)
+            parts = _part_sizes(term.terms, sizes, values.shape[dim], product=False)
             for piece, one in zip(
                 np.split(values, np.cumsum(parts)[:-1], axis=dim), term.terms, strict=True
             ):
-                out += _expanded(piece, dim, [(one, star), *rest], sizes)
+                out += _expand(piece, dim, [(one, star), *rest], sizes)
         case ax.Product():
-            parts = _parts(term.factors, sizes, values.shape[dim], product=True)
+            parts = _part_sizes(term.factors, sizes, values.shape[dim], product=True)
             opened = values.reshape(*values.shape[:dim], *parts, *values.shape[dim + 1 :])
-            out = _expanded(
+            out = _expand(
                 opened, dim, [*((f, star != term.star) for f in term.factors), *rest], sizes
             )
     return out
 
 
-def _parts(terms: tuple[ax.Term, ...], sizes: Any, n: int, *, product: bool) -> list[int]:
+def _part_sizes(terms: tuple[ax.Term, ...], sizes: Any, n: int, *, product: bool) -> list[int]:
     parts = ax.block_sizes(terms, sizes, n, product=product)
     if parts is None:
         raise SpecError(

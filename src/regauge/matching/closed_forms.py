@@ -31,7 +31,7 @@ def procrustes(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> tuple[Floats, 
     return polar(m), max(left, 0.0)
 
 
-def rescaling(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> float:
+def solve_rescaling(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> float:
     """The factor a that brings (a q2, k2 / a) nearest to (q1, k1): the best real root of
 
     |q2|^2 a^4 - <q1, q2> a^3 + <k1, k2> a - |k2|^2 = 0        (paper 003, after the rotation)
@@ -45,7 +45,7 @@ def rescaling(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> float:
     )
 
 
-def overlap(y: tuple[Floats, Floats], x: tuple[Floats, Floats]) -> Floats:
+def product_cosines(y: tuple[Floats, Floats], x: tuple[Floats, Floats]) -> Floats:
     """How alike the products of two stacks are, whatever the basis inside: cosines of P_i = Q_i^T
     K_i and P'_j = Q'_j^T K'_j.
 
@@ -61,17 +61,17 @@ def overlap(y: tuple[Floats, Floats], x: tuple[Floats, Floats]) -> Floats:
         ]
         return np.asarray((parts[0] * parts[1]).sum((4, 5)))
 
-    return _cosine(inner(y, x), _own(y), _own(x))
+    return _cosine(inner(y, x), _squared_norms(y), _squared_norms(x))
 
 
-def _own(stack: tuple[Floats, Floats]) -> Floats:
+def _squared_norms(stack: tuple[Floats, Floats]) -> Floats:
     """|P_i|^2, by [member, inner]."""
     q, k = stack
     gram = [np.einsum("iraf,irbf->irab", u, u, optimize=True) for u in (q, k)]
     return np.asarray((gram[0] * gram[1]).sum((2, 3)))
 
 
-def plane_overlap(y: tuple[Floats, Floats], x: tuple[Floats, Floats], group: Rotary) -> Floats:
+def rotary_cosines(y: tuple[Floats, Floats], x: tuple[Floats, Floats], group: Rotary) -> Floats:
     """The same under rotary positions, where only the products of one 2-plane are free of the
     basis: the sum over planes of Re(<q_i, q'_j> conj <k_i, k'_j>), with q and k as complex numbers.
     """
@@ -89,7 +89,7 @@ def plane_overlap(y: tuple[Floats, Floats], x: tuple[Floats, Floats], group: Rot
     return _cosine(np.asarray((parts[0] * parts[1].conj()).real.sum(4)), *own)
 
 
-def rows_overlap(y: Floats, x: Floats) -> Floats:
+def row_cosines(y: Floats, x: Floats) -> Floats:
     """Cosines between the rows of two stacks [members, features], in the shape of the others."""
     return _cosine(
         np.asarray(np.einsum("if,jf->ij", y, x))[:, None, :, None],
@@ -102,7 +102,7 @@ def _cosine(inner: Floats, y: Floats, x: Floats) -> Floats:
     return np.asarray(inner / np.sqrt(np.maximum(y[:, :, None, None] * x[None, None], 1e-300)))
 
 
-def two_level(scores: Floats) -> tuple[Ints, Ints]:
+def assign_two_level(scores: Floats) -> tuple[Ints, Ints]:
     """The best assignment of members, each with the best assignment of what is inside: [members,
     inner, members, inner] scores.
 

@@ -18,15 +18,15 @@ from regauge.core.action import State
 from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.matching import Match, Shared, layers_of, match
+from regauge.matching import Match, SharedRows, layers_of, match
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 
-SAME = (
+MAX_ROUNDING = (
     1e-3  # a relative distance below which two descriptions are one: the rounding of half precision
 )
-ALIKE = 0.5  # a cosine above which two models are of one descent
-STILL = 0.98  # a share of the matched cosine that models in one basis have as they stand
+MIN_COSINE = 0.5  # a cosine above which two models are of one descent
+MIN_COSINE_RATIO = 0.98  # a share of the matched cosine that models in one basis have as they stand
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,15 @@ class Comparison:
     """
 
     verdict: str
-    words: str
-    alike: tuple[float, float, float]
-    found: Match
+    explanation: str
+    cosines: tuple[float, float, float]
+    match: Match
     layers: Mapping[str, tuple[float, float, float, float]]
-    invariant: float
-    stays: Mapping[str, float]
+    relative_invariant_distance: float
+    fixed_shares: Mapping[str, float]
 
     @property
-    def basis(self) -> bool:
+    def shares_basis(self) -> bool:
         """Do the two share a basis as they stand?"""
         return self.verdict in ("equal", "same basis")
 
@@ -55,31 +55,33 @@ def compare(
     b: State,
     *,
     seed: int = 0,
-    rows: Mapping[str, Shared] | None = None,
+    rows: Mapping[str, SharedRows] | None = None,
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
     """Compare two states of one spec. `options` are those of `match`."""
     found = match(spec, a, b, rows=rows, progress=progress, **options)
     costs = Costs(spec, a, b, rows=rows)
-    stand, moved = _alike(costs, identity(spec)), _alike(costs, found.element)
-    shuffled = Shuffled(a, seed)
+    stand, moved = _inner_products(costs, identity(spec)), _inner_products(costs, found.element)
+    shuffled = ShuffledState(a, seed)
     chance_found = match(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
-    chance = _total(_alike(Costs(spec, shuffled, b, rows=rows), chance_found.element))
-    alike = (_total(stand), _total(moved), chance)
-    verdict, words = _verdict(found, alike)
+    chance = _total_cosine(
+        _inner_products(Costs(spec, shuffled, b, rows=rows), chance_found.element)
+    )
+    alike = (_total_cosine(stand), _total_cosine(moved), chance)
+    verdict, words = _decide_verdict(found, alike)
     return Comparison(
         verdict,
         words,
         alike,
         found,
-        _layers(spec, found, stand, moved),
-        _invariant(spec, a, b, rows),
-        stays(found.element),
+        _layer_rows(spec, found, stand, moved),
+        _relative_invariant_distance(spec, a, b, rows),
+        fixed_shares(found.element),
     )
 
 
-class Shuffled(Mapping[str, Any]):
+class ShuffledState(Mapping[str, Any]):
     """A state whose values are shuffled within each tensor: the same numbers, and no model. Made
     anew each time, so that it takes no memory.
     """
@@ -115,7 +117,7 @@ class Shuffled(Mapping[str, Any]):
         return len(self.state)
 
 
-def stays(g: Element) -> dict[str, float]:
+def fixed_shares(g: Element) -> dict[str, float]:
     """For each space that moves: the share of it that stays where it is. Of a permutation its fixed
     places, of a matrix the mean of its diagonal.
     """
@@ -132,22 +134,22 @@ def stays(g: Element) -> dict[str, float]:
     return out
 
 
-def _alike(costs: Costs, g: Element) -> dict[str, tuple[float, float, float]]:
+def _inner_products(costs: Costs, g: Element) -> dict[str, tuple[float, float, float]]:
     """<b, g a>, |b|^2 and |g a|^2 of every matrix."""
     out = {}
     for pattern in costs.patterns:
         if len(ax.parse(costs.spec.tensors[pattern]).terms) > 1:
-            y, x = (t.double() for t in costs.paired(pattern, g))
+            y, x = (t.double() for t in costs.tensor_pair(pattern, g))
             out[pattern] = (float((y * x).sum()), float(y.square().sum()), float(x.square().sum()))
     return out
 
 
-def _total(parts: Mapping[str, tuple[float, float, float]]) -> float:
+def _total_cosine(parts: Mapping[str, tuple[float, float, float]]) -> float:
     inner, y, x = (sum(p[i] for p in parts.values()) for i in range(3))
     return inner / math.sqrt(max(y * x, 1e-300))
 
 
-def _layers(
+def _layer_rows(
     spec: Spec, found: Match, stand: Mapping[str, Any], moved: Mapping[str, Any]
 ) -> dict[str, tuple[float, float, float, float]]:
     """For each layer, and for what belongs to none: cosines as they stand and matched, and
@@ -169,7 +171,9 @@ def _layers(
             int(item[0].split()[-1]) if item[0][-1].isdigit() else 0,
         ),
     ):
-        cosines = [_total({p: part[p] for p in patterns if p in part}) for part in (stand, moved)]
+        cosines = [
+            _total_cosine({p: part[p] for p in patterns if p in part}) for part in (stand, moved)
+        ]
         distances = [
             math.sqrt(sum(part[p] for p in patterns)) for part in (found.before, found.after)
         ]
@@ -177,34 +181,36 @@ def _layers(
     return out
 
 
-def _invariant(spec: Spec, a: State, b: State, rows: Mapping[str, Shared] | None) -> float:
+def _relative_invariant_distance(
+    spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows] | None
+) -> float:
     """How far apart the two are in what no description changes, as a share of the other's."""
     parts = invariant_distance(invariants(spec, a), invariants(spec, b))
     kept = [v for n, v in parts.items() if n.split("#")[0] not in (rows or {})]
     return math.sqrt(sum(v[0] for v in kept) / max(sum(v[1] for v in kept), 1e-300))
 
 
-def _verdict(found: Match, alike: tuple[float, float, float]) -> tuple[str, str]:
+def _decide_verdict(found: Match, alike: tuple[float, float, float]) -> tuple[str, str]:
     stand, moved, chance = alike
     size = math.sqrt(max(sum(found.size.values()), 1e-300))
     if found.distance_before == 0:
         return "equal", "The two are equal, number for number."
-    if found.distance_before / size < SAME:
+    if found.distance_before / size < MAX_ROUNDING:
         return (
             "same basis",
             "The two are one model up to rounding. They share a basis as they stand.",
         )
-    if found.relative < SAME:
+    if found.relative_distance < MAX_ROUNDING:
         return "another description", (
             "The two are one model in two descriptions: moved by the element that was found, "
             "the one is the other. Match before merging."
         )
-    if stand >= ALIKE and stand >= STILL * moved:
+    if stand >= MIN_COSINE and stand >= MIN_COSINE_RATIO * moved:
         return "same basis", (
             f"The two share a basis as they stand (cosine {stand:.3f}; matching finds "
             f"{moved:.3f}). They merge without matching."
         )
-    if moved >= ALIKE:
+    if moved >= MIN_COSINE:
         return "related", (
             f"The two are of one descent, but in different bases: cosine {stand:.3f} as they "
             f"stand, {moved:.3f} after matching. Match before merging."

@@ -21,33 +21,40 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.errors import RegaugeError
-from regauge.matching.barriers import Path, PathError, Plane, along, plane, require_joined
+from regauge.matching.barriers import (
+    Path,
+    PathError,
+    Plane,
+    measure_path,
+    measure_plane,
+    require_interpolable,
+)
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
-Mover = Callable[[Spec, State, State], Element]
-STAND, FOLDED = "as they stand", "folded, not moved"
+Aligner = Callable[[Spec, State, State], Element]
+UNALIGNED, FOLDED = "as they stand", "folded, not moved"
 # nats by which moving A may change its loss: rounding in float32 stays far below, a wrong element
 # far above
-SAME = 1e-3
-LEFT = 5  # one example in five is for the temperatures
+MAX_LOSS_CHANGE = 1e-3
+CALIBRATION_STRIDE = 5  # one example in five is for the temperatures
 DEFINITION = (
     "the largest excess of the loss, inside the path, over the straight line between "
     "the losses of the two ends"
 )
 
 
-def matcher(spec: Spec, a: State, b: State) -> Element:
+def align_by_weights(spec: Spec, a: State, b: State) -> Element:
     """The element that moves A next to B, data-free."""
     from regauge.matching import match
 
     return match(spec, a, b).element
 
 
-def watcher(
+def align_by_activations(
     first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]
-) -> Mover:
+) -> Aligner:
     """A mover that matches by what the two do on these inputs."""
 
     def move(spec: Spec, a: State, b: State) -> Element:
@@ -55,7 +62,10 @@ def watcher(
         from regauge.matching.activations import record
 
         return match(
-            spec, a, b, seen=(record(first, a, spec, batches), record(second, b, spec, batches))
+            spec,
+            a,
+            b,
+            activations=(record(first, a, spec, batches), record(second, b, spec, batches)),
         ).element
 
     return move
@@ -66,14 +76,14 @@ def connect(
     second: torch.nn.Module,
     examples: Examples,
     *,
-    mover: Mover | None = matcher,
-    moved: str = "matched",
+    aligner: Aligner | None = align_by_weights,
+    label: str = "matched",
     fold: bool = True,
     points: int = 11,
     grid: int = 0,
     samples: int | None = None,
     calibrate: bool = True,
-    batch: int = 16,
+    batch_size: int = 16,
     seed: int = 0,
     device: str = "cpu",
     progress: Progress | None = None,
@@ -87,12 +97,12 @@ def connect(
     >>> # results = connect(a, b, prepare(task, data)); results.tables[0].rows
     """
     a, b = first.state_dict(), second.state_dict()
-    require_joined(a, b, ("A", "B"))
+    require_interpolable(a, b, ("A", "B"))
     measured, others = _split(examples, samples, seed, calibrate)
-    states: dict[str, tuple[State, State]] = {STAND: (a, b)}
+    states: dict[str, tuple[State, State]] = {UNALIGNED: (a, b)}
     notes: list[str] = []
     tell = progress or (lambda done, total, now: None)
-    if mover is not None:
+    if aligner is not None:
         tell(0, 1, "moves A")
         spec = spec_of(first)
         if fold:
@@ -107,31 +117,40 @@ def connect(
                 )
                 notes.append(f"{what} in what is moved: the same function")
             spec = folded
-        states[moved] = (apply(mover(spec, a, b), a), b)
-    walk = partial(along, first, points=points, calibration=others, batch=batch, device=device)
+        states[label] = (apply(aligner(spec, a, b), a), b)
+    walk = partial(
+        measure_path, first, points=points, calibration=others, batch_size=batch_size, device=device
+    )
     count = points + (points % 2 == 0)
     total = count * len(states) + (grid**2 if len(states) > 1 else 0)
     paths: dict[str, Path] = {}
     for i, (name, (one, two)) in enumerate(states.items()):
         paths[name] = walk(
-            one, two, measured, progress=_from(tell, i * count, total, f"path {name}: ")
+            one, two, measured, progress=_offset_progress(tell, i * count, total, f"path {name}: ")
         )
     landscape, unchecked = None, []
-    if mover is None:
+    if aligner is None:
         unchecked.append("a path after matching: only the models as they stand were measured")
     elif grid:
-        corners = {"A": a, "B": b, f"A, {moved}": states[moved][0]}
-        told = _from(tell, count * len(states), total, "plane: ")
+        corners = {"A": a, "B": b, f"A, {label}": states[label][0]}
+        told = _offset_progress(tell, count * len(states), total, "plane: ")
         try:
-            landscape = plane(
-                first, corners, measured, points=grid, batch=batch, device=device, progress=told
+            landscape = measure_plane(
+                first,
+                corners,
+                measured,
+                points=grid,
+                batch_size=batch_size,
+                device=device,
+                progress=told,
             )
         except PathError as error:  # A was moved onto B, or not at all
             unchecked.append(f"the plane through A, B and the moved A: {error}")
     tell(total, total, "")
-    figures = (_curves(paths, "losses", "nats"), _curves(paths, "accuracies", "accuracy")) + (
-        (_landscape(landscape),) if landscape else ()
-    )
+    figures = (
+        _curve_figure(paths, "losses", "nats"),
+        _curve_figure(paths, "accuracies", "accuracy"),
+    ) + ((_plane_figure(landscape),) if landscape else ())
     facts = {
         "class": type(first).__name__,
         "parameters": sum(p.numel() for p in first.parameters()),
@@ -140,12 +159,12 @@ def connect(
         "examples for temperatures": len(others) if others is not None else 0,
         "points": count,
         "notes": notes,
-        "paths": {name: _numbers(path) for name, path in paths.items()},
+        "paths": {name: _path_to_dict(path) for name, path in paths.items()},
     }
     return Results(
         "The path between two models",
-        tuple(_findings(paths, moved, notes)),
-        (_table(paths),),
+        tuple(_findings(paths, label, notes)),
+        (_barrier_table(paths),),
         figures,
         facts,
         tuple(unchecked),
@@ -160,21 +179,21 @@ def _split(
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:samples])
     if not calibrate:
         return examples.only(rows), None
-    kept = np.arange(len(rows)) % LEFT == LEFT - 1
+    kept = np.arange(len(rows)) % CALIBRATION_STRIDE == CALIBRATION_STRIDE - 1
     if not kept.any():
         raise RegaugeError(
             f"of {len(rows)} examples none is left to fit a temperature on",
-            hint=f"give at least {LEFT}, or --no-calibrate",
+            hint=f"give at least {CALIBRATION_STRIDE}, or --no-calibrate",
         )
     return examples.only(rows[~kept]), examples.only(rows[kept])
 
 
-def _from(progress: Progress, start: int, total: int, what: str) -> Progress:
+def _offset_progress(progress: Progress, start: int, total: int, what: str) -> Progress:
     return lambda done, _, now: progress(start + done, total, what + now)
 
 
 def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> list[Finding]:
-    plain = paths[STAND]
+    plain = paths[UNALIGNED]
     out = []
     for name in (FOLDED, moved):
         if name in paths:
@@ -182,7 +201,7 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
             said = f"The ends of the path, {name}, compute what A and B compute"
             sentence = (
                 ". ".join(notes)
-                if change <= SAME
+                if change <= MAX_LOSS_CHANGE
                 else "The loss of an end changed: what moved it is no symmetry of the model, or "
                 "was lost to rounding."
             )
@@ -190,9 +209,9 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
                 Finding(
                     f"ends/{_slug(name)}",
                     said,
-                    change <= SAME,
+                    change <= MAX_LOSS_CHANGE,
                     change,
-                    SAME,
+                    MAX_LOSS_CHANGE,
                     sentence=sentence,
                     measure="change of the loss, in nats",
                 )
@@ -200,19 +219,19 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
     for name, path in paths.items():
         share = (
             f"; {path.barrier / plain.barrier:.3g} of what it is as they stand"
-            if name != STAND and plain.barrier > 0
+            if name != UNALIGNED and plain.barrier > 0
             else ""
         )
         for kind, value, ceiling, unit in (
             ("loss", path.barrier, plain.barrier, "nats"),
-            ("accuracy", path.of_accuracy, plain.of_accuracy, "accuracy"),
-            ("calibrated", _cool(path), _cool(plain), "nats"),
+            ("accuracy", path.accuracy_barrier, plain.accuracy_barrier, "accuracy"),
+            ("calibrated", _calibrated_barrier(path), _calibrated_barrier(plain), "nats"),
             ("midpoint", path.midpoint, plain.midpoint, "nats"),
         ):
             if value is None:
                 continue
             said = {
-                "loss": f"The barrier {name}, at t = {path.at:g}{share}",
+                "loss": f"The barrier {name}, at t = {path.peak:g}{share}",
                 "accuracy": f"The largest shortfall of accuracy {name}",
                 "calibrated": f"The barrier {name}, with a temperature fitted for each point",
                 "midpoint": f"The midpoint {name} over the better end",
@@ -224,7 +243,7 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
                     None,
                     value,
                     0.0,
-                    ceiling if name != STAND else None,
+                    ceiling if name != UNALIGNED else None,
                     "A number, no verdict.",
                     measure=unit,
                 )
@@ -232,8 +251,8 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
     return out
 
 
-def _table(paths: Mapping[str, Path]) -> Table:
-    plain = paths[STAND].barrier
+def _barrier_table(paths: Mapping[str, Path]) -> Table:
+    plain = paths[UNALIGNED].barrier
     rows = []
     for name, p in paths.items():
         share = p.barrier / plain if plain > 0 else None
@@ -242,12 +261,12 @@ def _table(paths: Mapping[str, Path]) -> Table:
                 name,
                 p.barrier,
                 share,
-                p.at,
-                _cool(p),
+                p.peak,
+                _calibrated_barrier(p),
                 p.rise,
                 p.span,
                 p.midpoint,
-                p.of_accuracy,
+                p.accuracy_barrier,
                 p.losses[0],
                 p.losses[-1],
             )
@@ -280,11 +299,11 @@ def _table(paths: Mapping[str, Path]) -> Table:
     return Table("Barriers", heads, tuple(rows), note)
 
 
-def _cool(path: Path) -> float | None:
+def _calibrated_barrier(path: Path) -> float | None:
     return None if path.calibrated is None else path.calibrated.barrier
 
 
-def _numbers(path: Path) -> dict[str, Any]:
+def _path_to_dict(path: Path) -> dict[str, Any]:
     out: dict[str, Any] = {
         "t": list(path.ts),
         "loss": list(path.losses),
@@ -295,7 +314,7 @@ def _numbers(path: Path) -> dict[str, Any]:
     return out
 
 
-def _curves(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
+def _curve_figure(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
     ts = next(iter(paths.values())).ts
     y = {name: list(getattr(path, what)) for name, path in paths.items()}
     if what == "losses":
@@ -315,7 +334,7 @@ def _curves(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
     )
 
 
-def _landscape(found: Plane) -> Figure:
+def _plane_figure(found: Plane) -> Figure:
     data = {
         "x": list(found.xs),
         "y": list(found.ys),

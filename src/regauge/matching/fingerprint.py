@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.reader import LazyState
 from regauge.core.action import State
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.core.fold import fold_lazily
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import CheckpointError
-from regauge.matching.invariants import invariants, nonfinite
+from regauge.matching.invariants import find_nonfinite, invariants
 
 VERSION = 1
 _DIRECTIONS = 8
@@ -53,7 +53,7 @@ class Fingerprint:
         """
         return any(a == b for a, b in zip(self.digests, other.digests, strict=True))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         names = ("name", "count", "least", "mean", "most")
         return {
             "version": VERSION,
@@ -70,7 +70,7 @@ def fingerprint(spec: Spec, state: State) -> Fingerprint:
     plain = state
     if spec.norms or spec.scales:
         spec, folded = fold_lazily(spec, state, rounded=False)
-        state = Lazy(folded, lambda name: folded[name]())
+        state = LazyState(folded, lambda name: folded[name]())
     try:
         with np.errstate(invalid="ignore", over="ignore"):
             found = {
@@ -82,7 +82,7 @@ def fingerprint(spec: Spec, state: State) -> Fingerprint:
         known = False
     if not known:
         raise CheckpointError(
-            f'the model has no fingerprint: "{nonfinite(plain)}" holds NaN or Inf',
+            f'the model has no fingerprint: "{find_nonfinite(plain)}" holds NaN or Inf',
             hint="is it the right file?",
         )
     sizes = {name: float(np.sqrt((values**2).mean())) for name, values in found.items()}
@@ -94,7 +94,7 @@ def fingerprint(spec: Spec, state: State) -> Fingerprint:
         _digests(
             numbers, {name: values.size for name, values in found.items()}, _GRIDS.get(width, 3e-3)
         ),
-        tuple(_rows(sizes)),
+        tuple(_summarize(sizes)),
     )
 
 
@@ -113,13 +113,13 @@ def _digests(numbers: dict[str, float], counts: dict[str, int], grid: float) -> 
     projected = signs @ values
     out = [np.floor(projected / grid + shift).astype(np.int64).tolist() for shift in (0.0, 0.5)]
     first, second = (
-        hashlib.sha256(canonical([VERSION, counts, grid, shift, cells])).hexdigest()[:16]
+        hashlib.sha256(canonical_json([VERSION, counts, grid, shift, cells])).hexdigest()[:16]
         for shift, cells in enumerate(out)
     )
     return first, second
 
 
-def _rows(sizes: dict[str, float]) -> list[tuple[str, int, float, float, float]]:
+def _summarize(sizes: dict[str, float]) -> list[tuple[str, int, float, float, float]]:
     kinds: dict[str, list[float]] = {}
     for name, size in sizes.items():
         kinds.setdefault(_NUMBER.sub("*", name), []).append(size)

@@ -23,18 +23,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.reader import LazyState
 from regauge.core import axes as ax
 from regauge.core.action import State, apply_lazily
 from regauge.core.element import Element, identity
-from regauge.core.fit import balancing
-from regauge.core.fold import in_work
+from regauge.core.fit import fit_balance
+from regauge.core.fold import to_work_dtype
 from regauge.core.groups import GeneralLinear, Group, PlaneSigns, Rotary, Scaling
 from regauge.core.members import Dense, Member, Monomial, Planes
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import SpecError
-from regauge.matching.blocks import Block, blocks, layout
+from regauge.matching.blocks import Block, empty_blocks, split_blocks
 from regauge.matching.costs import Costs
 
 if TYPE_CHECKING:
@@ -43,37 +43,37 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
     Thunks = dict[str, Callable[[], Tensor]]
 
-FIXES = ("keys", "values", "balance")
+GAUGES = ("keys", "values", "balance")
 
 
-def fix_gauges(spec: Spec, state: State, what: Iterable[str] = FIXES) -> dict[str, Tensor]:
+def fix_gauges(spec: Spec, state: State, gauges: Iterable[str] = GAUGES) -> dict[str, Tensor]:
     """The state with these gauges fixed: the same function, of the same spec. Computed in float64
     (float32 for half precision), rounded once.
     """
-    made = fix_lazily(spec, state, what)
+    made = fix_lazily(spec, state, gauges)
     return {name: made[name]().to(state[name].dtype) for name in made}
 
 
-def fix_lazily(spec: Spec, state: State, what: Iterable[str] = FIXES) -> Thunks:
+def fix_lazily(spec: Spec, state: State, gauges: Iterable[str] = GAUGES) -> Thunks:
     """What `fix_gauges` does, one thunk per tensor, not rounded. For a balance every head is read
     once, at once.
     """
-    what = list(what)
-    unknown = next((w for w in what if w not in FIXES), None)
+    gauges = list(gauges)
+    unknown = next((w for w in gauges if w not in GAUGES), None)
     if unknown is not None:
-        raise SpecError(f'there is no gauge "{unknown}" to fix', hint=", ".join(FIXES))
+        raise SpecError(f'there is no gauge "{unknown}" to fix', hint=", ".join(GAUGES))
     made: Thunks = {name: partial(state.__getitem__, name) for name in state}
-    if "values" in what:
-        made = _values_passed(spec, state, made)
-    if "keys" in what:
-        unseen = _places(spec, "unseen", star=True)
+    if "values" in gauges:
+        made = _move_value_biases(spec, state, made)
+    if "keys" in gauges:
+        unseen = _constant_sides(spec, "unseen", star=True)
         made |= {
-            name: partial(_without, spec, name, made[name], unseen)
+            name: partial(_zero_bias, spec, name, made[name], unseen)
             for name in made
-            if _has(spec, name, unseen)
+            if _has_bias_in(spec, name, unseen)
         }
-    if "balance" in what:
-        now = Lazy.of(dict(made))
+    if "balance" in gauges:
+        now = LazyState.from_thunks(dict(made))
         made = apply_lazily(balance(spec, now), now)
     return made
 
@@ -83,29 +83,29 @@ def balance(spec: Spec, state: State) -> Element:
     costs, none = Costs(spec, state, state), identity(spec)
     members = {}
     for name, space in spec.spaces.items():
-        if not _stretches(space.group):
+        if not _has_scaling(space.group):
             continue
         sides: dict[bool, list[Floats]] = {False: [], True: []}
-        for block, _ in costs.each(name, none, lambda _: True):
-            for place in block.places(name):
+        for block, _ in costs.iter_block_pairs(name, none, lambda _: True):
+            for place in block.axes_of(name):
                 leaf = block.dims[place]
                 if leaf is not None and not leaf.bar:
-                    outer = block.places(space.over)[0] if space.over is not None else None
-                    sides[leaf.star].append(block.unfolded(outer, place).astype(np.float64))
+                    outer = block.axes_of(space.over)[0] if space.over is not None else None
+                    sides[leaf.star].append(block.unfold(outer, place).astype(np.float64))
         if sides[False] and sides[True]:
-            members[name] = _member(
-                space.group, *(_joined(side, spec.count(name)) for side in sides.values())
+            members[name] = _balancing_member(
+                space.group, *(_concatenate(side, spec.count(name)) for side in sides.values())
             )
     return Element(spec, members)
 
 
-def _stretches(group: Group) -> bool:
+def _has_scaling(group: Group) -> bool:
     return isinstance(group, GeneralLinear | Scaling | Rotary) and not isinstance(group, PlaneSigns)
 
 
-def _member(group: Group, plain: Floats, dual: Floats) -> Member:
+def _balancing_member(group: Group, plain: Floats, dual: Floats) -> Member:
     if isinstance(group, GeneralLinear):
-        return Dense(balancing(plain, dual))
+        return Dense(fit_balance(plain, dual))
     norms = [np.square(side).sum(2) for side in (plain, dual)]
     if isinstance(group, Rotary):
         halves = [
@@ -123,11 +123,11 @@ def _member(group: Group, plain: Floats, dual: Floats) -> Member:
     return Monomial(np.tile(np.arange(factor.shape[1]), (len(factor), 1)), factor)
 
 
-def _joined(side: list[Floats], count: int) -> Floats:
+def _concatenate(side: list[Floats], count: int) -> Floats:
     return np.concatenate([np.broadcast_to(x, (count, *x.shape[1:])) for x in side], axis=-1)
 
 
-def _places(spec: Spec, constant: str, star: bool) -> set[tuple[str, bool]]:
+def _constant_sides(spec: Spec, constant: str, star: bool) -> set[tuple[str, bool]]:
     return {(name, star) for name, space in spec.spaces.items() if space.constant == constant}
 
 
@@ -136,7 +136,7 @@ def _is_bias(block: Block) -> bool:
     return all(d is not None for d in block.dims)
 
 
-def _at(spec: Spec, block: Block, places: set[tuple[str, bool]]) -> bool:
+def _lies_in(spec: Spec, block: Block, places: set[tuple[str, bool]]) -> bool:
     """Does this piece of a bias lie in one of these spaces, and in nothing else but their
     parents?
     """
@@ -149,7 +149,7 @@ def _at(spec: Spec, block: Block, places: set[tuple[str, bool]]) -> bool:
     )
 
 
-def _has(spec: Spec, name: str, places: set[tuple[str, bool]]) -> bool:
+def _has_bias_in(spec: Spec, name: str, places: set[tuple[str, bool]]) -> bool:
     text = spec.tensors.get(name)
     if (
         text is None
@@ -157,72 +157,79 @@ def _has(spec: Spec, name: str, places: set[tuple[str, bool]]) -> bool:
         or not ax.spaces(text) & {s for s, _ in places}
     ):
         return False
-    return any(_at(spec, block, places) for block in layout(spec, text, _shape(spec, text)))
+    return any(
+        _lies_in(spec, block, places)
+        for block in empty_blocks(spec, text, _expected_shape(spec, text))
+    )
 
 
-def _shape(spec: Spec, text: str) -> tuple[int, ...]:
+def _expected_shape(spec: Spec, text: str) -> tuple[int, ...]:
     return tuple(ax.size(term, spec.sizes) or 0 for term in ax.parse(text).terms)
 
 
-def _without(
+def _zero_bias(
     spec: Spec, name: str, make: Callable[[], Tensor], places: set[tuple[str, bool]]
 ) -> Tensor:
     """A bias with nothing in these places."""
     import torch
 
-    values = np.array(in_work(make()).cpu().numpy())
-    for block in blocks(spec, spec.tensors[name], values):
-        if _at(spec, block, places):
+    values = np.array(to_work_dtype(make()).cpu().numpy())
+    for block in split_blocks(spec, spec.tensors[name], values):
+        if _lies_in(spec, block, places):
             block.values[...] = 0  # a view of values
     return torch.from_numpy(values)
 
 
-def _values_passed(spec: Spec, state: State, made: Thunks) -> Thunks:
+def _move_value_biases(spec: Spec, state: State, made: Thunks) -> Thunks:
     out = dict(made)
     for space in [s for s, about in spec.spaces.items() if about.constant == "passed"]:
-        biases = [n for n in state if _has(spec, n, {(space, False)})]
+        biases = [n for n in state if _has_bias_in(spec, n, {(space, False)})]
         readers = [
             n
             for n, text in spec.tensors.items()
-            if n in state and len(ax.parse(text).terms) > 1 and space in _read(text)
+            if n in state and len(ax.parse(text).terms) > 1 and space in _read_spaces(text)
         ]
-        takers = {n: _bias_of(n) for n in readers}
+        takers = {n: _bias_name(n) for n in readers}
         if not biases or not all(taker in state for taker in takers.values()):
             continue  # nothing to move, or nowhere to
         for reader, taker in takers.items():
-            out[taker] = partial(_taken, spec, state, out[taker], reader, biases, space)
+            out[taker] = partial(_absorb_biases, spec, state, out[taker], reader, biases, space)
         for name in biases:
-            out[name] = partial(_without, spec, name, out[name], {(space, False)})
+            out[name] = partial(_zero_bias, spec, name, out[name], {(space, False)})
     return out
 
 
-def _read(text: str) -> set[str]:
+def _read_spaces(text: str) -> set[str]:
     """The spaces that a tensor reads, and writes nothing of."""
     found = [(leaf.space, leaf.star) for term in ax.parse(text).terms for leaf in ax.leaves(term)]
     return {s for s, star in found if star and (s, False) not in found}
 
 
-def _bias_of(weight: str) -> str:
+def _bias_name(weight: str) -> str:
     return f"{weight.removesuffix('weight')}bias"
 
 
-def _taken(
+def _absorb_biases(
     spec: Spec, state: State, make: Callable[[], Tensor], reader: str, biases: list[str], space: str
 ) -> Tensor:
     """The reader's bias, with what the value biases come to."""
     import torch
 
-    total = np.array(in_work(make()).cpu().numpy())
-    for weight in blocks(spec, spec.tensors[reader], in_work(state[reader]).cpu().numpy()):
+    total = np.array(to_work_dtype(make()).cpu().numpy())
+    for weight in split_blocks(
+        spec, spec.tensors[reader], to_work_dtype(state[reader]).cpu().numpy()
+    ):
         if space not in weight.spaces:
             continue
         letters = {i: chr(97 + i) for i in range(len(weight.dims))}
         written = "".join(letters[i] for i, d in enumerate(weight.dims) if d is None or not d.star)
         for name in biases:
-            for bias in blocks(spec, spec.tensors[name], in_work(state[name]).cpu().numpy()):
-                if _at(spec, bias, {(space, False)}):
+            for bias in split_blocks(
+                spec, spec.tensors[name], to_work_dtype(state[name]).cpu().numpy()
+            ):
+                if _lies_in(spec, bias, {(space, False)}):
                     own = "".join(
-                        letters[weight.places(d.space)[0]] for d in bias.dims if d is not None
+                        letters[weight.axes_of(d.space)[0]] for d in bias.dims if d is not None
                     )
                     come = np.einsum(
                         f"{''.join(letters.values())},{own}->{written}", weight.values, bias.values

@@ -30,7 +30,7 @@ def invariants(spec: Spec, state: State) -> dict[str, Floats]:
     out: dict[str, Floats] = {}
     sides: dict[str, tuple[list[Floats], list[Floats]]] = {}
     for pattern in costs.patterns:
-        for i, block in enumerate(costs.own(pattern)):
+        for i, block in enumerate(costs.target_blocks(pattern)):
             mixed = [s for s in block.spaces if not _is_orthogonal(spec, s)]
             if not mixed:
                 out[f"{pattern}#{i}" if len(costs.layouts[pattern]) > 1 else pattern] = _spectrum(
@@ -40,22 +40,20 @@ def invariants(spec: Spec, state: State) -> dict[str, Floats]:
             for space in (
                 mixed if len(mixed) == 1 else ()
             ):  # beside another such space nothing is kept
-                place, over = block.places(space)[0], spec.spaces[space].over
-                outer = block.places(over)[0] if over is not None else None
+                place, over = block.axes_of(space)[0], spec.spaces[space].over
+                outer = block.axes_of(over)[0] if over is not None else None
                 leaf = block.dims[place]
                 assert leaf is not None
                 if not leaf.bar:
-                    sides.setdefault(space, ([], []))[leaf.star].append(
-                        block.unfolded(outer, place)
-                    )
+                    sides.setdefault(space, ([], []))[leaf.star].append(block.unfold(outer, place))
     for space, (plain, dual) in sides.items():
         if plain and dual:
             q, k = np.concatenate(plain, axis=2), np.concatenate(dual, axis=2)
-            out[space] = _of_products(q, k, spec, space)
+            out[space] = _product_invariants(q, k, spec, space)
     return out
 
 
-def nonfinite(state: State) -> str | None:
+def find_nonfinite(state: State) -> str | None:
     """The name of a tensor with NaN or Inf, which has no singular values, if there is one."""
     return next(
         (
@@ -96,19 +94,25 @@ def _spectrum(spec: Spec, block: Block) -> Floats:
     roots = [None if d is None else spec.spaces[d.space].over or d.space for d in block.dims]
     first = next(r for r in roots if r is not None)
     rows = [i for i, r in enumerate(roots) if r == first]
-    values = block.unfolded(*rows)
+    values = block.unfold(*rows)
     matrix = np.asarray(values.reshape(-1, values.shape[-1]), np.float64)
     long = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
     return np.asarray(
-        np.linalg.svd(_r(long.T) if long.shape[0] > 2 * long.shape[1] else long, compute_uv=False)
+        np.linalg.svd(
+            _triangular_factor(long.T) if long.shape[0] > 2 * long.shape[1] else long,
+            compute_uv=False,
+        )
     )
 
 
-def _of_products(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
+def _product_invariants(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
     """Of each member what its product keeps, members in the order of their largest number."""
     group = spec.spaces[space].group
     if isinstance(group, GeneralLinear):
-        each = [np.linalg.svd(_r(a) @ _r(b).T, compute_uv=False) for a, b in zip(q, k, strict=True)]
+        each = [
+            np.linalg.svd(_triangular_factor(a) @ _triangular_factor(b).T, compute_uv=False)
+            for a, b in zip(q, k, strict=True)
+        ]
     elif isinstance(group, Scaling):
         each = [
             np.sort(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))[::-1]
@@ -124,5 +128,5 @@ def _of_products(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
     return np.stack(sorted(each, key=lambda s: tuple(-np.asarray(s))))
 
 
-def _r(x: Floats) -> Floats:
+def _triangular_factor(x: Floats) -> Floats:
     return np.asarray(np.linalg.qr(np.asarray(x, np.float64).T, mode="r"))

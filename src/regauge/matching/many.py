@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.reader import LazyState
 from regauge.core.action import State, apply_lazily
 from regauge.core.element import Element, identity
 from regauge.core.spec import Spec
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Many:
+class MultiMatch:
     """The element of each model, in their order. `anchor` is the one that stayed, or that the first
     round matched to; `spread` is the root of the mean squared distance to the mean, before, and
     after each round.
@@ -42,7 +42,7 @@ def match_many(
     to: int | Literal["nearest", "mean"] = "nearest",
     rounds: int = 3,
     **options: Any,
-) -> Many:
+) -> MultiMatch:
     """Match k models: to one of them by its number, to the one nearest the mean, or to a common
     mean in some rounds. `options` are `match`'s.
     """
@@ -56,7 +56,7 @@ def match_many(
             hint='give the number of a model, "nearest" or "mean"',
         )
     for i, state in enumerate(states[1:], 1):
-        _require_alike(states[0], state, i)
+        _require_same_shapes(states[0], state, i)
     anchor = to if isinstance(to, int) else nearest_to_mean(states)
     if not 0 <= anchor < len(states):
         raise MatchError(
@@ -69,44 +69,44 @@ def match_many(
         if i != anchor:
             found = match(spec, state, states[anchor], **options)
             matches[i], elements[i] = found, found.element
-    spreads.append(_spread([moved(g, s) for g, s in zip(elements, states, strict=True)]))
+    spreads.append(_spread([apply_to_state(g, s) for g, s in zip(elements, states, strict=True)]))
     for _ in range(rounds if to == "mean" else 0):
-        now = [moved(g, s) for g, s in zip(elements, states, strict=True)]
-        middle = mean(now)
+        now = [apply_to_state(g, s) for g, s in zip(elements, states, strict=True)]
+        middle = lazy_mean(now)
         steps = [match(spec, one, middle, **options) for one in now]
         proposed = [step.element @ g for step, g in zip(steps, elements, strict=True)]
-        spread = _spread([moved(g, s) for g, s in zip(proposed, states, strict=True)])
+        spread = _spread([apply_to_state(g, s) for g, s in zip(proposed, states, strict=True)])
         if spread >= spreads[-1] * (1 - 1e-6):
             break
         elements, matches = proposed, list(steps)
         spreads.append(spread)
-    return Many(tuple(elements), anchor, tuple(matches), tuple(spreads))
+    return MultiMatch(tuple(elements), anchor, tuple(matches), tuple(spreads))
 
 
 def nearest_to_mean(states: Sequence[State]) -> int:
     """The model whose tensors lie nearest to their mean, by the sum of their distances (as paper
     003's code has it).
     """
-    middle = mean(states)
+    middle = lazy_mean(states)
     away = [0.0] * len(states)
-    for name in _floating(states[0]):
+    for name in _float_names(states[0]):
         there = middle[name]
         for i, state in enumerate(states):
             away[i] += float((state[name].to(there.dtype) - there).norm())
     return min(range(len(states)), key=lambda i: away[i])
 
 
-def mean(states: Sequence[State]) -> State:
+def lazy_mean(states: Sequence[State]) -> State:
     """The mean of several states, tensor by tensor as each is asked for, in float32 or better."""
-    return Lazy(list(states[0]), partial(_mean_of, states))
+    return LazyState(list(states[0]), partial(_mean_tensor, states))
 
 
-def moved(g: Element, state: State) -> State:
+def apply_to_state(g: Element, state: State) -> State:
     """A state moved by an element, tensor by tensor as each is asked for."""
-    return Lazy.of(apply_lazily(g, state))
+    return LazyState.from_thunks(apply_lazily(g, state))
 
 
-def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
+def _mean_tensor(states: Sequence[State], name: str) -> torch.Tensor:
     import torch
 
     first = states[0][name]
@@ -119,7 +119,7 @@ def _mean_of(states: Sequence[State], name: str) -> torch.Tensor:
     return total / len(states)
 
 
-def _require_alike(first: State, other: State, number: int) -> None:
+def _require_same_shapes(first: State, other: State, number: int) -> None:
     for name in first:
         if name not in other:
             raise MatchError(
@@ -134,13 +134,13 @@ def _require_alike(first: State, other: State, number: int) -> None:
             )
 
 
-def _floating(state: State) -> list[str]:
+def _float_names(state: State) -> list[str]:
     return [name for name in state if state[name].is_floating_point()]
 
 
 def _spread(states: Sequence[State]) -> float:
-    middle, total = mean(states), 0.0
-    for name in _floating(states[0]):
+    middle, total = lazy_mean(states), 0.0
+    for name in _float_names(states[0]):
         there = middle[name]
         total += sum(
             float((state[name].to(there.dtype) - there).square().sum()) for state in states

@@ -31,29 +31,29 @@ import numpy as np
 import torch
 
 from regauge.core import axes as ax
-from regauge.core.action import State, act, moves
+from regauge.core.action import State, act, tensor_transforms
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity, match_spaces
 from regauge.core.fit import assign
 from regauge.core.groups import GeneralLinear, Group, Orthogonal, PlaneSigns, Scaling
 from regauge.core.members import Member, Monomial, Planes, permutation_index
 from regauge.core.rng import Floats, Ints
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.errors import ElementError, SpecError
 from regauge.matching import tangents
 from regauge.matching.costs import MatchError
 from regauge.matching.tangents import Array, Sides
 
-ROOM = 1 << 30  # bytes of the ends' predictions that are kept while they teach
+MAX_CACHE_BYTES = 1 << 30  # bytes of the ends' predictions that are kept while they teach
 
 Tensor = torch.Tensor
 Batch = Mapping[str, Tensor] | Tensor
-Run = Callable[..., Any]
-Loss = Callable[[Run, Batch], Tensor]
+Forward = Callable[..., Any]
+Loss = Callable[[Forward, Batch], Tensor]
 
 
 @dataclass(frozen=True)
-class Rates:
+class LearningRates:
     """The size of a step in each kind of group: radians, logarithms of scales, and votes for a new
     assignment (0 keeps what it was).
     """
@@ -64,7 +64,7 @@ class Rates:
     turn: float = 1e-2
     assignment: float = 0.0
 
-    def of(self, group: Group) -> float:
+    def for_group(self, group: Group) -> float:
         match group:
             case Orthogonal():
                 return self.rotation
@@ -77,33 +77,33 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Mark:
+class Evaluation:
     """One look at the held-out part: after how many steps, the mean training loss since the last
     look, and the loss there.
     """
 
     step: int
-    trained: float
-    held: float
+    train_loss: float
+    held_out_loss: float
 
 
 @dataclass(frozen=True)
-class Refined:
+class Refinement:
     """The elements of both ends (h is the identity unless both move), and the losses on the
     held-out part. `loss` is never above `start`.
     """
 
     g: Element
     h: Element
-    start: float
+    initial_loss: float
     loss: float
-    step: int
-    history: tuple[Mark, ...]
+    best_step: int
+    history: tuple[Evaluation, ...]
     seconds: float
 
     @property
     def gain(self) -> float:
-        return self.start - self.loss
+        return self.initial_loss - self.loss
 
 
 def refine(
@@ -116,16 +116,16 @@ def refine(
     *,
     loss: Loss | None = None,
     h: Element | None = None,
-    both: bool = False,
+    move_both: bool = False,
     spaces: Sequence[str] | None = None,
     steps: int = 200,
-    between: tuple[float, float] = (0.4, 0.6),
-    rates: Rates | None = None,
-    held: float | Sequence[Batch] = 0.1,
-    every: int = 20,
+    t_range: tuple[float, float] = (0.4, 0.6),
+    lr: LearningRates | None = None,
+    held_out: float | Sequence[Batch] = 0.1,
+    eval_every: int = 20,
     seed: int = 0,
-    on_mark: Callable[[Mark], None] | None = None,
-) -> Refined:
+    on_mark: Callable[[Evaluation], None] | None = None,
+) -> Refinement:
     """Improve the element g that moves A next to B (and h, that moves B, with `both`) by `steps`
     steps of learning.
 
@@ -138,53 +138,63 @@ def refine(
     """
     began = time.perf_counter()
     h = identity(spec) if h is None else h
-    path = _Path(spec, a, b, model, loss, between)
-    train, test = _parted(batches, held)
+    path = _Path(spec, a, b, model, loss, t_range)
+    train, test = _split_batches(batches, held_out)
     for one in (g, h):
         _require_element(one, spec)
     g, h = g.to(spec), h.to(spec)  # the spec of a file may name tensors otherwise
     chosen = set(spec.spaces) if spaces is None else match_spaces(spec, spaces)
-    rates = rates or Rates()
+    lr = lr or LearningRates()
     ends = [
-        _End(spec, g, path.a, chosen, rates),
-        _End(spec, h, path.b, chosen if both else set(), rates),
+        _End(spec, g, path.a, chosen, lr),
+        _End(spec, h, path.b, chosen if move_both else set(), lr),
     ]
     rng = np.random.default_rng(seed)
-    with _still(model):
-        best = path.held(ends, test)
+    with _eval_mode(model):
+        best = path.held_out_loss(ends, test)
         if not np.isfinite(best):
             raise MatchError(
                 "the loss between the models is not finite at the start",
                 hint="look at the batches and at both models' own losses",
             )
-        marks, kept, reached = [Mark(0, best, best)], (g, h), 0
-        order = _order(rng, len(train))
+        marks, kept, reached = [Evaluation(0, best, best)], (g, h), 0
+        order = _shuffled_indices(rng, len(train))
         since: list[float] = []
         for step in range(1, steps + 1):
-            t = float(rng.uniform(*between))
+            t = float(rng.uniform(*t_range))
             value, grads = path.gradient(ends, train[next(order)], t)
             if not np.isfinite(value):
                 break
             since.append(value)
             slowing = 0.5 * (1 + np.cos(np.pi * (step - 1) / steps))
-            ends[0].learn(grads, 1 - t, slowing)
-            ends[1].learn(grads, t, slowing)
-            if step % every == 0 or step == steps:
-                mark = Mark(step, float(np.mean(since)), path.held(ends, test))
+            ends[0].update(grads, 1 - t, slowing)
+            ends[1].update(grads, t, slowing)
+            if step % eval_every == 0 or step == steps:
+                mark = Evaluation(step, float(np.mean(since)), path.held_out_loss(ends, test))
                 since = []
                 marks.append(mark)
                 if on_mark:
                     on_mark(mark)
-                if mark.held < best:
-                    best, kept, reached = mark.held, (ends[0].element, ends[1].element), step
+                if mark.held_out_loss < best:
+                    best, kept, reached = (
+                        mark.held_out_loss,
+                        (ends[0].element, ends[1].element),
+                        step,
+                    )
     for one in kept:
         one.require()
-    return Refined(
-        kept[0], kept[1], marks[0].held, best, reached, tuple(marks), time.perf_counter() - began
+    return Refinement(
+        kept[0],
+        kept[1],
+        marks[0].held_out_loss,
+        best,
+        reached,
+        tuple(marks),
+        time.perf_counter() - began,
     )
 
 
-def at(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Run:
+def bind_weights(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Forward:
     """The model with other weights, to be called as the model is. Weights that it ties are taken as
     they are given, each under its own name.
     """
@@ -205,25 +215,25 @@ class _Path:
         b: State,
         model: torch.nn.Module,
         loss: Loss | None,
-        between: tuple[float, float],
+        t_range: tuple[float, float],
     ) -> None:
-        low, high = between
+        low, high = t_range
         if not 0 <= low <= high <= 1:
             raise MatchError(
                 f"t cannot be drawn between {low} and {high}", hint="0 <= low <= high <= 1"
             )
         self.spec, self.model, self.loss = spec, model, loss
-        self.taught: dict[
+        self.teacher_cache: dict[
             int, list[dict[str, Tensor]]
         ] = {}  # by the identity of batches, which the caller's list keeps alive
-        self.room = ROOM
-        self.points = (
+        self.cache_bytes_left = MAX_CACHE_BYTES
+        self.eval_points = (
             (0.5 * (low + high),)
             if high - low <= 0.25
             else tuple(low + (high - low) * f for f in (0.25, 0.5, 0.75))
         )
         self.a, self.b = (
-            _floats(spec, state, model, which) for state, which in ((a, "A"), (b, "B"))
+            _prepare_state(spec, state, model, which) for state, which in ((a, "A"), (b, "B"))
         )
         known = {
             *dict(model.named_parameters(remove_duplicate=False)),
@@ -242,54 +252,58 @@ class _Path:
                 hint="give a loss of your own",
             )
 
-    def value(self, batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
+    def compute_loss(self, batch: Batch, t: float, mixed: Mapping[str, Tensor]) -> Tensor:
         if self.loss is not None:
-            return self.loss(at(self.model, mixed), batch)
+            return self.loss(bind_weights(self.model, mixed), batch)
         return _divergence(
-            _predictions(self.spec, at(self.model, mixed), batch), self._teachers(batch), t, batch
+            _predictions(self.spec, bind_weights(self.model, mixed), batch),
+            self._teacher_outputs(batch),
+            t,
+            batch,
         )
 
-    def _teachers(self, batch: Batch) -> list[dict[str, Tensor]]:
+    def _teacher_outputs(self, batch: Batch) -> list[dict[str, Tensor]]:
         """What the ends say of a batch. They keep their functions, so this is computed once, as
         long as there is room to keep it.
         """
-        if id(batch) in self.taught:
-            return self.taught[id(batch)]
+        if id(batch) in self.teacher_cache:
+            return self.teacher_cache[id(batch)]
         with torch.no_grad():
             found = [
-                _predictions(self.spec, at(self.model, state), batch) for state in (self.a, self.b)
+                _predictions(self.spec, bind_weights(self.model, state), batch)
+                for state in (self.a, self.b)
             ]
         size = sum(v.numel() * v.element_size() for one in found for v in one.values())
-        if size <= self.room:
-            self.room -= size
-            self.taught[id(batch)] = found
+        if size <= self.cache_bytes_left:
+            self.cache_bytes_left -= size
+            self.teacher_cache[id(batch)] = found
         return found
 
     def gradient(
         self, ends: Sequence[_End], batch: Batch, t: float
     ) -> tuple[float, dict[str, Tensor]]:
         """The loss of one batch at t, and its gradient with respect to theta_t."""
-        first, second = ends[0].moved, ends[1].moved
+        first, second = ends[0].weights, ends[1].weights
         mixed = {
             n: torch.lerp(w, second[n], t).requires_grad_(w.is_floating_point())
             for n, w in first.items()
         }
         with torch.enable_grad():
-            value = self.value(batch, t, mixed)
+            value = self.compute_loss(batch, t, mixed)
         names = list(mixed)
         grads = torch.autograd.grad(value, [mixed[n] for n in names], allow_unused=True)
         return float(value.detach()), {
             n: grad for n, grad in zip(names, grads, strict=True) if grad is not None
         }
 
-    def held(self, ends: Sequence[_End], batches: Sequence[Batch]) -> float:
-        first, second = ends[0].moved, ends[1].moved
+    def held_out_loss(self, ends: Sequence[_End], batches: Sequence[Batch]) -> float:
+        first, second = ends[0].weights, ends[1].weights
         total = 0.0
         with torch.no_grad():
-            for t in self.points:
+            for t in self.eval_points:
                 mixed = {n: torch.lerp(w, second[n], t) for n, w in first.items()}
-                total += sum(float(self.value(batch, t, mixed)) for batch in batches)
-        return total / (len(self.points) * len(batches))
+                total += sum(float(self.compute_loss(batch, t, mixed)) for batch in batches)
+        return total / (len(self.eval_points) * len(batches))
 
 
 class _End:
@@ -298,36 +312,43 @@ class _End:
     """
 
     def __init__(
-        self, spec: Spec, element: Element, state: dict[str, Tensor], spaces: set[str], rates: Rates
+        self,
+        spec: Spec,
+        element: Element,
+        state: dict[str, Tensor],
+        spaces: set[str],
+        lr: LearningRates,
     ) -> None:
-        self.spec, self.element, self.state, self.rates = spec, element, state, rates
+        self.spec, self.element, self.state, self.lr = spec, element, state, lr
         self.spaces = {
             n
             for n in spaces
             if spec.spaces[n].size > 1 or isinstance(spec.spaces[n].group, Scaling | GeneralLinear)
         }
         self.adam: dict[str, _Adam] = {n: _Adam() for n in self.spaces}
-        self.ballots = {n: _Ballot(spec.spaces[n].group) for n in self.spaces}
-        self.moved = self._move()
+        self.assignments = {
+            n: _StraightThroughAssignment(spec.spaces[n].group) for n in self.spaces
+        }
+        self.weights = self._apply_element()
 
-    def _move(self) -> dict[str, Tensor]:
+    def _apply_element(self) -> dict[str, Tensor]:
         out = dict(self.state)
-        for move in moves(self.element):
+        for move in tensor_transforms(self.element):
             if move.source != move.name or ax.spaces(move.axes) & self.element.members.keys():
                 out[move.name] = act(self.element, self.state[move.source], move.axes, at=move.at)
         return out
 
-    def learn(self, grads: Mapping[str, Tensor], share: float, slowing: float) -> None:
+    def update(self, grads: Mapping[str, Tensor], share: float, slowing: float) -> None:
         """One step down the slope, in every space at once. `share` is that of this end in the
         mixture that the gradients are of.
         """
         if not self.spaces:
             return
-        found = tangents.sides(self.spec, self.moved, grads, self.spaces)
+        found = tangents.collect_sides(self.spec, self.weights, grads, self.spaces)
         members: dict[str, Member] = {}
         for name, side in found.items():
             if side.plain or side.dual or side.bar:
-                member = self._step(name, side, share, slowing)
+                member = self._space_step(name, side, share, slowing)
                 if member is not None:
                     members[name] = member
         after = Element(self.spec, members) @ self.element
@@ -344,25 +365,25 @@ class _End:
             parent = self.spec.spaces[name].over
             if parent in members:
                 order = permutation_index(members[parent])
-                self.adam[name].follow(order)
-                self.ballots[name].follow(order)
+                self.adam[name].permute(order)
+                self.assignments[name].permute(order)
         self.element = after
-        self.moved = self._move()
+        self.weights = self._apply_element()
 
-    def _step(self, name: str, side: Sides, share: float, slowing: float) -> Member | None:
+    def _space_step(self, name: str, side: Sides, share: float, slowing: float) -> Member | None:
         group = self.spec.spaces[name].group
-        slope = tangents.slope(group, side)
+        slope = tangents.tangent_grad(group, side)
         member: Member | None = None
         if slope is not None:
             x = (
                 -slowing
-                * self.rates.of(group)
-                * tangents.within(group, self.adam[name].direction(share * slope))
+                * self.lr.for_group(group)
+                * tangents.project(group, self.adam[name].direction(share * slope))
             )
-            member = tangents.small(group, x)
-        if self.rates.assignment:
-            elected = self.ballots[name].vote(
-                tangents.votes(group, side), slowing * self.rates.assignment
+            member = tangents.retract(group, x)
+        if self.lr.assignment:
+            elected = self.assignments[name].update(
+                tangents.assignment_scores(group, side), slowing * self.lr.assignment
             )
             if elected is not None:
                 member = elected if member is None else elected.after(member)
@@ -377,22 +398,22 @@ class _Adam:
         self.mean: Array | None = None
         self.square: Array | None = None
 
-    def direction(self, slope: Array) -> Array:
+    def direction(self, grad: Array) -> Array:
         (b1, b2), self.steps = self.betas, self.steps + 1
-        self.mean = (1 - b1) * slope + (0 if self.mean is None else b1 * self.mean)
-        self.square = (1 - b2) * np.abs(slope) ** 2 + (
+        self.mean = (1 - b1) * grad + (0 if self.mean is None else b1 * self.mean)
+        self.square = (1 - b2) * np.abs(grad) ** 2 + (
             0 if self.square is None else b2 * self.square
         )
         size = np.sqrt(self.square / (1 - b2**self.steps))
         return np.asarray(self.mean / (1 - b1**self.steps) / (size + 1e-8 * size.max() + 1e-30))
 
-    def follow(self, order: Ints) -> None:
+    def permute(self, order: Ints) -> None:
         """The parent's places changed: what belongs to a member goes with it."""
         if self.mean is not None and self.square is not None:
             self.mean, self.square = self.mean[order], self.square[order]
 
 
-class _Ballot:
+class _StraightThroughAssignment:
     """A straight-through assignment: a score for everyone at every place, of which the best
     assignment is what is used.
 
@@ -405,7 +426,7 @@ class _Ballot:
         self.group, self.signs = group, tangents.has_signs(group)
         self.scores: Floats | None = None
 
-    def vote(self, votes: tuple[Floats, Floats] | None, rate: float) -> Member | None:
+    def update(self, votes: tuple[Floats, Floats] | None, rate: float) -> Member | None:
         """One step; the permutation (or the signs) that is elected by it, or None if all stay."""
         if votes is None:
             return None
@@ -430,7 +451,7 @@ class _Ballot:
             return None
         return Monomial(index, sign if self.signs else None)
 
-    def follow(self, order: Ints) -> None:
+    def permute(self, order: Ints) -> None:
         """The parent's places changed: what belongs to a member goes with it."""
         if self.scores is not None:
             self.scores = self.scores[order]
@@ -445,7 +466,9 @@ def _require_element(g: Element, spec: Spec) -> None:
     Element(spec, g.members).require()
 
 
-def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dict[str, Tensor]:
+def _prepare_state(
+    spec: Spec, state: State, model: torch.nn.Module, which: str
+) -> dict[str, Tensor]:
     """A state as the path needs it: every tensor of the spec, tied ones under both names, in
     float32 or better; finite.
     """
@@ -461,7 +484,7 @@ def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dic
     )
     wide = next((p.dtype for p in model.parameters() if p.dtype == torch.float64), torch.float32)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    out = {n: full[n].detach().to(device, wide) for n in stored(spec)}
+    out = {n: full[n].detach().to(device, wide) for n in stored_tensors(spec)}
     broken = [n for n, w in out.items() if not bool(torch.isfinite(w).all())]
     if broken:
         raise MatchError(
@@ -472,7 +495,7 @@ def _floats(spec: Spec, state: State, model: torch.nn.Module, which: str) -> dic
     return out
 
 
-def _parted(
+def _split_batches(
     batches: Sequence[Batch], held: float | Sequence[Batch]
 ) -> tuple[list[Batch], list[Batch]]:
     """What is learnt from, and what is looked at. A single batch must do for both."""
@@ -498,13 +521,13 @@ def _parted(
     return [b for i, b in enumerate(train) if i not in apart], [train[i] for i in sorted(apart)]
 
 
-def _order(rng: np.random.Generator, n: int) -> Iterator[int]:
+def _shuffled_indices(rng: np.random.Generator, n: int) -> Iterator[int]:
     while True:
         yield from rng.permutation(n).tolist()
 
 
 @contextmanager
-def _still(model: torch.nn.Module) -> Iterator[None]:
+def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """The model without dropout, for as long as it is used; its parameters take no part in any
     gradient.
     """
@@ -517,7 +540,7 @@ def _still(model: torch.nn.Module) -> Iterator[None]:
             m.training = was
 
 
-def _predictions(spec: Spec, run: Run, batch: Batch) -> dict[str, Tensor]:
+def _predictions(spec: Spec, run: Forward, batch: Batch) -> dict[str, Tensor]:
     """What the model returns of what the spec calls its outputs."""
     result = run(**batch) if isinstance(batch, Mapping) else run(batch)
     named = {"logits": result} if isinstance(result, Tensor) else dict(result.items())

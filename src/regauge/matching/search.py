@@ -22,21 +22,27 @@ from typing import Any
 import numpy as np
 
 from regauge.core.element import Element
-from regauge.core.fit import Pair, correlation, summed
+from regauge.core.fit import Pair, correlation, make_summed_pair
 from regauge.core.groups import GeneralLinear, Group, Orthogonal, Permutation, Rotary, Trivial
 from regauge.core.members import Member, Monomial
 from regauge.core.rng import Floats
 from regauge.matching.blocks import Block
-from regauge.matching.closed_forms import overlap, plane_overlap, rescaling, rows_overlap, two_level
+from regauge.matching.closed_forms import (
+    assign_two_level,
+    product_cosines,
+    rotary_cosines,
+    row_cosines,
+    solve_rescaling,
+)
 from regauge.matching.costs import Costs, MatchError
 
-ENOUGH = (
+ROWS_PER_COORDINATE = (
     2  # rows of tables for each coordinate of a space, from which on they alone say where it is
 )
 
 
 @dataclass
-class Search:
+class Solver:
     """Members found so far, as an element that moves a next to b. `groups` are the spaces that take
     part, and how far each may go.
     """
@@ -48,7 +54,7 @@ class Search:
     rescale: bool = False
     nearest: bool = True
     pool: Executor | None = None
-    saved: Callable[[Search], None] | None = None
+    save: Callable[[Solver], None] | None = None
     units: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -65,13 +71,13 @@ class Search:
         open_ = [s for s in (self.groups if wanted is None else wanted) if s not in self.known]
         order: list[str] = []
         while open_:
-            apart = self._apart(open_) if wanted is None else [open_]
+            apart = self._independent_units(open_) if wanted is None else [open_]
             if len(apart) > 1:
                 self.units = apart
-                return order + self._each_unit([(self, unit, True) for unit in apart])
+                return order + self._solve_units([(self, unit, True) for unit in apart])
             evidence = {s: self.evidence(s) for s in open_}
             best = max(open_, key=lambda s: evidence[s])
-            found = self.resolve(best) if evidence[best] > 0 else self._fit_factors(open_)
+            found = self.solve(best) if evidence[best] > 0 else self._fit_factors(open_)
             if not found:
                 break
             order += found
@@ -85,11 +91,11 @@ class Search:
         """
         order = list(order)
         inside = {s for unit in self.units for s in unit}
-        self._fit_again(
+        self._refit(
             [s for s in order if s not in inside and (self.nearest or not self.is_anchored(s))]
         )
         if self.units:
-            self._each_unit(
+            self._solve_units(
                 [(self, [s for s in order if s in unit], False) for unit in map(set, self.units)]
             )
 
@@ -100,30 +106,32 @@ class Search:
         size = self.spec.spaces[space].size
         alone = (
             b
-            for p in self.costs.where(space)
+            for p in self.costs.tensors_in(space)
             for b in self.costs.layouts[p]
-            if b.spaces == {space} and len(b.places(space)) == 1
+            if b.spaces == {space} and len(b.axes_of(space)) == 1
         )
-        return sum(b.values.size // size for b in alone) >= ENOUGH * size
+        return sum(b.values.size // size for b in alone) >= ROWS_PER_COORDINATE * size
 
-    def _fit_again(self, spaces: Iterable[str]) -> None:
+    def _refit(self, spaces: Iterable[str]) -> None:
         done: set[str] = set()
         for space in spaces:
             if space not in done and not self._is_inner(space):
-                done.update(self.resolve(space, everything=True))
+                done.update(self.solve(space, everything=True))
 
-    def _each_unit(self, tasks: list[tuple[Search, list[str], bool]]) -> list[str]:
+    def _solve_units(self, tasks: list[tuple[Solver, list[str], bool]]) -> list[str]:
         """Units have no tensor in common but through what is known: each is searched on its own, in
         another process if there are some.
         """
         order: list[str] = []
         try:
-            for found, members in self.pool.map(_solve, tasks) if self.pool else map(_solve, tasks):
+            for found, members in (
+                self.pool.map(_solve_unit, tasks) if self.pool else map(_solve_unit, tasks)
+            ):
                 order += found
                 self.known.update(found)
                 self.g = Element(self.spec, {**self.g.members, **members})
-                if self.saved:
-                    self.saved(self)
+                if self.save:
+                    self.save(self)
         except BrokenProcessPool as error:
             raise MatchError(
                 "a worker was ended from outside, most likely because memory ran out",
@@ -131,7 +139,7 @@ class Search:
             ) from error
         return order
 
-    def _apart(self, spaces: Iterable[str]) -> list[list[str]]:
+    def _independent_units(self, spaces: Iterable[str]) -> list[list[str]]:
         """Unknown spaces, in groups that no tensor joins."""
         unit = {s: s for s in spaces}
 
@@ -168,11 +176,11 @@ class Search:
         if self._is_inner(space):
             return 0.0 if over in self.groups else 1.0
         direct, sides = 0.0, dict.fromkeys(self.spec.children(space), (0.0, 0.0))
-        for pattern in self.costs.where(space, first=True):
+        for pattern in self.costs.tensors_in(space, first=True):
             for block in self.costs.layouts[pattern]:
-                if space not in block.spaces or not self._usable(block, space):
+                if space not in block.spaces or not self._is_usable(block, space):
                     continue
-                inside = self._contracted(block, space)
+                inside = self._free_children(block, space)
                 features = block.values.size / (
                     size * math.prod(self.spec.spaces[c].size for c in inside)
                 )
@@ -203,30 +211,30 @@ class Search:
         ]
         for outer, inner in permutations(alone, 2):
             scores: list[Floats] = []
-            for y, x in self.costs.each(
-                outer, self.g, partial(self._holds_just, {outer, inner}), True
+            for y, x in self.costs.iter_block_pairs(
+                outer, self.g, partial(self._has_unknowns, {outer, inner}), True
             ):
-                if len(y.places(outer)) == len(y.places(inner)) == 1:
-                    at = y.places(outer)[0], y.places(inner)[0]
+                if len(y.axes_of(outer)) == len(y.axes_of(inner)) == 1:
+                    at = y.axes_of(outer)[0], y.axes_of(inner)[0]
                     scores.append(
                         np.einsum(
                             "abf,cdf->abcd",
-                            y.unfolded(*at),
-                            x.unfolded(*at),
+                            y.unfold(*at),
+                            x.unfold(*at),
                             dtype=np.float64,
                             optimize=True,
                         )
                     )
             if scores:
-                index, _ = two_level(np.sum(scores, 0))
+                index, _ = assign_two_level(np.sum(scores, 0))
                 self.g = Element(self.spec, {outer: Monomial(index[None])}) @ self.g
                 return [outer]
         return []
 
-    def _holds_just(self, unknown: set[str], block: Block) -> bool:
+    def _has_unknowns(self, unknown: set[str], block: Block) -> bool:
         return block.spaces - self.known == unknown
 
-    def resolve(self, space: str, *, everything: bool = False) -> list[str]:
+    def solve(self, space: str, *, everything: bool = False) -> list[str]:
         """Fit one space (and what is assigned together with it) and go on from there; the spaces
         that were fitted.
         """
@@ -242,17 +250,17 @@ class Search:
             and isinstance(self.spec.spaces[space].group, GeneralLinear)
             and isinstance(self.groups[space], Orthogonal)
         ):
-            self.rescaled(space)
+            self.fit_rescaling(space)
         return [space, *(s for s in found if s != space)]
 
-    def _usable(self, block: Block, space: str, everything: bool = False) -> bool:
+    def _is_usable(self, block: Block, space: str, everything: bool = False) -> bool:
         """Is everything else on this block known, or inside what is asked for?"""
         children = self.spec.children(space)
         others = [d.space for d in block.dims if d is not None]
         others.remove(space)
         return everything or all(s in self.known or s in children for s in others)
 
-    def _contracted(self, block: Block, space: str) -> list[str]:
+    def _free_children(self, block: Block, space: str) -> list[str]:
         """The children of a space on a block whose own basis is not known and must not matter."""
         return [
             c
@@ -270,7 +278,7 @@ class Search:
         siblings = [s for s in self.spec.children(over) if s != space]
         return any(
             space in b.spaces and any(s in b.spaces for s in siblings)
-            for p in self.costs.where(space)
+            for p in self.costs.tensors_in(space)
             for b in self.costs.layouts[p]
         )
 
@@ -280,14 +288,14 @@ class Search:
             return self._fit_parent(over, everything, fixed=True) if over is not None else {}
         sides: dict[str, list[Pair]] = {}
         totals: dict[str, Floats] = {}
-        for y, x in self.costs.each(
-            space, self.g, lambda b: self._usable(b, space, everything), not everything
+        for y, x in self.costs.iter_block_pairs(
+            space, self.g, lambda b: self._is_usable(b, space, everything), not everything
         ):
-            for place in y.places(space):
+            for place in y.axes_of(space):
                 leaf = y.dims[place]
                 assert leaf is not None
-                outer = y.places(over)[0] if over is not None else None
-                pair = (y.unfolded(outer, place), x.unfolded(outer, place))
+                outer = y.axes_of(over)[0] if over is not None else None
+                pair = (y.unfold(outer, place), x.unfold(outer, place))
                 side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
                 # only the sum of y x^T counts, and the star changes nothing: no need to keep the
                 # whole model
@@ -298,26 +306,26 @@ class Search:
                     sides.setdefault(side, []).append(
                         (pair[0].astype(np.float64), pair[1].astype(np.float64))
                     )
-        joined = {side: _joined(pairs) for side, pairs in sides.items()}
-        joined |= {side: summed(total) for side, total in totals.items()}
+        joined = {side: _concatenate(pairs) for side, pairs in sides.items()}
+        joined |= {side: make_summed_pair(total) for side, total in totals.items()}
         return {space: group.fit(**joined)} if joined else {}
 
-    def rescaled(self, space: str) -> None:
+    def fit_rescaling(self, space: str) -> None:
         """One factor for each rotation of a general linear space, after it was found (paper
         003).
         """
         over = self.spec.spaces[space].over
         sides: dict[bool, list[Pair]] = {False: [], True: []}
-        for y, x in self.costs.each(space, self.g, lambda b: self._usable(b, space)):
-            place = y.places(space)[0]
-            outer = y.places(over)[0] if over is not None else None
+        for y, x in self.costs.iter_block_pairs(space, self.g, lambda b: self._is_usable(b, space)):
+            place = y.axes_of(space)[0]
+            outer = y.axes_of(over)[0] if over is not None else None
             leaf = y.dims[place]
             sides[leaf is not None and leaf.star].append(
-                (y.unfolded(outer, place), x.unfolded(outer, place))
+                (y.unfold(outer, place), x.unfold(outer, place))
             )
         if sides[False] and sides[True]:
-            (q1, q2), (k1, k2) = _joined(sides[False]), _joined(sides[True])
-            factors = np.array([rescaling(*one) for one in zip(q1, k1, q2, k2, strict=True)])
+            (q1, q2), (k1, k2) = _concatenate(sides[False]), _concatenate(sides[True])
+            factors = np.array([solve_rescaling(*one) for one in zip(q1, k1, q2, k2, strict=True)])
             size = self.spec.spaces[space].size
             member = Monomial(
                 np.tile(np.arange(size), (len(factors), 1)), np.repeat(factors[:, None], size, 1)
@@ -333,42 +341,42 @@ class Search:
         inner = [s for s in self.spec.children(parent) if self._is_inner(s) and s in self.groups]
         stacks: dict[tuple[str, str], list[tuple[Floats, Floats]]] = {}
         scores: list[Floats] = []
-        for y, x in self.costs.each(
-            parent, self.g, lambda b: self._usable(b, parent, everything), not everything
+        for y, x in self.costs.iter_block_pairs(
+            parent, self.g, lambda b: self._is_usable(b, parent, everything), not everything
         ):
-            inside = self._contracted(y, parent)
-            at = y.places(parent)[0]
+            inside = self._free_children(y, parent)
+            at = y.axes_of(parent)[0]
             if not inside:
-                stacks.setdefault(("", "rows"), []).append((y.unfolded(at), x.unfolded(at)))
+                stacks.setdefault(("", "rows"), []).append((y.unfold(at), x.unfold(at)))
                 continue
             (child,) = inside[:1]
-            leaf = y.dims[y.places(child)[0]]
+            leaf = y.dims[y.axes_of(child)[0]]
             assert leaf is not None
             side = "bar" if leaf.bar else "dual" if leaf.star else "plain"
             within = next(
                 (
-                    y.places(s)[0]
+                    y.axes_of(s)[0]
                     for s in self.spec.children(parent)
                     if self._is_inner(s) and s in y.spaces
                 ),
                 None,
             )
-            where = (at, within, y.places(child)[0])
-            stacks.setdefault((child, side), []).append((y.unfolded(*where), x.unfolded(*where)))
+            where = (at, within, y.axes_of(child)[0])
+            stacks.setdefault((child, side), []).append((y.unfold(*where), x.unfold(*where)))
         for (child, side), pairs in stacks.items():
-            q1, q2 = _joined(pairs)
+            q1, q2 = _concatenate(pairs)
             if side == "rows":
-                scores.append(rows_overlap(q1, q2))
+                scores.append(row_cosines(q1, q2))
             elif side == "bar":
-                scores.append(overlap((q1, q1), (q2, q2)))
+                scores.append(product_cosines((q1, q1), (q2, q2)))
             elif side == "plain":
                 other = stacks.get((child, "dual"))
-                k1, k2 = _joined(other) if other else (q1, q2)
+                k1, k2 = _concatenate(other) if other else (q1, q2)
                 group = self.spec.spaces[child].group
                 scores.append(
-                    plane_overlap((q1, k1), (q2, k2), group)
+                    rotary_cosines((q1, k1), (q2, k2), group)
                     if isinstance(group, Rotary)
-                    else overlap((q1, k1), (q2, k2))
+                    else product_cosines((q1, k1), (q2, k2))
                 )
         if not scores:
             return {}
@@ -377,7 +385,7 @@ class Search:
         if fixed or parent not in self.groups:
             n = shape[0]
             total = total - 1e9 * (1 - np.eye(n))[:, None, :, None]
-        outer, inside_index = two_level(total)
+        outer, inside_index = assign_two_level(total)
         found: dict[str, Member] = (
             {} if fixed or parent not in self.groups else {parent: Monomial(outer[None])}
         )
@@ -388,19 +396,19 @@ class Search:
         return found
 
 
-def _solve(task: tuple[Search, list[str], bool]) -> tuple[list[str], dict[str, Member]]:
+def _solve_unit(task: tuple[Solver, list[str], bool]) -> tuple[list[str], dict[str, Member]]:
     """One unit: the order in which its spaces were found, and their members."""
     search, unit, first = task
-    own = Search(search.costs, search.groups, search.g, set(search.known), search.rescale)
+    own = Solver(search.costs, search.groups, search.g, set(search.known), search.rescale)
     if first:
         order = own.first_pass(unit)
     else:
         order = unit
-        own._fit_again(unit)
+        own._refit(unit)
     return order, {s: own.g.members[s] for s in unit if s in own.g.members}
 
 
-def _joined(pairs: list[Pair]) -> Pair:
+def _concatenate(pairs: list[Pair]) -> Pair:
     if len(pairs) == 1:
         return pairs[0]
     count = [max(p[0].shape[i] for p in pairs) for i in range(pairs[0][0].ndim - 1)]

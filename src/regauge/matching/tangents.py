@@ -46,7 +46,7 @@ from regauge.core.groups import (
 from regauge.core.members import Complexes, Dense, Layout, Member, Monomial, Planes, planes
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
-from regauge.matching.blocks import Values, blocks
+from regauge.matching.blocks import Values, split_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ class Sides:
     bar: list[Pair] = field(default_factory=list)
 
 
-def sides(
+def collect_sides(
     spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]
 ) -> dict[str, Sides]:
     """For each of these spaces, the (moved) weights that live in it and their gradients. What
@@ -78,22 +78,24 @@ def sides(
     for pattern, text in spec.tensors.items():
         if not ax.spaces(text) & spaces:
             continue
-        g, w = _whole(spec, pattern, grads), _whole(spec, pattern, weights)
+        g, w = _load_stacked(spec, pattern, grads), _load_stacked(spec, pattern, weights)
         if g is None or w is None:
             continue
-        for slopes, block in zip(blocks(spec, text, g), blocks(spec, text, w), strict=True):
+        for slopes, block in zip(
+            split_blocks(spec, text, g), split_blocks(spec, text, w), strict=True
+        ):
             for dim, leaf in enumerate(block.dims):
                 if leaf is None or leaf.space not in spaces:
                     continue
                 parent = spec.spaces[leaf.space].over
-                outer = None if parent is None else block.places(parent)[0]
-                pair = slopes.unfolded(outer, dim), block.unfolded(outer, dim)
+                outer = None if parent is None else block.axes_of(parent)[0]
+                pair = slopes.unfold(outer, dim), block.unfold(outer, dim)
                 side = found[leaf.space]
                 (side.bar if leaf.bar else side.dual if leaf.star else side.plain).append(pair)
     return found
 
 
-def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | None:
+def _load_stacked(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | None:
     """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the
     state lacks it.
     """
@@ -110,7 +112,7 @@ def _whole(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | No
     )
 
 
-def slope(group: Group, side: Sides) -> Array | None:
+def tangent_grad(group: Group, side: Sides) -> Array | None:
     """The gradient with respect to X, one for each member of the stack; None where the group has no
     continuous part.
     """
@@ -118,7 +120,7 @@ def slope(group: Group, side: Sides) -> Array | None:
         case Orthogonal():
             c = _outer([*side.plain, *side.dual])
             skew = (c - c.swapaxes(1, 2)) / 2
-            return _centred(skew) if isinstance(group, OrthogonalFixingOnes) else skew
+            return _center(skew) if isinstance(group, OrthogonalFixingOnes) else skew
         case GeneralLinear():
             return np.asarray(
                 _outer(side.plain, like=side.dual)
@@ -132,8 +134,8 @@ def slope(group: Group, side: Sides) -> Array | None:
             return None
         case Rotary():
             z, z_dual = (
-                _turned(side.plain, group.layout, like=side.dual),
-                _turned(side.dual, group.layout, like=side.plain),
+                _plane_products(side.plain, group.layout, like=side.dual),
+                _plane_products(side.dual, group.layout, like=side.plain),
             )
             total = z - z_dual.conj()
             return np.asarray(1j * total.imag if group.unit else total)
@@ -141,13 +143,13 @@ def slope(group: Group, side: Sides) -> Array | None:
             return None
 
 
-def within(group: Group, x: Array) -> Array:
+def project(group: Group, x: Array) -> Array:
     """X brought back to the group's tangent space, where an optimizer that treats its entries one
     by one has left it.
     """
     match group:
         case OrthogonalFixingOnes():
-            return _centred((x - x.swapaxes(1, 2)) / 2)
+            return _center((x - x.swapaxes(1, 2)) / 2)
         case Orthogonal():
             return np.asarray((x - x.swapaxes(1, 2)) / 2)
         case Rotary(unit=True):
@@ -156,7 +158,7 @@ def within(group: Group, x: Array) -> Array:
             return x
 
 
-def small(group: Group, x: Array) -> Member:
+def retract(group: Group, x: Array) -> Member:
     """The member of one X: the identity and X, up to second order."""
     match group:
         case Orthogonal() | GeneralLinear():
@@ -170,7 +172,7 @@ def small(group: Group, x: Array) -> Member:
             raise ValueError(f"{group} has no continuous part")
 
 
-def votes(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
+def assignment_scores(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
     """For a straight-through assignment: how alike those who stand here are, and the slope of the
     loss, both in units of order one.
 
@@ -186,7 +188,9 @@ def votes(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
             scores, slopes = _outer(alike), _outer(pairs)
             size = np.einsum("kii->", scores) / scores.shape[0] / scores.shape[1]
         case PlaneSigns():
-            scores, slopes = (np.asarray(_turned(p, group.layout).real) for p in (alike, pairs))
+            scores, slopes = (
+                np.asarray(_plane_products(p, group.layout).real) for p in (alike, pairs)
+            )
             size = scores.mean()
         case _:
             return None
@@ -216,7 +220,7 @@ def _inner(pairs: list[Pair], like: list[Pair]) -> Floats:
     )
 
 
-def _turned(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -> Complexes:
+def _plane_products(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -> Complexes:
     """The sum of G conj(w) for each plane, its two coordinates as one complex number."""
     count, size, _ = (pairs or like or [])[0][0].shape
     a, b = planes(size, layout)
@@ -226,7 +230,7 @@ def _turned(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -
     return total
 
 
-def _centred(x: Floats) -> Floats:
+def _center(x: Floats) -> Floats:
     """X without what it does to the ones vector, on both sides."""
     x = x - x.mean(1, keepdims=True)
     return np.asarray(x - x.mean(2, keepdims=True))

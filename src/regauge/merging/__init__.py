@@ -59,8 +59,8 @@ def merge(
             f"{len(statistics or ())} of {len(states)} are given",
             hint="give statistics= with one mapping for each state, by regauge.merging.statistics",
         )
-    if how is not None and how.transport:
-        states, parameters = _transported(method, states, spec, statistics, parameters)
+    if how is not None and how.is_transport:
+        states, parameters = _transport_states(method, states, spec, statistics, parameters)
         method, statistics = "linear", None
     root, called = (states[0], "state 0") if base is None else (base, "the base")
     for i, state in enumerate(states):
@@ -94,7 +94,7 @@ def merge(
     return out
 
 
-def _transported(
+def _transport_states(
     method: str,
     states: Sequence[State],
     spec: Spec | None,
@@ -106,14 +106,14 @@ def _transported(
     """
     from regauge.core.action import apply
     from regauge.merging.methods import METHODS, MergeError
-    from regauge.merging.transport import transported
+    from regauge.merging.transport import fit_transport
 
     if spec is None:
         raise MergeError(
             f"{method} needs the spec of the models", hint="give spec=regauge.spec_of(model)"
         )
     how = METHODS[method]
-    given = {"weight": how.each["weight"], **parameters}
+    given = {"weight": how.per_model["weight"], **parameters}
     soft = (
         given.pop("regularization", how.shared["regularization"])
         if "regularization" in how.shared
@@ -123,7 +123,11 @@ def _transported(
     for i, state in enumerate(states[1:], 1):
         pair = (seen[i], seen[0]) if seen is not None and how.statistic else None
         moved.append(
-            apply(transported(spec, state, states[0], soft=soft, seen=pair), state, force=True)
+            apply(
+                fit_transport(spec, state, states[0], regularization=soft, activations=pair),
+                state,
+                force=True,
+            )
         )
     return moved, given
 
@@ -143,27 +147,27 @@ def merge_tensors(
     of the base, or of the first, unless given. `statistics` has what is known of each tensor, for
     methods that need it: its Fisher (a tensor like it), or its Gram.
     """
-    from regauge.checkpoints.blocks import whole
-    from regauge.merging.methods import METHODS, NEEDED, Given, MergeError
+    from regauge.checkpoints.blocks import materialize
+    from regauge.merging.methods import METHODS, REQUIRED, MergeError, MergeInput
 
     if method not in METHODS:
         raise MergeError(f'there is no method "{method}"', hint=f"choose from {', '.join(METHODS)}")
     how = METHODS[method]
-    if how.transport:
+    if how.is_transport:
         raise MergeError(
             f"{method} moves whole models, and not the tensors of one place",
             hint="give whole states and their spec to regauge.merge",
         )
     given = {key.rstrip("_"): value for key, value in parameters.items()}
     for key in given:
-        if key not in how.shared and key not in how.each:
+        if key not in how.shared and key not in how.per_model:
             raise MergeError(
                 f'{method} has no parameter "{key}"',
-                hint=f"it has {', '.join((*how.shared, *how.each)) or 'none'}",
+                hint=f"it has {', '.join((*how.shared, *how.per_model)) or 'none'}",
             )
-    if how.base and base is None:
+    if how.needs_base and base is None:
         raise MergeError(f"{method} needs a base", hint="give base=")
-    if not how.base and base is not None:
+    if not how.needs_base and base is not None:
         raise MergeError(
             f"{method} knows no base", hint="give the base as one of the models, or leave it out"
         )
@@ -176,7 +180,7 @@ def merge_tensors(
         )
     shared = {key: given.get(key, default) for key, default in how.shared.items()}
     each: list[dict[str, Any]] = [{} for _ in tensors]
-    for key, default in how.each.items():
+    for key, default in how.per_model.items():
         value = given.get(
             key, 1.0 if key == "weight" else default
         )  # a recipe must say it; here all count alike
@@ -192,13 +196,15 @@ def merge_tensors(
         (
             k
             for k, v in [*shared.items(), *(item for e in each for item in e.items())]
-            if v is NEEDED
+            if v is REQUIRED
         ),
         None,
     )
     if missing is not None:
         raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
     every, at = ([*each], None) if base is None else ([{}, *each], 0)
-    return whole(
-        how.merge(Given(together, shared, every, at, dtype, None, name, seed, statistics or ()))
+    return materialize(
+        how.merge(
+            MergeInput(together, shared, every, at, dtype, None, name, seed, statistics or ())
+        )
     )

@@ -19,26 +19,28 @@ import numpy as np
 import torch
 
 from regauge.checkpoints.headers import FLOATS
-from regauge.checkpoints.reader import Lazy
-from regauge.checkpoints.transform import moving, recipe_of
-from regauge.checkpoints.vocabulary import vocabulary
+from regauge.checkpoints.reader import LazyState
+from regauge.checkpoints.transform import prepare_source, recipe_digest
+from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, Shared, match
-from regauge.matching.compare import ALIKE, compare
+from regauge.matching import MatchError, SharedRows, match
+from regauge.matching.compare import MIN_COSINE, compare
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
-from regauge.merging.recipes import Align
-from regauge.merging.state_store import Unfinished
+from regauge.merging.recipes import AlignConfig
+from regauge.merging.state_store import MergeStateStore
 
-ROWS = 48  # rows of a matrix that are looked at
-NOTHING = 0.1  # a cosine of a matrix that says that the two have nothing in common there
+SAMPLE_ROWS = 48  # rows of a matrix that are looked at
+MAX_UNRELATED_COSINE = (
+    0.1  # a cosine of a matrix that says that the two have nothing in common there
+)
 # a distance after matching, as a share of the norm, at which models have little in common: a cosine
 # of a half
-FAR = 1.0
-MOST = 0.9  # the share of the rows, and of the columns, that must be alike
+MAX_RELATIVE_DISTANCE = 1.0
+MIN_ALIGNED_SHARE = 0.9  # the share of the rows, and of the columns, that must be alike
 
 
 @dataclass(frozen=True)
@@ -57,29 +59,33 @@ class Verdict:
     moved: str = ""
     element: Element | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "element"}
 
 
-def ask(
-    model: Model, anchor: Model, *, closer: bool = True, progress: Progress | None = None
+def check_basis(
+    model: Model,
+    anchor: Model,
+    *,
+    compare_if_unclear: bool = True,
+    progress: Progress | None = None,
 ) -> Verdict:
     """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a
     `closer` look is wanted, by a comparison.
     """
-    found = _sample(model, anchor)
+    found = _sample_cosines(model, anchor)
     told = partial(Verdict, model.key, anchor.key, cosine=found.cosine, seen="a sample")
     words = (
-        f"as they stand (cosine {found.cosine:.3f}; the least, {found.least:.3f}, is that "
-        f"of {found.where})"
+        f"as they stand (cosine {found.cosine:.3f}; the least, {found.min_cosine:.3f}, is that "
+        f"of {found.min_tensor})"
     )
-    if not found.where:
+    if not found.min_tensor:
         return told(None, "not told", "cannot be told: they have no matrix in common")
-    if found.least >= ALIKE and found.alike:
+    if found.min_cosine >= MIN_COSINE and found.is_aligned:
         return told(True, "same basis", f"share a basis {words}")
-    if found.least < NOTHING:
+    if found.min_cosine < MAX_UNRELATED_COSINE:
         return told(False, "different bases", f"share no basis {words}")
-    if model.spec is None or anchor.spec is None or not closer:
+    if model.spec is None or anchor.spec is None or not compare_if_unclear:
         return told(None, "not told", f"may or may not share a basis {words}")
     try:
         compared = compare(
@@ -87,7 +93,7 @@ def ask(
             model.state,
             anchor.state,
             sweeps=1,
-            rows=shared_rows(model, anchor),
+            rows=find_shared_rows(model, anchor),
             progress=progress,
         )
     except RegaugeError as error:
@@ -95,28 +101,28 @@ def ask(
     return Verdict(
         model.key,
         anchor.key,
-        compared.basis,
+        compared.shares_basis,
         compared.verdict,
-        compared.words,
-        compared.alike[0],
+        compared.explanation,
+        compared.cosines[0],
         "a comparison",
-        element=compared.found.element,
+        element=compared.match.element,
     )
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _SampleCosines:
     """The cosine of all matrices, the least of one and which, and whether in every matrix most rows
     and most columns are alike.
     """
 
     cosine: float
-    least: float
-    where: str
-    alike: bool
+    min_cosine: float
+    min_tensor: str
+    is_aligned: bool
 
 
-def _sample(model: Model, anchor: Model) -> _Sample:
+def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
     totals, least, where, alike = np.zeros(3), 1.0, "", True
     for name, entry in anchor.checkpoint.entries.items():
         if (
@@ -126,10 +132,10 @@ def _sample(model: Model, anchor: Model) -> _Sample:
             or model.checkpoint.shapes.get(name) != entry.shape
         ):
             continue
-        if _is_own(anchor, name):
+        if _is_task_head(anchor, name):
             continue
-        rows = np.unique(np.linspace(0, entry.shape[0] - 1, ROWS).astype(np.int64))
-        x, y = (_wide(m.checkpoint[name][rows].reshape(len(rows), -1)) for m in (model, anchor))
+        rows = np.unique(np.linspace(0, entry.shape[0] - 1, SAMPLE_ROWS).astype(np.int64))
+        x, y = (_to_float(m.checkpoint[name][rows].reshape(len(rows), -1)) for m in (model, anchor))
         inner = [x * y, x.square(), y.square()]
         by_row, by_column = ([p.sum(axis).double() for p in inner] for axis in (1, 0))
         parts = np.array([float(p.sum()) for p in by_row])
@@ -138,53 +144,55 @@ def _sample(model: Model, anchor: Model) -> _Sample:
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
         alike = alike and all(
-            _most(sums, cosine / 2)
+            _mostly_above(sums, cosine / 2)
             for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1]))
             if n >= 16
         )
         if cosine < least or not where:
             least, where = cosine, name
-    return _Sample(
+    return _SampleCosines(
         float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike
     )
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def _to_float(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _most(sums: Sequence[torch.Tensor], least: float) -> bool:
+def _mostly_above(sums: Sequence[torch.Tensor], least: float) -> bool:
     """Are most cosines at least this? `sums` are of products and of both squares, by row or by
     column.
     """
     product, x, y = sums
     cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
-    return float((cosines >= least).double().mean()) >= MOST
+    return float((cosines >= least).double().mean()) >= MIN_ALIGNED_SHARE
 
 
-def _is_own(model: Model, name: str) -> bool:
+def _is_task_head(model: Model, name: str) -> bool:
     """Is this a head that every fine-tuned model has of its own, as classifiers are?"""
     return (
-        model.spec is not None and model.spec.parts.get(name) == "head" and name not in model.tables
+        model.spec is not None
+        and model.spec.parts.get(name) == "head"
+        and name not in model.token_tables
     )
 
 
-def shared_rows(model: Model, anchor: Model) -> dict[str, Shared]:
+def find_shared_rows(model: Model, anchor: Model) -> dict[str, SharedRows]:
     """The rows that two models' tables have in common, where their vocabularies differ."""
     tables = [
         n
-        for n in anchor.tables
+        for n in anchor.token_tables
         if n in model.shapes and n in anchor.shapes and model.shapes[n] != anchor.shapes[n]
     ]
     if not tables:
         return {}
-    here, there = vocabulary(model.checkpoint.path), vocabulary(anchor.checkpoint.path)
+    here, there = read_vocabulary(model.checkpoint.path), read_vocabulary(anchor.checkpoint.path)
     common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
-    shared = Shared(tuple(here[t] for t in common), tuple(there[t] for t in common))
+    shared = SharedRows(tuple(here[t] for t in common), tuple(there[t] for t in common))
     return dict.fromkeys(tables, shared)
 
 
-def require_shared(verdicts: Mapping[str, Verdict]) -> None:
+def require_shared_basis(verdicts: Mapping[str, Verdict]) -> None:
     """Refuse models that share no basis, or of which that cannot be told."""
     away = [v for v in verdicts.values() if not v.shared]
     if away:
@@ -200,12 +208,12 @@ def require_shared(verdicts: Mapping[str, Verdict]) -> None:
         )
 
 
-def aligned(
+def align_models(
     models: Mapping[str, Model],
     anchor: Model,
-    how: Align,
+    config: AlignConfig,
     verdicts: Mapping[str, Verdict],
-    kept: Unfinished | None = None,
+    store: MergeStateStore | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Model], dict[str, Verdict]]:
     """Every model next to the anchor, and what became of the verdicts. Models that share the
@@ -219,24 +227,24 @@ def aligned(
             hint="merge with --force",
         )
     out, told = {}, dict(verdicts)
-    fixed = _prepared(anchor, how.fold)
+    fixed = _prepare(anchor, config.fold)
     for key, model in models.items():
         if key == anchor.key:
-            out[key] = _moved(fixed, None)
+            out[key] = _transform(fixed, None)
             continue
-        ready = _prepared(model, how.fold)
+        ready = _prepare(model, config.fold)
         if told[key].shared:
-            out[key] = _moved(ready, None)
+            out[key] = _transform(ready, None)
             continue
-        g = kept.load(key, fixed.described) if kept else None
+        g = store.load(key, fixed.spec) if store else None
         if g is None:
-            start = None if how.fold or how.options else told[key].element
-            options = {"sweeps": 10, **how.options}
+            start = None if config.fold or config.options else told[key].element
+            options = {"sweeps": 10, **config.options}
             found = match(
-                fixed.described,
+                fixed.spec,
                 ready.state,
                 fixed.state,
-                rows=shared_rows(model, anchor),
+                rows=find_shared_rows(model, anchor),
                 start=start,
                 progress=progress,
                 **options,
@@ -248,65 +256,65 @@ def aligned(
                     f"{found.distance:.4g} after"
                 ),
             )
-            if found.relative > FAR:
+            if found.relative_distance > MAX_RELATIVE_DISTANCE:
                 note += (
                     ", which is still far: the two were trained independently, or their "
                     "norms hide a rotation (align: {fold: true})"
                 )
-            if kept:
-                kept.save(key, g, note)
+            if store:
+                store.save(key, g, note)
         else:
-            note = kept.note(key) if kept else ""
-        out[key] = _moved(ready, g)
+            note = store.load_note(key) if store else ""
+        out[key] = _transform(ready, g)
         told[key] = replace(told[key], moved=note)
     return out, told
 
 
 @dataclass(frozen=True, eq=False)
-class _Ready:
+class _Prepared:
     """A model, as it is or with folded norms."""
 
     model: Model
-    described: Spec
+    spec: Spec
     state: Mapping[str, Any]
-    prepared: tuple[str, ...]
+    steps: tuple[str, ...]
 
 
-def _prepared(model: Model, fold: bool) -> _Ready:
+def _prepare(model: Model, fold: bool) -> _Prepared:
     if model.spec is None:
         raise MatchError(
             f"{model.key} is of no family that regauge describes, so that it cannot be aligned",
             hint="merge with --force",
         )
-    source = moving(model.checkpoint, model.spec, fold)
-    return _Ready(model, source.described, source.state, source.prepared)
+    source = prepare_source(model.checkpoint, model.spec, fold)
+    return _Prepared(model, source.state_spec, source.state, source.steps)
 
 
-def _moved(ready: _Ready, g: Element | None) -> Model:
+def _transform(ready: _Prepared, g: Element | None) -> Model:
     """The model as it will be read: nothing is computed before that."""
     model = ready.model
-    if g is None and not ready.prepared:
+    if g is None and not ready.steps:
         return model
     from regauge.core.action import apply_lazily
 
-    g = identity(ready.described) if g is None else g
-    thunks = apply_lazily(g, Lazy(list(ready.state), partial(floats_of, ready.state)))
+    g = identity(ready.spec) if g is None else g
+    thunks = apply_lazily(g, LazyState(list(ready.state), partial(load_float, ready.state)))
     shapes = {
         n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks
     }
-    spec = replace(ready.described, config={})
-    digest = recipe_of(g, ready.described, ready.prepared, None)
+    spec = replace(ready.spec, config={})
+    digest = recipe_digest(g, ready.spec, ready.steps, None)
     return replace(
         model,
         spec=spec,
-        state=Lazy.of(thunks),
+        state=LazyState.from_thunks(thunks),
         shapes=shapes,
-        config=dict(ready.described.config),
-        element=digest,
+        config=dict(ready.spec.config),
+        element_digest=digest,
     )
 
 
-def floats_of(state: Mapping[str, Any], name: str) -> Any:
+def load_float(state: Mapping[str, Any], name: str) -> Any:
     """A tensor of a state, in float32 where it is stored in less."""
     value = state[name]
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

@@ -32,7 +32,7 @@ def model_card(merge: Merge, name: str) -> str:
         f"# {name}",
         "",
     ]
-    about = METHODS[recipe.method].about
+    about = METHODS[recipe.method].description
     body = [f"A merge by `{recipe.method}` ({about}), made with regauge.", "", "## Models", ""]
     for key in merge.models:
         marks = [
@@ -59,7 +59,7 @@ def model_card(merge: Merge, name: str) -> str:
     if METHODS[recipe.method].statistic:
         body += ["", "## Data", ""]
         for key in merge.models:
-            data = recipe.data_of(key)
+            data = recipe.data_for(key)
             if data is not None:
                 body.append(
                     f"- {key} was looked at on {data.samples} examples of "

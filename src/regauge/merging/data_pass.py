@@ -21,45 +21,45 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.reader import LazyState
 from regauge.checkpoints.tensor_files import write_tensors
-from regauge.checkpoints.transform import recipe_of
+from regauge.checkpoints.transform import recipe_digest
 from regauge.core.members import Soft
 from regauge.core.progress import Progress
 from regauge.data.datasets import Data, open_data
-from regauge.data.tasks import Examples, batches_of, read_examples
-from regauge.merging.basis import floats_of, shared_rows
+from regauge.data.tasks import Examples, read_examples, sample_batches
+from regauge.merging.basis import find_shared_rows, load_float
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS, MergeError
-from regauge.merging.recipes import Sampled
-from regauge.merging.state_store import Unfinished
+from regauge.merging.recipes import DataConfig
+from regauge.merging.state_store import MergeStateStore
 from regauge.merging.statistics import Gram, activations, fisher, grams
 from regauge.models.load import load_model
 
 if TYPE_CHECKING:
     from regauge.merging.engine import Merge
 
-BATCH = 16
-Opened = Mapping[str, tuple[Sampled, Data]]
+BATCH_SIZE = 16
+OpenedData = Mapping[str, tuple[DataConfig, Data]]
 
 
-def open_samples(merge: Merge) -> Opened:
+def open_samples(merge: Merge) -> OpenedData:
     """The data of every model that is looked at, so that what cannot be read is refused at once."""
     if not METHODS[merge.recipe.method].statistic:
         return {}
-    if merge.tables is not None and METHODS[merge.recipe.method].transport:
+    if merge.tables is not None and METHODS[merge.recipe.method].is_transport:
         raise MergeError(
             f"{merge.recipe.method} compares what models do on the same tokens, and their "
             "vocabularies differ",
             hint="ot_wts compares weights",
         )
-    out: dict[str, tuple[Sampled, Data]] = {}
+    out: dict[str, tuple[DataConfig, Data]] = {}
     known: dict[Any, Data] = {}
     for key in merge.models:
-        how = merge.recipe.data_of(key)
+        how = merge.recipe.data_for(key)
         if how is None:
             continue
-        if METHODS[merge.recipe.method].transport and out and how != next(iter(out.values()))[0]:
+        if METHODS[merge.recipe.method].is_transport and out and how != next(iter(out.values()))[0]:
             raise MergeError(
                 f"{merge.recipe.method} compares what models do on the same data, and {key} has "
                 "its own",
@@ -72,8 +72,12 @@ def open_samples(merge: Merge) -> Opened:
     return out
 
 
-def look(
-    merge: Merge, opened: Opened, out: Path, kept: Unfinished, progress: Progress | None = None
+def collect_statistics(
+    merge: Merge,
+    opened: OpenedData,
+    out: Path,
+    store: MergeStateStore,
+    progress: Progress | None = None,
 ) -> Merge:
     """The merge with what its method needs to know of each model; and for methods of transport,
     with its models transported.
@@ -86,13 +90,13 @@ def look(
             break
         if progress:
             progress(i, len(merge.models), f"{method.statistic} of {key}")
-        path = kept.statistics(key)
+        path = store.saved_statistics(key)
         if path is None:
-            path = kept.statistics_path(key)
-            _save(_statistics(merge, model, opened[key], out), path)
-            kept.looked(key)
+            path = store.statistics_path(key)
+            _save(_model_statistics(merge, model, opened[key], out), path)
+            store.mark_statistics(key)
         found[key] = _load(path)
-        if not method.transport:
+        if not method.is_transport:
             blank = [n for n in model.state if n not in found[key] and not model.is_buffer(n)]
             if method.statistic == "fisher" and blank:
                 notes.append(
@@ -100,14 +104,16 @@ def look(
                     f'"{blank[0]}", ...'
                 )
     merge = replace(merge, notes=(*merge.notes, *notes))
-    return _transported(merge, found) if method.transport else replace(merge, statistics=found)
+    return (
+        _transport_models(merge, found) if method.is_transport else replace(merge, statistics=found)
+    )
 
 
-def _statistics(
-    merge: Merge, model: Model, opened: tuple[Sampled, Data], out: Path
+def _model_statistics(
+    merge: Merge, model: Model, opened: tuple[DataConfig, Data], out: Path
 ) -> dict[str, Any]:
     how, data = opened
-    with _alive(model, model.state, out) as module:
+    with _loaded_module(model, model.state, out) as module:
         folder = (
             model.checkpoint.path if model.checkpoint.is_folder else model.checkpoint.path.parent
         )
@@ -129,7 +135,7 @@ def _statistics(
             std=list(how.std) or None,
             labelled=labelled,
         )
-        found = computed(
+        found = compute_statistic(
             METHODS[merge.recipe.method].statistic,
             module,
             examples,
@@ -137,11 +143,11 @@ def _statistics(
             seed=merge.seed,
             labelled=labelled,
         )
-        names = _names(module, model, out)
+        names = _stored_names(module, model, out)
     return {names[n]: value for n, value in found.items() if n in names}
 
 
-def computed(
+def compute_statistic(
     statistic: str,
     module: torch.nn.Module,
     examples: Examples,
@@ -154,7 +160,7 @@ def computed(
     """One statistic of a model, on so many of the examples, drawn by the seed: the same ones for
     every model.
     """
-    batches = batches_of(examples, count, seed, BATCH)
+    batches = sample_batches(examples, count, seed, BATCH_SIZE)
     inputs = [x for x, _ in batches]
     match statistic:
         case "fisher":
@@ -168,7 +174,7 @@ def computed(
 
 
 @contextmanager
-def _alive(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
+def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
     """The model, loaded with this state: the library reads it from a folder beside the output, as
     it would from the checkpoint.
     """
@@ -190,17 +196,19 @@ def _alive(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.
         yield load_model(folder, "float32")
 
 
-def _names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
+def _stored_names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
     """For each parameter of the live model the stored tensor that it is. Where the library has
     other names than the file, a copy is loaded in which every tensor is filled with its own number,
     and shows where it went. What the library puts together from several tensors is left out.
     """
     live = [name for name, _ in module.named_parameters()]
-    if all(model.stored(name) is not None for name in live):
-        return {name: str(model.stored(name)) for name in live}
+    if all(model.stored_name(name) is not None for name in live):
+        return {name: str(model.stored_name(name)) for name in live}
     stored = list(model.state)
-    marked = Lazy(stored, lambda name: torch.full(model.shapes[name], float(stored.index(name))))
-    with _alive(model, marked, out) as shown:
+    marked = LazyState(
+        stored, lambda name: torch.full(model.shapes[name], float(stored.index(name)))
+    )
+    with _loaded_module(model, marked, out) as shown:
         values = {
             name: (float(p.detach().min()), float(p.detach().max()))
             for name, p in shown.named_parameters()
@@ -209,19 +217,19 @@ def _names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
     return {name: stored[int(low)] for name, (low, high) in values.items() if low == high}
 
 
-def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
+def _transport_models(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
     """The merge with every model but the anchor transported next to it. Nothing is computed but the
     plans: tensors are moved as they are read.
     """
     from regauge.core.action import apply_lazily
-    from regauge.merging.transport import transported
+    from regauge.merging.transport import fit_transport
 
     method, anchor, recipe = METHODS[merge.recipe.method], merge.anchor, merge.recipe
     models, verdicts = dict(merge.models), dict(merge.verdicts)
     soft = None
     if "regularization" in method.shared:
         soft = float(
-            recipe.parameter(
+            recipe.resolve_parameter(
                 "regularization", recipe.slices[0], None, "", 0.0, method.shared["regularization"]
             )
         )
@@ -235,19 +243,19 @@ def _transported(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
                 hint="linear merges it as it is",
             )
         pair = (seen[key], seen[anchor.key]) if method.statistic else None
-        g = transported(
+        g = fit_transport(
             model.spec,
             model.state,
             anchor.state,
-            soft=soft,
-            seen=pair,
-            rows=shared_rows(model, anchor),
+            regularization=soft,
+            activations=pair,
+            rows=find_shared_rows(model, anchor),
         )
         thunks = apply_lazily(
-            g, Lazy(list(model.state), partial(floats_of, model.state)), force=True
+            g, LazyState(list(model.state), partial(load_float, model.state)), force=True
         )
-        digest = recipe_of(g, model.spec, (model.element.hex(),), None)
-        models[key] = replace(model, state=Lazy.of(thunks), element=digest)
+        digest = recipe_digest(g, model.spec, (model.element_digest.hex(),), None)
+        models[key] = replace(model, state=LazyState.from_thunks(thunks), element_digest=digest)
         by = "activations" if method.statistic else "weights"
         mixes = any(
             isinstance(m, Soft) for m in g.members.values()
@@ -287,4 +295,4 @@ def _load(path: Path) -> Mapping[str, Any]:
             value = file.get_tensor(names[name])
         return value if names[name] == name else Gram(value, int(names[name].split(" ")[0]))
 
-    return Lazy(names, read)
+    return LazyState(names, read)

@@ -33,20 +33,20 @@ from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.core.check import check
 from regauge.core.progress import Progress
 from regauge.errors import RegaugeError, SpecError, UnknownModelError
-from regauge.merging.basis import Verdict, aligned, ask, require_shared
+from regauge.merging.basis import Verdict, align_models, check_basis, require_shared_basis
 from regauge.merging.card import model_card
-from regauge.merging.layout import Model, Place, lay_out, sliced_config, stacks
-from regauge.merging.methods import METHODS, Given, Made, MergeError
+from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
+from regauge.merging.methods import METHODS, MergeError, MergeInput, TensorOrBlocks
 from regauge.merging.recipes import Recipe
-from regauge.merging.state_store import Unfinished
-from regauge.merging.tokens import FILES, Tables, tables_of
+from regauge.merging.state_store import MergeStateStore
+from regauge.merging.tokens import TOKENIZER_FILES, TokenTables, plan_token_tables
 from regauge.models.resolve import spec_of
 
-SHARD = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
-RECIPE = "recipe.yaml"
+SHARD_BYTES = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
+RECIPE_FILE = "recipe.yaml"
 _STALE = (
     "README.md",
-    RECIPE,
+    RECIPE_FILE,
     "mergekit_config.yml",
     "match.json",
 )  # of the donor's files: these speak of the donor alone
@@ -61,8 +61,8 @@ class Merge:
     recipe: Recipe
     models: Mapping[str, Model]
     donor: Model
-    places: Sequence[Place]
-    tables: Tables | None
+    outputs: Sequence[OutputTensor]
+    tables: TokenTables | None
     seed: int
     force: bool
     verdicts: Mapping[str, Verdict]
@@ -79,7 +79,7 @@ class Merge:
 
 def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
     """Open every model of a recipe and lay the output out. Headers are read, and no tensor."""
-    models = {key: _open(key) for key in recipe.models}
+    models = {key: _open_model(key) for key in recipe.models}
     to = recipe.align.to if recipe.align else None
     if to is not None and to not in models:
         raise MergeError(
@@ -88,13 +88,15 @@ def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
         )
     donor = models[recipe.base or recipe.slices[0].sources[0].model]
     places = lay_out(recipe, models, donor, force=force)
-    merge = Merge(recipe, models, donor, places, tables_of(recipe, models, donor), seed, force, {})
+    merge = Merge(
+        recipe, models, donor, places, plan_token_tables(recipe, models, donor), seed, force, {}
+    )
     for place in places:
-        _given(merge, place)  # a parameter that is missing is missed now
+        _resolve_parameters(merge, place)  # a parameter that is missing is missed now
     return merge
 
 
-def _open(key: str) -> Model:
+def _open_model(key: str) -> Model:
     checkpoint = open_adapted(key)
     try:
         spec = spec_of(checkpoint)
@@ -105,7 +107,7 @@ def _open(key: str) -> Model:
 
 
 def require_basis(
-    merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None
+    merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
 ) -> Merge:
     """The merge with its verdicts. Models that share no basis are refused, unless they are to be
     aligned, or by force.
@@ -114,40 +116,46 @@ def require_basis(
     for key, model in merge.models.items():
         if key == merge.anchor.key:
             continue
-        known = kept.verdict(key) if kept else None
+        known = store.load_verdict(key) if store else None
         verdicts[key] = (
             Verdict(**known)
             if known
-            else ask(model, merge.anchor, closer=not merge.force, progress=progress)
+            else check_basis(
+                model, merge.anchor, compare_if_unclear=not merge.force, progress=progress
+            )
         )
-        if kept and known is None and merge.recipe.align is not None:
-            kept.told(key, verdicts[key].as_dict())
+        if store and known is None and merge.recipe.align is not None:
+            store.save_verdict(key, verdicts[key].to_dict())
     if (
         merge.recipe.align is None
         and not merge.force
-        and not METHODS[merge.recipe.method].transport
+        and not METHODS[merge.recipe.method].is_transport
     ):
-        require_shared(verdicts)
+        require_shared_basis(verdicts)
     return replace(merge, verdicts=verdicts)
 
 
-def align(merge: Merge, kept: Unfinished | None = None, progress: Progress | None = None) -> Merge:
+def align(
+    merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
+) -> Merge:
     """The merge with its models moved, if the recipe asks for it."""
     how = merge.recipe.align
     if how is None:
         return merge
-    models, verdicts = aligned(merge.models, merge.anchor, how, merge.verdicts, kept, progress)
+    models, verdicts = align_models(
+        merge.models, merge.anchor, how, merge.verdicts, store, progress
+    )
     donor = models[merge.donor.key]
     return replace(
         merge,
         models=models,
         donor=donor,
         verdicts=verdicts,
-        places=lay_out(merge.recipe, models, donor, force=merge.force),
+        outputs=lay_out(merge.recipe, models, donor, force=merge.force),
     )
 
 
-def stamps(merge: Merge) -> bytes:
+def serialize_inputs(merge: Merge) -> bytes:
     """What determines the result: the version, the recipe, the seed, the files, and the elements
     that move them.
     """
@@ -158,7 +166,7 @@ def stamps(merge: Merge) -> bytes:
         key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()]
         for key, m in merge.models.items()
     }
-    elements = {key: m.element.hex() for key, m in merge.models.items()}
+    elements = {key: m.element_digest.hex() for key, m in merge.models.items()}
     said = [
         __version__,
         r.method,
@@ -174,8 +182,8 @@ def stamps(merge: Merge) -> bytes:
 
 
 def plan_merge(
-    merge: Merge, out: Path, *, shard: int = SHARD
-) -> tuple[Plan, dict[str, Callable[[], Made]]]:
+    merge: Merge, out: Path, *, shard_bytes: int = SHARD_BYTES
+) -> tuple[Plan, dict[str, Callable[[], TensorOrBlocks]]]:
     """The files of the output and what makes each tensor."""
     if is_file_name(out):
         raise MergeError(
@@ -185,12 +193,17 @@ def plan_merge(
     for model in merge.models.values():
         for path in model.checkpoint.sources:
             check_target(out, path)
-    tensors = [(place.name, _dtype(merge, place), _shape(merge, place)) for place in merge.places]
-    files = _packed(tensors, shard)
-    small = {"config.json": _config(merge)} if merge.donor.checkpoint.config is not None else {}
+    tensors = [
+        (place.name, _output_dtype(merge, place), _output_shape(merge, place))
+        for place in merge.outputs
+    ]
+    files = _pack_shards(tensors, shard_bytes)
+    small = (
+        {"config.json": _output_config(merge)} if merge.donor.checkpoint.config is not None else {}
+    )
     if len(files) > 1:
         small[INDEX] = index_of(files)
-    small[RECIPE] = merge.recipe.text.encode()
+    small[RECIPE_FILE] = merge.recipe.text.encode()
     small["README.md"] = model_card(merge, out.name).encode()
     copies: dict[str, Path] = {}
     left: tuple[str, ...] = ()
@@ -198,15 +211,15 @@ def plan_merge(
         written = {*small, *(f.name for f in files), *merge.donor.checkpoint.files, *_STALE}
         copies, left = other_files(merge.donor.checkpoint.path, written)
     if merge.tables is not None:
-        copies = {name: path for name, path in copies.items() if name not in FILES} | dict(
-            merge.tables.copies
-        )
-        small |= merge.tables.small
-    thunks: dict[str, Callable[[], Made]] = {
-        place.name: partial(_make, merge, place) for place in merge.places
+        copies = {
+            name: path for name, path in copies.items() if name not in TOKENIZER_FILES
+        } | dict(merge.tables.copies)
+        small |= merge.tables.files
+    thunks: dict[str, Callable[[], TensorOrBlocks]] = {
+        place.name: partial(_merge_output, merge, place) for place in merge.outputs
     }
-    places = {place.name: place for place in merge.places}
-    mode = strictest_mode([where] if (where := Path(merge.recipe.where)).is_file() else [])
+    places = {place.name: place for place in merge.outputs}
+    mode = strictest_mode([where] if (where := Path(merge.recipe.origin)).is_file() else [])
     for model in merge.models.values():
         mode &= model.checkpoint.mode
     plan = Plan(
@@ -214,95 +227,99 @@ def plan_merge(
         small,
         copies,
         left,
-        stamps(merge),
-        lambda name: _were_finite(merge, places[name]),
+        serialize_inputs(merge),
+        lambda name: _has_finite_inputs(merge, places[name]),
         mode=mode,
     )
     return plan, thunks
 
 
-def _given(merge: Merge, place: Place) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _resolve_parameters(
+    merge: Merge, place: OutputTensor
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The parameters of one place: those of the merge, and those of each model. The base needs none
     of its own.
     """
     recipe, method = merge.recipe, METHODS[merge.recipe.method]
-    if place.copied:
+    if place.is_copy:
         return {}, []
     shared = {
-        name: recipe.parameter(name, place.slice, None, place.name, place.t, default)
+        name: recipe.resolve_parameter(name, place.slice, None, place.name, place.t, default)
         for name, default in method.shared.items()
     }
     each = []
-    for i, (source, name) in enumerate(place.parts):
-        own = method.base and i == place.base
+    for i, (source, name) in enumerate(place.inputs):
+        own = method.needs_base and i == place.base
         each.append(
             {
-                p: None if own else recipe.parameter(p, place.slice, source, name, place.t, default)
-                for p, default in method.each.items()
+                p: None
+                if own
+                else recipe.resolve_parameter(p, place.slice, source, name, place.t, default)
+                for p, default in method.per_model.items()
             }
         )
     return shared, each
 
 
-def _make(merge: Merge, place: Place) -> Made:
-    states = [merge.models[source.model].state for source, _ in place.parts]
+def _merge_output(merge: Merge, place: OutputTensor) -> TensorOrBlocks:
+    states = [merge.models[source.model].state for source, _ in place.inputs]
     tensors: list[torch.Tensor] = [
-        state[name] for state, (_, name) in zip(states, place.parts, strict=True)
+        state[name] for state, (_, name) in zip(states, place.inputs, strict=True)
     ]
-    if place.copied:
+    if place.is_copy:
         return tensors[0]
-    dtype = getattr(torch, DTYPES[_dtype(merge, place)][0])
+    dtype = getattr(torch, DTYPES[_output_dtype(merge, place)][0])
     kind = (
         getattr(torch, merge.recipe.dtype)
         if merge.recipe.dtype
-        else getattr(torch, DTYPES[_stored(merge, place)][0])
+        else getattr(torch, DTYPES[_stored_dtype(merge, place)][0])
     )
-    if merge.tables is not None and place.table:
-        tensors = merge.tables.written([source.model for source, _ in place.parts], tensors)
-    shared, each = _given(merge, place)
-    base = place.base if METHODS[merge.recipe.method].base else None
+    if merge.tables is not None and place.is_table:
+        tensors = merge.tables.remap([source.model for source, _ in place.inputs], tensors)
+    shared, each = _resolve_parameters(merge, place)
+    base = place.base if METHODS[merge.recipe.method].needs_base else None
     rewritten = (
-        merge.tables is not None and place.table
+        merge.tables is not None and place.is_table
     )  # rows that were put elsewhere are not those that were looked at
     known = (
         [
             None if rewritten else merge.statistics[source.model].get(name)
-            for source, name in place.parts
+            for source, name in place.inputs
         ]
         if merge.statistics
         else ()
     )
     try:
         return METHODS[merge.recipe.method].merge(
-            Given(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known)
+            MergeInput(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known)
         )
     except RegaugeError as error:
         raise MergeError(f'"{place.name}": {error}', hint=error.hint) from error
 
 
-def _stored(merge: Merge, place: Place) -> str:
+def _stored_dtype(merge: Merge, place: OutputTensor) -> str:
     """The dtype in which the base, or the first model, stores a tensor. One that folding has made
     is as its neighbours are.
     """
-    source, name = place.parts[place.base or 0]
+    source, name = place.inputs[place.base or 0]
     entries = merge.models[source.model].checkpoint.entries
     return entries[name].dtype if name in entries else next(iter(entries.values())).dtype
 
 
-def _dtype(merge: Merge, place: Place) -> str:
+def _output_dtype(merge: Merge, place: OutputTensor) -> str:
     asked = merge.recipe.out_dtype or merge.recipe.dtype
-    return _stored(merge, place) if asked is None or place.copied else DTYPE_NAMES[asked]
+    return _stored_dtype(merge, place) if asked is None or place.is_copy else DTYPE_NAMES[asked]
 
 
-def _shape(merge: Merge, place: Place) -> tuple[int, ...]:
+def _output_shape(merge: Merge, place: OutputTensor) -> tuple[int, ...]:
     return (
         (merge.tables.rows, *place.shape[1:])
-        if merge.tables is not None and place.table
+        if merge.tables is not None and place.is_table
         else place.shape
     )
 
 
-def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> list[File]:
+def _pack_shards(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> list[File]:
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     held = 0
     for name, dtype, shape in tensors:
@@ -320,7 +337,7 @@ def _packed(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> 
     ]
 
 
-def _config(merge: Merge) -> bytes:
+def _output_config(merge: Merge) -> bytes:
     """The donor's config.json, with what the merge changed."""
     config, changes = dict(merge.donor.checkpoint.config or {}), dict(merge.donor.config)
     asked = merge.recipe.out_dtype or merge.recipe.dtype
@@ -329,11 +346,11 @@ def _config(merge: Merge) -> bytes:
             "torch_dtype": asked
         }
     changes |= sliced_config(
-        merge.recipe, merge.donor, max(stacks(merge.donor.state).values(), default=0)
+        merge.recipe, merge.donor, max(find_stacks(merge.donor.state).values(), default=0)
     )
     if merge.tables is not None and "vocab_size" in config:
         changes["vocab_size"] = merge.tables.rows
-    names = {place.name for place in merge.places}
+    names = {place.name for place in merge.outputs}
     ties = merge.donor.spec.ties if merge.donor.spec else {}
     if any(
         alias in names and target in names for alias, target in ties.items()
@@ -347,8 +364,8 @@ def _config(merge: Merge) -> bytes:
     return (json.dumps({**config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _were_finite(merge: Merge, place: Place) -> bool:
+def _has_finite_inputs(merge: Merge, place: OutputTensor) -> bool:
     return all(
         bool(merge.models[source.model].state[name].isfinite().all())
-        for source, name in place.parts
+        for source, name in place.inputs
     )

@@ -17,12 +17,14 @@ from typing import Any
 
 from regauge.checkpoints.headers import FLOATS, Entry
 from regauge.checkpoints.reader import Checkpoint
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.(.+)")
-_BLOCK = 4  # tensors that a layer has at least: what has fewer is a list of something else
+_MIN_LAYER_TENSORS = (
+    4  # tensors that a layer has at least: what has fewer is a list of something else
+)
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
@@ -38,9 +40,9 @@ class Model:
     state: Mapping[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any] = field(default_factory=dict)
-    element: bytes = b""
+    element_digest: bytes = b""
 
-    def stored(self, name: str) -> str | None:
+    def stored_name(self, name: str) -> str | None:
         """The tensor that has this name's values: itself, or one that it is tied to."""
         if name in self.state:
             return name
@@ -62,12 +64,12 @@ class Model:
         )
 
     @cached_property
-    def tables(self) -> frozenset[str]:
+    def token_tables(self) -> frozenset[str]:
         """The tensors with a row for each token."""
         size = self.config.get("vocab_size", (self.checkpoint.config or {}).get("vocab_size"))
         if self.spec is None or not isinstance(size, int):
             return frozenset()
-        axes = {name: place.axes for name, place in stored(self.spec).items()}
+        axes = {name: place.axes for name, place in stored_tensors(self.spec).items()}
         places = ("wpe", "position")
         return frozenset(
             n
@@ -77,22 +79,22 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Place:
+class OutputTensor:
     """One tensor of the output: what it is made of, each as (source, the name of its tensor), and
     where it stands.
     """
 
     name: str
-    parts: tuple[tuple[Source, str], ...]
+    inputs: tuple[tuple[Source, str], ...]
     slice: Slice
     base: int | None
     t: float
     shape: tuple[int, ...]
-    copied: bool = False
-    table: bool = False
+    is_copy: bool = False
+    is_table: bool = False
 
 
-def stacks(names: Iterable[str]) -> dict[str, int]:
+def find_stacks(names: Iterable[str]) -> dict[str, int]:
     """The stacks of layers and their depths, by what stands before the number."""
     found: dict[str, Counter[int]] = {}
     for name in names:
@@ -102,22 +104,26 @@ def stacks(names: Iterable[str]) -> dict[str, int]:
     return {
         at: len(counts)
         for at, counts in found.items()
-        if set(counts) == set(range(len(counts))) and min(counts.values()) >= _BLOCK
+        if set(counts) == set(range(len(counts))) and min(counts.values()) >= _MIN_LAYER_TENSORS
     }
 
 
 def lay_out(
     recipe: Recipe, models: Mapping[str, Model], donor: Model, *, force: bool = False
-) -> list[Place]:
+) -> list[OutputTensor]:
     """Every tensor of the output, in the donor's order. What does not fit is refused by name."""
-    _require_alike(models, donor, force)
-    places = _sliced(recipe, models) if recipe.sliced else _whole(recipe, models, donor)
+    _require_same_architecture(models, donor, force)
+    places = (
+        _lay_out_slices(recipe, models)
+        if recipe.is_sliced
+        else _lay_out_models(recipe, models, donor)
+    )
     if not places:
         raise MergeError(f"{donor.key} has no tensors", hint="name another model")
     return places
 
 
-def _require_alike(models: Mapping[str, Model], donor: Model, force: bool) -> None:
+def _require_same_architecture(models: Mapping[str, Model], donor: Model, force: bool) -> None:
     def kind(model: Model) -> Any:
         config = model.checkpoint.config or {}
         return config.get("model_type") or config.get("architecture")
@@ -130,14 +136,14 @@ def _require_alike(models: Mapping[str, Model], donor: Model, force: bool) -> No
             )
 
 
-def _sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int | None]:
+def _slice_sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int | None]:
     """The sources of a slice, the base among them where it was only named as such, and the base's
     place.
     """
     base, sources = part.base or recipe.base, part.sources
     if (
         base is not None
-        and not recipe.sliced
+        and not recipe.is_sliced
         and recipe.method != "passthrough"
         and base not in [s.model for s in sources]
     ):
@@ -145,12 +151,14 @@ def _sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int | Non
     return sources, next((i for i, s in enumerate(sources) if s.model == base), None)
 
 
-def _whole(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> list[Place]:
+def _lay_out_models(
+    recipe: Recipe, models: Mapping[str, Model], donor: Model
+) -> list[OutputTensor]:
     part = recipe.slices[0]
-    sources, base = _sources(recipe, part)
+    sources, base = _slice_sources(recipe, part)
     used = [models[s.model] for s in sources]
     names = list(dict.fromkeys(name for model in [donor, *used] for name in model.state))
-    depths = stacks(names)
+    depths = find_stacks(names)
     out = []
     for name in names:
         if all(
@@ -167,15 +175,19 @@ def _whole(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> list[Pl
                 (s for s in sources if s.model == holder.key),
                 Source(holder.key, None, {}, part.line),
             )
-            out.append(Place(name, ((one, name),), part, None, t, holder.shapes[name], copied=True))
+            out.append(
+                OutputTensor(name, ((one, name),), part, None, t, holder.shapes[name], is_copy=True)
+            )
             continue
-        out.append(_place(recipe, models, name, [(s, name) for s in sources], part, base, t))
+        out.append(
+            _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, t)
+        )
     return out
 
 
-def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
+def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputTensor]:
     first = models[recipe.slices[0].sources[0].model]
-    depths = stacks(first.state)
+    depths = find_stacks(first.state)
     if len(depths) != 1 or first.spec is None:
         why = (
             "is of no family that regauge describes"
@@ -189,17 +201,18 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
     (stack,) = depths
     for part in recipe.slices:
         for source in part.sources:
-            depth = stacks(models[source.model].state).get(stack, 0)
+            depth = find_stacks(models[source.model].state).get(stack, 0)
             assert source.layers is not None, "the sources of slices have layers"
             if source.layers[1] > depth:
                 raise MergeError(
-                    f"{recipe.where}, line {source.line}: {source.model} has {depth} layers, "
+                    f"{recipe.origin}, line {source.line}: {source.model} has {depth} layers, "
                     f"and layer_range asks for {source.layers[1]}",
                     hint="layers are counted from 0, and the last number is not included: at "
                     f"most [0, {depth}]",
                 )
     parts = {
-        name: first.spec.parts.get(place.pattern) for name, place in stored(first.spec).items()
+        name: first.spec.parts.get(place.pattern)
+        for name, place in stored_tensors(first.spec).items()
     }
     outside = [n for n in first.state if not _in_stack(n, stack)]
     ties = first.spec.ties
@@ -207,10 +220,10 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
     after = [
         n for n in outside if parts.get(n) != "embed" and not (n in ties and ties[n] in outside)
     ]
-    out = [_edge(recipe, models, name, recipe.slices[0]) for name in before]
+    out = [_edge_tensor(recipe, models, name, recipe.slices[0]) for name in before]
     layer = 0
     for part in recipe.slices:
-        sources, base = _sources(recipe, part)
+        sources, base = _slice_sources(recipe, part)
         starts = [s.layers[0] for s in sources if s.layers]
         length = sources[0].layers[1] - sources[0].layers[0] if sources[0].layers else 0
         for i in range(length):
@@ -221,14 +234,14 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
                 if models[sources[0].model].is_buffer(name):
                     shape = models[sources[0].model].shapes[name]
                     out.append(
-                        Place(
+                        OutputTensor(
                             f"{stack}{layer}.{rest}",
                             ((sources[0], name),),
                             part,
                             None,
                             t,
                             shape,
-                            copied=True,
+                            is_copy=True,
                         )
                     )
                     continue
@@ -236,9 +249,11 @@ def _sliced(recipe: Recipe, models: Mapping[str, Model]) -> list[Place]:
                     (s, f"{stack}{start + i}.{rest}")
                     for s, start in zip(sources, starts, strict=True)
                 ]
-                out.append(_place(recipe, models, f"{stack}{layer}.{rest}", named, part, base, t))
+                out.append(
+                    _output_tensor(recipe, models, f"{stack}{layer}.{rest}", named, part, base, t)
+                )
             layer += 1
-    return out + [_edge(recipe, models, name, recipe.slices[-1]) for name in after]
+    return out + [_edge_tensor(recipe, models, name, recipe.slices[-1]) for name in after]
 
 
 def _in_stack(name: str, stack: str) -> bool:
@@ -246,15 +261,17 @@ def _in_stack(name: str, stack: str) -> bool:
     return found is not None and found[1] == stack
 
 
-def _edge(recipe: Recipe, models: Mapping[str, Model], name: str, part: Slice) -> Place:
+def _edge_tensor(
+    recipe: Recipe, models: Mapping[str, Model], name: str, part: Slice
+) -> OutputTensor:
     """A tensor outside of the layers: of the first slice's models if it comes before them, of the
     last one's if after.
     """
-    sources, base = _sources(recipe, part)
-    return _place(recipe, models, name, [(s, name) for s in sources], part, base, 0.0)
+    sources, base = _slice_sources(recipe, part)
+    return _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, 0.0)
 
 
-def _place(
+def _output_tensor(
     recipe: Recipe,
     models: Mapping[str, Model],
     name: str,
@@ -262,19 +279,19 @@ def _place(
     part: Slice,
     base: int | None,
     t: float,
-) -> Place:
+) -> OutputTensor:
     parts = []
     for source, wanted in named:
-        found = models[source.model].stored(wanted)
+        found = models[source.model].stored_name(wanted)
         if found is None:
-            holder = next(s.model for s, n in named if models[s.model].stored(n) is not None)
+            holder = next(s.model for s, n in named if models[s.model].stored_name(n) is not None)
             raise MergeError(
                 f'{source.model} has no "{wanted}", which {holder} has',
                 hint="models of one architecture and one depth are merged",
             )
         parts.append((source, found))
     shapes = [models[s.model].shapes[n] for s, n in parts]
-    table = any(n in models[s.model].tables for s, n in parts)
+    table = any(n in models[s.model].token_tables for s, n in parts)
     if len(set(shapes)) > 1 and not (
         table and recipe.tokens is not None and len({s[1:] for s in shapes}) == 1
     ):
@@ -291,14 +308,14 @@ def _place(
             f'"{name}" is {list(shapes[0])} in {here} and {list(shapes[i])} in {there}',
             hint="models of one architecture and one width are merged",
         )
-    return Place(name, tuple(parts), part, base, t, shapes[0], table=table)
+    return OutputTensor(name, tuple(parts), part, base, t, shapes[0], is_table=table)
 
 
 def sliced_config(recipe: Recipe, donor: Model, depth: int) -> dict[str, Any]:
     """What config.json says of layers that were sliced: their number, and every list with a value
     for each.
     """
-    if not recipe.sliced:
+    if not recipe.is_sliced:
         return {}
     config = donor.checkpoint.config or {}
     layers = [i for part in recipe.slices for i in range(*(part.sources[0].layers or (0, 0)))]

@@ -22,29 +22,37 @@ import torch
 
 from regauge.checkpoints.blocks import Blocks, bits_of
 from regauge.errors import RegaugeError
-from regauge.merging.sparsify import Deltas, Kept, Sparse, by_chance, by_magnitude, by_rank, whole
+from regauge.merging.sparsify import (
+    Selection,
+    Sparsifier,
+    TaskVector,
+    keep_all,
+    keep_by_rank,
+    keep_largest,
+    keep_random,
+)
 
 Tensor = torch.Tensor
-Made = Tensor | Blocks  # a whole tensor, or what makes one
-STEP = 1 << 17  # values in a block: what the cache holds of a few float32 arrays
+TensorOrBlocks = Tensor | Blocks  # a whole tensor, or what makes one
+BLOCK_SIZE = 1 << 17  # values in a block: what the cache holds of a few float32 arrays
 
 
 class MergeError(RegaugeError):
     """Models that cannot be merged as asked."""
 
 
-class Needed:
+class Required:
     """The default of a parameter that has none."""
 
     def __repr__(self) -> str:
         return "needed"
 
 
-NEEDED = Needed()
+REQUIRED = Required()
 
 
 @dataclass(frozen=True)
-class Given:
+class MergeInput:
     """What a method is given: the tensors in the recipe's order, which of them is the base model's,
     and the parameters, of all and of each.
 
@@ -55,20 +63,20 @@ class Given:
 
     tensors: Sequence[Tensor]
     shared: Mapping[str, Any]
-    each: Sequence[Mapping[str, Any]]
+    per_model: Sequence[Mapping[str, Any]]
     base: int | None = None
     dtype: torch.dtype | None = None
-    kind: torch.dtype | None = None
+    compare_dtype: torch.dtype | None = None
     name: str = ""
     seed: int = 0
     statistics: Sequence[Any] = ()
 
     @property
-    def out(self) -> torch.dtype:
+    def out_dtype(self) -> torch.dtype:
         return self.dtype or self.tensors[self.base or 0].dtype
 
     @property
-    def root(self) -> Tensor:
+    def base_tensor(self) -> Tensor:
         assert self.base is not None, "a method that needs a base is not called without"
         return self.tensors[self.base]
 
@@ -87,13 +95,13 @@ class Method:
     before, by what is known or else by their weights.
     """
 
-    merge: Callable[[Given], Made]
-    base: bool = False
+    merge: Callable[[MergeInput], TensorOrBlocks]
+    needs_base: bool = False
     shared: Mapping[str, Any] = field(default_factory=dict)
-    each: Mapping[str, Any] = field(default_factory=dict)
-    about: str = ""
+    per_model: Mapping[str, Any] = field(default_factory=dict)
+    description: str = ""
     statistic: str = ""
-    transport: bool = False
+    is_transport: bool = False
 
 
 def blockwise(
@@ -104,9 +112,9 @@ def blockwise(
     """
 
     def blocks() -> Iterator[Any]:
-        out, at = torch.empty(min(STEP, tensors[0].numel()), dtype=dtype), 0
+        out, at = torch.empty(min(BLOCK_SIZE, tensors[0].numel()), dtype=dtype), 0
         bits = bits_of(out)
-        for parts in _parts(tensors, working(tensors)):
+        for parts in _iter_blocks(tensors, working_dtype(tensors)):
             size = parts[0].numel()
             made = make(parts, slice(at, at + size))
             (out if size == bits.size else out[:size]).copy_(made)
@@ -116,23 +124,23 @@ def blockwise(
     return Blocks(tuple(tensors[0].shape), dtype, blocks)
 
 
-def _parts(tensors: Sequence[Tensor], work: torch.dtype) -> Iterator[list[Tensor]]:
+def _iter_blocks(tensors: Sequence[Tensor], work: torch.dtype) -> Iterator[list[Tensor]]:
     """The blocks of tensors, all at once, in the working precision. The next blocks take the place
     of the last.
     """
-    held = [torch.empty(min(STEP, t.numel()), dtype=work) for t in tensors]
-    for parts in zip(*(torch.split(t.reshape(-1), STEP) for t in tensors), strict=True):
+    held = [torch.empty(min(BLOCK_SIZE, t.numel()), dtype=work) for t in tensors]
+    for parts in zip(*(torch.split(t.reshape(-1), BLOCK_SIZE) for t in tensors), strict=True):
         yield [
             (h if h.numel() == p.numel() else h[: p.numel()]).copy_(p)
             for h, p in zip(held, parts, strict=True)
         ]
 
 
-def working(tensors: Sequence[Tensor]) -> torch.dtype:
+def working_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Blocks:
+def combine(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Blocks:
     """The sum of tensors times factors."""
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
@@ -144,13 +152,13 @@ def combined(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.d
     return blockwise(tensors, dtype, block)
 
 
-def products(
+def inner_products(
     tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
     """The inner products of tensors with each other, all less another one if that is given."""
     n = len(tensors)
     out = np.zeros((n, n))
-    for parts in _parts([*tensors, *([] if minus is None else [minus])], work):
+    for parts in _iter_blocks([*tensors, *([] if minus is None else [minus])], work):
         for i, x in enumerate(parts[:n]):
             if minus is not None:
                 x.sub_(parts[n])
@@ -159,13 +167,13 @@ def products(
     return np.tril(out) + np.tril(out, -1).T
 
 
-def linear(g: Given) -> Made:
+def linear(g: MergeInput) -> TensorOrBlocks:
     """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights
     is a model soup.
     """
-    weights = [float(p["weight"]) for p in g.each]
+    weights = [float(p["weight"]) for p in g.per_model]
     total = (
-        float(torch.tensor(weights, dtype=working(g.tensors)).sum())
+        float(torch.tensor(weights, dtype=working_dtype(g.tensors)).sum())
         if g.shared.get("normalize", True)
         else None
     )
@@ -185,18 +193,18 @@ def linear(g: Given) -> Made:
             )  # one rounding where the processor fuses the two, two where it does not
         return added if total is None else added.div_(total)
 
-    return blockwise(g.tensors, g.out, block)
+    return blockwise(g.tensors, g.out_dtype, block)
 
 
-def fisher(g: Given) -> Made:
+def fisher(g: MergeInput) -> TensorOrBlocks:
     """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x
     / sum w F (Matena and Raffel 2022). No Fisher counts as less than `floor` times the mean over
     the tensor and the models, so that what matters nowhere is averaged.
     """
-    known = _known(g)
+    known = _complete_statistics(g)
     if known is None:
         return linear(g)
-    weights = _positive(g)
+    weights = _require_positive_weights(g)
     mean = (
         sum(float(f.double().mean()) for f in known) / len(known) if g.tensors[0].numel() else 0.0
     )
@@ -215,10 +223,10 @@ def fisher(g: Given) -> Made:
             below.add_(share)
         return above.div_(below)
 
-    return blockwise([*g.tensors, *known], g.out, block)
+    return blockwise([*g.tensors, *known], g.out_dtype, block)
 
 
-def regmean(g: Given) -> Made:
+def regmean(g: MergeInput) -> TensorOrBlocks:
     """The weight whose layer does what each model's layer did to its own inputs, as nearly as can
     be in squares (Jin et al. 2023):
 
@@ -227,11 +235,11 @@ def regmean(g: Given) -> Made:
     In float64. Of what the inputs do not determine, W is what the weighted mean is. Tensors without
     a Gram (tables, norms, biases) are averaged.
     """
-    known = _known(g)
+    known = _complete_statistics(g)
     if known is None:
         return linear(g)
-    weights, alpha = _positive(g), float(g.shared["alpha"])
-    matrices = [_shrunk(k.values, alpha) for k in known]
+    weights, alpha = _require_positive_weights(g), float(g.shared["alpha"])
+    matrices = [_shrink_gram(k.values, alpha) for k in known]
     rows = [k.rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
     if not all(bool(m.isfinite().all()) for m in matrices):
         raise MergeError(
@@ -249,16 +257,16 @@ def regmean(g: Given) -> Made:
         (w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)),
         torch.zeros_like(mean),
     )
-    found: Tensor = known[0].like(mean + _solved(total, left), g.tensors[0])
-    return found.to(g.out)
+    found: Tensor = known[0].like(mean + _solve_psd(total, left), g.tensors[0])
+    return found.to(g.out_dtype)
 
 
-def _shrunk(gram: Tensor, alpha: float) -> Tensor:
+def _shrink_gram(gram: Tensor, alpha: float) -> Tensor:
     """A Gram matrix with its off-diagonal multiplied."""
     return alpha * gram + (1 - alpha) * torch.diag(gram.diagonal())
 
 
-def _solved(matrix: Tensor, right: Tensor) -> Tensor:
+def _solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
     """The least solution of a positive semi-definite system: by Cholesky, or where that is not
     safe, on the span of its eigenvectors.
     """
@@ -273,7 +281,7 @@ def _solved(matrix: Tensor, right: Tensor) -> Tensor:
     return found
 
 
-def _known(g: Given) -> Sequence[Any] | None:
+def _complete_statistics(g: MergeInput) -> Sequence[Any] | None:
     """What is known of each of the tensors; None where nothing is, or not of all."""
     if len(g.statistics) != len(g.tensors):
         raise MergeError(
@@ -284,8 +292,8 @@ def _known(g: Given) -> Sequence[Any] | None:
     return None if any(s is None for s in g.statistics) else g.statistics
 
 
-def _positive(g: Given) -> list[float]:
-    weights = [float(p["weight"]) for p in g.each]
+def _require_positive_weights(g: MergeInput) -> list[float]:
+    weights = [float(p["weight"]) for p in g.per_model]
     if min(weights) < 0 or not sum(weights):
         raise MergeError(
             f'the weights of "{g.name}" are {weights}',
@@ -294,39 +302,39 @@ def _positive(g: Given) -> list[float]:
     return weights
 
 
-def slerp(g: Given) -> Made:
+def slerp(g: MergeInput) -> TensorOrBlocks:
     """Along the great circle from the base to the other model. Where the two point almost one way
     (or opposite ways), along the line.
     """
     t = float(g.shared["t"])
     if len(g.tensors) == 1:
-        return g.tensors[0].to(g.out)
-    pair = [g.root, g.tensors[g.others[0]]]
-    inner = products(pair, working(pair))
+        return g.tensors[0].to(g.out_dtype)
+    pair = [g.base_tensor, g.tensors[g.others[0]]]
+    inner = inner_products(pair, working_dtype(pair))
     norms = [n if n > 1e-8 else 1.0 for n in np.sqrt(np.diag(inner))]
     dot = float(inner[0, 1] / (norms[0] * norms[1]))
     if abs(dot) > 0.9995:
-        return combined(pair, (1 - t, t), g.out)
+        return combine(pair, (1 - t, t), g.out_dtype)
     angle = math.acos(dot)
-    return combined(
+    return combine(
         pair,
         (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)),
-        g.out,
+        g.out_dtype,
     )
 
 
-def karcher(g: Given) -> Made:
+def karcher(g: MergeInput) -> TensorOrBlocks:
     """The mean on the sphere of the directions, with the mean of the lengths. The mean direction
     lies in the span of the inputs, so that it is sought among their coefficients.
     """
     tol, count = float(g.shared["tol"]), len(g.tensors)
     if count == 1:
-        return g.tensors[0].to(g.out)
-    inner = products(g.tensors, torch.float64)
+        return g.tensors[0].to(g.out_dtype)
+    inner = inner_products(g.tensors, torch.float64)
     norms = np.sqrt(np.diag(inner))
     valid = [i for i in range(count) if norms[i] > tol]
     if not valid:
-        return torch.zeros(g.tensors[0].shape, dtype=g.out)
+        return torch.zeros(g.tensors[0].shape, dtype=g.out_dtype)
     gram = inner[np.ix_(valid, valid)] / np.outer(norms[valid], norms[valid])
     alpha = 1 / len(valid)
 
@@ -349,16 +357,16 @@ def karcher(g: Given) -> Made:
         u = u / size(u) if size(u) > tol else u
     factors = np.zeros(count)
     factors[valid] = norms.mean() * u / norms[valid]
-    return combined(g.tensors, factors.tolist(), g.out)
+    return combine(g.tensors, factors.tolist(), g.out_dtype)
 
 
-def model_stock(g: Given) -> Made:
+def model_stock(g: MergeInput) -> TensorOrBlocks:
     """Between the base and the mean of the others, nearer to the mean the smaller the angles
     between what they learned.
     """
     others = [g.tensors[i] for i in g.others]
     if not others:
-        return g.root.to(g.out)
+        return g.base_tensor.to(g.out_dtype)
     if len(others) < 2:
         raise MergeError(
             "model_stock needs two models besides the base", hint="add a model, or use linear"
@@ -366,58 +374,67 @@ def model_stock(g: Given) -> Made:
     if g.shared["filter_wise"]:
         rows = [
             t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1)
-            for t in (g.root, *others)
+            for t in (g.base_tensor, *others)
         ]
-        made = [_stock([r[i] for r in rows], g.out).tensor() for i in range(rows[0].shape[0])]
-        return torch.stack(made).view(g.root.shape)
-    return _stock([g.root, *others], g.out)
+        made = [
+            _stock_average([r[i] for r in rows], g.out_dtype).tensor()
+            for i in range(rows[0].shape[0])
+        ]
+        return torch.stack(made).view(g.base_tensor.shape)
+    return _stock_average([g.base_tensor, *others], g.out_dtype)
 
 
-def _stock(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
+def _stock_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
     root, *others = tensors
-    inner, n = products(others, working(tensors), minus=root), len(others)
+    inner, n = inner_products(others, working_dtype(tensors), minus=root), len(others)
     norms = np.sqrt(np.diag(inner))
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
     cosine = sum(
         min(max(float(inner[i, j] / max(norms[i] * norms[j], 1e-6)), -1.0), 1.0) for i, j in pairs
     ) / len(pairs)
     t = n * cosine / (1 + (n - 1) * cosine) if 1 + (n - 1) * cosine else math.nan
-    return combined(tensors, (1 - t, *[t / n] * n), dtype)
+    return combine(tensors, (1 - t, *[t / n] * n), dtype)
 
 
-def passthrough(g: Given) -> Made:
+def passthrough(g: MergeInput) -> TensorOrBlocks:
     """The tensor as it is, or scaled."""
     if len(g.tensors) != 1:
         raise MergeError(
             f"passthrough takes one model in each place, and here are {len(g.tensors)}",
             hint="give each slice one source, or use linear",
         )
-    scale = g.each[0]["scale"]
-    return g.tensors[0].to(g.out) if scale is None else combined(g.tensors, [float(scale)], g.out)
+    scale = g.per_model[0]["scale"]
+    return (
+        g.tensors[0].to(g.out_dtype)
+        if scale is None
+        else combine(g.tensors, [float(scale)], g.out_dtype)
+    )
 
 
-def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
+def task_vectors(g: MergeInput, sparse: Sparsifier, vote: bool) -> TensorOrBlocks:
     """The base plus what the others learned (their differences from it), weighted: all of it, or
     what `sparse` keeps; all of it, or with a `vote` only what has the sign of the weighted sum.
     """
-    root, others = g.root, g.others
+    root, others = g.base_tensor, g.others
     if not others:
-        return root.to(g.out)
-    work, kind = working(g.tensors), (g.kind or root.dtype)
+        return root.to(g.out_dtype)
+    work, kind = working_dtype(g.tensors), (g.compare_dtype or root.dtype)
     # What is selected or voted on is compared as mergekit stores it: else equal values of a half
     # precision would not be equal here.
     rounding = (
-        kind if (sparse is not whole or vote) and kind in (torch.float16, torch.bfloat16) else None
+        kind
+        if (sparse is not keep_all or vote) and kind in (torch.float16, torch.bfloat16)
+        else None
     )
-    kept: list[Kept] = []
+    kept: list[Selection] = []
     for place, i in enumerate(
         others
     ):  # what is drawn for a model does not depend on where the base is listed
-        deltas = Deltas(g.tensors[i], root, work, rounding, STEP)
+        deltas = TaskVector(g.tensors[i], root, work, rounding, BLOCK_SIZE)
         kept.append(
-            sparse(deltas, g.each[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed)
+            sparse(deltas, g.per_model[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed)
         )
-    weights = [float(g.each[i]["weight"]) for i in others]
+    weights = [float(g.per_model[i]["weight"]) for i in others]
     factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
     total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
     even = 1.0 if abs(total) < 1e-8 else total
@@ -429,9 +446,9 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
             delta = x.sub_(base)
             if rounding is not None:
                 delta = delta.to(rounding).to(work)
-            deltas.append(keep.of(delta, at).mul_(factor))
+            deltas.append(keep.apply(delta, at).mul_(factor))
         if vote:
-            mixed = _voted(deltas, weights, normalize)
+            mixed = _elect_signs(deltas, weights, normalize)
         else:
             mixed = deltas[0]
             for delta in deltas[1:]:
@@ -440,10 +457,10 @@ def task_vectors(g: Given, sparse: Sparse, vote: bool) -> Made:
                 mixed.div_(even)
         return base.add_(mixed, alpha=amount)
 
-    return blockwise([root, *(g.tensors[i] for i in others)], g.out, block)
+    return blockwise([root, *(g.tensors[i] for i in others)], g.out_dtype, block)
 
 
-def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
+def _elect_signs(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
     """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize,
     divided by the weights of what was added up. The deltas are used up.
     """
@@ -465,20 +482,20 @@ def _voted(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) 
     return mixed
 
 
-def _task(
-    sparse: Sparse, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any
+def _task_method(
+    sparse: Sparsifier, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any
 ) -> Method:
     shared = {"normalize": normalize, "rescale": rescale, "lambda": 1.0, "int8_mask": False}
     return Method(
         partial(task_vectors, sparse=sparse, vote=vote),
         True,
         shared,
-        {"weight": NEEDED, "density": 1.0, **each},
+        {"weight": REQUIRED, "density": 1.0, **each},
         about,
     )
 
 
-def _transport(about: str, statistic: str = "", **shared: Any) -> Method:
+def _transport_method(about: str, statistic: str = "", **shared: Any) -> Method:
     return Method(
         linear, False, {"normalize": True, **shared}, {"weight": 1.0}, about, statistic, True
     )
@@ -486,33 +503,42 @@ def _transport(about: str, statistic: str = "", **shared: Any) -> Method:
 
 # int8_mask is how mergekit stores its masks: it changes no result there, and none here.
 METHODS: dict[str, Method] = {
-    "linear": Method(linear, False, {"normalize": True}, {"weight": NEEDED}, "the weighted mean"),
-    "slerp": Method(slerp, True, {"t": NEEDED}, about="along the great circle between two models"),
-    "task_arithmetic": _task(whole, False, False, False, "the base plus weighted task vectors"),
-    "ties": _task(
-        by_magnitude, True, True, False, "task vectors, trimmed by magnitude, with elected signs"
+    "linear": Method(linear, False, {"normalize": True}, {"weight": REQUIRED}, "the weighted mean"),
+    "slerp": Method(
+        slerp, True, {"t": REQUIRED}, description="along the great circle between two models"
     ),
-    "dare_linear": _task(
-        by_chance, False, False, True, "task vectors, dropped at random and rescaled"
+    "task_arithmetic": _task_method(
+        keep_all, False, False, False, "the base plus weighted task vectors"
     ),
-    "dare_ties": _task(by_chance, True, False, True, "the same, with elected signs"),
-    "della_linear": _task(
-        by_rank,
+    "ties": _task_method(
+        keep_largest, True, True, False, "task vectors, trimmed by magnitude, with elected signs"
+    ),
+    "dare_linear": _task_method(
+        keep_random, False, False, True, "task vectors, dropped at random and rescaled"
+    ),
+    "dare_ties": _task_method(keep_random, True, False, True, "the same, with elected signs"),
+    "della_linear": _task_method(
+        keep_by_rank,
         False,
         False,
         True,
         "task vectors, dropped at random by rank of magnitude and rescaled",
         epsilon=0.15,
     ),
-    "della": _task(by_rank, True, True, True, "the same, with elected signs", epsilon=0.15),
+    "della": _task_method(
+        keep_by_rank, True, True, True, "the same, with elected signs", epsilon=0.15
+    ),
     "model_stock": Method(
         model_stock,
         True,
         {"filter_wise": False},
-        about="between the base and the mean, by the angles of the task vectors",
+        description="between the base and the mean, by the angles of the task vectors",
     ),
     "karcher": Method(
-        karcher, False, {"max_iter": 10, "tol": 1e-5}, about="the Riemannian mean on the sphere"
+        karcher,
+        False,
+        {"max_iter": 10, "tol": 1e-5},
+        description="the Riemannian mean on the sphere",
     ),
     "fisher": Method(
         fisher,
@@ -530,18 +556,22 @@ METHODS: dict[str, Method] = {
         "the least-squares fit to what each layer does to its inputs",
         "gram",
     ),
-    "ot_wts": _transport("transported softly by weights, then averaged", regularization=0.05),
-    "ot_acts": _transport(
+    "ot_wts": _transport_method(
+        "transported softly by weights, then averaged", regularization=0.05
+    ),
+    "ot_acts": _transport_method(
         "transported softly by activations, then averaged", "activations", regularization=0.05
     ),
-    "ot_acts_emd": _transport("transported exactly by activations, then averaged", "activations"),
+    "ot_acts_emd": _transport_method(
+        "transported exactly by activations, then averaged", "activations"
+    ),
     "passthrough": Method(
         passthrough, False, {}, {"scale": None}, "layers as they are, for slices"
     ),
 }
 
 # Methods of mergekit that are not here yet, to be refused by name and not as a typo.
-ELSEWHERE = (
+UNSUPPORTED = (
     "nuslerp",
     "multislerp",
     "breadcrumbs",
@@ -556,4 +586,4 @@ ELSEWHERE = (
 
 def parameter_names() -> frozenset[str]:
     """Every parameter that some method has."""
-    return frozenset(name for m in METHODS.values() for name in (*m.shared, *m.each))
+    return frozenset(name for m in METHODS.values() for name in (*m.shared, *m.per_model))

@@ -26,22 +26,22 @@ import yaml
 
 from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
-from regauge.merging.methods import ELSEWHERE, METHODS, parameter_names
+from regauge.merging.methods import METHODS, UNSUPPORTED, parameter_names
 from regauge.merging.recipes import (
-    Align,
+    AlignConfig,
     Condition,
+    DataConfig,
     Recipe,
     RecipeError,
-    Sampled,
     Setting,
     Settings,
     Slice,
     Source,
-    Tokens,
+    TokenizerConfig,
 )
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
-_WHOLE = (
+_RECIPE_KEYS = (
     "merge_method",
     "models",
     "slices",
@@ -60,11 +60,11 @@ _UNSUPPORTED = {
     "residual_weight": "leave it out: mergekit does not read it either",
     "tokens": "only source and pad_to_multiple_of are read",
 }
-_ALIGN = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
-_DATA = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
-_LONGEST = 10_000  # characters of one value
+_ALIGN_KEYS = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
+_DATA_KEYS = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
+_MAX_CHARS = 10_000  # characters of one value
 _MAX_NODES = 100_000  # values of a recipe, with those that aliases (*name) repeat
-_SWITCHES = ("normalize", "rescale", "int8_mask", "filter_wise")
+_BOOLEANS = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -77,11 +77,11 @@ def read_recipe(path: Path) -> Recipe:
         ) from error
 
 
-def parse_recipe(text: str, where: str = "the recipe") -> Recipe:
+def parse_recipe(text: str, origin: str = "the recipe") -> Recipe:
     """The recipe in a text."""
     if len(text) > RECIPE_BYTES:
         raise RecipeError(
-            f"{where} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}",
+            f"{origin} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}",
             hint="is it the right file?",
         )
     try:
@@ -89,50 +89,48 @@ def parse_recipe(text: str, where: str = "the recipe") -> Recipe:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(
-            f"{where}{line}: this is no YAML: {error.problem}",
+            f"{origin}{line}: this is no YAML: {error.problem}",
             hint="check indentation, colons and quotes there",
         ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(
-            f"{where} is no YAML: "
+            f"{origin} is no YAML: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
             hint="a recipe is YAML in UTF-8",
         ) from error
     if node is None:
-        raise RecipeError(f"{where} is empty", hint="a recipe has merge_method: and models:")
-    return _Reader(where, text).recipe(node)
+        raise RecipeError(f"{origin} is empty", hint="a recipe has merge_method: and models:")
+    return _Parser(origin, text).recipe(node)
 
 
-class _Reader:
+class _Parser:
     """One recipe, read node by node, so that every error has its line."""
 
-    def __init__(self, where: str, text: str) -> None:
-        self.where, self.text, self.method = where, text, ""
+    def __init__(self, origin: str, text: str) -> None:
+        self.origin, self.text, self.method = origin, text, ""
         self.notes: list[str] = []
-        self.left = _MAX_NODES
+        self.nodes_left = _MAX_NODES
 
-    def spend(self, node: Any) -> None:
+    def count_node(self, node: Any) -> None:
         """Count a node: aliases within aliases repeat a short text a billion times."""
-        self.left -= 1
-        if self.left < 0:
-            raise self.refuse(
+        self.nodes_left -= 1
+        if self.nodes_left < 0:
+            raise self.error(
                 node,
                 f"a recipe must have at most {_MAX_NODES:,} values",
                 "write out what its aliases (*name) repeat",
             )
 
-    def refuse(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
-        return RecipeError(f"{self.where}, line {_line(node)}: {what}", hint=hint)
+    def error(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
+        return RecipeError(f"{self.origin}, line {_line(node)}: {what}", hint=hint)
 
     def recipe(self, node: Any) -> Recipe:
-        top = self.mapping(node, _WHOLE, "a recipe")
+        top = self.mapping(node, _RECIPE_KEYS, "a recipe")
         if "merge_method" not in top:
-            raise self.refuse(
-                node, "there is no merge_method:", f"choose from {', '.join(METHODS)}"
-            )
-        self.method = self.known_method(top["merge_method"])
+            raise self.error(node, "there is no merge_method:", f"choose from {', '.join(METHODS)}")
+        self.method = self.method_name(top["merge_method"])
         if ("models" in top) == ("slices" in top):
-            raise self.refuse(node, "a recipe has either models: or slices:")
+            raise self.error(node, "a recipe has either models: or slices:")
         parameters = self.settings(top.get("parameters"))
         base = (
             self.model(top["base_model"])
@@ -153,7 +151,7 @@ class _Reader:
             )
         data = self.data(top.get("data"))
         if not slices or not all(part.sources for part in slices):
-            raise self.refuse(
+            raise self.error(
                 node,
                 "there is no model to merge",
                 "list at least one under models:, or under the sources: of each slice",
@@ -169,7 +167,7 @@ class _Reader:
             self.tokens(top),
             self.align(top.get("align")),
             self.text,
-            self.where,
+            self.origin,
             tuple(self.notes),
             data,
         )
@@ -185,30 +183,30 @@ class _Reader:
             twice = next((s for s in part.sources if first[s.model] is not s), None)
             if twice is not None:
                 raise RecipeError(
-                    f"{self.where}, line {twice.line}: {twice.model} is listed twice",
+                    f"{self.origin}, line {twice.line}: {twice.model} is listed twice",
                     hint="list each model once, with the sum of its weights",
                 )
-            if METHODS[recipe.method].base and base is None:
-                raise self.refuse(
+            if METHODS[recipe.method].needs_base and base is None:
+                raise self.error(
                     node,
                     f"{recipe.method} needs a base model",
                     "write base_model: MODEL (on the command line: --base)",
                 )
-            if METHODS[recipe.method].base and recipe.sliced and base not in names:
+            if METHODS[recipe.method].needs_base and recipe.is_sliced and base not in names:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: no source of this slice is of the base "
+                    f"{self.origin}, line {part.line}: no source of this slice is of the base "
                     f"{base}",
                     hint="list the base's layers among its sources",
                 )
             if recipe.method == "passthrough" and len(names) > 1:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: passthrough takes one model in each "
+                    f"{self.origin}, line {part.line}: passthrough takes one model in each "
                     f"place, and here are {len(names)}",
                     hint="give each slice one source, or use linear",
                 )
             others = len(set(names) - {base})
             if recipe.method == "slerp" and others != 1:
-                raise self.refuse(
+                raise self.error(
                     node,
                     f"slerp is between the base and one other model, and here {others} others "
                     "are listed",
@@ -216,61 +214,61 @@ class _Reader:
                 )
             method = METHODS[recipe.method]
             if (
-                not method.base
-                and "weight" in method.each
+                not method.needs_base
+                and "weight" in method.per_model
                 and base is not None
                 and base not in names
-                and not recipe.sliced
+                and not recipe.is_sliced
             ):
-                raise self.refuse(
+                raise self.error(
                     node,
                     f"the base {base} has no weight in a {recipe.method} merge",
                     "list it under models:, or leave base_model: out",
                 )
-            if method.transport and recipe.sliced:
+            if method.is_transport and recipe.is_sliced:
                 raise RecipeError(
-                    f"{self.where}, line {part.line}: {recipe.method} transports whole models, "
+                    f"{self.origin}, line {part.line}: {recipe.method} transports whole models, "
                     "and no slices of them",
                     hint="list the models under models:",
                 )
             blind = next(
-                (s for s in part.sources if method.statistic and recipe.data_of(s.model) is None),
+                (s for s in part.sources if method.statistic and recipe.data_for(s.model) is None),
                 None,
             )
             if blind is not None:
                 raise RecipeError(
-                    f"{self.where}, line {blind.line}: {recipe.method} looks at what "
+                    f"{self.origin}, line {blind.line}: {recipe.method} looks at what "
                     f"{blind.model} does on data, and there are none",
                     hint="write data: FILE into the recipe (on the command line: --data FILE), "
                     "or take a method without data",
                 )
 
-    def known_method(self, node: Any) -> str:
+    def method_name(self, node: Any) -> str:
         name = str(self.scalar(node, "merge_method"))
-        if name in ELSEWHERE:
-            raise self.refuse(
+        if name in UNSUPPORTED:
+            raise self.error(
                 node,
                 f'the method "{name}" of mergekit is not supported',
                 f"choose from {', '.join(METHODS)}",
             )
         if name not in METHODS:
-            raise self.refuse(
+            raise self.error(
                 node,
                 f'there is no method "{name}"',
-                _near(name, METHODS) or f"choose from {', '.join(METHODS)}",
+                _suggest(name, METHODS) or f"choose from {', '.join(METHODS)}",
             )
         return name
 
     def slice(self, node: Any) -> Slice:
         top = self.mapping(node, ("sources", "base_model", "parameters"), "a slice")
         if "sources" not in top:
-            raise self.refuse(node, "a slice has sources:")
+            raise self.error(node, "a slice has sources:")
         sources = tuple(
             self.source(n, sliced=True) for n in self.sequence(top["sources"], "sources")
         )
         lengths = {b - a for a, b in (s.layers for s in sources if s.layers)}
         if len(lengths) > 1:
-            raise self.refuse(
+            raise self.error(
                 node,
                 "the sources of one slice have different numbers of layers",
                 "give each the same length in layer_range",
@@ -286,16 +284,16 @@ class _Reader:
         )
         top = self.mapping(node, known, "a model")
         if "model" not in top:
-            raise self.refuse(node, "model: is missing here")
+            raise self.error(node, "model: is missing here")
         layers = None
         if sliced:
             if "layer_range" not in top:
-                raise self.refuse(
+                raise self.error(
                     node, "layer_range: is missing here", "write layer_range: [first, last + 1]"
                 )
             found = [self.number(n) for n in self.sequence(top["layer_range"], "layer_range")]
             if len(found) != 2 or any(n != int(n) for n in found) or not 0 <= found[0] < found[1]:
-                raise self.refuse(
+                raise self.error(
                     top["layer_range"],
                     "layer_range is [first, last + 1], two whole numbers",
                     "as in layer_range: [0, 16]",
@@ -311,7 +309,7 @@ class _Reader:
 
     def model(self, node: Any) -> str:
         if isinstance(node, yaml.MappingNode):
-            raise self.refuse(
+            raise self.error(
                 node, "a model is a path or a hub id", "with an adapter: model+adapter"
             )
         return str(self.scalar(node, "a model"))
@@ -323,7 +321,7 @@ class _Reader:
         out = {}
         for name, value in top.items():
             method = METHODS[self.method]
-            if name not in method.shared and name not in method.each:
+            if name not in method.shared and name not in method.per_model:
                 self.notes.append(
                     f'line {_line(value)}: {self.method} has no parameter "{name}", which '
                     "changes nothing"
@@ -337,7 +335,7 @@ class _Reader:
         if not isinstance(node, yaml.SequenceNode):
             return self.value(name, node)
         if not node.value:
-            raise self.refuse(node, f'"{name}" is an empty list')
+            raise self.error(node, f'"{name}" is an empty list')
         if any(isinstance(n, yaml.MappingNode) for n in node.value):
             return tuple(self.condition(name, n) for n in node.value)
         return tuple(self.value(name, n) for n in node.value)
@@ -345,11 +343,11 @@ class _Reader:
     def condition(self, name: str, node: Any) -> Condition:
         top = self.mapping(node, ("filter", "value"), f'a condition of "{name}"')
         if "value" not in top:
-            raise self.refuse(node, f'a condition of "{name}" has no value:')
+            raise self.error(node, f'a condition of "{name}" has no value:')
         value = top["value"]
         values = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if any(not isinstance(n, yaml.ScalarNode) for n in values):
-            raise self.refuse(value, f'the value of "{name}" is a number, or a list of numbers')
+            raise self.error(value, f'the value of "{name}" is a number, or a list of numbers')
         asked = (
             None
             if "filter" not in top or _is_null(top["filter"])
@@ -358,11 +356,11 @@ class _Reader:
         return Condition(None if asked == "*" else asked, self.setting(name, value))
 
     def value(self, name: str, node: Any) -> Any:
-        if name in _SWITCHES:
-            return self.switch(node, name)
+        if name in _BOOLEANS:
+            return self.boolean(node, name)
         number = self.number(node)
         if name == "density" and not 0 <= number <= 1:
-            raise self.refuse(node, f"a density is from 0 to 1, not {number:g}")
+            raise self.error(node, f"a density is from 0 to 1, not {number:g}")
         return number
 
     def number(self, node: Any) -> float:
@@ -372,19 +370,19 @@ class _Reader:
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if isinstance(found, bool) or not math.isfinite(number):
-            raise self.refuse(node, f"{found!r} is no number")
+            raise self.error(node, f"{found!r} is no number")
         return number
 
-    def whole(self, node: Any, what: str, least: int) -> int:
+    def integer(self, node: Any, what: str, least: int) -> int:
         number = self.number(node)
         if number < least or number != int(number):
-            raise self.refuse(node, f"{what} is a whole number from {least} on, not {number:g}")
+            raise self.error(node, f"{what} is a whole number from {least} on, not {number:g}")
         return int(number)
 
-    def switch(self, node: Any, what: str) -> bool:
+    def boolean(self, node: Any, what: str) -> bool:
         found = self.scalar(node, what)
         if not isinstance(found, bool) and found not in (0, 1):
-            raise self.refuse(node, f"{what} is true or false, not {found!r}")
+            raise self.error(node, f"{what} is true or false, not {found!r}")
         return bool(found)
 
     def dtype(self, node: Any) -> str | None:
@@ -392,43 +390,43 @@ class _Reader:
             return None
         name = str(self.scalar(node, "dtype")).removeprefix("torch.")
         if name not in DTYPES:
-            raise self.refuse(
+            raise self.error(
                 node, f'there is no dtype "{name}" here', f"choose from {', '.join(DTYPES)}"
             )
         return name
 
-    def tokens(self, top: Mapping[str, Any]) -> Tokens | None:
+    def tokens(self, top: Mapping[str, Any]) -> TokenizerConfig | None:
         if "tokenizer_source" in top and "tokenizer" in top:
-            raise self.refuse(
+            raise self.error(
                 top["tokenizer"], "a recipe has either tokenizer: or tokenizer_source:"
             )
         if "tokenizer_source" in top:
             node = top["tokenizer_source"]
-            return None if _is_null(node) else Tokens(self.model(node), None, _line(node))
+            return None if _is_null(node) else TokenizerConfig(self.model(node), None, _line(node))
         if "tokenizer" not in top or _is_null(top["tokenizer"]):
             return None
         node = top["tokenizer"]
         inner = self.mapping(node, ("source", "pad_to_multiple_of"), "tokenizer")
         multiple = None
         if "pad_to_multiple_of" in inner and not _is_null(inner["pad_to_multiple_of"]):
-            multiple = self.whole(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
-        return Tokens(
+            multiple = self.integer(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
+        return TokenizerConfig(
             self.model(inner["source"]) if "source" in inner else "union", multiple, _line(node)
         )
 
-    def align(self, node: Any) -> Align | None:
+    def align(self, node: Any) -> AlignConfig | None:
         if node is None or _is_null(node):
             return None
         if not isinstance(node, yaml.MappingNode):
             found = self.scalar(node, "align")
             if not isinstance(found, bool):
-                raise self.refuse(
+                raise self.error(
                     node,
                     f"align is true, false or a mapping, not {found!r}",
-                    f"it may hold {', '.join(_ALIGN)}",
+                    f"it may hold {', '.join(_ALIGN_KEYS)}",
                 )
-            return Align() if found else None
-        top = self.mapping(node, _ALIGN, "align")
+            return AlignConfig() if found else None
+        top = self.mapping(node, _ALIGN_KEYS, "align")
         options: dict[str, Any] = {}
         if "spaces" in top:
             options["spaces"] = [
@@ -436,27 +434,27 @@ class _Reader:
             ]
         if "layers" in top:
             options["layers"] = [
-                self.whole(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")
+                self.integer(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")
             ]
         if "group" in top:
             options["within"] = str(self.scalar(top["group"], "group"))
             if options["within"] not in get_args(Kind):
-                raise self.refuse(
+                raise self.error(
                     top["group"],
                     f'there is no group "{options["within"]}"',
                     f"choose from {', '.join(get_args(Kind))}",
                 )
         if "sweeps" in top:
-            options["sweeps"] = self.whole(top["sweeps"], "sweeps", 0)
+            options["sweeps"] = self.integer(top["sweeps"], "sweeps", 0)
         if "nearest" in top:
-            options["nearest"] = self.switch(top["nearest"], "nearest")
-        return Align(
+            options["nearest"] = self.boolean(top["nearest"], "nearest")
+        return AlignConfig(
             self.model(top["to"]) if "to" in top else None,
-            "fold" in top and self.switch(top["fold"], "fold"),
+            "fold" in top and self.boolean(top["fold"], "fold"),
             options,
         )
 
-    def data(self, node: Any) -> Sampled | None:
+    def data(self, node: Any) -> DataConfig | None:
         if node is None or _is_null(node):
             return None
         if not METHODS[self.method].statistic:
@@ -464,10 +462,10 @@ class _Reader:
                 f"line {_line(node)}: {self.method} looks at no data, so that data: changes nothing"
             )
         if isinstance(node, yaml.ScalarNode):
-            return Sampled(str(self.scalar(node, "data")))
-        top = self.mapping(node, _DATA, "data")
+            return DataConfig(str(self.scalar(node, "data")))
+        top = self.mapping(node, _DATA_KEYS, "data")
         if "uri" not in top:
-            raise self.refuse(
+            raise self.error(
                 node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
             )
         given: dict[str, Any] = {
@@ -476,7 +474,7 @@ class _Reader:
             if name in top
         }
         given |= {
-            name: self.whole(top[name], name, 1) for name in ("samples", "length") if name in top
+            name: self.integer(top[name], name, 1) for name in ("samples", "length") if name in top
         }
         for name in ("mean", "std"):
             if name in top:
@@ -486,7 +484,7 @@ class _Reader:
                 given[name] = tuple(self.number(n) for n in values)
         if "fields" in top:
             if not isinstance(top["fields"], yaml.MappingNode):
-                raise self.refuse(
+                raise self.error(
                     top["fields"],
                     "fields is a mapping of text, image or label to their names in the data",
                 )
@@ -494,49 +492,49 @@ class _Reader:
                 (str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value
             )
         if "labels" in top:
-            given["labels"] = self.switch(top["labels"], "labels")
-        return Sampled(**given)
+            given["labels"] = self.boolean(top["labels"], "labels")
+        return DataConfig(**given)
 
     def mapping(self, node: Any, keys: Sequence[str], what: str) -> dict[str, Any]:
         """The values of a mapping by their keys, which must all be known, each once."""
         if not isinstance(node, yaml.MappingNode):
-            raise self.refuse(node, f"{what} is a mapping with {', '.join(keys)}")
-        self.spend(node)
+            raise self.error(node, f"{what} is a mapping with {', '.join(keys)}")
+        self.count_node(node)
         out: dict[str, Any] = {}
         for key, value in node.value:
             name = str(key.value)
             if name in _UNSUPPORTED and name not in keys:
-                raise self.refuse(key, f'"{name}" is not supported', _UNSUPPORTED[name])
+                raise self.error(key, f'"{name}" is not supported', _UNSUPPORTED[name])
             if name not in keys:
-                raise self.refuse(
+                raise self.error(
                     key,
                     f'{what} has no "{name}"',
-                    _near(name, keys) or f"known here: {', '.join(keys)}",
+                    _suggest(name, keys) or f"known here: {', '.join(keys)}",
                 )
             if name in out:
-                raise self.refuse(key, f'"{name}" is there twice')
+                raise self.error(key, f'"{name}" is there twice')
             out[name] = value
         return out
 
     def sequence(self, node: Any, what: str) -> list[Any]:
         if not isinstance(node, yaml.SequenceNode):
-            raise self.refuse(node, f"{what} is a list")
-        self.spend(node)
+            raise self.error(node, f"{what} is a list")
+        self.count_node(node)
         return list(node.value)
 
     def scalar(self, node: Any, what: str) -> Any:
         if not isinstance(node, yaml.ScalarNode):
-            raise self.refuse(node, f"{what} is one value, not a list or a mapping")
-        if len(node.value) > _LONGEST:
-            raise self.refuse(
-                node, f"{what} must have at most {_LONGEST:,} characters, got {len(node.value):,}"
+            raise self.error(node, f"{what} is one value, not a list or a mapping")
+        if len(node.value) > _MAX_CHARS:
+            raise self.error(
+                node, f"{what} must have at most {_MAX_CHARS:,} characters, got {len(node.value):,}"
             )
-        self.spend(node)
+        self.count_node(node)
         loader = yaml.SafeLoader("")
         try:
             return loader.construct_object(node)
         except (yaml.YAMLError, ValueError, LookupError) as error:
-            raise self.refuse(node, f"{what} cannot be read: {node.value!r:.60}") from error
+            raise self.error(node, f"{what} cannot be read: {node.value!r:.60}") from error
         finally:
             loader.dispose()
 
@@ -549,6 +547,6 @@ def _is_null(node: Any) -> bool:
     return bool(node.tag == "tag:yaml.org,2002:null")
 
 
-def _near(name: str, known: Any) -> str | None:
+def _suggest(name: str, known: Any) -> str | None:
     found = difflib.get_close_matches(name, list(known), 1)
     return f'did you mean "{found[0]}"?' if found else None

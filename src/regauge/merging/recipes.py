@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from regauge.errors import RegaugeError
-from regauge.merging.methods import NEEDED
+from regauge.merging.methods import REQUIRED
 
 
 class RecipeError(RegaugeError):
@@ -33,7 +33,7 @@ class Setting:
     value: Any
     line: int
 
-    def at(self, name: str, t: float) -> Any:
+    def evaluate(self, name: str, t: float) -> Any:
         """The value for a tensor of this name, t of the way from the first layer (0) to the last
         (1); None if no condition fits.
         """
@@ -44,7 +44,7 @@ Settings = Mapping[str, Setting]
 
 
 @dataclass(frozen=True)
-class Sampled:
+class DataConfig:
     """The data that models are looked at on: where they come from, how many examples, and how a
     model reads them. With `labels` a Fisher information is the empirical one, of the data's own
     labels.
@@ -71,7 +71,7 @@ class Source:
     layers: tuple[int, int] | None
     parameters: Settings
     line: int
-    data: Sampled | None = None
+    data: DataConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -83,18 +83,18 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenizerConfig:
     """Which tokens the output has: those of the base, of a model, or the union of all; and what its
     tables are padded to.
     """
 
     source: str
-    multiple: int | None
+    pad_multiple: int | None
     line: int
 
 
 @dataclass(frozen=True)
-class Align:
+class AlignConfig:
     """How models are moved next to the base, or to the model `to`, before they are merged: the
     options of the matcher.
     """
@@ -112,19 +112,19 @@ class Recipe:
 
     method: str
     slices: tuple[Slice, ...]
-    sliced: bool
+    is_sliced: bool
     base: str | None
     parameters: Settings
     dtype: str | None
     out_dtype: str | None
-    tokens: Tokens | None
-    align: Align | None
+    tokens: TokenizerConfig | None
+    align: AlignConfig | None
     text: str
-    where: str
+    origin: str
     notes: tuple[str, ...] = ()
-    data: Sampled | None = None
+    data: DataConfig | None = None
 
-    def data_of(self, model: str) -> Sampled | None:
+    def data_for(self, model: str) -> DataConfig | None:
         """The data that a model is looked at on: its own, or those of all."""
         own = next(
             (s.data for part in self.slices for s in part.sources if s.model == model and s.data),
@@ -146,7 +146,7 @@ class Recipe:
             )
         )
 
-    def parameter(
+    def resolve_parameter(
         self, name: str, part: Slice, source: Source | None, tensor: str, t: float, default: Any
     ) -> Any:
         """A parameter's value: the source's own, else the slice's, else the recipe's, else the
@@ -156,13 +156,13 @@ class Recipe:
             part.parameters,
             self.parameters,
         ]:
-            found = settings[name].at(tensor, t) if name in settings else None
+            found = settings[name].evaluate(tensor, t) if name in settings else None
             if found is not None:
                 return found
-        if default is NEEDED:
+        if default is REQUIRED:
             of = f"the model {source.model}" if source else "the merge"
             raise RecipeError(
-                f"{self.where}, line {(source or part).line}: {self.method} needs the parameter "
+                f"{self.origin}, line {(source or part).line}: {self.method} needs the parameter "
                 f'"{name}" of {of}, for "{tensor}"',
                 hint=f"write {name}: under parameters:",
             )

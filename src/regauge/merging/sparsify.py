@@ -20,7 +20,7 @@ from regauge.core.rng import Stream, seed_key
 from regauge.errors import RegaugeError
 
 Tensor = torch.Tensor
-_SAMPLED = 1 << 18  # a tensor with more values is sampled before it is selected from
+_SAMPLE_ABOVE = 1 << 18  # a tensor with more values is sampled before it is selected from
 # one value in so many is sampled: no width of a matrix is a multiple, so that all columns are seen
 _STRIDE = 61
 
@@ -30,24 +30,26 @@ class DensityError(RegaugeError):
 
 
 @dataclass(frozen=True)
-class Kept:
+class Selection:
     """What is kept, times `scale`: everything, or where the `mask` is true, or what is larger than
     `least` in magnitude, and what equals it up to the place `end`.
     """
 
     mask: Tensor | None = None
     scale: float = 1.0
-    least: float | None = None
+    threshold: float | None = None
     end: int = 0
 
-    def of(self, delta: Tensor, part: slice) -> Tensor:
+    def apply(self, delta: Tensor, part: slice) -> Tensor:
         """What is kept of a block of the task vector. The block is used up."""
         if self.mask is not None:
             return delta.mul_(self.mask[part])
-        if self.least is not None:
-            below = float(np.nextafter(np.asarray(self.least, _KINDS[delta.dtype]), -np.inf))
+        if self.threshold is not None:
+            below = float(
+                np.nextafter(np.asarray(self.threshold, _NUMPY_DTYPES[delta.dtype]), -np.inf)
+            )
             middle = min(max(self.end - part.start, 0), delta.numel())
-            for piece, edge in ((delta[:middle], below), (delta[middle:], self.least)):
+            for piece, edge in ((delta[:middle], below), (delta[middle:], self.threshold)):
                 if piece.numel() and edge >= 0:
                     torch.hardshrink(
                         piece, edge, out=piece
@@ -55,11 +57,11 @@ class Kept:
         return delta
 
 
-_KINDS = {torch.float32: np.float32, torch.float64: np.float64}
+_NUMPY_DTYPES = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True)
-class Deltas:
+class TaskVector:
     """A task vector, made block by block: what a model's tensor has over the base's, in the working
     precision, rounded to `rounding` if that is given.
     """
@@ -80,7 +82,7 @@ class Deltas:
             delta = x[part].to(self.work) - base[part].to(self.work)
             yield part, delta if self.rounding is None else delta.to(self.rounding).to(self.work)
 
-    def some(self, stride: int) -> Tensor:
+    def sample(self, stride: int) -> Tensor:
         """One value in so many."""
         delta = self.tensor.reshape(-1)[::stride].to(self.work) - self.base.reshape(-1)[
             ::stride
@@ -89,30 +91,32 @@ class Deltas:
 
 
 # (the task vector, the model's parameters, whether to rescale, a name for what is drawn, the seed)
-Sparse = Callable[[Deltas, Mapping[str, Any], bool, str, int], Kept]
+Sparsifier = Callable[[TaskVector, Mapping[str, Any], bool, str, int], Selection]
 
 
-def whole(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
+def keep_all(
+    deltas: TaskVector, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Selection:
     """All of it."""
-    return Kept()
+    return Selection()
 
 
-def by_magnitude(
-    deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int
-) -> Kept:
+def keep_largest(
+    deltas: TaskVector, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Selection:
     """The share `density` of the values that is largest in magnitude; of equal ones, the first."""
     density, n = float(given["density"]), deltas.tensor.numel()
     if density >= 1:
-        return Kept()
+        return Selection()
     count = int(density * n)
     if not count:
-        return Kept(least=math.inf)
-    least, equal = _least(deltas, count)
-    kept = Kept(least=least, end=_place_after(deltas, least, equal))
-    return replace(kept, scale=_scale(deltas, kept)) if rescale else kept
+        return Selection(threshold=math.inf)
+    least, equal = _find_threshold(deltas, count)
+    kept = Selection(threshold=least, end=_end_of_ties(deltas, least, equal))
+    return replace(kept, scale=_rescale_factor(deltas, kept)) if rescale else kept
 
 
-def _place_after(deltas: Deltas, least: float, equal: int | None) -> int:
+def _end_of_ties(deltas: TaskVector, least: float, equal: int | None) -> int:
     """The place after so many values of this magnitude; None stands for all of them."""
     if equal is None:
         return deltas.tensor.numel()
@@ -129,29 +133,31 @@ def _ratio(before: float, after: float) -> float:
     return 1.0 if before < 1e-7 or after < 1e-7 else before / after
 
 
-def by_chance(
-    deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int
-) -> Kept:
+def keep_random(
+    deltas: TaskVector, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Selection:
     """Each value with the chance `density`."""
     density, n = float(given["density"]), deltas.tensor.numel()
     if density >= 1:
-        return Kept()
+        return Selection()
     stream, mask = Stream(seed_key(seed), f"merge/{name}"), torch.empty(n, dtype=torch.bool)
     for at in range(0, n, deltas.step):
         part = slice(at, min(at + deltas.step, n))
-        mask[part] = torch.from_numpy(_draws(stream, part) < density)
-    return Kept(mask, _scale(deltas, Kept(mask)) if rescale else 1.0)
+        mask[part] = torch.from_numpy(_uniform(stream, part) < density)
+    return Selection(mask, _rescale_factor(deltas, Selection(mask)) if rescale else 1.0)
 
 
-def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, seed: int) -> Kept:
+def keep_by_rank(
+    deltas: TaskVector, given: Mapping[str, Any], rescale: bool, name: str, seed: int
+) -> Selection:
     """Each value with a chance from density - epsilon to density + epsilon, by the rank of its
     magnitude in its row.
     """
     density, epsilon, n = float(given["density"]), float(given["epsilon"]), deltas.tensor.numel()
     if density >= 1:
-        return Kept()
+        return Selection()
     if density <= 0:
-        return Kept(torch.zeros(n, dtype=torch.bool))
+        return Selection(torch.zeros(n, dtype=torch.bool))
     if density + epsilon >= 1 or density - epsilon <= 0:
         raise DensityError(
             f"a density of {density:g} and an epsilon of {epsilon:g} make chances outside of 0 "
@@ -167,11 +173,11 @@ def by_rank(deltas: Deltas, given: Mapping[str, Any], rescale: bool, name: str, 
             1, order, torch.arange(width, dtype=rows.dtype).expand_as(rows).contiguous()
         )
         chance = (density - epsilon) + rank.view(-1).numpy() / max(width - 1, 1) * (2 * epsilon)
-        mask[part] = torch.from_numpy(_draws(stream, part) < chance)
-    return Kept(mask, _scale(deltas, Kept(mask)) if rescale else 1.0)
+        mask[part] = torch.from_numpy(_uniform(stream, part) < chance)
+    return Selection(mask, _rescale_factor(deltas, Selection(mask)) if rescale else 1.0)
 
 
-def _draws(stream: Stream, part: slice) -> Any:
+def _uniform(stream: Stream, part: slice) -> Any:
     """Uniform numbers from 0 to 1, one for each value of a block: 32-bit words of the stream over
     2^32.
     """
@@ -179,17 +185,17 @@ def _draws(stream: Stream, part: slice) -> Any:
     return np.frombuffer(stream.bytes(4 * count), "<u4") * np.float64(2**-32)
 
 
-def _scale(deltas: Deltas, kept: Kept) -> float:
+def _rescale_factor(deltas: TaskVector, kept: Selection) -> float:
     """The sum of all magnitudes over that of the kept ones, where neither is as good as zero."""
     before = after = 0.0
     for part, delta in deltas:
         magnitude = delta.abs_()
         before += float(magnitude.sum())
-        after += float(kept.of(magnitude, part).sum())
+        after += float(kept.apply(magnitude, part).sum())
     return _ratio(before, after)
 
 
-def _least(deltas: Deltas, count: int) -> tuple[float, int | None]:
+def _find_threshold(deltas: TaskVector, count: int) -> tuple[float, int | None]:
     """The smallest of the `count` largest magnitudes, and how many of the values that equal it are
     among them; None if all of them are.
 
@@ -197,8 +203,8 @@ def _least(deltas: Deltas, count: int) -> tuple[float, int | None]:
     above and keeps the few that are between. Nothing is sorted, and nothing as large as the tensor
     is made.
     """
-    n, kind = deltas.tensor.numel(), _KINDS[deltas.work]
-    low, high = _bounds(deltas, count) if n > _SAMPLED else (-math.inf, math.inf)
+    n, kind = deltas.tensor.numel(), _NUMPY_DTYPES[deltas.work]
+    low, high = _sample_bounds(deltas, count) if n > _SAMPLE_ABOVE else (-math.inf, math.inf)
     above = at_high = at_low = 0
     between: list[Any] = []
     for _, delta in deltas:
@@ -213,26 +219,26 @@ def _least(deltas: Deltas, count: int) -> tuple[float, int | None]:
         between.append(magnitude[inner])
     inside = np.concatenate(between) if between else np.empty(0, kind)
     if above >= count or above + at_high + inside.size + at_low < count:  # the sample deceived
-        return _counted(deltas, count)
+        return _radix_select(deltas, count)
     if above + at_high >= count:
-        return high, _unless_all(count - above, at_high)
+        return high, _none_if_all(count - above, at_high)
     left = count - above - at_high
     if inside.size >= left:
         least = np.partition(inside, inside.size - left)[inside.size - left]
         larger = int(np.count_nonzero(inside > least))
-        return float(least), _unless_all(left - larger, int(np.count_nonzero(inside == least)))
-    return low, _unless_all(left - inside.size, at_low)
+        return float(least), _none_if_all(left - larger, int(np.count_nonzero(inside == least)))
+    return low, _none_if_all(left - inside.size, at_low)
 
 
-def _unless_all(equal: int, found: int) -> int | None:
+def _none_if_all(equal: int, found: int) -> int | None:
     return None if equal == found else equal
 
 
-def _bounds(deltas: Deltas, count: int) -> tuple[float, float]:
+def _sample_bounds(deltas: TaskVector, count: int) -> tuple[float, float]:
     """Two magnitudes of a sample, ten standard deviations of a rank apart, around the one that is
     sought.
     """
-    sample = np.sort(deltas.some(_STRIDE).abs_().numpy())
+    sample = np.sort(deltas.sample(_STRIDE).abs_().numpy())
     share = 1 - count / deltas.tensor.numel()
     middle, far = share * sample.size, 5 * math.sqrt(share * (1 - share) * sample.size) + 2
     low, high = int(middle - far), int(middle + far)
@@ -241,7 +247,7 @@ def _bounds(deltas: Deltas, count: int) -> tuple[float, float]:
     ) if high < sample.size else math.inf
 
 
-def _counted(deltas: Deltas, count: int) -> tuple[float, int | None]:
+def _radix_select(deltas: TaskVector, count: int) -> tuple[float, int | None]:
     """The same, counted digit by digit, 16 bits at a time from the top: as many passes as the dtype
     has digits, whatever the values are.
     """
@@ -259,4 +265,6 @@ def _counted(deltas: Deltas, count: int) -> tuple[float, int | None]:
         digit = int(np.searchsorted(over, left))
         left -= int(over[digit - 1]) if digit else 0
         prefix |= ((1 << 16) - 1 - digit) << shift
-    return float(np.array(prefix, whole).view(kind)), _unless_all(left, int(found[prefix & 0xFFFF]))
+    return float(np.array(prefix, whole).view(kind)), _none_if_all(
+        left, int(found[prefix & 0xFFFF])
+    )

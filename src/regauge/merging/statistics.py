@@ -30,8 +30,8 @@ from regauge.errors import RegaugeError
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
-MANY = 32  # classes of which every one has its own gradient; of more, labels are drawn
-ROWS = 4096  # rows of what a layer writes that are kept
+MAX_EXACT_CLASSES = 32  # classes of which every one has its own gradient; of more, labels are drawn
+MAX_ROWS = 4096  # rows of what a layer writes that are kept
 
 
 class StatisticsError(RegaugeError):
@@ -47,11 +47,11 @@ class Gram:
     values: Tensor
     dim: int
 
-    def rows(self, weight: Tensor) -> Tensor:
+    def to_rows(self, weight: Tensor) -> Tensor:
         """A weight as a matrix [inputs, outputs]."""
         return weight.reshape(weight.shape[0], -1).T if self.dim else weight
 
-    def like(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def from_rows(self, rows: Tensor, weight: Tensor) -> Tensor:
         """Such a matrix, in the weight's own layout again."""
         return (rows.T if self.dim else rows).reshape(weight.shape)
 
@@ -67,7 +67,7 @@ class Layer:
     dim: int
 
 
-def layers(module: torch.nn.Module) -> Iterator[Layer]:
+def linear_layers(module: torch.nn.Module) -> Iterator[Layer]:
     """The linear layers of a model: nn.Linear, Conv1D of the transformers library, and convolutions
     of patches that do not overlap.
     """
@@ -108,7 +108,7 @@ def fisher(
     the sum of their squares. With `labels` it is the *empirical* Fisher instead, of the labels that
     are given, -100 where there is none; with `causal` a token's logits are those of the next one.
     """
-    parameters = _parameters(module, state)
+    parameters = _prepare_parameters(module, state)
     leaves: dict[int, str] = {}
     for name, p in parameters.items():
         leaves.setdefault(id(p), name)
@@ -117,9 +117,9 @@ def fisher(
     given = iter(labels) if labels is not None else None
     for batch in batches:
         truth = next(given) if given is not None else None
-        for i in range(_length(batch)):
+        for i in range(_batch_size(batch)):
             one = {name: x[i : i + 1] for name, x in batch.items()}
-            for weight, loss, more in _likelihoods(
+            for weight, loss, more in _log_likelihoods(
                 module, parameters, one, None if truth is None else truth[i : i + 1], causal, draw
             ):
                 found = torch.autograd.grad(
@@ -136,7 +136,7 @@ def fisher(
     return {name: t.div_(count) for name, t in total.items()}
 
 
-def _likelihoods(
+def _log_likelihoods(
     module: torch.nn.Module,
     parameters: State,
     one: Batch,
@@ -173,7 +173,7 @@ def _likelihoods(
     if mask is not None and logits.dim() == 3 and mask.shape == logits.shape[:2]:
         scores = scores[mask.reshape(-1).bool()]
     chances = scores.detach().exp()
-    if len(scores) == 1 and scores.shape[1] <= MANY:
+    if len(scores) == 1 and scores.shape[1] <= MAX_EXACT_CLASSES:
         for y in range(scores.shape[1]):
             yield float(chances[0, y]), scores[0, y], y + 1 < scores.shape[1]
         return
@@ -191,13 +191,13 @@ def grams(
     out: dict[str, Gram] = {}
 
     def see(layer: Layer, batch: Batch, x: Tensor, y: Tensor) -> None:
-        rows = _rows(layer, x, batch).double()
+        rows = _input_rows(layer, x, batch).double()
         product = (rows.T @ rows).cpu()
         out[layer.name] = Gram(
             out[layer.name].values + product if layer.name in out else product, layer.dim
         )
 
-    _watch(module, state, batches, list(layers(module)), see)
+    _run_hooked(module, state, batches, list(linear_layers(module)), see)
     if not out:
         raise StatisticsError(
             f"no layer of this {type(module).__name__} was seen at work",
@@ -207,7 +207,11 @@ def grams(
 
 
 def activations(
-    module: torch.nn.Module, state: State | None, batches: Iterable[Batch], *, rows: int = ROWS
+    module: torch.nn.Module,
+    state: State | None,
+    batches: Iterable[Batch],
+    *,
+    max_rows: int = MAX_ROWS,
 ) -> dict[str, Tensor]:
     """What each layer writes, [rows, outputs], by the name of its weight: linear layers,
     convolutions of patches and tables. The rows are those of the first tokens, the same for every
@@ -223,9 +227,11 @@ def activations(
     def see(layer: Layer, batch: Batch, x: Tensor, y: Tensor) -> None:
         kept = found.setdefault(layer.name, [])
         y = y.flatten(2).transpose(1, 2) if isinstance(layer.module, torch.nn.Conv2d) else y
-        kept.append(_counted(y, batch)[: max(rows - sum(map(len, kept)), 0)].float().cpu())
+        kept.append(
+            _unpadded_rows(y, batch)[: max(max_rows - sum(map(len, kept)), 0)].float().cpu()
+        )
 
-    _watch(module, state, batches, [*layers(module), *tables], see)
+    _run_hooked(module, state, batches, [*linear_layers(module), *tables], see)
     if not found:
         raise StatisticsError(
             f"no layer of this {type(module).__name__} was seen at work",
@@ -234,7 +240,7 @@ def activations(
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def _watch(
+def _run_hooked(
     module: torch.nn.Module,
     state: State | None,
     batches: Iterable[Batch],
@@ -242,16 +248,16 @@ def _watch(
     see: Callable[[Layer, Batch, Tensor, Tensor], None],
 ) -> None:
     """Run a model, and show what each of these layers reads and writes."""
-    parameters = _parameters(module, state)
+    parameters = _prepare_parameters(module, state)
     now: list[Batch] = [{}]
-    with torch.no_grad(), _hooked(watched, now, see):
+    with torch.no_grad(), _forward_hooks(watched, now, see):
         for batch in batches:
             now[0] = batch
             _forward(module, parameters, batch)
 
 
 @contextmanager
-def _hooked(
+def _forward_hooks(
     watched: list[Layer], now: list[Batch], see: Callable[[Layer, Batch, Tensor, Tensor], None]
 ) -> Iterator[None]:
     def hook(layer: Layer) -> Any:
@@ -267,7 +273,7 @@ def _hooked(
             handle.remove()
 
 
-def _rows(layer: Layer, x: Tensor, batch: Batch) -> Tensor:
+def _input_rows(layer: Layer, x: Tensor, batch: Batch) -> Tensor:
     if isinstance(layer.module, torch.nn.Conv2d):
         kernel, step = layer.module.kernel_size, layer.module.stride
         return (
@@ -275,10 +281,10 @@ def _rows(layer: Layer, x: Tensor, batch: Batch) -> Tensor:
             .transpose(1, 2)
             .flatten(0, 1)
         )
-    return _counted(x, batch)
+    return _unpadded_rows(x, batch)
 
 
-def _counted(x: Tensor, batch: Batch) -> Tensor:
+def _unpadded_rows(x: Tensor, batch: Batch) -> Tensor:
     """The rows of an activation [..., width] that count: of tokens, those that are no padding."""
     rows = x.reshape(-1, x.shape[-1])
     for name in ("attention_mask", "decoder_attention_mask"):
@@ -296,7 +302,7 @@ def _counted(x: Tensor, batch: Batch) -> Tensor:
     return rows
 
 
-def _parameters(module: torch.nn.Module, state: State | None) -> dict[str, Tensor]:
+def _prepare_parameters(module: torch.nn.Module, state: State | None) -> dict[str, Tensor]:
     """The module's parameters with the values of a state: in float32 at least, and on their own in
     the graph. Tied names share one tensor, unless the state has different values for them, as
     folded ones have.
@@ -333,5 +339,5 @@ def _forward(module: torch.nn.Module, parameters: State, batch: Batch) -> Any:
     return functional_call(module, dict(parameters), (), inputs, tie_weights=False)
 
 
-def _length(batch: Batch) -> int:
+def _batch_size(batch: Batch) -> int:
     return len(next(iter(batch.values())))

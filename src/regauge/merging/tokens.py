@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoints.plan import named_files
+from regauge.checkpoints.plan import existing_files
 from regauge.checkpoints.reader import read_json
-from regauge.checkpoints.vocabulary import vocabulary
+from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe
 
-FILES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -40,53 +40,53 @@ _HINT = "leave tokenizer_source: out, where all models have the tokens of the ba
 
 
 @dataclass(frozen=True, eq=False)
-class Tables:
+class TokenTables:
     """The rows of the output: `rows` of them, of which `used` have a token. `places` says for each
     model where its row for each is, -1 if nowhere.
     """
 
     rows: int
     used: int
-    places: Mapping[str, np.ndarray[Any, np.dtype[np.int64]]]
+    rows_by_model: Mapping[str, np.ndarray[Any, np.dtype[np.int64]]]
     base: str
-    small: Mapping[str, bytes] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
     copies: Mapping[str, Path] = field(default_factory=dict)
 
-    def written(self, keys: Sequence[str], tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def remap(self, keys: Sequence[str], tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """These models' tables in the rows of the output, in float32."""
-        return [
-            torch.from_numpy(t) for t in self._written(keys, [t.float().numpy() for t in tables])
-        ]
+        return [torch.from_numpy(t) for t in self._remap(keys, [t.float().numpy() for t in tables])]
 
-    def _written(self, keys: Sequence[str], tables: Sequence[Any]) -> list[Any]:
+    def _remap(self, keys: Sequence[str], tables: Sequence[Any]) -> list[Any]:
         shape = (self.rows, *tables[0].shape[1:])
-        has = np.stack([self.places[key] >= 0 for key in keys])
+        has = np.stack([self.rows_by_model[key] >= 0 for key in keys])
         count = has.sum(0)
         default, total = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         for i, (key, table) in enumerate(zip(keys, tables, strict=True)):
-            rows = self.places[key]
+            rows = self.rows_by_model[key]
             total[has[i]] += table[rows[has[i]]]
         several = count > 0
         default[several] = total[several] / count[several].reshape(-1, *[1] * (len(shape) - 1))
         if self.base in keys:
             i = keys.index(self.base)
-            default[has[i]] = tables[i][self.places[self.base][has[i]]]
+            default[has[i]] = tables[i][self.rows_by_model[self.base][has[i]]]
         out = []
         for i, (key, table) in enumerate(zip(keys, tables, strict=True)):
             new = default.copy()
-            new[has[i]] = table[self.places[key][has[i]]]
+            new[has[i]] = table[self.rows_by_model[key][has[i]]]
             new[self.used :] = new[: self.used].mean(0)
             out.append(new)
         return out
 
 
-def tables_of(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> Tables | None:
+def plan_token_tables(
+    recipe: Recipe, models: Mapping[str, Model], donor: Model
+) -> TokenTables | None:
     """What the recipe's tokenizer asks for, or None if it asks for nothing."""
     asked = recipe.tokens
     if asked is None:
         return None
-    found = {key: vocabulary(model.checkpoint.path, _HINT) for key, model in models.items()}
-    sizes = {key: _rows(model) for key, model in models.items()}
+    found = {key: read_vocabulary(model.checkpoint.path, _HINT) for key, model in models.items()}
+    sizes = {key: _table_rows(model) for key, model in models.items()}
     found = {
         key: {token: row for token, row in tokens.items() if row < sizes[key]}
         for key, tokens in found.items()
@@ -103,21 +103,25 @@ def tables_of(recipe: Recipe, models: Mapping[str, Model], donor: Model) -> Tabl
             if asked.source in models
             else Path(asked.source).expanduser()
         )
-        tokens = found.get(asked.source) or vocabulary(folder, _HINT)
+        tokens = found.get(asked.source) or read_vocabulary(folder, _HINT)
     used = max(tokens.values()) + 1
-    rows = -(-used // asked.multiple) * asked.multiple if asked.multiple else used
+    rows = -(-used // asked.pad_multiple) * asked.pad_multiple if asked.pad_multiple else used
     places = {}
     for key, own in found.items():
         where = np.full(rows, -1, np.int64)
         for token, row in tokens.items():
             where[row] = own.get(token, -1)
         places[key] = where
-    copies = {path.name: path for path in named_files(folder, FILES) if path.name not in small}
-    return Tables(rows, used, places, donor.key, small, copies)
+    copies = {
+        path.name: path
+        for path in existing_files(folder, TOKENIZER_FILES)
+        if path.name not in small
+    }
+    return TokenTables(rows, used, places, donor.key, small, copies)
 
 
-def _rows(model: Model) -> int:
-    tables = model.tables & model.shapes.keys()
+def _table_rows(model: Model) -> int:
+    tables = model.token_tables & model.shapes.keys()
     if not tables:
         raise MergeError(f"{model.key} has no table of tokens that regauge knows", hint=_HINT)
     return min(model.shapes[name][0] for name in tables)

@@ -32,13 +32,13 @@ from regauge.core.members import Member, Monomial, Soft, permutation_index
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError, need
-from regauge.matching.blocks import Block, blocks
-from regauge.matching.costs import Costs, Shared
+from regauge.matching.blocks import Block, split_blocks
+from regauge.matching.costs import Costs, SharedRows
 
 if TYPE_CHECKING:
     import torch
 
-    Seen = Mapping[str, torch.Tensor]
+    LayerOutputs = Mapping[str, torch.Tensor]
 
 Pair = tuple[Block, Block]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -48,7 +48,7 @@ class TransportError(RegaugeError):
     """Two models between which nothing can be transported."""
 
 
-def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
+def transport_map(y: Floats, x: Floats, regularization: float | None = None) -> Floats:
     """The map [n, n] that brings the rows of x next to those of y: n times the transport plan
     between them, by their Euclidean distances.
     """
@@ -56,10 +56,10 @@ def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
     import ot
 
     n = len(y)
-    uniform, cost = np.full(n, 1 / n), np.sqrt(_squared(y, x))
-    if not soft:
+    uniform, cost = np.full(n, 1 / n), np.sqrt(_squared_distances(y, x))
+    if not regularization:
         return np.asarray(n * ot.emd(uniform, uniform, cost, numItermax=1_000_000), np.float64)
-    amount = soft * float(cost.mean())
+    amount = regularization * float(cost.mean())
     if amount == 0:
         return np.eye(n)  # all rows are one
     method = (
@@ -71,14 +71,14 @@ def plan(y: Floats, x: Floats, soft: float | None = None) -> Floats:
     )
 
 
-def transported(
+def fit_transport(
     spec: Spec,
     a: State,
     b: State,
     *,
-    soft: float | None = 0.05,
-    seen: tuple[Seen, Seen] | None = None,
-    rows: Mapping[str, Shared] | None = None,
+    regularization: float | None = 0.05,
+    activations: tuple[LayerOutputs, LayerOutputs] | None = None,
+    rows: Mapping[str, SharedRows] | None = None,
 ) -> Element:
     """The map that brings a next to b, on every space that allows permutations: by weights, or by
     what the layers of both write on the same inputs (`activations` of a and of b). To be applied by
@@ -88,32 +88,32 @@ def transported(
     that stand next to what both models share (tokens, pixels), then those behind them; then all
     again, with everything else in its place.
     """
-    sides = _Sides(spec, a, b, seen, rows)
+    sides = _WritingBlocks(spec, a, b, activations, rows)
     order = [
         s
         for s, space in spec.spaces.items()
         if space.size > 1 and isinstance(space.group.within("permutation"), Permutation)
     ]
     members: dict[str, Member] = {}
-    for _ in range(1 if seen else 2):
+    for _ in range(1 if activations else 2):
         for space in order:
             children = [s for s in spec.children(space) if s in order]
             for name in (space, *children):
                 members.pop(name, None)
-            found = _fit(
+            found = _fit_space(
                 sides,
                 space,
                 Element(spec, members),
                 [s for s in order if s not in members],
                 children,
-                soft,
+                regularization,
             )
             if found is not None:
                 members[space] = found
     return Element(spec, members)
 
 
-class _Sides:
+class _WritingBlocks:
     """What is compared: for a space, the pieces of the tensors (or activations) of b and of a that
     write it, by layer.
     """
@@ -123,16 +123,20 @@ class _Sides:
         spec: Spec,
         a: State,
         b: State,
-        seen: tuple[Seen, Seen] | None,
-        rows: Mapping[str, Shared] | None,
+        seen: tuple[LayerOutputs, LayerOutputs] | None,
+        rows: Mapping[str, SharedRows] | None,
     ) -> None:
-        self.spec, self.seen, self.costs = spec, seen, Costs(spec, a, b, rows=rows, whole=True)
+        self.spec, self.activations, self.costs = (
+            spec,
+            seen,
+            Costs(spec, a, b, rows=rows, include_key_bias=True),
+        )
         self.axes = dict(spec.tensors)
         if seen is not None:
             self.axes = {
                 n: f"_ {written}"
                 for n in seen[1]
-                if n in spec.tensors and (written := _written(spec.tensors[n]))
+                if n in spec.tensors and (written := _output_term(spec.tensors[n]))
             }
             missing = next(
                 (n for n in self.axes if n not in seen[0] or seen[0][n].shape != seen[1][n].shape),
@@ -146,7 +150,7 @@ class _Sides:
                     hint="record the activations of both on the same batches",
                 )
 
-    def writing(self, space: str, g: Element) -> dict[str, list[Pair]]:
+    def writing_pairs(self, space: str, g: Element) -> dict[str, list[Pair]]:
         """The pieces that write a space, by the layer that they belong to. A layer with nothing but
         a bias or a gain there writes nothing.
         """
@@ -159,7 +163,7 @@ class _Sides:
             found = [
                 (y, x)
                 for y, x in self._pairs(pattern, text, g)
-                if _place(self.spec, y, space) is not None
+                if _writing_axis(self.spec, y, space) is not None
             ]
             if found:
                 out.setdefault(layer, []).extend(found)
@@ -167,37 +171,41 @@ class _Sides:
         return {layer: pairs for layer, pairs in out.items() if layer in wide}
 
     def _pairs(self, pattern: str, text: str, g: Element) -> Iterator[Pair]:
-        if self.seen is None:
-            y, x = self.costs.paired(pattern, g)
+        if self.activations is None:
+            y, x = self.costs.tensor_pair(pattern, g)
         else:
-            x, y = self.seen[0][pattern], self.seen[1][pattern]
+            x, y = self.activations[0][pattern], self.activations[1][pattern]
             x = act(g, x, text)
-        yield from zip(*(blocks(self.spec, text, v.numpy()) for v in (y, x)), strict=True)
+        yield from zip(*(split_blocks(self.spec, text, v.numpy()) for v in (y, x)), strict=True)
 
 
-def _fit(
-    sides: _Sides,
+def _fit_space(
+    sides: _WritingBlocks,
     space: str,
     g: Element,
     unknown: list[str],
     children: list[str],
     soft: float | None,
 ) -> Member | None:
-    found = sides.writing(space, g)
+    found = sides.writing_pairs(space, g)
     free = set(unknown) - {space, *children}
     ready = {
         layer: kept
         for layer, pairs in found.items()
-        if (kept := [(y, x) for y, x in pairs if not y.spaces & free and len(y.places(space)) == 1])
+        if (
+            kept := [(y, x) for y, x in pairs if not y.spaces & free and len(y.axes_of(space)) == 1]
+        )
     }
     found = ready or found
     if not found:
         return None
     if sides.spec.children(space):
-        return _wholes(sides.spec, space, [p for pairs in found.values() for p in pairs], children)
+        return _assign_parents(
+            sides.spec, space, [p for pairs in found.values() for p in pairs], children
+        )
     through = len({tuple(_NUMBER.findall(f".{layer}.")) for layer in found}) > 1
     groups = list(found.values()) if through else [[p for pairs in found.values() for p in pairs]]
-    maps = np.mean([_plans(sides.spec, space, pairs, soft) for pairs in groups], axis=0)
+    maps = np.mean([_transport_maps(sides.spec, space, pairs, soft) for pairs in groups], axis=0)
     parent = sides.spec.spaces[space].over
     if parent is not None and parent in g.members:  # members are told by the place before the move
         maps = maps[np.argsort(permutation_index(g.members[parent]))]
@@ -208,21 +216,21 @@ def _fit(
     return Monomial(index) if hard else Soft(maps)
 
 
-def _plans(spec: Spec, space: str, pairs: list[Pair], soft: float | None) -> Floats:
+def _transport_maps(spec: Spec, space: str, pairs: list[Pair], soft: float | None) -> Floats:
     """The maps of a space, one for each place of its parent."""
     ys, xs = [], []
     for y, x in pairs:
-        place, parent = _place(spec, y, space), spec.spaces[space].over
-        outer = None if parent is None else y.places(parent)[0]
-        ys.append(y.unfolded(outer, place))
-        xs.append(x.unfolded(outer, place))
+        place, parent = _writing_axis(spec, y, space), spec.spaces[space].over
+        outer = None if parent is None else y.axes_of(parent)[0]
+        ys.append(y.unfold(outer, place))
+        xs.append(x.unfold(outer, place))
     there, here = (
         np.concatenate([np.asarray(v, np.float64) for v in values], 2) for values in (ys, xs)
     )
-    return np.stack([plan(y, x, soft) for y, x in zip(there, here, strict=True)])
+    return np.stack([transport_map(y, x, soft) for y, x in zip(there, here, strict=True)])
 
 
-def _wholes(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> Monomial:
+def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> Monomial:
     """The permutation of a parent: wholes are as far from each other as the exact transport between
     their parts.
     """
@@ -234,21 +242,21 @@ def _wholes(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> M
         inside = [c for c in children if c in y.spaces]
         if len(inside) > 1:
             continue
-        place, inner = _place(spec, y, space), y.places(inside[0])[0] if inside else None
-        there, here = (np.asarray(v.unfolded(place, inner), np.float64) for v in (y, x))
+        place, inner = _writing_axis(spec, y, space), y.axes_of(inside[0])[0] if inside else None
+        there, here = (np.asarray(v.unfold(place, inner), np.float64) for v in (y, x))
         for i in range(size):
             for j in range(size):
-                apart = _squared(there[i], here[j])
+                apart = _squared_distances(there[i], here[j])
                 cost[i, j] += apart[linear_sum_assignment(apart)].sum() if inside else apart.sum()
     return Monomial(np.asarray(linear_sum_assignment(cost)[1], np.int64)[None])
 
 
-def _place(spec: Spec, block: Block, space: str) -> int | None:
+def _writing_axis(spec: Spec, block: Block, space: str) -> int | None:
     """The axis along which a piece writes a space: one without a star, or the inside of one (keys
     carry the dual of what queries do).
     """
     parent = spec.spaces[space].over
-    for i in block.places(space):
+    for i in block.axes_of(space):
         leaf = block.dims[i]
         outer = [d for d in block.dims if d is not None and d.space == parent]
         if leaf is not None and (not leaf.star or any(not d.star for d in outer)):
@@ -256,7 +264,7 @@ def _place(spec: Spec, block: Block, space: str) -> int | None:
     return None
 
 
-def _written(axes: str) -> str | None:
+def _output_term(axes: str) -> str | None:
     """The term of a layer's weight that says what its outputs are, if one does."""
     terms = ax.parse(axes).terms
     for term in terms:
@@ -266,7 +274,7 @@ def _written(axes: str) -> str | None:
     return None
 
 
-def _squared(y: Floats, x: Floats) -> Floats:
+def _squared_distances(y: Floats, x: Floats) -> Floats:
     """Squared distances between rows."""
     apart = np.square(y).sum(1)[:, None] + np.square(x).sum(1)[None] - 2 * (y @ x.T)
     return np.asarray(np.maximum(apart, 0), np.float64)

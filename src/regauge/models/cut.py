@@ -34,13 +34,13 @@ from regauge.core.element import Element
 from regauge.errors import CutError, UnknownModelError
 from regauge.models.families import Boundary, family_of
 from regauge.models.families.pieces import Config, Names
-from regauge.models.resolve import config_of, discovered
+from regauge.models.resolve import config_of, discover_unknown
 
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
 
 # Spaces of activations alone: no weight has them, so a model's spec does not either.
-ROWS = frozenset({"token", "source"})
+TOKEN_SPACES = frozenset({"token", "source"})
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Crossing:
     inputs: Mapping[str, Any]
     calls: tuple[Call, ...]
     blocks: tuple[torch.nn.Module, ...]
-    real: tuple[Callable[..., Any], ...]
-    made: frozenset[str] = frozenset()
+    callables: tuple[Callable[..., Any], ...]
+    derived: frozenset[str] = frozenset()
 
     @property
     def stream(self) -> Tensor:
@@ -89,7 +89,7 @@ class Crossing:
             if self.axes(key) is not None and value is not None
         }
 
-    def replaced(self, **inputs: Any) -> Crossing:
+    def with_inputs(self, **inputs: Any) -> Crossing:
         """The same crossing with other values for some inputs."""
         unknown = inputs.keys() - self.inputs.keys()
         if unknown:
@@ -103,10 +103,10 @@ class Crossing:
         """Run the real blocks here, with these inputs replaced, and return the stream where it
         leaves them.
         """
-        values = {**self.replaced(**inputs).inputs}
+        values = {**self.with_inputs(**inputs).inputs}
         z: Any = values[self.boundary.stream]
         carried: dict[str, Any] = {}
-        for block, call in zip(self.real, self.calls, strict=True):
+        for block, call in zip(self.callables, self.calls, strict=True):
             given = {**values, self.boundary.stream: z}
             args = [carried.get(name, given[key]) for name, key in call.args]
             result = block(
@@ -122,7 +122,7 @@ class Crossing:
                 }
         return z  # type: ignore[no-any-return]
 
-    def moved(self, g: Element) -> Crossing:
+    def transform(self, g: Element) -> Crossing:
         """Every input with axes moved by an element.
 
         Spaces that the element's spec does not have stay as they are: an element of the model
@@ -134,7 +134,7 @@ class Crossing:
             return replace(
                 self,
                 inputs={
-                    key: v if key in self.made else _moved(g, v, self.axes(key))
+                    key: v if key in self.derived else _transform(g, v, self.axes(key))
                     for key, v in self.inputs.items()
                 },
             )
@@ -146,7 +146,9 @@ class Crossing:
         here = self._explicit()
         return replace(
             here,
-            inputs={key: _moved(g, value, here.axes(key)) for key, value in here.inputs.items()},
+            inputs={
+                key: _transform(g, value, here.axes(key)) for key, value in here.inputs.items()
+            },
         )
 
     def _explicit(self) -> Crossing:
@@ -169,18 +171,18 @@ class Crossing:
                     else None,
                 )
             made[name] = make(self.blocks[0], self.inputs)
-        return replace(self, inputs={**self.inputs, **made}, made=self.made | made.keys())
+        return replace(self, inputs={**self.inputs, **made}, derived=self.derived | made.keys())
 
-    def restored(self, g: Element, z: Tensor) -> Tensor:
+    def restore(self, g: Element, z: Tensor) -> Tensor:
         """The stream that a moved backbone returned, as the head expects it."""
-        return _moved(~g, z, self.boundary.leave)  # type: ignore[no-any-return]
+        return _transform(~g, z, self.boundary.leave)  # type: ignore[no-any-return]
 
 
-def _moved(g: Element, value: Any, axes: str | None) -> Any:
+def _transform(g: Element, value: Any, axes: str | None) -> Any:
     if axes is None or value is None:
         return value
     if isinstance(value, tuple | list):
-        return type(value)(_moved(g, v, axes) for v in value)
+        return type(value)(_transform(g, v, axes) for v in value)
     if not isinstance(value, torch.Tensor):
         raise CutError(f"only tensors have axes; {axes!r} was given a {type(value).__name__}")
     terms = ax.parse(axes).terms
@@ -191,8 +193,8 @@ def _moved(g: Element, value: Any, axes: str | None) -> Any:
             "attn_implementation='eager' or 'sdpa'",
         )
     sizes = g.spec.sizes
-    strange = ax.spaces(axes) - sizes.keys() - ROWS
-    if strange and not sizes.keys() <= ROWS:
+    strange = ax.spaces(axes) - sizes.keys() - TOKEN_SPACES
+    if strange and not sizes.keys() <= TOKEN_SPACES:
         raise CutError(
             f'the boundary speaks of "{min(strange)}", which the element\'s model does not have',
             hint="draw the element from this model's spec",
@@ -200,13 +202,13 @@ def _moved(g: Element, value: Any, axes: str | None) -> Any:
     known = ax.Axes(
         tuple(
             ax.Hole() if n == 1 and ax.size(t, sizes) != 1 else t
-            for t, n in zip(_known(terms, sizes), value.shape, strict=True)
+            for t, n in zip(_mask_unknown(terms, sizes), value.shape, strict=True)
         )
     )
     return act(g, value, str(known)) if ax.spaces(str(known)) else value
 
 
-def _known(terms: Sequence[ax.Term], sizes: Mapping[str, int]) -> tuple[ax.Term, ...]:
+def _mask_unknown(terms: Sequence[ax.Term], sizes: Mapping[str, int]) -> tuple[ax.Term, ...]:
     """The terms, with `_` for every space that the sizes do not name."""
     out: list[ax.Term] = []
     for term in terms:
@@ -214,9 +216,9 @@ def _known(terms: Sequence[ax.Term], sizes: Mapping[str, int]) -> tuple[ax.Term,
             case ax.Leaf():
                 out.append(term if term.space in sizes else ax.Hole())
             case ax.Product():
-                out.append(ax.Product(_known(term.factors, sizes), term.star))
+                out.append(ax.Product(_mask_unknown(term.factors, sizes), term.star))
             case ax.Sum():
-                inner = _known(term.terms, sizes)
+                inner = _mask_unknown(term.terms, sizes)
                 out.append(
                     ax.Hole() if all(isinstance(t, ax.Hole) for t in inner) else ax.Sum(inner)
                 )
@@ -252,12 +254,13 @@ class Cut:
         """
         done = self._results(results)
         routes: dict[str, Fn] = {
-            b.name: _give(done[b.name]) if b.name in done else _stop for b in self.boundaries
+            b.name: _return_stream(done[b.name]) if b.name in done else _raise_crossing
+            for b in self.boundaries
         }
         try:
             with self.route(routes):
                 self.model(*args, **inputs)
-        except _StopHereError as stop:
+        except _CrossingReachedError as stop:
             return stop.crossing
         raise CutError(
             "the model did not call its backbone",
@@ -273,7 +276,7 @@ class Cut:
         so computes embed again without using it.
         """
         done = self._results(results)
-        with self.route({name: _give(z) for name, z in done.items()}):
+        with self.route({name: _return_stream(z) for name, z in done.items()}):
             return self.model(*args, **inputs)
 
     def _results(self, results: Tensor | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -298,7 +301,7 @@ class Cut:
         return dict(fn)
 
 
-class _StopHereError(BaseException):
+class _CrossingReachedError(BaseException):
     """Carries a crossing out of the model. No Exception, so that nothing on the way swallows it."""
 
     def __init__(self, crossing: Crossing) -> None:
@@ -306,11 +309,11 @@ class _StopHereError(BaseException):
         self.crossing = crossing
 
 
-def _stop(crossing: Crossing) -> Tensor:
-    raise _StopHereError(crossing)
+def _raise_crossing(crossing: Crossing) -> Tensor:
+    raise _CrossingReachedError(crossing)
 
 
-def _give(z: Tensor) -> Fn:
+def _return_stream(z: Tensor) -> Fn:
     return lambda crossing: z
 
 
@@ -331,14 +334,14 @@ def cut(
             config = config_of(model) if config is None else config
             boundaries = family_of(config).boundaries(Config(config), Names(model.state_dict()))
         except UnknownModelError as unknown:
-            boundaries = discovered(model, unknown).boundaries
+            boundaries = discover_unknown(model, unknown).boundaries
             if not boundaries:
                 raise CutError(
                     f"this {type(model).__name__} has no list of blocks that hand a stream from "
                     "one to the next, so that it could be cut there",
                     hint="pass boundaries=[Boundary(...)] (docs/cut.md)",
                 ) from unknown
-    here = tuple(b for b in boundaries if _submodule(model, b.blocks) is not None)
+    here = tuple(b for b in boundaries if _get_submodule(model, b.blocks) is not None)
     if not here:
         tried = " or ".join(b.blocks for b in boundaries)
         why = (
@@ -353,7 +356,7 @@ def cut(
     return Cut(model, here)
 
 
-def _submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
+def _get_submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
     try:
         return model.get_submodule(path)
     except AttributeError:
@@ -364,7 +367,7 @@ class Route:
     """An installed route. `remove()` takes it away; as a context manager it removes itself."""
 
     def __init__(self, cut: Cut, fns: Mapping[str, Fn]) -> None:
-        self._passes: list[_Pass] = []
+        self._passes: list[_BlockStubs] = []
         config = getattr(cut.model, "config", None)
         drops = any(
             getattr(config, name, 0)
@@ -372,7 +375,7 @@ class Route:
         )
         for boundary in cut.boundaries:
             if boundary.name in fns:
-                found = _submodule(cut.model, boundary.blocks)
+                found = _get_submodule(cut.model, boundary.blocks)
                 listed = isinstance(found, torch.nn.ModuleList | torch.nn.Sequential)
                 blocks = tuple(found) if listed else (found,)  # type: ignore[arg-type]
                 if len({id(b) for b in blocks}) < len(blocks):
@@ -380,7 +383,7 @@ class Route:
                         f'one block stands twice in "{boundary.blocks}"',
                         hint="a route needs blocks of their own; copy the shared one",
                     )
-                self._passes.append(_Pass(boundary, blocks, fns[boundary.name], drops))  # type: ignore[arg-type]
+                self._passes.append(_BlockStubs(boundary, blocks, fns[boundary.name], drops))  # type: ignore[arg-type]
 
     def remove(self) -> None:
         """Give the blocks back. A second call does nothing."""
@@ -395,18 +398,23 @@ class Route:
         self.remove()
 
 
-class _Pass:
+class _BlockStubs:
     """The stand-ins of one boundary's blocks. What one pass has noted so far is kept per thread."""
 
     def __init__(
         self, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], fn: Fn, drops: bool
     ) -> None:
-        self.boundary, self.blocks, self.fn, self.drops = boundary, blocks, fn, drops
+        self.boundary, self.blocks, self.fn, self.has_layerdrop = boundary, blocks, fn, drops
         self.signatures = [inspect.signature(b.forward) for b in blocks]
-        self.before = [b._compiled_call_impl for b in blocks]
-        self.real = tuple(impl or b._call_impl for b, impl in zip(blocks, self.before, strict=True))
-        self.noted = threading.local()
-        self.stubs: list[Any] = [torch.compiler.disable(_stub(self, i)) for i in range(len(blocks))]  # type: ignore[no-untyped-call]
+        self.previous = [b._compiled_call_impl for b in blocks]
+        self.callables = tuple(
+            impl or b._call_impl for b, impl in zip(blocks, self.previous, strict=True)
+        )
+        self.recorded = threading.local()
+        self.stubs: list[Any] = [
+            torch.compiler.disable(_make_stub(self, i))  # type: ignore[no-untyped-call]
+            for i in range(len(blocks))
+        ]
         # torch.compile passes by `__call__`, and with it the stubs, unless the instance has a
         # forward of its own.
         self.marked = [b for b in blocks if "forward" not in b.__dict__]
@@ -422,7 +430,7 @@ class _Pass:
                     "another route was laid over this one",
                     hint="remove routes in the reverse of the order in which they were made",
                 )
-        for block, before in zip(self.blocks, self.before, strict=True):
+        for block, before in zip(self.blocks, self.previous, strict=True):
             del block._compiled_call_impl
             if before is not None:
                 block._compiled_call_impl = before
@@ -436,20 +444,20 @@ class _Pass:
                 "gradient checkpointing would run a routed backbone twice",
                 hint="call model.gradient_checkpointing_disable() first",
             )
-        if block.training and self.drops:
+        if block.training and self.has_layerdrop:
             raise CutError(
                 "layer dropping skips blocks, and with them the route",
                 hint="set layerdrop to 0, or call model.eval()",
             )
         noted: list[tuple[inspect.BoundArguments, int]] = (
-            [] if i == 0 else getattr(self.noted, "calls", [])
+            [] if i == 0 else getattr(self.recorded, "calls", [])
         )
         if len(noted) != i:
             raise CutError(
                 f'block {i} of "{self.boundary.blocks}" was called before block {len(noted)}'
             )
         noted.append((self.signatures[i].bind(*args, **kwargs), len(args)))
-        self.noted.calls = noted
+        self.recorded.calls = noted
         z = self._stream(noted[-1][0])
         if i > 0 and z is not self._stream(noted[0][0]):
             raise CutError(
@@ -457,7 +465,7 @@ class _Pass:
                 hint="cut it around a larger module",
             )
         if i + 1 == len(self.blocks):
-            self.noted.calls = []
+            self.recorded.calls = []
             z = self.fn(self._crossing(noted))
             if not isinstance(z, torch.Tensor):
                 raise CutError(
@@ -473,23 +481,25 @@ class _Pass:
         calls = []
         carried = {self.boundary.stream, *self.boundary.returns[1:]}
         for i, (bound, places) in enumerate(noted):
-            given = _arguments(bound)
+            given = _bound_arguments(bound)
             keys = {}
             for name, value in given.items():
-                keys[name] = name if i > 0 and name in carried else _key(inputs, name, value, i)
+                keys[name] = (
+                    name if i > 0 and name in carried else _input_key(inputs, name, value, i)
+                )
             pairs = tuple(keys.items())
             calls.append(Call(pairs[:places], pairs[places:]))
-        return Crossing(self.boundary, inputs, tuple(calls), self.blocks, self.real)
+        return Crossing(self.boundary, inputs, tuple(calls), self.blocks, self.callables)
 
 
-def _stub(passing: _Pass, i: int) -> Callable[..., Any]:
+def _make_stub(passing: _BlockStubs, i: int) -> Callable[..., Any]:
     def stub(*args: Any, **kwargs: Any) -> Any:
         return passing.call(i, args, kwargs)
 
     return stub
 
 
-def _arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
+def _bound_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
     """The arguments by name, in the order of the signature, those of `**kwargs` under their own
     names.
     """
@@ -502,7 +512,7 @@ def _arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
     return out
 
 
-def _key(inputs: dict[str, Any], name: str, value: Any, block: int) -> str:
+def _input_key(inputs: dict[str, Any], name: str, value: Any, block: int) -> str:
     """The key under which this value of this argument is kept; a value that an earlier block was
     given is kept once.
     """
@@ -518,10 +528,12 @@ def _is_same(a: Any, b: Any) -> bool:
     return a is b or (
         isinstance(a, int | float | str | tuple)
         and type(a) is type(b)
-        and _plain(a)
+        and _is_plain(a)
         and bool(a == b)
     )
 
 
-def _plain(a: Any) -> bool:
-    return all(_plain(x) for x in a) if isinstance(a, tuple) else isinstance(a, int | float | str)
+def _is_plain(a: Any) -> bool:
+    return (
+        all(_is_plain(x) for x in a) if isinstance(a, tuple) else isinstance(a, int | float | str)
+    )

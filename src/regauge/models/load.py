@@ -33,7 +33,7 @@ _HINTS = {
 }
 # that a config may speak of where the checkpoint has fewer tensors: a part of a split model has no
 # layers
-_LAYERS = 500
+_MIN_COUNT_LIMIT = 500
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
@@ -48,8 +48,8 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     require_numel(
         load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path
     )
-    model, report = _loaded(checkpoint, dtype)
-    _require_whole(checkpoint, type(model).__name__, report)
+    model, report = _load(checkpoint, dtype)
+    _require_complete(checkpoint, type(model).__name__, report)
     return model
 
 
@@ -94,12 +94,12 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     config = _config_of(checkpoint)
-    check_counts(config, max(_LAYERS, len(checkpoint)))
+    check_counts(config, max(_MIN_COUNT_LIMIT, len(checkpoint)))
     with torch.device("meta"):
         if _is_timm(config):
-            return _made_by_timm(checkpoint, config)
+            return _build_timm_for(checkpoint, config)
         kind = _class_of(checkpoint, config)
-        with _loading(checkpoint, kind.__name__):
+        with _as_checkpoint_error(checkpoint, kind.__name__):
             model: torch.nn.Module = kind(
                 kind.config_class.from_dict(without_code(config, checkpoint.path))
             )
@@ -116,7 +116,7 @@ def load_part(
     from regauge.models.cut import cut
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    model, report = _loaded(checkpoint, dtype)
+    model, report = _load(checkpoint, dtype)
     where = cut(model, checkpoint.config)
     paths = tuple(f"{b.blocks}." for b in where.boundaries)
     wanted = {
@@ -124,18 +124,18 @@ def load_part(
         for name in report.get("missing_keys") or ()
         if name.startswith(paths) == (part == "backbone")
     }
-    _require_whole(checkpoint, type(model).__name__, {**report, "missing_keys": wanted})
+    _require_complete(checkpoint, type(model).__name__, {**report, "missing_keys": wanted})
     blocks = [model.get_submodule(b.blocks) for b in where.boundaries]
     if part == "edges":
         for block in blocks:
             block.to("meta")
     else:
-        _empty(model, {id(block) for block in blocks})
-    _move(model, device)
+        _move_to_meta(model, {id(block) for block in blocks})
+    _move_to_device(model, device)
     return model
 
 
-def _empty(module: torch.nn.Module, kept: set[int]) -> None:
+def _move_to_meta(module: torch.nn.Module, kept: set[int]) -> None:
     """Put a module on the meta device, but for some parts of it."""
     import torch
 
@@ -151,10 +151,10 @@ def _empty(module: torch.nn.Module, kept: set[int]) -> None:
                 )
     for child in module.children():
         if id(child) not in kept:
-            _empty(child, kept)
+            _move_to_meta(child, kept)
 
 
-def _move(model: torch.nn.Module, device: str) -> None:
+def _move_to_device(model: torch.nn.Module, device: str) -> None:
     """`to(device)` for what is not on the meta device."""
     if device != "cpu":
         for t in (*model.parameters(), *model.buffers()):
@@ -162,15 +162,15 @@ def _move(model: torch.nn.Module, device: str) -> None:
                 t.data = t.data.to(device)
 
 
-def _loaded(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+def _load(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
     """The model, and what its class and its checkpoint do not have in common."""
     config = _config_of(checkpoint)
-    check_counts(config, max(_LAYERS, len(checkpoint)))
+    check_counts(config, max(_MIN_COUNT_LIMIT, len(checkpoint)))
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(
             f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}"
         )
-    return (_of_timm if _is_timm(config) else _of_transformers)(checkpoint, config, dtype)
+    return (_load_timm if _is_timm(config) else _load_transformers)(checkpoint, config, dtype)
 
 
 def _config_of(checkpoint: Checkpoint) -> Any:
@@ -203,7 +203,7 @@ def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
+def _as_checkpoint_error(checkpoint: Checkpoint, name: str) -> Iterator[None]:
     """Whatever a class runs into is told as the checkpoint's fault, in one line."""
     try:
         with quiet(), code_disabled():
@@ -218,13 +218,16 @@ def _loading(checkpoint: Checkpoint, name: str) -> Iterator[None]:
         ) from error
 
 
-def _of_transformers(
+def _load_transformers(
     checkpoint: Checkpoint, config: Any, dtype: str | None
 ) -> tuple[torch.nn.Module, Any]:
     import torch
 
     kind = _class_of(checkpoint, config)
-    with _loading(checkpoint, kind.__name__), _folder(checkpoint, config) as folder:
+    with (
+        _as_checkpoint_error(checkpoint, kind.__name__),
+        _sanitized_folder(checkpoint, config) as folder,
+    ):
         chosen = "auto" if dtype is None else getattr(torch, dtype)
         how = {
             "local_files_only": True,
@@ -242,7 +245,7 @@ def _of_transformers(
             if absent and not less["unexpected_keys"]:
                 model, report = smaller, less
                 text = (
-                    f'{checkpoint.path} has no "{min(absent)}"{_more(absent)}: the '
+                    f'{checkpoint.path} has no "{min(absent)}"{_and_more(absent)}: the '
                     f"{kind.__name__} is built without this optional part"
                 )
                 warnings.warn(f"{text} ({switch}=False)", RegaugeWarning, stacklevel=2)
@@ -258,11 +261,11 @@ def _optional_parts(kind: Any) -> list[str]:
     return [p.name for p in parameters if p.name.startswith("add_") and p.default is True]
 
 
-def _more(found: Collection[Any]) -> str:
+def _and_more(found: Collection[Any]) -> str:
     return f" and {len(found) - 1} more" if len(found) > 1 else ""
 
 
-def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
+def _require_complete(checkpoint: Checkpoint, name: Any, report: Any) -> None:
     """Weights that are missing would be drawn at random, and those left over be ignored: neither is
     the model that was given.
     """
@@ -274,7 +277,7 @@ def _require_whole(checkpoint: Checkpoint, name: Any, report: Any) -> None:
         found = sorted(report.get(key) or (), key=str)
         if not found:
             continue
-        first, more = found[0], _more(found)
+        first, more = found[0], _and_more(found)
         if isinstance(first, tuple):  # a name, its size in the file, and that in the class
             first, has, wants = first
             more = f", {list(has)} and not {list(wants)}{more}"
@@ -302,7 +305,7 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]:
+def _sanitized_folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]:
     """Make the folder that the library loads from: links to the weights, the config without custom
     code, and nothing else that lies beside the weights (Python files, adapters, pickles). Tensors
     that are not stored as they are read (a model with its adapter) are written there.
@@ -330,19 +333,21 @@ def _folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]
         yield folder
 
 
-def _of_timm(checkpoint: Checkpoint, config: Any, dtype: str | None) -> tuple[torch.nn.Module, Any]:
+def _load_timm(
+    checkpoint: Checkpoint, config: Any, dtype: str | None
+) -> tuple[torch.nn.Module, Any]:
     import torch
 
-    model = _made_by_timm(checkpoint, config)
-    with _of_these_weights(checkpoint, config):
+    model = _build_timm_for(checkpoint, config)
+    with _as_timm_error(checkpoint, config):
         found = model.load_state_dict(dict(checkpoint), strict=False)
     stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
     report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
     return model.to(stored if dtype is None else getattr(torch, dtype)), report
 
 
-def _made_by_timm(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
-    with _of_these_weights(checkpoint, config):
+def _build_timm_for(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
+    with _as_timm_error(checkpoint, config):
         return build_timm(config, checkpoint.path)
 
 
@@ -364,7 +369,7 @@ def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.
 
 
 @contextlib.contextmanager
-def _of_these_weights(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
+def _as_timm_error(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:

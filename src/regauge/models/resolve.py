@@ -43,10 +43,10 @@ def spec_of(
     except UnknownModelError as unknown:
         if not discover:
             raise
-        return discovered(source, unknown, config).spec
+        return discover_unknown(source, unknown, config).spec
 
 
-def discovered(
+def discover_unknown(
     source: Any, unknown: UnknownModelError, config: Mapping[str, Any] | None = None
 ) -> Discovery:
     """The symmetry of a model that no family describes, read off its graph; `unknown` says so, and
@@ -67,9 +67,11 @@ def discovered(
                 raise unknown
             return discover_model(source)
         said = (
-            (config or source.config or {}) if isinstance(source, Checkpoint) else _as_dict(source)
+            (config or source.config or {})
+            if isinstance(source, Checkpoint)
+            else _config_to_dict(source)
         )
-        if not _names_class(said):
+        if not _has_class_name(said):
             raise unknown
         entries = source.entries if isinstance(source, Checkpoint) else {}
         return discover_config(
@@ -84,7 +86,7 @@ def discovered(
         ) from error
 
 
-def _names_class(config: Mapping[str, Any]) -> bool:
+def _has_class_name(config: Mapping[str, Any]) -> bool:
     """Return whether a config names a class to build: of the transformers library in a list, or
     timm's by itself.
     """
@@ -102,10 +104,12 @@ def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
     import torch
 
     if isinstance(source, torch.nn.Module):
-        return _read(config or config_of(source), source.state_dict(), type(source).__name__)
-    found = _as_dict(source)
-    module = _empty_module(found)
-    return _read(
+        return _spec_from_config(
+            config or config_of(source), source.state_dict(), type(source).__name__
+        )
+    found = _config_to_dict(source)
+    module = _build_meta_module(found)
+    return _spec_from_config(
         {**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config"
     )
 
@@ -114,7 +118,7 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     """A live module's config, as its config.json would have it."""
     config = getattr(module, "config", None)
     if config is not None:
-        return {**_as_dict(config), "architectures": [type(module).__name__]}
+        return {**_config_to_dict(config), "architectures": [type(module).__name__]}
     timm = getattr(module, "pretrained_cfg", None)
     if timm:
         heads = [
@@ -127,11 +131,11 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
             "no_embed_class": getattr(module, "no_embed_class", None),
         }
         return {
-            **_as_dict(timm),
+            **_config_to_dict(timm),
             **live,
             "block_fn": type(first).__name__,
             "norm_layer": type(getattr(first, "norm1", None)).__name__,
-            "mlp_layer": _gate(first),
+            "mlp_layer": _mlp_kind(first),
         }
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is "
@@ -141,7 +145,7 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
     )
 
 
-def _gate(block: Any) -> str:
+def _mlp_kind(block: Any) -> str:
     """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it,
     the former is a SwiGLU.
     """
@@ -157,10 +161,12 @@ def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None
             hint="put config.json beside it, or describe the model in a spec file and give it "
             "with --spec",
         )
-    return _read(config, checkpoint.entries, str(checkpoint.config_path or "the config"))
+    return _spec_from_config(
+        config, checkpoint.entries, str(checkpoint.config_path or "the config")
+    )
 
 
-def _read(
+def _spec_from_config(
     config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str
 ) -> Spec:
     try:
@@ -181,7 +187,7 @@ def _read(
         ) from error
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def _config_to_dict(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_dict") and not isinstance(config, type):
@@ -193,7 +199,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
     )
 
 
-def _empty_module(config: Mapping[str, Any]) -> torch.nn.Module:
+def _build_meta_module(config: Mapping[str, Any]) -> torch.nn.Module:
     """The module that a config describes, on the meta device: all its names and shapes, none of its
     weights.
     """

@@ -8,24 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from regauge.checkpoints.files import amount
+from regauge.checkpoints.files import format_bytes
 from regauge.checkpoints.headers import FLOATS
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.fold import folded_spec
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class Run:
+class SpaceRun:
     """Spaces alike in all but their layer: `ffn.0..31`."""
 
     name: str
     members: tuple[str, ...]
 
 
-def runs(spec: Spec) -> list[Run]:
+def group_spaces(spec: Spec) -> list[SpaceRun]:
     """Spaces that say the same, joined over consecutive layers. A parent of the same layer counts
     as the same.
     """
@@ -47,11 +47,11 @@ def runs(spec: Spec) -> list[Run]:
             name in spec.visible,
         )
         found.setdefault(key, []).append((layer, name))
-    out: list[Run] = []
+    out: list[SpaceRun] = []
     for (prefix, *_), entries in found.items():
         entries.sort()
         if entries[0][0] < 0:
-            out.append(Run(entries[0][1], (entries[0][1],)))
+            out.append(SpaceRun(entries[0][1], (entries[0][1],)))
             continue
         label, start = "", 0
         for i in range(1, len(entries) + 1):
@@ -61,13 +61,13 @@ def runs(spec: Spec) -> list[Run]:
                     str(first) if first == last else f"{first}..{last}"
                 )
                 start = i
-        out.append(Run(prefix + label, tuple(name for _, name in entries)))
+        out.append(SpaceRun(prefix + label, tuple(name for _, name in entries)))
     return out
 
 
-def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
+def summarize(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
     """Everything that `inspect` says, as JSON."""
-    entries = stored(spec)
+    entries = stored_tensors(spec)
     covered = [n for n in checkpoint if n in entries]
     numel = {n: e.numel for n, e in checkpoint.entries.items()}
     parts = {}
@@ -75,7 +75,7 @@ def facts_of(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
         names = [n for n in covered if spec.parts.get(entries[n].pattern) == part]
         parts[part] = {"tensors": len(names), "parameters": sum(numel[n] for n in names)}
     folded = folded_spec(spec)
-    spaces = [_space(spec, folded, run) for run in runs(spec)]
+    spaces = [_summarize_run(spec, folded, run) for run in group_spaces(spec)]
     buffers = [n for n in checkpoint if n not in entries and spec.is_buffer(n)]
     return {
         "version": VERSION,
@@ -122,7 +122,7 @@ def _values(checkpoint: Checkpoint, name: str) -> Any:
     return bits.view(f"<f{bits.itemsize}") if dtype in FLOATS else bits
 
 
-def _space(spec: Spec, folded: Spec, run: Run) -> dict[str, Any]:
+def _summarize_run(spec: Spec, folded: Spec, run: SpaceRun) -> dict[str, Any]:
     first = run.members[0]
     space = spec.spaces[first]
     times = sum(spec.count(m) for m in run.members)
@@ -147,16 +147,16 @@ def _space(spec: Spec, folded: Spec, run: Run) -> dict[str, Any]:
     }
 
 
-def text_of(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
+def format_summary(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
     parameters = facts["parameters"]
-    files = f"{facts['files']} file{'s' * (facts['files'] != 1)}, {amount(facts['bytes'])}"
+    files = f"{facts['files']} file{'s' * (facts['files'] != 1)}, {format_bytes(facts['bytes'])}"
     lines = [
         (
-            f"{facts['path']}: {facts['family']}, {count(parameters['all'])} parameters, "
+            f"{facts['path']}: {facts['family']}, {format_count(parameters['all'])} parameters, "
             f"{', '.join(facts['dtypes'])}, {files}"
         ),
         "",
-        columns(
+        format_columns(
             [
                 ("part", "tensors", "parameters"),
                 *(
@@ -177,12 +177,12 @@ def text_of(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
             s["group"],
             f"{s['bits']:,.0f}",
             f"{s['dimensions']:,}",
-            _why(s),
+            _format_why(s),
         )
         for s in facts["spaces"]
     ]
     total = ("all", "", "", "", f"{facts['bits']:,.0f}", f"{facts['dimensions']:,}", "")
-    lines += [columns([head, *rows, total], right=(1, 2, 4, 5)), ""]
+    lines += [format_columns([head, *rows, total], right=(1, 2, 4, 5)), ""]
     lines.append(
         f"key space: 2^{facts['bits']:,.0f} discrete choices "
         f"(10^{facts['bits'] * math.log10(2):,.0f}), {facts['dimensions']:,} continuous parameters"
@@ -211,23 +211,23 @@ def text_of(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
     buffers = f" and {parameters['buffers']:,} numbers in buffers" if parameters["buffers"] else ""
     lines.append(f"covered: {parameters['covered']:,} of {parameters['all']:,} parameters{buffers}")
     if tensors:
-        lines += ["", columns([("tensor", "shape", "axes"), *tensors])]
+        lines += ["", format_columns([("tensor", "shape", "axes"), *tensors])]
     return "\n".join(lines)
 
 
-def _why(space: dict[str, Any]) -> str:
+def _format_why(space: dict[str, Any]) -> str:
     folded = f"; folded: {space['folded']}" if space["folded"] else ""
     over = f" (one per place of {space['over']})" if space["over"] else ""
     return f"{space['why']}{folded}{over}"
 
 
-def rows_of_tensors(spec: Spec, checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
-    for name, entry in stored(spec).items():
+def tensor_rows(spec: Spec, checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    for name, entry in stored_tensors(spec).items():
         if name in checkpoint:
             yield name, "x".join(map(str, checkpoint.shapes[name])), entry.axes
 
 
-def count(n: int) -> str:
+def format_count(n: int) -> str:
     """A number as people say it: 15.2 M."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
@@ -235,7 +235,7 @@ def count(n: int) -> str:
     return str(n)
 
 
-def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+def format_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as
     it is.
     """

@@ -110,26 +110,26 @@ def spread_of(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def apply_threshold(f: Finding, most: float | None) -> Finding:
+def apply_threshold(f: Finding, threshold: float | None) -> Finding:
     """A finding that fails where its value has gone further than this share of the way from its
     floor to its ceiling.
     """
     if (
         f.holds is not None
-        or most is None
+        or threshold is None
         or f.value is None
         or f.floor is None
         or f.ceiling is None
         or f.ceiling == f.floor
     ):
         return f
-    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= most)
+    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= threshold)
 
 
 def to_json(results: Results) -> str:
     """The whole of it as text. Numbers that JSON has no word for (nan, inf) become their names."""
     return json.dumps(
-        {"regauge": "results", "version": VERSION, **_plain(asdict(results))},
+        {"regauge": "results", "version": VERSION, **_to_plain(asdict(results))},
         indent=1,
         allow_nan=False,
         ensure_ascii=False,
@@ -153,9 +153,9 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
     try:
         return Results(
             title=str(document["title"]),
-            findings=tuple(_make(Finding, f) for f in document["findings"]),
+            findings=tuple(_build(Finding, f) for f in document["findings"]),
             tables=tuple(
-                _make(
+                _build(
                     Table,
                     {
                         **t,
@@ -165,7 +165,7 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
                 )
                 for t in document["tables"]
             ),
-            figures=tuple(_make(Figure, f) for f in document["figures"]),
+            figures=tuple(_build(Figure, f) for f in document["figures"]),
             facts=dict(document["facts"]),
             unchecked=tuple(map(str, document["unchecked"])),
         )
@@ -188,7 +188,7 @@ def load_results(path: Path | str) -> Results:
 _NUMBERS = {"value", "floor", "ceiling", "spread"}
 
 
-def _make(kind: Any, values: Mapping[str, Any]) -> Any:
+def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     unknown = values.keys() - {f.name for f in fields(kind)}
     if unknown:
         raise ValueError(f'"{min(unknown)}" is no field of a {kind.__name__}')
@@ -197,9 +197,9 @@ def _make(kind: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(k): _plain(v) for k, v in value.items()}
+        return {str(k): _to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [_to_plain(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

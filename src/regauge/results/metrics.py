@@ -23,7 +23,7 @@ class MetricError(RegaugeError):
     """Images that cannot be compared."""
 
 
-def _require_alike(found: Tensor, true: Tensor) -> None:
+def _require_comparable(found: Tensor, true: Tensor) -> None:
     if found.shape != true.shape or found.dim() != 4 or not len(found):
         raise MetricError(
             f"images of shape {list(found.shape)} are compared with {list(true.shape)}",
@@ -35,7 +35,7 @@ def _require_alike(found: Tensor, true: Tensor) -> None:
 
 def mse(found: Tensor, true: Tensor) -> Tensor:
     """The mean squared difference of each image's values."""
-    _require_alike(found, true)
+    _require_comparable(found, true)
     return (found.double() - true.double()).square().flatten(1).mean(1)
 
 
@@ -46,7 +46,7 @@ def psnr(found: Tensor, true: Tensor, span: float) -> Tensor:
     need("torchmetrics", "audit")
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
-    _require_alike(found, true)
+    _require_comparable(found, true)
     out: Tensor = peak_signal_noise_ratio(
         found.double(), true.double(), data_range=span, dim=(1, 2, 3), reduction="none"
     )
@@ -60,7 +60,7 @@ def ssim(found: Tensor, true: Tensor, span: float) -> Tensor:
     need("torchmetrics", "audit")
     from torchmetrics.functional.image import structural_similarity_index_measure
 
-    _require_alike(found, true)
+    _require_comparable(found, true)
     window = min(11, 2 * ((min(found.shape[-2:]) - 1) // 2) + 1)
     out = (
         structural_similarity_index_measure(
@@ -80,14 +80,14 @@ def ssim(found: Tensor, true: Tensor, span: float) -> Tensor:
     return out.reshape(-1)
 
 
-def spectral(found: Tensor, true: Tensor) -> Tensor:
+def spectral_distance(found: Tensor, true: Tensor) -> Tensor:
     """1 less the cosine between the two-dimensional Fourier transforms of each pair: 0 is the same
     up to a factor.
 
     002's FFT2D, with the conjugate that its script leaves out. By Parseval it is the cosine
     distance of the pixels, and so says nothing of its own.
     """
-    _require_alike(found, true)
+    _require_comparable(found, true)
     a, b = (torch.fft.fft2(v.double()).flatten(1) for v in (found, true))
     alike: Tensor = (a * b.conj()).sum(1).real / (
         a.abs().square().sum(1).sqrt() * b.abs().square().sum(1).sqrt()
@@ -137,7 +137,7 @@ class Lpips:
 
     def __call__(self, found: Tensor, true: Tensor, low: float, high: float) -> Tensor:
         """The distance of each pair: 0 is the same."""
-        _require_alike(found, true)
+        _require_comparable(found, true)
         if min(found.shape[-2:]) < 32:
             raise MetricError(
                 f"images of {list(found.shape[-2:])} are too small for AlexNet",
@@ -153,21 +153,21 @@ class Lpips:
         return total
 
 
-def similarity(found: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
+def feature_similarity(found: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
     """The absolute cosine of what a network makes of each pair (000's F-SIM, with the network that
     one has).
     """
-    _require_alike(found, true)
+    _require_comparable(found, true)
     with torch.no_grad():
         a, b = (embed(v).flatten(1).double() for v in (found, true))
     return torch.nn.functional.cosine_similarity(a, b).abs()
 
 
-def identified(found: Tensor, true: Tensor) -> Tensor:
+def is_identified(found: Tensor, true: Tensor) -> Tensor:
     """Is each reconstruction nearest to its own original, of all of them? Images are taken less
     their mean, so that what all share says nothing.
     """
-    _require_alike(found, true)
+    _require_comparable(found, true)
     a, b = (v.flatten(1).double() for v in (found, true))
     a, b = a - a.mean(0), b - b.mean(0)
     if len(a) < 2:

@@ -8,21 +8,24 @@ if TYPE_CHECKING:
     from regauge.results.findings import Finding, Results
 
 
-def text_of(results: Results) -> str:
+def format_results(results: Results) -> str:
     """Results as a terminal shows them: the tables, then what was claimed."""
-    from regauge.models.summary import columns
-    from regauge.results.report import number
+    from regauge.models.summary import format_columns
+    from regauge.results.report import format_number
 
     lines: list[str] = []
     for table in results.tables:
         rows = [
             table.columns,
-            *(tuple("" if cell is None else number(cell) for cell in row) for row in table.rows),
+            *(
+                tuple("" if cell is None else format_number(cell) for cell in row)
+                for row in table.rows
+            ),
         ]
         lines += [
             table.title,
             "",
-            columns(
+            format_columns(
                 [tuple(map(str, row)) for row in rows], right=tuple(range(1, len(table.columns)))
             ),
             "",
@@ -31,11 +34,11 @@ def text_of(results: Results) -> str:
     for f in results.findings:
         found.append(
             (
-                mark(f),
+                format_verdict(f),
                 f.id,
-                _number(f.value),
-                _number(f.floor),
-                _number(f.ceiling),
+                _format_value(f.value),
+                _format_value(f.floor),
+                _format_value(f.ceiling),
                 "" if f.holds else f.sentence,
             )
         )
@@ -44,7 +47,7 @@ def text_of(results: Results) -> str:
         sum(f.holds is not None for f in results.findings),
     )
     lines += [
-        columns(found, right=(2, 3, 4)),
+        format_columns(found, right=(2, 3, 4)),
         "",
         *(f"not checked: {text}" for text in results.unchecked),
     ]
@@ -57,7 +60,7 @@ def text_of(results: Results) -> str:
     )
 
 
-def _number(value: float | None) -> str:
+def _format_value(value: float | None) -> str:
     return (
         ""
         if value is None
@@ -67,5 +70,5 @@ def _number(value: float | None) -> str:
     )
 
 
-def mark(f: Finding) -> str:
+def format_verdict(f: Finding) -> str:
     return {True: "holds", False: "FAILS", None: "-"}[f.holds]

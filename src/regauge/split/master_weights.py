@@ -15,10 +15,10 @@ import torch
 
 from regauge.errors import RegaugeError
 from regauge.split.server import checkpoint
-from regauge.split.server.optimizer_config import OptimizerConfig, give_moments, moments_of
+from regauge.split.server.optimizer_config import OptimizerConfig, get_moments, load_moments
 
 Tensor = torch.Tensor
-HALF = (torch.float16, torch.bfloat16)
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class StepError(RegaugeError):
@@ -76,7 +76,7 @@ class MasterOptimizer:
     ) -> None:
         self.training, self.parameters = training, dict(parameters)
         self.masters = {
-            n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF else p
+            n: torch.nn.Parameter(p.detach().float()) if p.dtype in HALF_DTYPES else p
             for n, p in self.parameters.items()
         }
         self.optimizer = training.build(self.masters.values())
@@ -89,7 +89,7 @@ class MasterOptimizer:
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """The optimizer's state by parameter and name."""
-        return moments_of(self.optimizer, self.masters)
+        return get_moments(self.optimizer, self.masters)
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
@@ -113,14 +113,14 @@ class MasterOptimizer:
         state = self.optimizer.state
         before = {p: dict(entries) for p, entries in state.items()}
         try:
-            self.snapshot.save(self._tensors())
+            self.snapshot.save(self._state_tensors())
             if self.training.clip:
                 torch.nn.utils.clip_grad_norm_(self.masters.values(), self.training.clip)
             for group in self.optimizer.param_groups:
-                group["lr"] = self.training.rate_at(number)
+                group["lr"] = self.training.lr_at(number)
             self.optimizer.step()
             rounded = {n: m.to(self.parameters[n].dtype) for n, m in self.half.items()}
-            if not are_finite((*self._tensors().values(), *rounded.values())):
+            if not are_finite((*self._state_tensors().values(), *rounded.values())):
                 raise StepError(
                     f"step {number} must leave finite weights and optimizer state, got NaN or Inf",
                     hint="lower the learning rate, clip the gradient, or train in float32",
@@ -133,27 +133,27 @@ class MasterOptimizer:
         finally:
             self.snapshot.release()
             self.optimizer.zero_grad(set_to_none=True)
-        self._write(rounded)
+        self._write_parameters(rounded)
 
-    def restore(self, kept: checkpoint.Copy) -> None:
+    def restore(self, kept: checkpoint.TrainingState) -> None:
         """Go on from a checkpoint that has been validated, and whose weights are loaded."""
         for name, master in self.masters.items():
             with torch.no_grad():
                 master.copy_(kept.masters.get(name, self.parameters[name]))
             if name in kept.gradients:
                 master.grad = kept.gradients[name].to(master.device, master.dtype)
-            give_moments(self.optimizer, master, kept.optimizer.get(name, {}))
+            load_moments(self.optimizer, master, kept.optimizer.get(name, {}))
 
     def publish(self) -> None:
         """Round the master weights into the half-precision parameters."""
-        self._write({n: m.to(self.parameters[n].dtype) for n, m in self.half.items()})
+        self._write_parameters({n: m.to(self.parameters[n].dtype) for n, m in self.half.items()})
 
-    def _write(self, rounded: Mapping[str, Tensor]) -> None:
+    def _write_parameters(self, rounded: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
             for name, tensor in rounded.items():
                 self.parameters[name].copy_(tensor)
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _state_tensors(self) -> dict[str, Tensor]:
         out = {n: m.detach() for n, m in self.masters.items()}
         return out | {
             f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()
@@ -172,7 +172,7 @@ def are_usable(gradients: Iterable[Tensor]) -> bool:
     """
     return all(
         _are_bounded(group, math.sqrt(max(torch.finfo(dtype).max, torch.finfo(torch.float32).max)))
-        for (dtype, _), group in _grouped(gradients).items()
+        for (dtype, _), group in _group_by_dtype(gradients).items()
     )
 
 
@@ -182,7 +182,7 @@ def _are_bounded(tensors: Iterable[Tensor], limit: float) -> bool:
     Norms are 10 times as fast as `isfinite`, and never below the largest magnitude. Where one is
     too large (it may have overflowed), the tensors are checked exactly.
     """
-    for group in _grouped(tensors).values():
+    for group in _group_by_dtype(tensors).values():
         largest = float(torch.stack(torch._foreach_norm(group)).max())
         if not (largest <= limit and math.isfinite(largest)) and not all(
             _is_bounded(t, limit) for t in group
@@ -196,7 +196,9 @@ def _is_bounded(tensor: Tensor, limit: float) -> bool:
     return largest <= limit and math.isfinite(largest)
 
 
-def _grouped(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+def _group_by_dtype(
+    tensors: Iterable[Tensor],
+) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
     out: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.is_floating_point():

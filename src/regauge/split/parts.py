@@ -21,12 +21,12 @@ from regauge.errors import CheckpointError
 from regauge.locking.lock import record_of
 from regauge.models.cut import cut
 from regauge.models.load import Part, load_part, quiet
-from regauge.split.protocol.messages import described
+from regauge.split.protocol.messages import describe_model
 
 Tensor = torch.Tensor
-ABOUT = "split.json"
+PART_FILE = "split.json"
 VERSION = 1
-_WHAT = {
+_DESCRIPTIONS = {
     "edges": "The embedding and the head of a model, trained by a client of split learning. The "
     "backbone is with the server.",
     "backbone": "The backbone of a model, trained by a server of split learning. Embedding and "
@@ -40,7 +40,7 @@ def write_part(
     source: Checkpoint,
     part: Part,
     state: Mapping[str, Tensor] | None = None,
-    facts: Mapping[str, Any] | None = None,
+    extra_fields: Mapping[str, Any] | None = None,
 ) -> None:
     """Write one part of a model into a new folder, whole or not at all. `state` is for weights that
     are not the model's own.
@@ -56,15 +56,15 @@ def write_part(
         "regauge": "split part",
         "version": VERSION,
         "part": part,
-        "what": _WHAT[part],
+        "what": _DESCRIPTIONS[part],
         "class": type(model).__name__,
     }
     about |= {
-        "digest": described(where, source.config)["digest"],
+        "digest": describe_model(where, source.config)["digest"],
         "join": "regauge split join EDGES BACKBONE -o OUT",
-        **(facts or {}),
+        **(extra_fields or {}),
     }
-    _write(out, model, source, source.mode, chosen, about, files=part == "edges")
+    _write_folder(out, model, source, source.mode, chosen, about, copy_other_files=part == "edges")
 
 
 def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None = None) -> str:
@@ -85,7 +85,7 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
         for s, part in zip(sources, ("edges", "backbone"), strict=True)
     ]
     cuts = [cut(m, s.config) for m, s in zip(models, sources, strict=True)]
-    about = [described(c, s.config) for c, s in zip(cuts, sources, strict=True)]
+    about = [describe_model(c, s.config) for c, s in zip(cuts, sources, strict=True)]
     for what in about[0]:
         if about[0][what] != about[1][what]:
             raise CheckpointError(
@@ -99,11 +99,19 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
             hint="join parts of one model",
         )
     state = {n: t for m in models for n, t in m.state_dict().items() if not t.is_meta}
-    _write(out, models[0], sources[0], sources[0].mode & sources[1].mode, state, None, files=True)
+    _write_folder(
+        out,
+        models[0],
+        sources[0],
+        sources[0].mode & sources[1].mode,
+        state,
+        None,
+        copy_other_files=True,
+    )
     return "" if records[0] is None else records[0].key
 
 
-def _write(
+def _write_folder(
     out: Path,
     model: Any,
     source: Checkpoint,
@@ -111,12 +119,14 @@ def _write(
     state: Mapping[str, Tensor],
     about: Mapping[str, Any] | None,
     *,
-    files: bool,
+    copy_other_files: bool,
 ) -> None:
     check_new(out)
     plain = {n: t.detach().cpu() for n, t in state.items()}
     others = (
-        other_files(source.path, {ABOUT, *source.files})[0] if files and source.is_folder else {}
+        other_files(source.path, {PART_FILE, *source.files})[0]
+        if copy_other_files and source.is_folder
+        else {}
     )
     with staged_folder(out, mode & copies_mode(others)) as partial:
         if hasattr(model, "save_pretrained"):
@@ -137,4 +147,4 @@ def _write(
                 make_folder((partial / name).parent)
                 copy_file(path, partial / name, OWNER)
         if about is not None:
-            write_bytes(partial / ABOUT, json.dumps(about, indent=2).encode() + b"\n")
+            write_bytes(partial / PART_FILE, json.dumps(about, indent=2).encode() + b"\n")

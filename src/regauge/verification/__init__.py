@@ -20,7 +20,7 @@ import torch
 
 from regauge.core.check import check, require
 from regauge.core.progress import Progress
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.errors import CutError, RegaugeError, SpecError
 from regauge.models.cut import Cut, cut
 from regauge.models.families import Boundary
@@ -257,7 +257,7 @@ def _check_spec(spec: Spec, model: torch.nn.Module) -> Finding:
     """Check that the spec covers every tensor. An unknown tensor is a finding; a missing or
     misshapen one raises SpecError.
     """
-    state, entries = model.state_dict(), stored(spec)
+    state, entries = model.state_dict(), stored_tensors(spec)
     unknown = [n for n in state if n not in entries and not spec.is_buffer(n)]
     require(
         [f for f in check(spec, state) if f.name not in unknown],

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from regauge.checkpoints.reader import Lazy
+from regauge.checkpoints.reader import LazyState
 from regauge.core import axes as ax
-from regauge.core.action import act, apply_lazily, moves
+from regauge.core.action import act, apply_lazily, tensor_transforms
 from regauge.core.element import Element, element
-from regauge.core.spec import stored
+from regauge.core.spec import stored_tensors
 from regauge.results.findings import INCONCLUSIVE, Finding
 from regauge.verification.faults import first_fault
 from regauge.verification.paper import head_columns
@@ -80,7 +80,7 @@ class Case:
 
     def with_gradient(self, values: State) -> State:
         """Return the tensors of parameters that have a gradient."""
-        return Lazy([n for n in values if n not in self.zero_gradients], values.__getitem__)
+        return LazyState([n for n in values if n not in self.zero_gradients], values.__getitem__)
 
 
 def prepare(subject: Subject, seed: int, steps: int, optimizer: str) -> Case:
@@ -128,7 +128,7 @@ def transform_copy(
     """Return a copy with its backbone, or all of it, transformed. Tensors outside the spec are
     unchanged.
     """
-    transformed, entries = copy.deepcopy(model), stored(g.spec)
+    transformed, entries = copy.deepcopy(model), stored_tensors(g.spec)
     with torch.no_grad():
         state, target = model.state_dict(), transformed.state_dict()
         for name, thunk in apply_lazily(
@@ -152,7 +152,7 @@ def _transform_lazily(g: Element, values: State, axes: Callable[[str], str]) -> 
     """Return the tensors of the backbone under g, with axes mapped by `axes`, computed on
     access.
     """
-    plan = {m.name: m for m in moves(g, "backbone")}
+    plan = {m.name: m for m in tensor_transforms(g, "backbone")}
 
     def read(name: str) -> Tensor:
         move = plan.get(name)
@@ -162,7 +162,7 @@ def _transform_lazily(g: Element, values: State, axes: Callable[[str], str]) -> 
             else act(g, values[move.source], axes(move.axes), at=move.at)
         )
 
-    return Lazy(list(values), read)
+    return LazyState(list(values), read)
 
 
 def _at_least(rounding: Errors, tensors: State, dtype: torch.dtype) -> dict[str, float]:

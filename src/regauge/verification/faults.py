@@ -19,9 +19,9 @@ import torch
 from regauge.core import axes as ax
 from regauge.core.action import act
 from regauge.core.element import Element
-from regauge.core.spec import stored
+from regauge.core.spec import stored_tensors
 from regauge.errors import SpecError
-from regauge.locking.permuted import rows
+from regauge.locking.permuted import sample_row_permutation
 from regauge.verification.subject import PLAIN, Subject, Transform, run
 
 Tensor = torch.Tensor
@@ -52,7 +52,9 @@ class Orders:
             if self._transform.rows is not None:
                 for name in self._names:
                     yield act(
-                        rows(x.shape[dim], self._transform.rows, f"verify/{name}"),
+                        sample_row_permutation(
+                            x.shape[dim], self._transform.rows, f"verify/{name}"
+                        ),
                         x,
                         "_ token _" if dim == 1 else "_ _ token",
                     )
@@ -62,7 +64,9 @@ def _column_orders(g: Element) -> dict[int, list[Tensor]]:
     """Return every order that the element gives to an axis of a weight, by length."""
     orders: dict[bytes, Tensor] = {}
     for term in {
-        term: None for entry in stored(g.spec).values() for term in ax.parse(entry.axes).terms
+        term: None
+        for entry in stored_tensors(g.spec).values()
+        for term in ax.parse(entry.axes).terms
     }:
         n = ax.size(term, g.spec.sizes)
         with suppress(SpecError):  # an axis inside a head or an expert has no order of its own

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from regauge.core import axes as ax
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.results.findings import Finding
 from regauge.verification.checks import Case
 
@@ -105,7 +105,7 @@ def _fresh_tensors(
 def _permuted_tensors(spec: Spec) -> dict[str, list[int]]:
     """Return the backbone's tensors and the axes that a column permutation acts on."""
     axes_by_name = {}
-    for name, entry in stored(spec).items():
+    for name, entry in stored_tensors(spec).items():
         if spec.parts.get(entry.pattern) == "backbone":
             dims = [
                 i

@@ -22,11 +22,11 @@ from regauge.core import axes as ax
 from regauge.core.action import act
 from regauge.core.element import Element
 from regauge.core.rng import Stream, seed_key
-from regauge.core.spec import Spec, stored
+from regauge.core.spec import Spec, stored_tensors
 from regauge.errors import SpecError
-from regauge.locking.permuted import rows
+from regauge.locking.permuted import sample_row_permutation
 from regauge.models.cut import Crossing, Cut
-from regauge.testing import named, strict_float64
+from regauge.testing import name_outputs, strict_float64
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -53,14 +53,16 @@ class Transform:
         return (
             None
             if self.rows is None
-            else rows(crossing.stream.shape[1], self.rows, f"verify/{crossing.boundary.name}")
+            else sample_row_permutation(
+                crossing.stream.shape[1], self.rows, f"verify/{crossing.boundary.name}"
+            )
         )
 
     def restore(self, crossing: Crossing, z: Tensor) -> Tensor:
         """Undo the transform on the stream that leaves the backbone."""
         shuffle = self.shuffle(crossing)
-        z = z if shuffle is None else crossing.restored(shuffle, z)
-        return z if self.columns is None else crossing.restored(self.columns, z)
+        z = z if shuffle is None else crossing.restore(shuffle, z)
+        return z if self.columns is None else crossing.restore(self.columns, z)
 
 
 PLAIN = Transform()
@@ -117,7 +119,7 @@ class Subject:
 
     def part(self, name: str) -> str:
         """Return the part of a tensor: embed, backbone or head."""
-        entry = stored(self.spec).get(name)
+        entry = stored_tensors(self.spec).get(name)
         return self.spec.parts.get(entry.pattern, "") if entry else ""
 
     def transform_feature_grads(self, gradients: Tensors, transform: Transform) -> Tensors:
@@ -134,7 +136,9 @@ class Subject:
                 value = act(transform.columns, value, axes.replace("token*", "_"))
             if transform.rows is not None:
                 value = act(
-                    rows(value.shape[1], transform.rows, f"verify/{boundary.name}"),
+                    sample_row_permutation(
+                        value.shape[1], transform.rows, f"verify/{boundary.name}"
+                    ),
                     value,
                     "_ token _",
                 )
@@ -295,20 +299,20 @@ def run(
     model, left_streams, entered_streams = subject.model, {}, {}
 
     def cross(crossing: Crossing) -> Tensor:
-        crossed = crossing if transform.columns is None else crossing.moved(transform.columns)
+        crossed = crossing if transform.columns is None else crossing.transform(transform.columns)
         shuffle = transform.shuffle(crossing)
         if shuffle is not None:
             crossed = (
-                crossed.replaced(
+                crossed.with_inputs(
                     **{crossed.boundary.stream: act(shuffle, crossed.stream, "_ token _")}
                 )
                 if transform.is_control
-                else crossed.moved(shuffle)
+                else crossed.transform(shuffle)
             )
         if backward:
             name, stream = crossed.boundary.stream, crossed.stream
             if not stream.requires_grad:
-                crossed = crossed.replaced(**{name: stream.detach().requires_grad_()})
+                crossed = crossed.with_inputs(**{name: stream.detach().requires_grad_()})
             crossed.stream.retain_grad()
             entered_streams[f"features {crossing.boundary.name}".strip()] = crossed.stream
         z = crossed.run()
@@ -349,7 +353,7 @@ def loss(outputs: Mapping[str, Tensor], targets: Mapping[str, Tensor]) -> Tensor
 
 def _floats(result: Any) -> Tensors:
     """Return the floating-point outputs by name; raise SpecError if none exist."""
-    tensors = named(result)
+    tensors = name_outputs(result)
     if not tensors:
         raise SpecError(
             "the model must return a floating-point output, got none",

@@ -9,8 +9,15 @@ is sent, scores against what the client kept.
 `scoring` the metrics, `telling` tables, figures and verdict.
 """
 
-from regauge.audit.gradients.clients import contribute, prepared, view_of
+from regauge.audit.gradients.clients import build_view, contribute, prepare_model
 from regauge.audit.gradients.engine import GradientCase, audit_gradients
-from regauge.defences.gradients import plan_of
+from regauge.defences.gradients import parse_plan
 
-__all__ = ["GradientCase", "audit_gradients", "contribute", "plan_of", "prepared", "view_of"]
+__all__ = [
+    "GradientCase",
+    "audit_gradients",
+    "contribute",
+    "parse_plan",
+    "prepare_model",
+    "build_view",
+]

@@ -36,13 +36,13 @@ from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
-A = TypeVar("A", bound="Named")
-Practice = Callable[
+A = TypeVar("A", bound="HasName")
+RehearsalSource = Callable[
     [int], Iterable[Rehearsal]
 ]  # so many updates of the adversary's own, made by the client's code
 
 
-class Named(Protocol):
+class HasName(Protocol):
     """What has a name, as attacks on images and on texts have."""
 
     @property
@@ -55,7 +55,7 @@ class Budget:
 
     steps: int = 300
     restarts: int = 1
-    rate: float = 0.1
+    lr: float = 0.1
     seed: int = 0
     practice: int = 100  # updates that attacks which learn make of their own images
 
@@ -76,10 +76,10 @@ class Attack:
         ..., tuple[Tensor, Mapping[str, Any]]
     ]  # of the view, the budget, patches that are asked about, and what was learned
     is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
-    learn: Callable[[SentUpdate, Budget, Practice], Any] | None = None
+    learn: Callable[[SentUpdate, Budget, RehearsalSource], Any] | None = None
 
 
-def _least_squares(
+def _run_least_squares(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     images, solved = embedding_least_squares(view)
@@ -92,18 +92,18 @@ def _least_squares(
     return images, facts
 
 
-def _span(
+def _run_span(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return span_membership(view, asked), {}
 
 
-def _practise(view: SentUpdate, budget: Budget, practice: Practice) -> Calibration:
+def _calibrate(view: SentUpdate, budget: Budget, practice: RehearsalSource) -> Calibration:
     return calibrate(view)
 
 
-def _practised(
+def _run_membership(
     view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Calibration
 ) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
@@ -113,36 +113,36 @@ def _practised(
     }
 
 
-def _learn(view: SentUpdate, budget: Budget, practice: Practice) -> RidgeModel:
+def _fit_regression(view: SentUpdate, budget: Budget, practice: RehearsalSource) -> RidgeModel:
     return fit_ridge(practice(budget.practice))
 
 
-def _regressed(
+def _run_regression(
     view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
     return ridge_regression(view, learned), {"features": learned.kind, "left": learned.unexplained}
 
 
-def _resembling(
+def _run_resemblance(
     view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
     assert asked is not None
     return resemblance(view, asked, learned), {}
 
 
-def _mask(
+def _run_mask(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     return mask_leak(view), {}
 
 
-def _labels(
+def _run_labels(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     return label_counts(view), {}
 
 
-def _april(
+def _run_april(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     if not is_april(view.model):
@@ -159,7 +159,7 @@ def _april(
     }
 
 
-def _descent(
+def _make_descent(
     attack: Callable[[SentUpdate, DescentConfig], DescentResult], **how: Any
 ) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
     def run(
@@ -170,7 +170,7 @@ def _descent(
             DescentConfig(
                 steps=budget.steps,
                 restarts=budget.restarts,
-                lr=budget.rate,
+                lr=budget.lr,
                 seed=budget.seed,
                 **how,
             ),
@@ -180,7 +180,7 @@ def _descent(
     return run
 
 
-def _refined(
+def _run_refinement(
     view: SentUpdate, budget: Budget, asked: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     start, _ = embedding_least_squares(view)
@@ -189,7 +189,7 @@ def _refined(
         start,
         DescentConfig(
             steps=budget.steps,
-            lr=budget.rate / 5,
+            lr=budget.lr / 5,
             seed=budget.seed,
             objective="layers",
             tv_weight=0.02,
@@ -207,7 +207,7 @@ ATTACKS: tuple[Attack, ...] = (
         "as coefficients: closed form, unmodified models",
         "images",
         Threat(batch=True, images=True),
-        _least_squares,
+        _run_least_squares,
     ),
     Attack(
         "span",
@@ -215,7 +215,7 @@ ATTACKS: tuple[Attack, ...] = (
         "asks of a patch whether it lies in the span of what the first layers were given",
         "patches",
         Threat(batch=True),
-        _span,
+        _run_span,
     ),
     Attack(
         "regression",
@@ -224,8 +224,8 @@ ATTACKS: tuple[Attack, ...] = (
         "updates say of images",
         "images",
         Threat(batch=True, images=True),
-        _regressed,
-        learn=_learn,
+        _run_regression,
+        learn=_fit_regression,
     ),
     Attack(
         "membership",
@@ -234,8 +234,8 @@ ATTACKS: tuple[Attack, ...] = (
         "layer and softness are learned on updates of its own",
         "patches",
         Threat(batch=True, images=True),
-        _practised,
-        learn=_practise,
+        _run_membership,
+        learn=_calibrate,
     ),
     Attack(
         "resemblance",
@@ -243,8 +243,8 @@ ATTACKS: tuple[Attack, ...] = (
         "asks of a patch whether it is nearer to the regressed image than to the mean image",
         "patches",
         Threat(batch=True, images=True),
-        _resembling,
-        learn=_learn,
+        _run_resemblance,
+        learn=_fit_regression,
     ),
     Attack(
         "mask",
@@ -252,7 +252,7 @@ ATTACKS: tuple[Attack, ...] = (
         "reads MJP's mask off the rows of positions whose gradient is zero",
         "mask",
         Threat(),
-        _mask,
+        _run_mask,
     ),
     Attack(
         "labels",
@@ -260,7 +260,7 @@ ATTACKS: tuple[Attack, ...] = (
         "reads the classes of a batch off the head's gradient",
         "labels",
         Threat(batch=True),
-        _labels,
+        _run_labels,
     ),
     Attack(
         "april",
@@ -269,7 +269,7 @@ ATTACKS: tuple[Attack, ...] = (
         "and residuals",
         "images",
         Threat(),
-        _april,
+        _run_april,
     ),
     Attack(
         "inverting",
@@ -277,7 +277,7 @@ ATTACKS: tuple[Attack, ...] = (
         "descends to smooth images whose gradients point the way of the update's, layer by layer",
         "images",
         _OPTIMISED,
-        _descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
+        _make_descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
         True,
     ),
     Attack(
@@ -286,7 +286,7 @@ ATTACKS: tuple[Attack, ...] = (
         "goes on from the closed form by a descent",
         "images",
         _OPTIMISED,
-        _refined,
+        _run_refinement,
         True,
     ),
     Attack(
@@ -295,7 +295,7 @@ ATTACKS: tuple[Attack, ...] = (
         "the same with priors for the seams of patches",
         "images",
         _OPTIMISED,
-        _descent(
+        _make_descent(
             gradvit,
             objective="layers",
             tv_weight=0.02,
@@ -311,7 +311,9 @@ ATTACKS: tuple[Attack, ...] = (
         "descends to images and labels by the distance of gradients",
         "images",
         _OPTIMISED,
-        _descent(dlg, objective="euclidean", signed=False, optimize_labels=True, schedule="none"),
+        _make_descent(
+            dlg, objective="euclidean", signed=False, optimize_labels=True, schedule="none"
+        ),
         True,
     ),
     Attack(
@@ -320,7 +322,7 @@ ATTACKS: tuple[Attack, ...] = (
         "the same with labels that were read first",
         "images",
         _OPTIMISED,
-        _descent(idlg, objective="euclidean", signed=False, schedule="none"),
+        _make_descent(idlg, objective="euclidean", signed=False, schedule="none"),
         True,
     ),
     Attack(
@@ -329,7 +331,7 @@ ATTACKS: tuple[Attack, ...] = (
         "the same with the direction of the positions' gradient",
         "images",
         _OPTIMISED,
-        _descent(april_descent, objective="april", tv_weight=0.01, signed=False),
+        _make_descent(april_descent, objective="april", tv_weight=0.01, signed=False),
         True,
     ),
 )
@@ -338,11 +340,13 @@ QUICK = tuple(
 )  # what an audit tries where nothing else is said
 
 
-def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack, ...], list[str]]:
+def filter_applicable(
+    attacks: Sequence[Attack], examples: Examples
+) -> tuple[tuple[Attack, ...], list[str]]:
     """The attacks that can be tried on examples of a kind, and why others are not: classes are
     counted, and descents go by the loss, of one answer to each image.
     """
-    out = [a for a in attacks if examples.multi and (a.kind == "labels" or a.is_slow)]
+    out = [a for a in attacks if examples.multi_label and (a.kind == "labels" or a.is_slow)]
     kept = tuple(a for a in attacks if a not in out)
     if out and not kept:
         raise UpdateError(
@@ -354,7 +358,7 @@ def fitting(attacks: Sequence[Attack], examples: Examples) -> tuple[tuple[Attack
     ]
 
 
-def chosen(
+def resolve_attacks(
     names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str
 ) -> tuple[A, ...]:
     """Attacks of a table by their names, in the table's order; "all", alone or among others, is all
@@ -370,12 +374,16 @@ def chosen(
     return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(usual)
 
 
-def named(names: Sequence[str]) -> tuple[Attack, ...]:
+def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
 def fit_attack(
-    kept: dict[Any, Any], attack: Attack, view: SentUpdate, budget: Budget, practice: Practice
+    kept: dict[Any, Any],
+    attack: Attack,
+    view: SentUpdate,
+    budget: Budget,
+    practice: RehearsalSource,
 ) -> Any:
     """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where
     there is nothing to learn.
@@ -397,10 +405,10 @@ class Attempt:
     """What one attack made of one update, or why it could not try."""
 
     attack: str
-    found: Tensor | None
+    output: Tensor | None
     seconds: float
     facts: Mapping[str, Any] = field(default_factory=dict)
-    why: str = ""
+    reason: str = ""
 
 
 def attempt(
@@ -424,5 +432,5 @@ def attempt(
                 else attack.run(view, budget, asked, learned)
             )
     except UpdateError as error:
-        return Attempt(attack.name, None, time.monotonic() - started, why=str(error))
+        return Attempt(attack.name, None, time.monotonic() - started, reason=str(error))
     return Attempt(attack.name, found.detach(), time.monotonic() - started, facts)

@@ -28,12 +28,12 @@ from regauge.attacks.updates import (
 )
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, logits_of, loss_of
-from regauge.defences.gradients import Mjp, NoPositions, Plan, clipped, names_of
-from regauge.defences.split import Draw
+from regauge.defences.gradients import Mjp, NoPositions, Plan, clip_global_norm, part_parameters
+from regauge.defences.split import KeyedRandom
 from regauge.errors import UpdateError
-from regauge.jigsaw.layers import inner_of
-from regauge.jigsaw.masks import Puzzle, draw_puzzle
-from regauge.jigsaw.positions import place_of
+from regauge.jigsaw.layers import unwrap_model
+from regauge.jigsaw.masks import Puzzle, sample_puzzle
+from regauge.jigsaw.positions import find_positions
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
@@ -53,7 +53,7 @@ class Truth:
     puzzle: Puzzle | None = None
 
 
-def prepared(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
+def prepare_model(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
     """The model that both sides have under a plan: a copy, wrapped for MJP or without positions. A
     wrapped model stays as it is.
     """
@@ -67,11 +67,11 @@ def prepared(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
         )
         found = MaskedJigsaw(found, plan.model.ratio, variant=parts)
     if isinstance(plan.model, NoPositions):
-        table = place_of(inner_of(found)[0]).table
+        table = find_positions(unwrap_model(found)[0]).table
         if table is None:
             raise UpdateError(f"{type(found).__name__} has no table of positions to do without")
         with torch.no_grad():
-            inner_of(found)[0].get_parameter(table).zero_()
+            unwrap_model(found)[0].get_parameter(table).zero_()
     return found
 
 
@@ -96,15 +96,15 @@ def contribute(
     for client in range(plan.clients):
         at = slice(client * plan.samples, (client + 1) * plan.samples)
         own = {name: t[at] for name, t in inputs.items()}
-        one, truth = _of_one(model, plan, examples, own, labels[at], f"{seed}/{client}")
+        one, truth = _contribute_one(model, plan, examples, own, labels[at], f"{seed}/{client}")
         sent.append(one)
         truths.append(truth)
     update = sent[0] if len(sent) == 1 else average_updates(sent)
     check_update(model, update)
-    return update, truths[0] if len(truths) == 1 else joined(truths)
+    return update, truths[0] if len(truths) == 1 else concat_truths(truths)
 
 
-def view_of(
+def build_view(
     model: torch.nn.Module,
     plan: Plan,
     update: Update,
@@ -121,10 +121,10 @@ def view_of(
             f'an update under "{plan.text}" is made of {plan.samples * plan.clients} samples, '
             f"and the truth has {len(truth.labels)}"
         )
-    return shown(model, update, truth, threat, images, rehearsals)
+    return build_recorded_view(model, update, truth, threat, images, rehearsals)
 
 
-def shown(
+def build_recorded_view(
     model: torch.nn.Module,
     update: Update,
     truth: Truth,
@@ -161,15 +161,15 @@ def rehearse(
             model,
             plan,
             own,
-            on(model, inputs),
+            cast_inputs(model, inputs),
             labels.to(next(model.parameters()).device),
             seed + n,
         )
-        out.append(rehearsal_of(update, truth))
+        out.append(to_rehearsal(update, truth))
     return out
 
 
-def practice(
+def sample_rehearsals(
     model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
 ) -> Iterator[Rehearsal]:
     """As many rehearsals as are asked for, one after the other: batches are drawn anew each time,
@@ -185,14 +185,14 @@ def practice(
             model,
             plan,
             own,
-            on(model, inputs),
+            cast_inputs(model, inputs),
             labels.to(next(model.parameters()).device),
             seed + n,
         )
-        yield rehearsal_of(update, truth)
+        yield to_rehearsal(update, truth)
 
 
-def rehearsal_of(update: Update, truth: Truth) -> Rehearsal:
+def to_rehearsal(update: Update, truth: Truth) -> Rehearsal:
     """An update of the adversary's own, with what it was made of."""
     return Rehearsal(
         update,
@@ -202,7 +202,7 @@ def rehearsal_of(update: Update, truth: Truth) -> Rehearsal:
     )
 
 
-def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
+def cast_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     """Inputs in the model's dtype, on its device."""
     like = next(p for p in model.parameters() if p.is_floating_point())
     return {
@@ -210,7 +210,7 @@ def on(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
     }
 
 
-def _of_one(
+def _contribute_one(
     model: torch.nn.Module,
     plan: Plan,
     examples: Examples,
@@ -219,8 +219,8 @@ def _of_one(
     label: str,
 ) -> tuple[Update, Truth]:
     own = copy.deepcopy(model).train()
-    inner_of(own)[0].train(plan.dropout)
-    frozen = {name for part in plan.frozen for name in names_of(model, part)}
+    unwrap_model(own)[0].train(plan.dropout)
+    frozen = {name for part in plan.frozen for name in part_parameters(model, part)}
     parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1
     fresh = plan.steps is not None and plan.steps.fresh
@@ -230,7 +230,7 @@ def _of_one(
     for step in range(count):
         at = slice(step * plan.batch, (step + 1) * plan.batch) if fresh else slice(None)
         here, answers = {name: t[at] for name, t in inputs.items()}, labels[at]
-        drawn = puzzle_of(own, plan, here, f"{label}/{step}")
+        drawn = make_puzzle(own, plan, here, f"{label}/{step}")
         if step == 0:
             puzzle = drawn
             read = (
@@ -238,7 +238,9 @@ def _of_one(
                 if drawn is None
                 else {**inputs, "pixel_values": drawn.apply(inputs["pixel_values"])}
             )
-        slopes = _slopes(own, plan, examples, here, answers, drawn, parameters, f"{label}/{step}")
+        slopes = _compute_grads(
+            own, plan, examples, here, answers, drawn, parameters, f"{label}/{step}"
+        )
         if count > 1:
             assert plan.steps is not None
             with torch.no_grad():
@@ -252,11 +254,13 @@ def _of_one(
     else:
         update = slopes
     if isinstance(plan.model, NoPositions) and not plan.model.sent:
-        update = {name: t for name, t in update.items() if name not in names_of(model, "positions")}
-    draw = Draw(seed_key(0), f"update/{label}")
-    for defence in plan.leaving:
+        update = {
+            name: t for name, t in update.items() if name not in part_parameters(model, "positions")
+        }
+    draw = KeyedRandom(seed_key(0), f"update/{label}")
+    for defence in plan.update_defences:
         more: dict[str, Any] = {"count": plan.batch} if defence is plan.private else {}
-        update = defence.leave(update, model, draw, **more)
+        update = defence.apply_to_update(update, model, draw, **more)
     made = (
         Update(update)
         if count == 1 or plan.steps is None
@@ -265,7 +269,7 @@ def _of_one(
     return made, Truth(inputs, read, labels, puzzle)
 
 
-def _slopes(
+def _compute_grads(
     model: torch.nn.Module,
     plan: Plan,
     examples: Examples,
@@ -279,7 +283,7 @@ def _slopes(
     private.
     """
     if plan.private is None or len(labels) == 1:
-        found = slopes_of(
+        found = batch_grads(
             model,
             examples,
             inputs,
@@ -288,12 +292,12 @@ def _slopes(
             puzzle=puzzle,
             rows=label if plan.rows else None,
         )
-        return found if plan.private is None else clipped(found, plan.private.norm)
+        return found if plan.private is None else clip_global_norm(found, plan.private.norm)
     total: dict[str, Tensor] = {}
     for i in range(len(labels)):
         one = {name: t[i : i + 1] for name, t in inputs.items()}
         part = None if puzzle is None else puzzle.rows(slice(i, i + 1))
-        found = slopes_of(
+        found = batch_grads(
             model,
             examples,
             one,
@@ -302,12 +306,12 @@ def _slopes(
             puzzle=part,
             rows=label if plan.rows else None,
         )
-        for name, t in clipped(found, plan.private.norm).items():
+        for name, t in clip_global_norm(found, plan.private.norm).items():
             total[name] = total.get(name, 0) + t / len(labels)
     return total
 
 
-def slopes_of(
+def batch_grads(
     model: torch.nn.Module,
     examples: Examples,
     inputs: Inputs,
@@ -318,12 +322,12 @@ def slopes_of(
     rows: str | None = None,
 ) -> dict[str, Tensor]:
     """The gradients of one batch's mean loss by the parameters that it depends on."""
-    with _shuffled(model, rows):
+    with _shuffled_rows(model, rows):
         if isinstance(model, MaskedJigsaw):
             out = (
                 model(inputs["pixel_values"], puzzle=puzzle)
                 if puzzle is not None
-                else _plain(model, inputs["pixel_values"])
+                else _forward_plain(model, inputs["pixel_values"])
             )
             loss = (
                 loss_of(examples, out, labels)
@@ -331,7 +335,7 @@ def slopes_of(
                 else loss_of(examples, out.logits, labels)
             )
             if model.localizer is not None:  # the regression of positions is in every step of MJP
-                grid = model.place.grid
+                grid = model.layout.grid
                 assert grid is not None
                 mask = (
                     torch.zeros(1, grid[0] * grid[1], dtype=torch.bool)
@@ -346,44 +350,48 @@ def slopes_of(
     return {n: g.detach() for n, g in zip(names, found, strict=True) if g is not None}
 
 
-def _plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
+def _forward_plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
     """A pass of MJP's model without a puzzle, its unknown embedding unused."""
     return logits_of(model.model, {"pixel_values": pixels})
 
 
-def puzzle_of(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
+def make_puzzle(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
     if (
         not isinstance(plan.model, Mjp)
         or not plan.model.shuffle
         or not isinstance(model, MaskedJigsaw)
     ):
         return None
-    seed = [int(w) for w in Draw(seed_key(0), label).stream("puzzle").words(2)]
-    return draw_puzzle(1, model.grid_of(inputs["pixel_values"]), plan.model.ratio, seed)
+    seed = [int(w) for w in KeyedRandom(seed_key(0), label).stream("puzzle").words(2)]
+    return sample_puzzle(1, model.grid_of(inputs["pixel_values"]), plan.model.ratio, seed)
 
 
 @contextlib.contextmanager
-def _shuffled(model: torch.nn.Module, label: str | None) -> Iterator[None]:
+def _shuffled_rows(model: torch.nn.Module, label: str | None) -> Iterator[None]:
     """Passes in which tokens change places after the position embedding."""
     if label is None:
         yield
         return
-    from regauge.locking.permuted import passage, rows
+    from regauge.locking.permuted import run_permuted, sample_row_permutation
     from regauge.models.cut import cut
 
-    with cut(inner_of(model)[0]).route(
-        lambda c: passage(c, shuffle=rows(c.stream.shape[1], seed_key(0), label))
+    with cut(unwrap_model(model)[0]).route(
+        lambda c: run_permuted(
+            c, shuffle=sample_row_permutation(c.stream.shape[1], seed_key(0), label)
+        )
     ):
         yield
 
 
-def joined(truths: Sequence[Truth]) -> Truth:
+def concat_truths(truths: Sequence[Truth]) -> Truth:
     """What several clients kept, one below the other."""
-    original, read = (stacked([getattr(t, name) for t in truths]) for name in ("original", "read"))
+    original, read = (
+        concat_inputs([getattr(t, name) for t in truths]) for name in ("original", "read")
+    )
     return Truth(original, read, torch.cat([t.labels for t in truths]), truths[0].puzzle)
 
 
-def stacked(parts: Sequence[Inputs]) -> dict[str, Tensor]:
+def concat_inputs(parts: Sequence[Inputs]) -> dict[str, Tensor]:
     """Batches one below the other; texts are padded to the longest."""
     out = {}
     for name in parts[0]:

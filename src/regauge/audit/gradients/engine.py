@@ -21,33 +21,41 @@ from regauge.audit.gradients.attempts import (
     Attempt,
     Budget,
     attempt,
+    filter_applicable,
     fit_attack,
-    fitting,
 )
 from regauge.audit.gradients.clients import (
     Truth,
+    build_view,
+    cast_inputs,
     contribute,
-    on,
-    practice,
-    prepared,
+    prepare_model,
     rehearse,
-    view_of,
+    sample_rehearsals,
 )
-from regauge.audit.gradients.scores import LEAK, Case, Row, Scored, patches_of, score, told_labels
+from regauge.audit.gradients.scores import (
+    LEAK,
+    Case,
+    ImageScores,
+    Row,
+    extract_patches,
+    label_recall,
+    score_reconstructions,
+)
 from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean
+from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean_score
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import NONE, Plan, plan_of
+from regauge.defences.gradients import NONE, Plan, parse_plan
 from regauge.errors import UpdateError, need
-from regauge.jigsaw.layers import Layers, layers_of
+from regauge.jigsaw.layers import Layers, find_layers
 from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
-ASKED = 400  # patches of other images that span membership is asked about, at most
-OWN = 500  # images that the attacker takes statistics of, at most
+MAX_CANDIDATES = 400  # patches of other images that span membership is asked about, at most
+MAX_OWN_IMAGES = 500  # images that the attacker takes statistics of, at most
 REHEARSALS = 4
 
 
@@ -67,7 +75,7 @@ class GradientCase:
     updates: int = 8
     batch: int = 1
     steps: int = 1
-    rate: float = 0.01
+    lr: float = 0.01
     seed: int = 0
     name: str = "gradients"
     stages: Mapping[str, torch.nn.Module] = field(default_factory=dict)
@@ -83,7 +91,7 @@ def audit_gradients(
     batches: Sequence[int] = (),
     lpips: Lpips | None = None,
     pictures: int = 6,
-    most: float | None = None,
+    fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
     """What updates give away under each combination ("none" is the ceiling, and always there),
@@ -93,9 +101,9 @@ def audit_gradients(
     """
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    check(case, [*combinations, *(f"batch={b}" for b in batches)])
+    check_case(case, [*combinations, *(f"batch={b}" for b in batches)])
     wanted = attacks
-    attacks, unfit = fitting(wanted, case.victims)
+    attacks, unfit = filter_applicable(wanted, case.victims)
     closed = [a for a in attacks if not a.is_slow]  # what curves are drawn by
     total = (
         len(combinations) * len(attacks)
@@ -111,14 +119,15 @@ def audit_gradients(
         done += 1
 
     rows = tuple(
-        row_of(case, case.model, c, attacks, budget, lpips, pictures, tell, optimised)
+        audit_combination(case, case.model, c, attacks, budget, lpips, pictures, tell, optimised)
         for c in combinations
     )
     sizes = {
-        b: row_of(case, case.model, f"batch={b}", closed, budget, None, 0, tell) for b in batches
+        b: audit_combination(case, case.model, f"batch={b}", closed, budget, None, 0, tell)
+        for b in batches
     }
     stages = {
-        name: [row_of(case, m, c, closed, budget, None, 0, tell) for c in combinations]
+        name: [audit_combination(case, m, c, closed, budget, None, 0, tell) for c in combinations]
         for name, m in case.stages.items()
     }
     if progress:
@@ -126,8 +135,8 @@ def audit_gradients(
     measured = Case(
         case.name,
         rows,
-        floors(case, lpips),
-        pixels(case, _first(case, pictures)) if pictures else None,
+        score_baselines(case, lpips),
+        to_pixels(case, _first_victims(case, pictures)) if pictures else None,
         sizes,
         stages,
     )
@@ -137,27 +146,27 @@ def audit_gradients(
     unchecked += unfit
     if not any(a.is_slow for a in wanted):
         unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
-    found = report.results("What updates give away", [measured], attacks, unchecked)
+    found = report.build_results("What updates give away", [measured], attacks, unchecked)
     return replace(
         found,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
         ),
     )
 
 
-def check(case: GradientCase, combinations: Sequence[str]) -> None:
+def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
     """Refuse what cannot be before anything is attacked."""
     if len(case.own) < 2:
         raise LeakageError(
             f"an attacker with {len(case.own)} images of its own has no mean image to compare with",
             hint="give more data",
         )
-    layers_of(case.model, tuple(_inputs(case.own.only([0])).shape[1:]))
-    if any(_plan(case, c).private for c in combinations):
+    find_layers(case.model, tuple(_pixel_values(case.own.only([0])).shape[1:]))
+    if any(_parse_plan(case, c).private for c in combinations):
         need("dp_accounting", "privacy")  # an epsilon is told at the end
     for combination in combinations:
-        plan = _plan(case, combination)
+        plan = _parse_plan(case, combination)
         needed = plan.samples * plan.clients
         if needed > len(case.victims):
             raise LeakageError(
@@ -167,7 +176,7 @@ def check(case: GradientCase, combinations: Sequence[str]) -> None:
             )
 
 
-def row_of(
+def audit_combination(
     case: GradientCase,
     model: torch.nn.Module,
     combination: str,
@@ -175,33 +184,33 @@ def row_of(
     budget: Budget,
     lpips: Lpips | None,
     pictures: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     optimised: int = 2,
 ) -> Row:
     """One combination: make updates, attack each, score."""
-    plan = _plan(case, combination)
-    made = updates_of(case, model, plan)
-    mine, apart = shared_out(case.own)
-    own = _inputs(mine.only(np.arange(min(OWN, len(mine)))))
+    plan = _parse_plan(case, combination)
+    made = make_updates(case, model, plan)
+    mine, apart = split_own_images(case.own)
+    own = _pixel_values(mine.only(np.arange(min(MAX_OWN_IMAGES, len(mine)))))
     rehearsals = tuple(rehearse(made[0][0], plan, mine, REHEARSALS, case.seed * 1000 + 500))
-    scores: dict[str, Scored] = {}
+    scores: dict[str, ImageScores] = {}
     told: dict[str, list[float]] = {"mask": [], "labels": []}
     patches: dict[str, list[float]] = {}
     why: dict[str, str] = {}
     lessons: dict[Any, Any] = {}
 
     def learned_by(attack: Attack) -> Any:
-        seen = view_of(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
+        seen = build_view(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
         return fit_attack(
             lessons,
             attack,
             seen,
             budget,
-            lambda n: practice(made[0][0], plan, mine, n, case.seed * 1000 + 700),
+            lambda n: sample_rehearsals(made[0][0], plan, mine, n, case.seed * 1000 + 700),
         )
 
     for attack in attacks:
-        tell(f"{combination}: {attack.title}")
+        notify(f"{combination}: {attack.title}")
         tried: list[tuple[Attempt, Truth]] = []
         try:
             learned = None if attack.learn is None else learned_by(attack)
@@ -211,27 +220,27 @@ def row_of(
         for n, (sent_model, update, truth) in enumerate(
             made[:optimised] if attack.is_slow else made
         ):
-            view = view_of(sent_model, plan, update, truth, attack.threat, own, rehearsals)
+            view = build_view(sent_model, plan, update, truth, attack.threat, own, rehearsals)
             asked, inside = (
-                asked_of(view, truth, apart, case.seed + n)
+                sample_candidates(view, truth, apart, case.seed + n)
                 if attack.kind == "patches"
                 else (None, 0)
             )
             one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked, learned)
-            if one.found is None:
-                why[attack.name] = one.why
+            if one.output is None:
+                why[attack.name] = one.reason
                 break
             tried.append((one, truth))
             if attack.kind == "patches":
                 patches.setdefault(attack.name, []).append(
-                    auc(one.found[:inside], one.found[inside:])
+                    auc(one.output[:inside], one.output[inside:])
                 )
             elif attack.kind == "mask" and truth.puzzle is not None:
-                told["mask"].append(float((one.found == truth.puzzle.mask[0]).double().mean()))
+                told["mask"].append(float((one.output == truth.puzzle.mask[0]).double().mean()))
             elif attack.kind == "labels":
-                told["labels"].append(told_labels(one.found, truth.labels))
+                told["labels"].append(label_recall(one.output, truth.labels))
         if attack.kind == "images" and tried and attack.name not in why:
-            scores[attack.name] = _scored(case, attack.name, tried, lpips, pictures)
+            scores[attack.name] = _score_attempts(case, attack.name, tried, lpips, pictures)
     read = (
         torch.cat([truth.read["pixel_values"] for _, _, truth in made])[:pictures]
         if pictures and made[0][2].puzzle is not None
@@ -247,17 +256,19 @@ def row_of(
         plan.samples * plan.clients,
         why,
         None if read is None else denormalize(read.float(), case.mean, case.std).clamp(0, 1),
-        floor=mean(_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK),
+        floor=mean_score(
+            _score_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK
+        ),
     )
 
 
-def updates_of(
+def make_updates(
     case: GradientCase, model: torch.nn.Module, plan: Plan
 ) -> list[tuple[torch.nn.Module, Any, Truth]]:
     """Updates of the first victims, as many as there are images for: the model that both sides
     have, the update, the truth.
     """
-    there = prepared(model, plan)
+    there = prepare_model(model, plan)
     size = plan.samples * plan.clients
     count = max(1, min(case.updates, len(case.victims) // size))
     out = []
@@ -265,23 +276,23 @@ def updates_of(
         inputs, labels = case.victims.batch(np.arange(n * size, (n + 1) * size))
         labels = labels.to(next(there.parameters()).device)
         update, truth = contribute(
-            there, plan, case.victims, on(there, inputs), labels, case.seed * 1000 + n
+            there, plan, case.victims, cast_inputs(there, inputs), labels, case.seed * 1000 + n
         )
         out.append((there, update, truth))
     return out
 
 
-def _scored(
+def _score_attempts(
     case: GradientCase,
     name: str,
     tried: Sequence[tuple[Attempt, Truth]],
     lpips: Lpips | None,
     pictures: int,
-) -> Scored:
+) -> ImageScores:
     kept: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
     for one, truth in tried:
-        assert one.found is not None
-        found = denormalize(one.found.float().cpu(), case.mean, case.std).clamp(0, 1)
+        assert one.output is not None
+        found = denormalize(one.output.float().cpu(), case.mean, case.std).clamp(0, 1)
         for what, inputs in (("original", truth.original), ("read", truth.read)):
             true = denormalize(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(
                 0, 1
@@ -292,75 +303,80 @@ def _scored(
         torch.cat(kept[k]) for k in ("original", "read", "by original", "by read")
     )
     shuffles = not torch.equal(true, read)
-    original = score(found, true, lpips)
+    original = score_reconstructions(found, true, lpips)
     seconds = sum(one.seconds for one, _ in tried) / len(tried)
-    against = score(shuffled, read, lpips) if shuffles else original
-    return Scored(
+    against = score_reconstructions(shuffled, read, lpips) if shuffles else original
+    return ImageScores(
         name, original, against, seconds, found[:pictures], [one.facts for one, _ in tried]
     )
 
 
-def shared_out(own: Examples) -> tuple[Examples, Tensor]:
+def split_own_images(own: Examples) -> tuple[Examples, Tensor]:
     """The adversary's images, and some that it is not given: patches of these are what members of a
     batch are told apart from. If it had seen them, it would know them by that.
     """
     kept = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
-    return own.only(np.arange(kept)), _inputs(
+    return own.only(np.arange(kept)), _pixel_values(
         own.only(np.arange(kept if kept < len(own) else 0, len(own)))
     )
 
 
-def asked_of(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
+def sample_candidates(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
     """Patches of the batch, and as many of other images, for membership; and how many are of the
     batch.
     """
-    side = _layers(view).patch[0]
-    true = patches_of(truth.read["pixel_values"].cpu(), side)
+    side = _patch_layers(view).patch[0]
+    true = extract_patches(truth.read["pixel_values"].cpu(), side)
     draw = torch.Generator().manual_seed(seed)
-    true = true[torch.randperm(len(true), generator=draw)[:ASKED]]
-    others = patches_of(own, side)
+    true = true[torch.randperm(len(true), generator=draw)[:MAX_CANDIDATES]]
+    others = extract_patches(own, side)
     others = others[torch.randperm(len(others), generator=draw)[: len(true)]]
     return torch.cat([true, others]), len(true)
 
 
-def floors(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
+def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
     """What costs an attacker nothing, against the victims that "none" attacks: the mean of its own
     images; and where an update is of several images, so that nobody says which is which, images of
     its own by the best naming.
     """
-    found = {"the mean image": _mean_image(case, case.updates * case.batch, lpips)}
+    found = {"the mean image": _score_mean_image(case, case.updates * case.batch, lpips)}
     if case.batch > 1:
-        true, own = pixels(case, _first(case, case.updates * case.batch)), pixels(case, case.own)
+        true, own = (
+            to_pixels(case, _first_victims(case, case.updates * case.batch)),
+            to_pixels(case, case.own),
+        )
         own = own.repeat(-(-len(true) // len(own)), 1, 1, 1)[: len(true)]
         pairs = zip(torch.split(own, case.batch), torch.split(true, case.batch), strict=True)
-        found[OTHERS] = score(torch.cat([by_name(a, b) for a, b in pairs]), true, lpips)
+        found[OTHERS] = score_reconstructions(
+            torch.cat([by_name(a, b) for a, b in pairs]), true, lpips
+        )
     return found
 
 
-def _mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
-    true = pixels(case, _first(case, count))
-    own = pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return score(own, true, lpips)
+def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
+    true = to_pixels(case, _first_victims(case, count))
+    own = to_pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
+    return score_reconstructions(own, true, lpips)
 
 
-def pixels(case: GradientCase, examples: Examples) -> Tensor:
-    return denormalize(_inputs(examples), case.mean, case.std).clamp(0, 1)
+def to_pixels(case: GradientCase, examples: Examples) -> Tensor:
+    return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
 
 
-def _first(case: GradientCase, count: int) -> Examples:
+def _first_victims(case: GradientCase, count: int) -> Examples:
     return case.victims.only(np.arange(min(count, len(case.victims))))
 
 
-def _inputs(examples: Examples) -> Tensor:
+def _pixel_values(examples: Examples) -> Tensor:
     return examples.batch(np.arange(len(examples)))[0]["pixel_values"]
 
 
-def _plan(case: GradientCase, combination: str) -> Plan:
-    return plan_of(combination, case.batch, case.steps, case.rate)
+def _parse_plan(case: GradientCase, combination: str) -> Plan:
+    return parse_plan(combination, case.batch, case.steps, case.lr)
 
 
-def _layers(view: SentUpdate) -> Layers:
-    found = layers_of(view.model, view.shape)
+def _patch_layers(view: SentUpdate) -> Layers:
+    found = find_layers(view.model, view.shape)
     if found.patch[0] != found.patch[1]:
         raise UpdateError(f"patches of {found.patch[0]} x {found.patch[1]} are not square")
     return found

@@ -13,46 +13,46 @@ from typing import Any
 
 from regauge.audit.gradients.attempts import Attack
 from regauge.audit.gradients.scores import LEAK, METRICS, Case, Row, average
-from regauge.audit.split.report import pictures_of
-from regauge.audit.split.scores import OTHERS, mean, worst
+from regauge.audit.split.report import to_pictures
+from regauge.audit.split.scores import OTHERS, mean_score, worst_score
 from regauge.defences.gradients import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
-NEAR, SOME = 0.5, 3.0  # dB above the mean image: nothing was learned; something was
-GUESS, SURE = 0.55, 0.9  # AUC of membership: as good as a guess; told
-SEEN = 20.0  # dB from which a picture is recognised
-HIDES = ("hidden", "in part", "given away")
+NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: nothing was learned; something was
+GUESS_AUC, CERTAIN_AUC = 0.55, 0.9  # AUC of membership: as good as a guess; told
+RECOGNISABLE_DB = 20.0  # dB from which a picture is recognised
+LEVELS = ("hidden", "in part", "given away")
 ADVICE = (
     "What came nearest at no cost in accuracy where we measured it: sums over at least 128 "
     "images and no single update (secure aggregation, "
     "clients=128), with freeze=embedding,first. Sending biases and gains alone "
     "(freeze=matrices) or private hides more, and costs accuracy."
 )
-LAST = "These are the attacks that were tried. What they do not get, a better one may."
+CAVEAT = "These are the attacks that were tried. What they do not get, a better one may."
 
 
-def results(
+def build_results(
     title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
-    findings = tuple(f for case in cases for f in findings_of(case, attacks))
+    findings = tuple(f for case in cases for f in build_findings(case, attacks))
     tables = tuple(
         t
         for case in cases
-        for t in (glance(case), table_of(case, attacks), details_of(case, attacks))
+        for t in (build_overview(case), build_table(case, attacks), build_details(case, attacks))
     )
-    figures = tuple(f for case in cases for f in (*gallery(case), *curves(case)))
-    verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
+    figures = tuple(f for case in cases for f in (*gallery_figures(case), *curve_figures(case)))
+    verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
     why = [
         f"{row.combination}, {name}: {text}"
         for case in cases
         for row in case.rows
-        for name, text in row.why.items()
+        for name, text in row.reasons.items()
         if name != "mask"
     ]
     return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *why))
 
 
-def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
+def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     plain, out = case.row(NONE), []
     titles = {a.name: a.title for a in attacks}
     for row in case.rows:
@@ -71,7 +71,7 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     statement,
                     None,
                     got.value(),
-                    _low(case, row),
+                    _baseline(case, row),
                     ceiling,
                     told,
                     measure="PSNR",
@@ -100,29 +100,29 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     return out
 
 
-def glance(case: Case) -> Table:
+def build_overview(case: Case) -> Table:
     """The one that is read first: in words, what each combination hides."""
     has_labels = any(row.labels for row in case.rows)
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        best, low, told = row.best()[1], _low(case, row), average(row.patches)
+        best, low, told = row.best()[1], _baseline(case, row), average(row.patches)
         images = (
             "not tried"
             if best is None
-            else HIDES[0]
-            if best <= low + NEAR
-            else HIDES[1]
-            if best < max(SEEN, low + SOME)
-            else HIDES[2]
+            else LEVELS[0]
+            if best <= low + NEGLIGIBLE_DB
+            else LEVELS[1]
+            if best < max(RECOGNISABLE_DB, low + CLEAR_DB)
+            else LEVELS[2]
         )
         patches = (
             "not tried"
             if told is None
-            else HIDES[0]
-            if told <= GUESS
+            else LEVELS[0]
+            if told <= GUESS_AUC
             else "unclear"
             if may_be_chance(row)
-            else HIDES[2 if told >= SURE else 1]
+            else LEVELS[2 if told >= CERTAIN_AUC else 1]
         )
         share = average(row.labels)
         labels = "not tried" if share is None else f"{share:.0%} told"
@@ -137,18 +137,20 @@ def glance(case: Case) -> Table:
         "images in an update",
     )
     note = (
-        f"Images: hidden is within {NEAR} dB of the mean image, given away {SEEN:.0f} dB and "
+        f"Images: hidden is within {NEGLIGIBLE_DB} dB of the mean image, given away "
+        f"{RECOGNISABLE_DB:.0f} dB and "
         "more, where a picture is recognised. Patches: whether "
     )
     note += (
-        f"one was in the batch; hidden is an AUC of at most {GUESS}, given away of {SURE} "
+        f"one was in the batch; hidden is an AUC of at most {GUESS_AUC}, given away of "
+        f"{CERTAIN_AUC} "
         "and more, unclear where "
     )
     note += "so few updates may do so by chance. By the best attack that was tried."
     return Table(f"Which defence hides what: {case.name}", heads, tuple(rows), note)
 
 
-def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     """The numbers: the best attack on images, each attack's PSNR, patches told, mask and labels."""
     used = [
         a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)
@@ -187,9 +189,9 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
             *([row.accuracy] if tested else []),
             row.samples,
             best,
-            None if scores is None else worst(scores, LEAK),
+            None if scores is None else worst_score(scores, LEAK),
         ]
-        told += [None if scores is None else mean(scores, m) for m in ("SSIM", "identified")]
+        told += [None if scores is None else mean_score(scores, m) for m in ("SSIM", "identified")]
         told += [row.images[a.name].value() if a.name in row.images else None for a in used]
         told += [average(getattr(row, what)) for what in has if has[what]]
         rows.append(
@@ -203,12 +205,12 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
         *([None] if tested else []),
         None,
         case.floor(),
-        worst(case.floors["the mean image"], LEAK),
+        worst_score(case.floors["the mean image"], LEAK),
     ]
     others = case.floors.get(OTHERS, case.floors["the mean image"])
     free += [
-        mean(case.floors["the mean image"], "SSIM"),
-        mean(others, "identified"),
+        mean_score(case.floors["the mean image"], "SSIM"),
+        mean_score(others, "identified"),
         *(case.floor() for _ in used),
     ]
     free += [{"patches": 0.5}.get(what) for what in has if has[what]] + ([None] if private else [])
@@ -233,7 +235,7 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"What updates give away: {case.name}", tuple(heads), tuple(rows), note)
 
 
-def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
     """Every metric, against the original and against what the model read."""
     metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
     heads = (
@@ -257,8 +259,8 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
             facts = got.facts[0] if got.facts else {}
             for against, scores in sides:
                 values = [
-                    *(mean(scores, m) for m in metrics),
-                    *(worst(scores, m) for m in metrics if m != "identified"),
+                    *(mean_score(scores, m) for m in metrics),
+                    *(worst_score(scores, m) for m in metrics if m != "identified"),
                 ]
                 about = [
                     facts.get("rank"),
@@ -269,8 +271,8 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
                 rows.append((row.combination, titles[name], against, *values, *about))
     floor = case.floors["the mean image"]
     values = [
-        *(mean(floor, m) for m in metrics),
-        *(worst(floor, m) for m in metrics if m != "identified"),
+        *(mean_score(floor, m) for m in metrics),
+        *(worst_score(floor, m) for m in metrics if m != "identified"),
     ]
     rows.append(("floor", "the mean image", "the original", *values, None, None, None, None))
     note = (
@@ -281,11 +283,11 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"Every metric: {case.name}", heads, tuple(rows), note)
 
 
-def gallery(case: Case) -> list[Figure]:
+def gallery_figures(case: Case) -> list[Figure]:
     """The images, and what the best attack made of them under each combination."""
     if case.shown is None or not len(case.shown):
         return []
-    rows = [{"label": "the images", "images": pictures_of(case.shown)}]
+    rows = [{"label": "the images", "images": to_pictures(case.shown)}]
     for row in case.rows:
         name, best = row.best()
         got = row.images.get(name)
@@ -293,14 +295,14 @@ def gallery(case: Case) -> list[Figure]:
             rows.append(
                 {
                     "label": f"{row.combination}: what the model read",
-                    "images": pictures_of(row.read),
+                    "images": to_pictures(row.read),
                 }
             )
         if got is not None and got.images is not None:
             rows.append(
                 {
                     "label": f"{row.combination}: {best:.0f} dB ({name})",
-                    "images": pictures_of(got.images),
+                    "images": to_pictures(got.images),
                 }
             )
     caption = (
@@ -314,7 +316,7 @@ def gallery(case: Case) -> list[Figure]:
     ]
 
 
-def curves(case: Case) -> list[Figure]:
+def curve_figures(case: Case) -> list[Figure]:
     out = []
     if case.batches:
         sizes = sorted(case.batches)
@@ -366,17 +368,17 @@ def curves(case: Case) -> list[Figure]:
     return out
 
 
-def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
     """What it comes to, in words."""
     plain, floor = case.row(NONE), case.floor()
     name, top = plain.best()
     out = []
     if top is None:
         out.append(f"{case.name}: no attack on images could try an undefended update.")
-    elif top > floor + SOME:
+    elif top > floor + CLEAR_DB:
         out.append(
             f"{case.name}: an undefended update gives its images to {top:.0f} dB "
-            f"({_titled(name, attacks)}; the mean image has {floor:.0f})."
+            f"({_attack_title(name, attacks)}; the mean image has {floor:.0f})."
         )
     else:
         out.append(
@@ -384,18 +386,20 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
             f"gets {top:.1f} dB; the mean image has {floor:.1f}."
         )
     hidden = [
-        row for row in case.rows if row.combination != NONE and is_hidden(row, _low(case, row))
+        row for row in case.rows if row.combination != NONE and is_hidden(row, _baseline(case, row))
     ]
     tried = [row for row in case.rows if row.combination != NONE and row.images]
     images_only = [
-        row for row in tried if row not in hidden and (row.best()[1] or 0) <= _low(case, row) + NEAR
+        row
+        for row in tried
+        if row not in hidden and (row.best()[1] or 0) <= _baseline(case, row) + NEGLIGIBLE_DB
     ]
     useless = [
         row
         for row in case.rows
         if row.combination != NONE
         and top is not None
-        and top > floor + NEAR
+        and top > floor + NEGLIGIBLE_DB
         and (row.best()[1] or 0) >= top - 1
     ]
     if useless:
@@ -404,12 +408,12 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         if (
             row.combination != NONE
             and row not in useless
-            and (row.best()[1] or 0) > _low(case, row) + NEAR
+            and (row.best()[1] or 0) > _baseline(case, row) + NEGLIGIBLE_DB
         ):
-            gained = (row.best()[1] or 0) - _low(case, row)
+            gained = (row.best()[1] or 0) - _baseline(case, row)
             out.append(
                 f"{row.combination}: leaves {row.best()[1]:.1f} dB "
-                f"({_titled(row.best()[0], attacks)}), {gained:.1f} above the mean image."
+                f"({_attack_title(row.best()[0], attacks)}), {gained:.1f} above the mean image."
             )
     if images_only:
         still = ", ".join(
@@ -420,12 +424,13 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         out.append(f"Images are at the floor, patches can still be told: {still}.")
     if hidden:
         out.append(
-            f"Within {NEAR} dB and AUC {GUESS} of the floor: "
+            f"Within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of the floor: "
             f"{', '.join(r.combination for r in hidden)}."
         )
     elif len(case.rows) > 1:
         out.append(
-            f"No combination that was tried is within {NEAR} dB and AUC {GUESS} of the floor. "
+            f"No combination that was tried is within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of "
+            "the floor. "
             f"{ADVICE}"
         )
     untried = [row for row in case.rows if not row.images and row.combination != NONE]
@@ -462,7 +467,7 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     return out
 
 
-def _low(case: Case, row: Row) -> float:
+def _baseline(case: Case, row: Row) -> float:
     """What the mean image has of a row's images."""
     return case.floor() if row.floor is None else row.floor
 
@@ -475,7 +480,7 @@ def may_be_chance(row: Row) -> bool:
 
     count = len(row.patches)
     if count < 2:
-        return statistics.fmean(row.patches or [0.5]) < SURE
+        return statistics.fmean(row.patches or [0.5]) < CERTAIN_AUC
     half = float(t.ppf(0.975, count - 1)) * statistics.stdev(row.patches) / count**0.5
     return bool(statistics.fmean(row.patches) - half <= 0.5)
 
@@ -484,10 +489,10 @@ def is_hidden(row: Row, floor: float) -> bool:
     """Is everything that was tried as good as a guess?"""
     return (
         bool(row.images)
-        and (row.best()[1] or 0.0) <= floor + NEAR
-        and (average(row.patches) or 0.5) <= GUESS
+        and (row.best()[1] or 0.0) <= floor + NEGLIGIBLE_DB
+        and (average(row.patches) or 0.5) <= GUESS_AUC
     )
 
 
-def _titled(name: str, attacks: Sequence[Attack]) -> str:
+def _attack_title(name: str, attacks: Sequence[Attack]) -> str:
     return next((a.title for a in attacks if a.name == name), name)

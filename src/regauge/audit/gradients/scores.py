@@ -13,7 +13,7 @@ import torch
 
 from regauge.attacks.inversion import to_patches
 from regauge.audit.split.scores import METRICS as SHARED
-from regauge.audit.split.scores import SPECTRAL, Metric, Scores, mean, scored
+from regauge.audit.split.scores import SPECTRAL, Metric, Scores, mean_score, score_images
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
@@ -22,7 +22,7 @@ LEAK = "PSNR"
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
+class ImageScores:
     """What one attack got of all updates: scores of each image against the original and against
     what was read, images for a gallery, seconds, and what the attack says of how it stood (rank,
     condition) for each update.
@@ -36,7 +36,7 @@ class Scored:
     facts: Sequence[Mapping[str, Any]] = ()
 
     def value(self, metric: str = LEAK, *, read: bool = False) -> float | None:
-        return mean(self.read if read else self.original, metric)
+        return mean_score(self.read if read else self.original, metric)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,13 +47,13 @@ class Row:
     """
 
     combination: str
-    images: Mapping[str, Scored]
+    images: Mapping[str, ImageScores]
     patches: Sequence[float] = ()
     mask: Sequence[float] = ()
     labels: Sequence[float] = ()
     epsilon: float | None = None
     samples: int = 1
-    why: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     read: Tensor | None = (
         None  # of a gallery: the images as the model read them, where a puzzle was put to them
     )
@@ -92,22 +92,22 @@ class Case:
         return next(r for r in self.rows if r.combination == combination)
 
     def floor(self, metric: str = LEAK) -> float:
-        return mean(self.floors["the mean image"], metric) or 0.0
+        return mean_score(self.floors["the mean image"], metric) or 0.0
 
 
-def score(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:
+def score_reconstructions(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:
     """All metrics; which image is nearest says nothing where there is one."""
     chosen = METRICS if len(true) > 1 else tuple(m for m in METRICS if m.name != "identified")
-    return scored(found, true, lpips, chosen)
+    return score_images(found, true, lpips, chosen)
 
 
-def told_labels(counts: Tensor, labels: Tensor) -> float:
+def label_recall(counts: Tensor, labels: Tensor) -> float:
     """The share of a batch's labels that the counts have: the overlap of two bags."""
     true = torch.bincount(labels.cpu(), minlength=len(counts))
     return float(torch.minimum(counts.cpu(), true).sum()) / len(labels)
 
 
-def patches_of(images: Tensor, patch: int) -> Tensor:
+def extract_patches(images: Tensor, patch: int) -> Tensor:
     """All patches of images, [count, values]."""
     return to_patches(images, patch).flatten(0, 1)
 

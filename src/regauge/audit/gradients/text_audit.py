@@ -17,14 +17,20 @@ from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, find_text_layers, tag, token_membership
 from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import SentUpdate, Threat
-from regauge.audit.gradients.clients import Truth, contribute, on, prepared, view_of
-from regauge.audit.gradients.report import LAST
-from regauge.audit.gradients.scores import told_labels
+from regauge.audit.gradients.clients import (
+    Truth,
+    build_view,
+    cast_inputs,
+    contribute,
+    prepare_model,
+)
+from regauge.audit.gradients.report import CAVEAT
+from regauge.audit.gradients.scores import label_recall
 from regauge.audit.split.scores import LeakageError
-from regauge.audit.text_scores import MEASURES, scores_of
+from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import NONE, plan_of
+from regauge.defences.gradients import NONE, parse_plan
 from regauge.errors import UpdateError
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
@@ -43,7 +49,7 @@ class TextCase:
     updates: int = 4
     batch: int = 1
     steps: int = 1
-    rate: float = 0.01
+    lr: float = 0.01
     seed: int = 0
     name: str = "texts"
 
@@ -76,7 +82,7 @@ class TextRow:
     texts: int
     scores: Mapping[str, Mapping[str, list[float]]]
     labels: list[float] = field(default_factory=list)
-    why: Mapping[str, str] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -86,7 +92,7 @@ def audit_texts(
     *,
     attacks: Sequence[TextAttack] = ATTACKS,
     optimised: int = 1,
-    most: float | None = None,
+    fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
     """What updates give away of texts, under each combination ("none" is the ceiling, and always
@@ -96,7 +102,7 @@ def audit_texts(
     find_text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     for c in combinations:
-        plan = plan_of(c, case.batch, case.steps, case.rate)
+        plan = parse_plan(c, case.batch, case.steps, case.lr)
         if plan.samples * plan.clients > len(case.victims):
             raise LeakageError(
                 f'one update under "{c}" takes {plan.samples * plan.clients} texts, and there '
@@ -107,23 +113,23 @@ def audit_texts(
     for i, c in enumerate(combinations):
         if progress:
             progress(i, len(combinations), c)
-        rows.append(_row(case, c, attacks, optimised))
+        rows.append(_audit_combination(case, c, attacks, optimised))
     if progress:
         progress(len(combinations), len(combinations), "")
-    found = _told(case, rows, _floor(case), attacks)
+    found = _build_results(case, rows, _score_baseline(case), attacks)
     return replace(
         found,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
         ),
     )
 
 
-def _row(
+def _audit_combination(
     case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int
 ) -> TextRow:
-    plan = plan_of(combination, case.batch, case.steps, case.rate)
-    there, size = prepared(case.model, plan), plan.samples * plan.clients
+    plan = parse_plan(combination, case.batch, case.steps, case.lr)
+    there, size = prepare_model(case.model, plan), plan.samples * plan.clients
     scores: dict[str, dict[str, list[float]]] = {}
     why: dict[str, str] = {}
     labels: list[float] = []
@@ -131,12 +137,12 @@ def _row(
     for n in range(max(1, min(case.updates, len(case.victims) // size))):
         inputs, answers = case.victims.batch(np.arange(n * size, (n + 1) * size))
         update, truth = contribute(
-            there, plan, case.victims, on(there, inputs), answers, case.seed * 1000 + n
+            there, plan, case.victims, cast_inputs(there, inputs), answers, case.seed * 1000 + n
         )
         for attack in attacks:
             if attack.is_slow and n >= optimised:
                 continue
-            view = view_of(there, plan, update, truth, attack.threat)
+            view = build_view(there, plan, update, truth, attack.threat)
             started = time.monotonic()
             try:
                 with torch.random.fork_rng(devices=[]):
@@ -144,14 +150,14 @@ def _row(
             except UpdateError as error:
                 why[attack.name], found = str(error), []
             seconds[attack.name] = round(time.monotonic() - started, 1)
-            for m, values in scores_of(found, words_of(truth, case.victims.causal)).items():
+            for m, values in score_texts(found, token_lists(truth, case.victims.causal)).items():
                 scores.setdefault(attack.name, {}).setdefault(m, []).extend(values)
         if not case.victims.causal and not case.victims.tokens:
             try:
                 labels.append(
-                    told_labels(
+                    label_recall(
                         label_counts(
-                            view_of(there, plan, update, truth, Threat(batch=True)),
+                            build_view(there, plan, update, truth, Threat(batch=True)),
                             case.victims.classes,
                         ),
                         truth.labels,
@@ -162,7 +168,7 @@ def _row(
     return TextRow(combination, size, scores, labels, why, seconds)
 
 
-def words_of(truth: Truth, causal: bool) -> list[list[int]]:
+def token_lists(truth: Truth, causal: bool) -> list[list[int]]:
     """The texts as layers read them: without padding; of a causal model without the last word,
     which is a label.
     """
@@ -176,20 +182,20 @@ def words_of(truth: Truth, causal: bool) -> list[list[int]]:
     return [row[:-1] if causal else row for row in rows]
 
 
-def _floor(case: TextCase) -> dict[str, list[float]]:
+def _score_baseline(case: TextCase) -> dict[str, list[float]]:
     count = min(len(case.own), len(case.victims), max(1, case.updates * case.batch))
     texts = []
     for data in (case.own, case.victims):
         inputs, labels = data.batch(np.arange(count))
-        texts.append(words_of(Truth(inputs, inputs, labels), data.causal))
+        texts.append(token_lists(Truth(inputs, inputs, labels), data.causal))
     out: dict[str, list[float]] = {m: [] for m in MEASURES}
     for guess, true in zip(*texts, strict=True):
-        for m, v in scores_of([guess], [true]).items():
+        for m, v in score_texts([guess], [true]).items():
             out[m] += v
     return out
 
 
-def _told(
+def _build_results(
     case: TextCase,
     rows: Sequence[TextRow],
     floor: Mapping[str, list[float]],
@@ -235,8 +241,10 @@ def _told(
         for row in rows
         for name, scores in row.scores.items()
     ]
-    verdict = [_verdict(row, floor, titles) for row in rows] + [LAST]
-    why = [f"{row.combination}, {name}: {text}" for row in rows for name, text in row.why.items()]
+    verdict = [_describe_row(row, floor, titles) for row in rows] + [CAVEAT]
+    why = [
+        f"{row.combination}, {name}: {text}" for row in rows for name, text in row.reasons.items()
+    ]
     return Results(
         "What updates give away",
         tuple(findings),
@@ -247,7 +255,7 @@ def _told(
     )
 
 
-def _verdict(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
+def _describe_row(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     name = max(row.scores, key=lambda n: statistics.fmean(row.scores[n]["ROUGE-L"]))
     got = row.scores[name]
     best, exact, low = (

@@ -6,6 +6,6 @@ from regauge.attacks.updates import Update
 from regauge.federated.recorder import RecordedUpdate
 
 
-def view_of(record: RecordedUpdate) -> Update:
+def to_update(record: RecordedUpdate) -> Update:
     """Return the update as the server saw it."""
     return Update(record.tensors, "change", record.steps, record.lr)

@@ -20,18 +20,18 @@ import torch
 
 from regauge.attacks.updates import Rehearsal, Update, average_updates
 from regauge.audit.gradients.attempts import Attack, Budget
-from regauge.audit.gradients.clients import Truth, joined, rehearsal_of, stacked
+from regauge.audit.gradients.clients import Truth, concat_inputs, concat_truths, to_rehearsal
 from regauge.audit.gradients.scores import average
 from regauge.audit.gradients.text_audit import TextAttack
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
 from regauge.federated import state_store
-from regauge.federated.client import aim, contribute
-from regauge.federated.defences import defended, frozen, read_defences
-from regauge.federated.partitions import parts_of
+from regauge.federated.client import contribute, set_puzzle_seed
+from regauge.federated.defences import apply_defences, frozen_names, read_defences
+from regauge.federated.partitions import partition_examples
 from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds
-from regauge.federated.rounds import done
+from regauge.federated.rounds import completed_rounds
 from regauge.federated.runs import Source
 from regauge.federated.settings import FederatedError, Settings, read_settings
 from regauge.jigsaw import MaskedJigsaw
@@ -46,7 +46,7 @@ Row = dict[
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
+class RecordedRun:
     """A run that was recorded: what both sides had, what was sent (`todo`, by round and client),
     and how the model reads its data.
     """
@@ -57,27 +57,31 @@ class Recorded:
     model: torch.nn.Module
     parts: Sequence[Examples]
     test: Examples
-    todo: Sequence[tuple[int, tuple[int, ...]]]  # under secure sums all clients of a round are one
+    targets: Sequence[
+        tuple[int, tuple[int, ...]]
+    ]  # under secure sums all clients of a round are one
     task: dict[str, Any]
 
-    def each(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
+    def iterate(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
         """What is to be attacked, one after the other, and told as it goes."""
-        for i, (number, clients) in enumerate(self.todo):
+        for i, (number, clients) in enumerate(self.targets):
             if progress:
                 progress(
-                    i, len(self.todo), f"round {number + 1}, client {', '.join(map(str, clients))}"
+                    i,
+                    len(self.targets),
+                    f"round {number + 1}, client {', '.join(map(str, clients))}",
                 )
             yield number, clients
         if progress:
-            progress(len(self.todo), len(self.todo), "")
+            progress(len(self.targets), len(self.targets), "")
 
-    def seen(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
+    def load_update(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
         return load_update(self.folder, number, clients[0])
 
-    def truth(self, number: int, clients: Sequence[int]) -> Truth:
+    def load_truth(self, number: int, clients: Sequence[int]) -> Truth:
         """What these clients kept."""
         found = [
-            truth_of(
+            rebuild_truth(
                 self.model,
                 self.parts[c],
                 load_rows(self.folder, number, c),
@@ -87,29 +91,29 @@ class Recorded:
             )
             for c in clients
         ]
-        return found[0] if len(found) == 1 else joined(found)
+        return found[0] if len(found) == 1 else concat_truths(found)
 
 
 @dataclass(frozen=True)
-class Leak:
+class LeakFormat:
     """How leakage is told: of `what`, by which `measure`, next to which `floor`; further columns by
     their key in a row; the verdict of a round.
     """
 
-    what: str
+    subject: str
     measure: str
     floor: str
-    more: dict[str, str]
+    columns: dict[str, str]
     verdict: Callable[[Callable[[str], float | None]], str]
-    plain: Callable[[float, float], bool]  # do they come back plainly? of the leak and the floor
+    is_plain: Callable[[float, float], bool]  # do they come back plainly? of the leak and the floor
 
 
-def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = ()) -> Recorded:
+def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = ()) -> RecordedRun:
     """A recorded run and, of it, these rounds and clients (by default all)."""
-    found = state_store.about_of(folder)
+    found = state_store.load_about(folder)
     settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
-    model = source.live(settings)
-    shared, test, task = source.read(model)
+    model = source.build_model(settings)
+    shared, test, task = source.load_examples(model)
     recorded = {
         n: [c for c in who if not clients or c in clients]
         for n, who in recorded_rounds(folder).items()
@@ -126,10 +130,12 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
             hint="recorded: rounds "
             f"{', '.join(str(n + 1) for n in sorted(recorded_rounds(folder)))}",
         )
-    return Recorded(folder, settings, source, model, parts_of(shared, settings), test, todo, task)
+    return RecordedRun(
+        folder, settings, source, model, partition_examples(shared, settings), test, todo, task
+    )
 
 
-def truth_of(
+def rebuild_truth(
     model: torch.nn.Module,
     examples: Examples,
     rows: Sequence[Sequence[int]],
@@ -143,7 +149,7 @@ def truth_of(
     original: list[dict[str, Tensor]] = []
     read: list[dict[str, Tensor]] = []
     labels, first = [], None
-    aim(model, settings, number, client)
+    set_puzzle_seed(model, settings, number, client)
     for chosen in rows:
         inputs, answers = examples.batch(np.asarray(chosen))
         puzzle = None
@@ -159,10 +165,10 @@ def truth_of(
             else {**inputs, "pixel_values": puzzle.apply(inputs["pixel_values"])}
         )
         labels.append(answers)
-    return Truth(stacked(original), stacked(read), torch.cat(labels), first)
+    return Truth(concat_inputs(original), concat_inputs(read), torch.cat(labels), first)
 
 
-def rehearsed(
+def rehearse_recorded(
     model: torch.nn.Module,
     seen: RecordedUpdate,
     own: Examples,
@@ -176,40 +182,44 @@ def rehearsed(
     model that is used up by it.
     """
     defences = read_defences(settings.defences)
-    still, draw = frozen(model, defences), np.random.default_rng(seed)
+    still, draw = frozen_names(model, defences), np.random.default_rng(seed)
     for _ in range(count):
         like = replace(
-            settings, steps=seen.steps, uneven=0.0, secure=False, seed=int(draw.integers(1 << 31))
+            settings,
+            steps=seen.steps,
+            step_jitter=0.0,
+            secure=False,
+            seed=int(draw.integers(1 << 31)),
         )
         made, truths = [], []
         for client in range(clients):
             mine = own.only(draw.choice(len(own), seen.examples, replace=seen.examples > len(own)))
-            sent = contribute(model, seen.state, mine, like, seen.round, client, still=still)
-            truths.append(truth_of(model, mine, sent.rows, like, seen.round, client))
+            sent = contribute(model, seen.state, mine, like, seen.round, client, frozen=still)
+            truths.append(rebuild_truth(model, mine, sent.rows, like, seen.round, client))
             made.append(
                 Update(
-                    defended(sent, model, defences, seed_key(like.seed)).tensors,
+                    apply_defences(sent, model, defences, seed_key(like.seed)).tensors,
                     "change",
                     sent.steps,
-                    sent.rate,
+                    sent.lr,
                 )
             )
-        yield rehearsal_of(
+        yield to_rehearsal(
             made[0] if clients == 1 else average_updates(made),
-            truths[0] if clients == 1 else joined(truths),
+            truths[0] if clients == 1 else concat_truths(truths),
         )
 
 
-def told(
-    run: Recorded,
+def build_results(
+    run: RecordedRun,
     rows: Sequence[Row],
-    leak: Leak,
+    leak: LeakFormat,
     attacks: Sequence[Attack] | Sequence[TextAttack],
     pictures: Sequence[Figure] = (),
 ) -> Results:
     """Accuracy and leakage over rounds, on one page."""
     kept = state_store.load(run.folder)
-    history = done(kept.history) if kept else []
+    history = completed_rounds(kept.history) if kept else []
     accuracy = {r.number: r.measures.get("accuracy") for r in history}
     numbers = sorted({row["round"] for row in rows})
 
@@ -222,7 +232,7 @@ def told(
         "accuracy",
         f"the best attack, {leak.measure}",
         leak.floor,
-        *leak.more.values(),
+        *leak.columns.values(),
         "updates attacked",
     )
     body = tuple(
@@ -231,7 +241,7 @@ def told(
             accuracy.get(n),
             leaks[i],
             floors[i],
-            *(at(n, key) for key in leak.more),
+            *(at(n, key) for key in leak.columns),
             sum(r["round"] == n for r in rows),
         )
         for i, n in enumerate(numbers)
@@ -263,18 +273,18 @@ def told(
                 "ylabel": leak.measure,
                 "log": False,
             },
-            f"How near the server's best attack came to the {leak.what} that a client used. At "
+            f"How near the server's best attack came to the {leak.subject} that a client used. At "
             "the floor's height it has got nothing.",
         ),
         *pictures,
     ]
     plainly = sum(
-        a is not None and b is not None and leak.plain(a, b)
+        a is not None and b is not None and leak.is_plain(a, b)
         for a, b in zip(leaks, floors, strict=True)
     )
     said = [leak.verdict(partial(at, n)) for n in numbers]
     first = (
-        f"{leak.what.capitalize()} come back from what was sent in {plainly} of "
+        f"{leak.subject.capitalize()} come back from what was sent in {plainly} of "
         f"{len(numbers)} rounds that were attacked."
     )
     wide = len(str(max(x)))  # so that they are sorted as they came
@@ -297,9 +307,9 @@ def told(
         "run": str(run.folder),
     }
     facts |= {
-        "settings": run.settings.told(),
+        "settings": run.settings.to_dict(),
         "attacks": [a.title for a in attacks],
-        "source": run.source.told(),
+        "source": run.source.to_dict(),
     }
     return Results(
         "What a server sees of a federated run",
@@ -334,7 +344,7 @@ def audit_run(
 
 
 def audit_recorded(
-    run: Recorded,
+    run: RecordedRun,
     *,
     attacks: Sequence[str] | None = None,
     budget: Budget | None = None,

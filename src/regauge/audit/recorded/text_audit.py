@@ -10,35 +10,39 @@ import torch
 
 from regauge.attacks.classes import label_counts
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.attempts import chosen
+from regauge.audit.gradients.attempts import resolve_attacks
 from regauge.audit.gradients.clients import Truth
-from regauge.audit.gradients.scores import told_labels
-from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, words_of
-from regauge.audit.recorded import view_of
-from regauge.audit.recorded.engine import Leak, Recorded, Row, told
-from regauge.audit.text_scores import scores_of
+from regauge.audit.gradients.scores import label_recall
+from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, token_lists
+from regauge.audit.recorded import to_update
+from regauge.audit.recorded.engine import LeakFormat, RecordedRun, Row, build_results
+from regauge.audit.text_scores import score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
-from regauge.federated.client import plain
+from regauge.federated.client import unwrap
 from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.states import load_state
 from regauge.results.findings import Results
 
-Words = list[list[int]]
-PLAIN, SOME = 0.9, 0.1  # ROUGE-L of texts that come back; above the floor
+Texts = list[list[int]]
+PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L of texts that come back; above the floor
 
 
-def audit_texts(run: Recorded, names: Sequence[str] | None, progress: Progress | None) -> Results:
-    attacks = chosen(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
+def audit_texts(
+    run: RecordedRun, names: Sequence[str] | None, progress: Progress | None
+) -> Results:
+    attacks = resolve_attacks(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
-    for n, clients in run.each(progress):
-        row = attacked(run.model, run.seen(n, clients), run.truth(n, clients), run.test, attacks)
+    for n, clients in run.iterate(progress):
+        row = attack_update(
+            run.model, run.load_update(n, clients), run.load_truth(n, clients), run.test, attacks
+        )
         rows.append({**row, "round": n, "client": clients[0]})
-    return told(run, rows, TEXTS, attacks)
+    return build_results(run, rows, TEXTS, attacks)
 
 
-def attacked(
+def attack_update(
     model: torch.nn.Module,
     seen: RecordedUpdate,
     truth: Truth,
@@ -50,8 +54,8 @@ def attacked(
     """
     load_state(model, seen.state)
     model.eval()
-    update = view_of(seen)
-    there = plain(model)
+    update = to_update(seen)
+    there = unwrap(model)
     if there is not model:  # what a puzzle adds to the model is no part of its own layers
         update = type(update)(
             {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"},
@@ -59,10 +63,10 @@ def attacked(
             update.steps,
             update.lr,
         )
-    true = words_of(Truth(truth.original, truth.original, truth.labels), others.causal)
+    true = token_lists(Truth(truth.original, truth.original, truth.labels), others.causal)
     row: Row = {
         "texts": len(true),
-        "floor": statistics.fmean(scores_of(_other(others, len(true)), true)["ROUGE-L"]),
+        "floor": statistics.fmean(score_texts(_own_texts(others, len(true)), true)["ROUGE-L"]),
     }
     length = max(len(t) for t in true) + others.causal
     for attack in attacks:
@@ -77,14 +81,14 @@ def attacked(
             row[f"why {attack.name}"] = str(error)
             continue
         if attack.name != "words":  # a bag has no order
-            scores = scores_of(found, true)
+            scores = score_texts(found, true)
             value = statistics.fmean(scores["ROUGE-L"])
             if value >= row.get("leak", -1.0):
                 row["leak"], row["exact"] = value, statistics.fmean(scores["exact"])
-        row["words"] = max(row.get("words", 0.0), _bag(found, true))
+        row["words"] = max(row.get("words", 0.0), _bag_f1(found, true))
     if not others.causal and not others.tokens:
         try:
-            row["labels"] = told_labels(
+            row["labels"] = label_recall(
                 label_counts(
                     SentUpdate(there, update, (), Granted(batch=len(true))), others.classes
                 ),
@@ -95,7 +99,7 @@ def attacked(
     return row
 
 
-def _bag(found: Words, true: Words) -> float:
+def _bag_f1(found: Texts, true: Texts) -> float:
     """Of the different words of all texts together, what is told: F1, so that naming the whole
     vocabulary is no answer.
     """
@@ -103,13 +107,13 @@ def _bag(found: Words, true: Words) -> float:
     return 2 * len(a & b) / max(1, len(a) + len(b))
 
 
-def _other(others: Examples, count: int) -> Words:
+def _own_texts(others: Examples, count: int) -> Texts:
     """The server's own texts, one for each that is to be guessed."""
     inputs, labels = others.batch(np.arange(count) % len(others))
-    return words_of(Truth(inputs, inputs, labels), others.causal)
+    return token_lists(Truth(inputs, inputs, labels), others.causal)
 
 
-def _verdict(of: Callable[[str], float | None]) -> str:
+def _describe_round(of: Callable[[str], float | None]) -> str:
     leak, floor, bag, labels, exact = (
         of(name) for name in ("leak", "floor", "words", "labels", "exact")
     )
@@ -118,9 +122,9 @@ def _verdict(of: Callable[[str], float | None]) -> str:
     else:
         head = (
             "texts come back"
-            if leak >= PLAIN
+            if leak >= PLAIN_ROUGE
             else "something of the texts comes back"
-            if leak > floor + SOME
+            if leak > floor + PARTIAL_ROUGE
             else "texts do not come back"
         )
         texts = f"{head} (ROUGE-L {leak:.2f}, another text {floor:.2f}; {exact or 0.0:.0%} exactly)"
@@ -128,11 +132,11 @@ def _verdict(of: Callable[[str], float | None]) -> str:
     return texts + words + ("" if labels is None else f"; {labels:.0%} of the labels are told")
 
 
-TEXTS = Leak(
+TEXTS = LeakFormat(
     "texts",
     "ROUGE-L",
     "another text",
     {"exact": "texts exactly", "words": "words told", "labels": "labels told"},
-    _verdict,
-    lambda leak, floor: leak >= PLAIN,
+    _describe_round,
+    lambda leak, floor: leak >= PLAIN_ROUGE,
 )

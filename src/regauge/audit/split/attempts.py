@@ -27,12 +27,12 @@ from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.audit.split.victims import (
     NONE,
     Pair,
-    batches_of,
-    defences_of,
+    defend_images,
+    drop_shuffles,
     is_shuffled,
     make_split_pair,
-    on_images,
-    unshuffled,
+    parse_combination,
+    split_batches,
 )
 from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
@@ -54,7 +54,7 @@ class Budget:
     rate: float = 1e-3
     batch: int = 64
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return {
             name: getattr(self, name)
             for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")
@@ -62,7 +62,7 @@ class Budget:
 
     def decoder_options(self) -> dict[str, Any]:
         """Return the keyword arguments of `decoder_inversion`."""
-        return {"lr" if name == "rate" else name: value for name, value in self.told().items()}
+        return {"lr" if name == "rate" else name: value for name, value in self.to_dict().items()}
 
 
 @dataclass(frozen=True)
@@ -101,24 +101,24 @@ class Attack:
     view: Literal["paired", "placed", "public", "often"]
     run: Callable[[Any, Setting], InversionResult]
     fits: Callable[[str], bool] = lambda combination: True
-    is_named: bool = (
+    is_ordered: bool = (
         True  # does it say which image is which? Where it does not, the best naming counts
     )
 
 
-def _ordered(view: PairedImages, setting: Setting) -> InversionResult:
+def _decode_ordered(view: PairedImages, setting: Setting) -> InversionResult:
     return decoder_inversion(
         view, in_order=True, seed=setting.seed, **setting.budget.decoder_options()
     )
 
 
-def _any_order(view: PairedImages, setting: Setting) -> InversionResult:
+def _decode_any_order(view: PairedImages, setting: Setting) -> InversionResult:
     return decoder_inversion(
         view, in_order=False, seed=setting.seed, **setting.budget.decoder_options()
     )
 
 
-def _placed(view: PairedImages, setting: Setting) -> InversionResult:
+def _decode_placed(view: PairedImages, setting: Setting) -> InversionResult:
     found = position_probe(view, seed=setting.seed)
     return decoder_inversion(
         replace(view, observed=restore_order(view.observed, found)),
@@ -128,24 +128,24 @@ def _placed(view: PairedImages, setting: Setting) -> InversionResult:
     )
 
 
-def _public(view: PublicPatches, setting: Setting) -> InversionResult:
+def _invert_public_embedding(view: PublicPatches, setting: Setting) -> InversionResult:
     return InversionResult(public_patches(view), (), 0.0)
 
 
-def _least_squares(view: PairedImages, setting: Setting) -> InversionResult:
+def _solve_least_squares(view: PairedImages, setting: Setting) -> InversionResult:
     return replace(
         ridge_inversion(view, shuffled=is_shuffled(setting.combination), seed=setting.seed),
         losses=(),
     )
 
 
-def _sets(view: PairedImages, setting: Setting) -> InversionResult:
+def _regress_sets(view: PairedImages, setting: Setting) -> InversionResult:
     return replace(ridge_inversion(view, scopes=("set",), seed=setting.seed), losses=())
 
 
-def _regrouped(view: PairedImages, setting: Setting) -> InversionResult:
+def _regroup_and_solve(view: PairedImages, setting: Setting) -> InversionResult:
     """Batches put together again, as the server had them; then least squares."""
-    parts = batches_of(view.observed, setting.batch)
+    parts = split_batches(view.observed, setting.batch)
     flat = [
         part.flatten(0, 1)[regroup_tokens(replace(view, observed=part), seed=setting.seed)]
         for part in parts
@@ -158,15 +158,15 @@ def _regrouped(view: PairedImages, setting: Setting) -> InversionResult:
     return replace(found, losses=())
 
 
-def _mixes(combination: str) -> bool:
-    return any(isinstance(d, BatchShuffle) for d in defences_of(combination))
+def _has_batch_shuffle(combination: str) -> bool:
+    return any(isinstance(d, BatchShuffle) for d in parse_combination(combination))
 
 
-def _is_drawn(combination: str) -> bool:
+def _has_fresh_noise(combination: str) -> bool:
     """Is there noise that is another one in every pass, on tokens that can be found again?"""
     return any(
-        isinstance(d, Noise | PixelNoise | Private) for d in defences_of(combination)
-    ) and not _mixes(combination)
+        isinstance(d, Noise | PixelNoise | Private) for d in parse_combination(combination)
+    ) and not _has_batch_shuffle(combination)
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -176,14 +176,14 @@ ATTACKS: tuple[Attack, ...] = (
         "a Transformer that was trained to draw images from features, on images of the "
         "attacker's own, each token at its place",
         "paired",
-        _ordered,
+        _decode_ordered,
     ),
     Attack(
         "any order",
         "any-order decoder",
         "the same, but each place of the image asks all tokens, in whatever order they come",
         "paired",
-        _any_order,
+        _decode_any_order,
     ),
     Attack(
         "public embedding",
@@ -191,7 +191,7 @@ ATTACKS: tuple[Attack, ...] = (
         "knows the client's embedding: inverts each token, and puts the patches in order by "
         "position and by their edges",
         "public",
-        _public,
+        _invert_public_embedding,
     ),
     Attack(
         "places",
@@ -199,7 +199,7 @@ ATTACKS: tuple[Attack, ...] = (
         "reads the place of each token off the token, puts them in order, and uses the paper's "
         "decoder",
         "placed",
-        _placed,
+        _decode_placed,
         is_shuffled,
     ),
     Attack(
@@ -208,8 +208,8 @@ ATTACKS: tuple[Attack, ...] = (
         "the best affine map from features to images, in closed form; of shuffled tokens the "
         "places are read off first",
         "placed",
-        _least_squares,
-        lambda combination: not _mixes(combination),
+        _solve_least_squares,
+        lambda combination: not _has_batch_shuffle(combination),
     ),
     Attack(
         "sets",
@@ -217,7 +217,7 @@ ATTACKS: tuple[Attack, ...] = (
         "regression on means over a sample's tokens, which no order changes; its answer need "
         "not be affine",
         "paired",
-        _sets,
+        _regress_sets,
         is_shuffled,
     ),
     Attack(
@@ -226,9 +226,9 @@ ATTACKS: tuple[Attack, ...] = (
         "puts the tokens of a shuffled batch together again, by place and by what goes "
         "together, then least squares",
         "placed",
-        _regrouped,
-        _mixes,
-        is_named=False,
+        _regroup_and_solve,
+        _has_batch_shuffle,
+        is_ordered=False,
     ),
     Attack(
         "averaged",
@@ -236,13 +236,13 @@ ATTACKS: tuple[Attack, ...] = (
         f"links the same images over {PASSES} passes, as epochs are, takes the mean of their "
         "noise away, then least squares",
         "often",
-        _least_squares,
-        _is_drawn,
+        _solve_least_squares,
+        _has_fresh_noise,
     ),
 )
 
 
-def named(names: Sequence[str]) -> tuple[Attack, ...]:
+def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
@@ -274,25 +274,30 @@ def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
     )
 
 
-def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> Views:
+def collect_views(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> Views:
     """What an attacker has who sees these images' features, and has other images of its own and a
     client like this one.
     """
-    seen, features = pair.watch(images, batch, "seen"), pair.watch(own, batch, "own")
-    patch = patch_of(pair.model, images)
+    seen, features = (
+        pair.record_features(images, batch, "seen"),
+        pair.record_features(own, batch, "own"),
+    )
+    patch = patch_size(pair.model, images)
     placed = features
     again = (
-        [seen, *(pair.watch(images, batch, f"seen {n}") for n in range(1, PASSES))]
-        if _is_drawn(pair.combination)
+        [seen, *(pair.record_features(images, batch, f"seen {n}") for n in range(1, PASSES))]
+        if _has_fresh_noise(pair.combination)
         else []
     )
     beside = pair
     if is_shuffled(pair.combination):
         pair.link.close()
-        beside = make_split_pair(pair.model, unshuffled(pair.combination), seed=seed + 1)
-        placed = beside.watch(own, batch, "own")
+        beside = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
+        placed = beside.record_features(own, batch, "own")
     mine = (
-        [placed, *(beside.watch(own, batch, f"own {n}") for n in range(1, PASSES))] if again else []
+        [placed, *(beside.record_features(own, batch, f"own {n}") for n in range(1, PASSES))]
+        if again
+        else []
     )
     if beside is not pair:
         beside.link.close()
@@ -306,7 +311,7 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
         mean = average_views(mixed, match=is_shuffled(pair.combination))
         return PairedImages(mean, average_views(mine, link=False, match=False), own, patch)
 
-    public = _public_view(pair.model, seen, own, pair.combination, batch)
+    public = _build_public_view(pair.model, seen, own, pair.combination, batch)
     return Views(
         PairedImages(seen, features, own, patch),
         PairedImages(seen, placed, own, patch),
@@ -315,17 +320,17 @@ def views_of(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> 
     )
 
 
-def _patches(model: torch.nn.Module) -> torch.nn.Conv2d | None:
+def _patch_layer(model: torch.nn.Module) -> torch.nn.Conv2d | None:
     name = patch_embedding(model)
     found = None if name is None else model.get_submodule(name)
     return found if isinstance(found, torch.nn.Conv2d) else None
 
 
-def patch_of(model: torch.nn.Module, images: Tensor) -> int:
+def patch_size(model: torch.nn.Module, images: Tensor) -> int:
     """The side of a model's patches."""
     from regauge.audit.split.scores import LeakageError
 
-    layer = _patches(model)
+    layer = _patch_layer(model)
     if (
         layer is None
         or layer.kernel_size[0] != layer.kernel_size[1]
@@ -338,13 +343,13 @@ def patch_of(model: torch.nn.Module, images: Tensor) -> int:
     return int(layer.kernel_size[0])
 
 
-def _public_view(
+def _build_public_view(
     model: torch.nn.Module, seen: Tensor, own: Tensor, combination: str, batch: int
 ) -> PublicPatches | None:
     """The embedding as its owner has it: a convolution, a table of positions, perhaps a first
     token. None where it is not that alone.
     """
-    layer = _patches(model)
+    layer = _patch_layer(model)
     if layer is None:
         return None
     named = {name.rpartition(".")[2]: p.detach() for name, p in model.named_parameters()}
@@ -354,7 +359,7 @@ def _public_view(
         return None
     bias = layer.bias.detach() if layer.bias is not None else torch.zeros(layer.out_channels)
     first = named["cls_token"][0, 0] + table[0, 0] if seen.shape[1] > patches else None
-    images = own if combination == NONE else on_images(combination, own, batch)
+    images = own if combination == NONE else defend_images(combination, own, batch)
     size = int(layer.kernel_size[0])
     return PublicPatches(
         seen, layer.weight.detach(), bias, table[0, table.shape[1] - patches :], images, size, first

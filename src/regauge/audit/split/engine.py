@@ -22,19 +22,24 @@ from regauge.audit.split.attempts import (
     Budget,
     Setting,
     attempt,
-    patch_of,
-    views_of,
+    collect_views,
+    patch_size,
 )
 from regauge.audit.split.scores import (
-    Attacked,
+    AttackScores,
     Case,
     LeakageError,
     Row,
     best_assignment,
-    floors,
-    scored,
+    score_baselines,
+    score_images,
 )
-from regauge.audit.split.victims import NONE, defences_of, drop_singleton_batch, make_split_pair
+from regauge.audit.split.victims import (
+    NONE,
+    drop_singleton_batch,
+    make_split_pair,
+    parse_combination,
+)
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.split import BatchShuffle
@@ -44,7 +49,7 @@ from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
-LABELLED, KNOWN = (
+LABEL_STEPS, KNOWN_PER_CLASS = (
     20,
     3,
     # training steps whose gradients are looked at for labels; and how many of each class the server
@@ -80,7 +85,7 @@ def audit_split(
     budget: Budget | None = None,
     lpips: Lpips | None = None,
     pictures: int = 6,
-    most: float | None = None,
+    fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
     """Utility against privacy, for each combination of defences ("none" is the ceiling, and always
@@ -89,7 +94,7 @@ def audit_split(
     """
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    check(case, combinations, attacks)
+    check_case(case, combinations, attacks)
     total = len(combinations) * (1 + len(attacks))
     done = 0
 
@@ -100,34 +105,38 @@ def audit_split(
         done += 1
 
     rows = [
-        row_of(case, combination, attacks, budget, lpips, pictures, tell)
+        audit_combination(case, combination, attacks, budget, lpips, pictures, tell)
         for combination in combinations
     ]
     if progress:
         progress(total, total, "")
     own, true = (
-        pixels(case, part) for part in (case.own, case.test.only(np.arange(_attacked(case))))
+        to_pixels(case, part)
+        for part in (case.own, case.test.only(np.arange(_attacked_count(case))))
     )
-    patch = patch_of(case.model, true)
+    patch = patch_size(case.model, true)
     measured = Case(
-        case.name, tuple(rows), floors(own, true, patch, lpips, case.run.seed), true[:pictures]
+        case.name,
+        tuple(rows),
+        score_baselines(own, true, patch, lpips, case.run.seed),
+        true[:pictures],
     )
     unchecked = [
         f"{a.title}: {type(case.model).__name__} has no patch embedding with a table of positions"
-        for a in _untried(rows, attacks)
+        for a in _untried_attacks(rows, attacks)
     ]
     if lpips is None:
         unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
-    elif "LPIPS" not in rows[0].attacked[next(iter(rows[0].attacked))].scores:
+    elif "LPIPS" not in rows[0].by_attack[next(iter(rows[0].by_attack))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
-    found = report.results("What the server learns", [measured], attacks, unchecked)
+    found = report.build_results("What the server learns", [measured], attacks, unchecked)
     judgements = tuple(
-        f if f.id.split("/")[1] == NONE else apply_threshold(f, most) for f in found.findings
+        f if f.id.split("/")[1] == NONE else apply_threshold(f, fail_above) for f in found.findings
     )
     return replace(found, findings=judgements)
 
 
-def check(
+def check_case(
     case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack] = ATTACKS
 ) -> None:
     """Refuse what cannot be, before anything is trained: each combination on the model, with two
@@ -144,68 +153,69 @@ def check(
             f"an attacker with {len(case.own)} images learns nothing",
             hint="give more data, or a larger share of it to the attacker",
         )
-    if _attacked(case) < 2:
+    if _attacked_count(case) < 2:
         raise LeakageError(
             "there is one image to attack, which is always nearest to itself", hint="give more data"
         )
     few = next(
-        (c for c in combinations if any(isinstance(d, BatchShuffle) for d in defences_of(c))), None
+        (c for c in combinations if any(isinstance(d, BatchShuffle) for d in parse_combination(c))),
+        None,
     )
-    if few is not None and case.run.batch < 2:
+    if few is not None and case.run.batch_size < 2:
         raise LeakageError(
             f'"{few}" shuffles tokens between samples, and batches have one',
             hint="--batch-size 2 or more",
         )
     shown = case.test.batch(np.arange(2))[0]["pixel_values"]
-    patch_of(case.model, shown)
+    patch_size(case.model, shown)
     for combination in combinations:
         pair = make_split_pair(copy.deepcopy(case.model), combination)
-        pair.watch(shown, 2, "check")
+        pair.record_features(shown, 2, "check")
 
 
-def row_of(
+def audit_combination(
     case: SplitCase,
     combination: str,
     attacks: Sequence[Attack],
     budget: Budget,
     lpips: Lpips | None,
     pictures: int,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> Row:
     """One combination: train, test, watch, attack, score."""
-    tell(f"{combination}: train through the split")
+    notify(f"{combination}: train through the split")
     started = time.monotonic()
     seed = case.run.seed
     pair = make_split_pair(copy.deepcopy(case.model), combination, case.training, seed=seed)
-    passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
-    found = pair.measure(case.test, max(2, case.run.batch))
+    passes = pair.train(case.train, case.run, record_first=min(case.run.steps, LABEL_STEPS))
+    found = pair.measure(case.test, max(2, case.run.batch_size))
     seconds = time.monotonic() - started
-    seen = case.test.only(np.arange(_attacked(case)))
-    setting = Setting(combination, budget, max(2, case.run.batch), seed)
-    views = views_of(pair, _inputs(case.own), _inputs(seen), setting.batch, seed)
-    true = pixels(case, seen)
-    attacked: dict[str, Attacked] = {}
+    seen = case.test.only(np.arange(_attacked_count(case)))
+    setting = Setting(combination, budget, max(2, case.run.batch_size), seed)
+    views = collect_views(pair, _pixel_values(case.own), _pixel_values(seen), setting.batch, seed)
+    true = to_pixels(case, seen)
+    attacked: dict[str, AttackScores] = {}
     for attack in attacks:
-        tell(f"{combination}: {attack.title}")
+        notify(f"{combination}: {attack.title}")
         if not attack.fits(combination):
             continue
         tried = attempt(attack, views, setting)
         if tried is not None:
             images = denormalize(tried.images, case.mean, case.std)
-            images = images if attack.is_named else best_assignment(images, true)
-            attacked[attack.name] = Attacked(
+            images = images if attack.is_ordered else best_assignment(images, true)
+            attacked[attack.name] = AttackScores(
                 attack.name,
-                scored(images, true, lpips),
+                score_images(images, true, lpips),
                 tried.losses,
                 tried.floor,
                 tried.seconds,
                 images[:pictures].clamp(0, 1),
             )
-    guessed = labels_of(passes, case.train, case.run)
+    guessed = measure_label_leak(passes, case.train, case.run)
     return Row(
         combination,
         found["accuracy"],
-        chance(case.test),
+        chance_accuracy(case.test),
         seconds,
         attacked,
         (found["accuracy"],),
@@ -213,17 +223,19 @@ def row_of(
     )
 
 
-def labels_of(passes: Sequence[ServerPass], examples: Examples, run: Run) -> float | None:
+def measure_label_leak(passes: Sequence[ServerPass], examples: Examples, run: Run) -> float | None:
     """The share of labels that the server tells from the gradients of the first steps, where it
     knows three of each class; of several answers to each example, where it knows a tenth of the
     examples. None where no gradient was seen.
     """
-    examples = drop_singleton_batch(examples, run.batch)
+    examples = drop_singleton_batch(examples, run.batch_size)
     slopes = sample_grads(passes)
     if not len(slopes):
         return None
-    truth = torch.cat([examples.batch(run.rows(examples, n))[1] for n in range(len(passes))])
-    if examples.multi:
+    truth = torch.cat(
+        [examples.batch(run.batch_indices(examples, n))[1] for n in range(len(passes))]
+    )
+    if examples.multi_label:
         known = max(2, len(truth) // 10)
         score = multilabel_attack(
             SentGradients(
@@ -233,7 +245,9 @@ def labels_of(passes: Sequence[ServerPass], examples: Examples, run: Run) -> flo
         )
         return float(((score[known:] > 0) == (truth[known:] > 0)).double().mean())
     told = {
-        int(i): int(c) for c in range(examples.classes) for i in (truth == c).nonzero()[:KNOWN, 0]
+        int(i): int(c)
+        for c in range(examples.classes)
+        for i in (truth == c).nonzero()[:KNOWN_PER_CLASS, 0]
     }
     rest = torch.tensor([i not in told for i in range(len(truth))])
     with torch.random.fork_rng():
@@ -241,7 +255,7 @@ def labels_of(passes: Sequence[ServerPass], examples: Examples, run: Run) -> flo
     return float((guess == truth)[rest].double().mean())
 
 
-def chance(examples: Examples) -> float:
+def chance_accuracy(examples: Examples) -> float:
     """What a guess without looking gets: the commonest class; of several answers, the commoner of
     each.
     """
@@ -251,7 +265,7 @@ def chance(examples: Examples) -> float:
             for rows in np.array_split(np.arange(len(examples)), max(1, len(examples) // 256))
         ]
     )
-    if examples.multi:
+    if examples.multi_label:
         share = labels.float().mean(0)
         return float(torch.maximum(share, 1 - share).mean())
     return float(torch.bincount(labels).max()) / len(labels)
@@ -265,22 +279,22 @@ def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
     return images * scale + shift
 
 
-def pixels(case: SplitCase, examples: Examples) -> Tensor:
-    return denormalize(_inputs(examples), case.mean, case.std).clamp(0, 1)
+def to_pixels(case: SplitCase, examples: Examples) -> Tensor:
+    return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
 
 
-def _inputs(examples: Examples) -> Tensor:
+def _pixel_values(examples: Examples) -> Tensor:
     return examples.batch(np.arange(len(examples)))[0]["pixel_values"]
 
 
-def _attacked(case: SplitCase) -> int:
+def _attacked_count(case: SplitCase) -> int:
     return min(case.attacked, len(case.test))
 
 
-def _untried(rows: Sequence[Row], attacks: Sequence[Attack]) -> list[Any]:
+def _untried_attacks(rows: Sequence[Row], attacks: Sequence[Attack]) -> list[Any]:
     return [
         a
         for a in attacks
         if any(a.fits(row.combination) for row in rows)
-        and not any(a.name in row.attacked for row in rows)
+        and not any(a.name in row.by_attack for row in rows)
     ]

@@ -14,70 +14,74 @@ from typing import Any, Protocol
 import torch
 
 from regauge.audit.split.attempts import Attack
-from regauge.audit.split.scores import METRICS, OTHERS, Case, Row, mean, worst
+from regauge.audit.split.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
 from regauge.audit.split.victims import NONE
-from regauge.defences.split import DEFENCES, parts_of
+from regauge.defences.split import DEFENCES, split_combination
 from regauge.results.findings import Figure, Finding, Results, Table
 
 LEAK = "SSIM"
-TOLD_APART = 0.5  # a server that can tell half of the images from all others has them
-LAST = "These are the attacks that were tried. What they do not get, a better one may."
-WIDEST = 64  # pixels of an image in the gallery
+REIDENTIFIED = 0.5  # a server that can tell half of the images from all others has them
+CAVEAT = "These are the attacks that were tried. What they do not get, a better one may."
+MAX_SIDE = 64  # pixels of an image in the gallery
 
 
-def results(
+def build_results(
     title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
     """All of it. Where there are images to show, the gallery is among the figures."""
-    findings = tuple(f for case in cases for f in findings_of(case, attacks))
+    findings = tuple(f for case in cases for f in build_findings(case, attacks))
     tables = (
-        *(table_of(case, attacks) for case in cases),
-        meanings_of([row.combination for case in cases for row in case.rows], attacks),
-        *(details_of(case, attacks) for case in cases),
+        *(build_table(case, attacks) for case in cases),
+        build_glossary([row.combination for case in cases for row in case.rows], attacks),
+        *(build_details(case, attacks) for case in cases),
     )
     figures = tuple(
         f
         for case in cases
-        for f in (*tradeoffs(case, attacks), *gallery(case, attacks), *curves(case, attacks))
+        for f in (
+            *tradeoff_figures(case, attacks),
+            *gallery_figures(case, attacks),
+            *training_figures(case, attacks),
+        )
     )
-    verdict = [*(line for case in cases for line in verdict_of(case, attacks)), LAST]
+    verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
 
 
-def best(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]:
+def best_attack(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]:
     """The attack that gets most, and what it gets."""
-    names = [a.name for a in attacks] if attacks is not None else list(row.attacked)
-    found = {n: row.value(n, LEAK) or 0.0 for n in names if n in row.attacked}
+    names = [a.name for a in attacks] if attacks is not None else list(row.by_attack)
+    found = {n: row.value(n, LEAK) or 0.0 for n in names if n in row.by_attack}
     name = max(found, key=lambda n: found[n])
     return name, found[name]
 
 
-def apart(row: Row, attacks: Sequence[Attack]) -> float:
+def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
     """The share of images that are told apart: by attacks that say which is which. A best naming
     tells some of any images apart.
     """
     return max(
         (
-            mean(row.attacked[a.name].scores, "identified") or 0.0
+            mean_score(row.by_attack[a.name].scores, "identified") or 0.0
             for a in attacks
-            if a.is_named and a.name in row.attacked
+            if a.is_ordered and a.name in row.by_attack
         ),
         default=0.0,
     )
 
 
-def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
+def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     plain, out = case.row(NONE), []
     for row in case.rows:
         for attack in attacks:
             value = row.value(attack.name, LEAK)
             if value is None:
                 continue
-            got = row.attacked[attack.name]
+            got = row.by_attack[attack.name]
             scores = got.scores[LEAK]
             told = (
                 f"of one image at most {max(scores):.3f}; "
-                f"{_told_apart(case, attack, mean(got.scores, 'identified') or 0.0)}; "
+                f"{_describe_identification(case, attack, mean_score(got.scores, 'identified') or 0.0)}; "
                 f"{got.seconds:.0f} s"
             )
             means = got.by_seed(LEAK)
@@ -91,7 +95,9 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     value,
                     case.floor(LEAK),
                     plain.value(attack.name, LEAK)
-                    or best(plain)[1],  # an attack on shuffles has no undefended case of its own
+                    or best_attack(plain)[
+                        1
+                    ],  # an attack on shuffles has no undefended case of its own
                     told,
                     measure=LEAK,
                     spread=statistics.stdev(means if len(means) > 1 else scores)
@@ -103,18 +109,18 @@ def findings_of(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     return out
 
 
-def _told_apart(case: Case, attack: Attack, share: float) -> str:
-    if attack.is_named:
+def _describe_identification(case: Case, attack: Attack, share: float) -> str:
+    if attack.is_ordered:
         return f"{share:.0%} told apart"
-    others = mean(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
+    others = mean_score(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
     return f"{share:.0%} told apart by the best naming" + (
         "" if others is None else f", as are {others:.0%} of other images"
     )
 
 
-def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     """The one that is read first: accuracy, what is told apart, and SSIM under each attack."""
-    used = [a for a in attacks if any(a.name in row.attacked for row in case.rows)]
+    used = [a for a in attacks if any(a.name in row.by_attack for row in case.rows)]
     labelled = any(row.labels is not None for row in case.rows)
     heads = (
         "defences",
@@ -128,8 +134,8 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     for row in case.rows:
         told = (
             row.accuracy,
-            best(row, attacks)[1],
-            apart(row, attacks),
+            best_attack(row, attacks)[1],
+            identification_rate(row, attacks),
             *((row.labels,) if labelled else ()),
             *(row.value(a.name, LEAK) for a in used),
         )
@@ -143,7 +149,7 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
         *(case.floor(LEAK) for _ in used),
     )
     rows.append(("a guess, the mean image", *(None if v is None else round(v, 3) for v in free)))
-    mixed = mean(case.floors["true patches in a random order"], LEAK)
+    mixed = mean_score(case.floors["true patches in a random order"], LEAK)
     note = (
         "Under each attack: the SSIM of its reconstructions, in the mean over the attacked "
         "images; 1 is the image itself, less is better. "
@@ -161,7 +167,7 @@ def table_of(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
 
 
-class Told(Protocol):
+class DescribedAttack(Protocol):
     """An attack as it is told."""
 
     @property
@@ -170,10 +176,10 @@ class Told(Protocol):
     def about(self) -> str: ...
 
 
-def meanings_of(combinations: Sequence[str], attacks: Sequence[Told]) -> Table:
+def build_glossary(combinations: Sequence[str], attacks: Sequence[DescribedAttack]) -> Table:
     """What the names in the other tables mean."""
     parts = dict.fromkeys(
-        p.partition("=")[0] for combination in combinations for p in parts_of(combination)
+        p.partition("=")[0] for combination in combinations for p in split_combination(combination)
     )
     rows = [
         (name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split()))
@@ -189,7 +195,7 @@ def meanings_of(combinations: Sequence[str], attacks: Sequence[Told]) -> Table:
     )
 
 
-def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
     """Every metric, in the mean and of the image that leaked most, and how the attacker's training
     ended.
     """
@@ -206,10 +212,10 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         for attack in attacks:
-            got = row.attacked.get(attack.name)
+            got = row.by_attack.get(attack.name)
             if got is not None:
-                means = (mean(got.scores, m) for m in metrics)
-                most = (worst(got.scores, m) for m in metrics if m != "identified")
+                means = (mean_score(got.scores, m) for m in metrics)
+                most = (worst_score(got.scores, m) for m in metrics if m != "identified")
                 ended = (len(got.losses), got.has_stopped) if got.losses else (None, None)
                 rows.append(
                     (row.combination, attack.title, *means, *most, *ended, round(got.seconds, 1))
@@ -220,8 +226,8 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
             (
                 "floor",
                 name,
-                *(mean(scores, m) for m in metrics),
-                *(worst(scores, m) for m in metrics if m != "identified"),
+                *(mean_score(scores, m) for m in metrics),
+                *(worst_score(scores, m) for m in metrics if m != "identified"),
                 *blank,
             )
         )
@@ -237,26 +243,26 @@ def details_of(case: Case, attacks: Sequence[Attack]) -> Table:
     )
 
 
-def kind_of(combination: str) -> tuple[str, str]:
+def series_key(combination: str) -> tuple[str, str]:
     """The curve that a combination is a point of, and the name of the point: ("low-pass, rows",
     "0.1").
     """
-    parts = parts_of(combination)
+    parts = split_combination(combination)
     level = next((p.partition("=")[2] for p in parts if "=" in p and not p.startswith("rows")), "")
     return ", ".join(p.partition("=")[0] for p in parts), level
 
 
-def tradeoffs(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     """Accuracy against what leaks: under the paper's decoder, and under the best attack of all."""
     plain = case.row(NONE)
-    ways: dict[str, Any] = {"the best of all attacks": lambda row: best(row, attacks)[1]}
-    if any("decoder" in row.attacked for row in case.rows) and len(attacks) > 1:
+    ways: dict[str, Any] = {"the best of all attacks": lambda row: best_attack(row, attacks)[1]}
+    if any("decoder" in row.by_attack for row in case.rows) and len(attacks) > 1:
         ways = {"the paper's decoder alone": lambda row: row.value("decoder", LEAK), **ways}
     out = []
     for title, leaked in ways.items():
         series: dict[str, list[list[Any]]] = {}
         for row in case.rows:
-            name, level = kind_of(row.combination)
+            name, level = series_key(row.combination)
             series.setdefault(name, []).append([leaked(row), row.accuracy, level])
         several = {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
         data = {
@@ -272,16 +278,16 @@ def tradeoffs(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return out
 
 
-def curves(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     """The attackers' own training: the loss on pairs that they held out, as a share of the mean
     image's.
     """
     out = []
     for attack in attacks:
         lines = {
-            row.combination: row.attacked[attack.name]
+            row.combination: row.by_attack[attack.name]
             for row in case.rows
-            if attack.name in row.attacked
+            if attack.name in row.by_attack
         }
         y = {
             name: [round(v / got.floor, 5) for v in got.losses]
@@ -307,20 +313,20 @@ def curves(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return out
 
 
-def gallery(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def gallery_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     """For each attack: the images, and what it made of them under each combination."""
     if case.shown is None or not len(case.shown):
         return []
     out = []
     for attack in attacks:
-        rows = [{"label": "the images", "images": pictures_of(case.shown)}]
+        rows = [{"label": "the images", "images": to_pictures(case.shown)}]
         for row in case.rows:
-            got = row.attacked.get(attack.name)
+            got = row.by_attack.get(attack.name)
             if got is not None and got.images is not None:
                 rows.append(
                     {
                         "label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})",
-                        "images": pictures_of(got.images),
+                        "images": to_pictures(got.images),
                     }
                 )
         if len(rows) > 1:
@@ -335,9 +341,9 @@ def gallery(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return out
 
 
-def pictures_of(images: torch.Tensor) -> list[Any]:
-    if images.shape[-1] > WIDEST:
-        images = torch.nn.functional.interpolate(images, (WIDEST, WIDEST), mode="area")
+def to_pictures(images: torch.Tensor) -> list[Any]:
+    if images.shape[-1] > MAX_SIDE:
+        images = torch.nn.functional.interpolate(images, (MAX_SIDE, MAX_SIDE), mode="area")
     return [
         [
             [round(float(v), 2) for v in line] if images.shape[1] == 1 else line.tolist()
@@ -353,15 +359,15 @@ def _channels_last(images: torch.Tensor) -> Any:
     )
 
 
-def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
     """What it comes to, in words."""
     plain, floor = case.row(NONE), case.floor(LEAK) or 0.0
-    top = best(plain, attacks)[1]
+    top = best_attack(plain, attacks)[1]
 
     def share(value: float) -> float:
         return max(0.0, (value - floor) / max(top - floor, 1e-9))
 
-    having = [row for row in case.rows if apart(row, attacks) >= TOLD_APART]
+    having = [row for row in case.rows if identification_rate(row, attacks) >= REIDENTIFIED]
     out = [
         (
             f"{case.name}: the server has the images under {len(having)} of {len(case.rows)} "
@@ -370,7 +376,7 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
     ]
     out.append(
         f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: "
-        f"{floor:.2f}) and tells {apart(plain, attacks):.0%} "
+        f"{floor:.2f}) and tells {identification_rate(plain, attacks):.0%} "
         "of the images apart."
     )
     for row in case.rows:
@@ -378,22 +384,22 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
         if base is None or base not in {r.combination for r in case.rows}:
             continue
         before = case.row(base)
-        (_, was), (name, now) = best(before, attacks), best(row, attacks)
+        (_, was), (name, now) = best_attack(before, attacks), best_attack(row, attacks)
         where = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
         said = (
             f"{where}: against the best attack SSIM goes from {was:.2f} to {now:.2f} "
-            f"({_titled(name, attacks)})"
+            f"({_attack_title(name, attacks)})"
         )
-        if "decoder" in row.attacked and "decoder" in before.attacked:
+        if "decoder" in row.by_attack and "decoder" in before.by_attack:
             weak = [r.value("decoder", LEAK) or 0.0 for r in (before, row)]
             said += f"; against the paper's decoder alone from {weak[0]:.2f} to {weak[1]:.2f}"
         out.append(said + ".")
     rest = [row for row in case.rows if row.combination != NONE]
     if rest:
-        safe = min(rest, key=lambda r: best(r, attacks)[1])
+        safe = min(rest, key=lambda r: best_attack(r, attacks)[1])
         out.append(
             f"The least leaks under {safe.combination}: the best attack goes "
-            f"{share(best(safe, attacks)[1]):.0%} of the way from the mean image to "
+            f"{share(best_attack(safe, attacks)[1]):.0%} of the way from the mean image to "
             f"the undefended reconstruction, at an accuracy of {safe.accuracy:.3f} (undefended: "
             f"{plain.accuracy:.3f}, a guess: {plain.chance:.3f})."
         )
@@ -413,10 +419,10 @@ def verdict_of(case: Case, attacks: Sequence[Attack]) -> list[str]:
 
 def without_rows(combination: str) -> str | None:
     """The same combination without its row permutation, or None where it has none."""
-    parts = parts_of(combination)
+    parts = split_combination(combination)
     rest = [p for p in parts if p.partition("=")[0] != "rows"]
     return None if len(rest) == len(parts) else "+".join(rest) or NONE
 
 
-def _titled(name: str, attacks: Sequence[Attack]) -> str:
+def _attack_title(name: str, attacks: Sequence[Attack]) -> str:
     return next(a.title for a in attacks if a.name == name)

@@ -16,7 +16,15 @@ import torch
 
 from regauge.attacks.inversion import to_images, to_patches
 from regauge.errors import RegaugeError
-from regauge.results.metrics import Lpips, identified, mse, psnr, similarity, spectral, ssim
+from regauge.results.metrics import (
+    Lpips,
+    feature_similarity,
+    is_identified,
+    mse,
+    psnr,
+    spectral_distance,
+    ssim,
+)
 
 Tensor = torch.Tensor
 Scores = dict[str, list[float]]  # by metric, one number for each image
@@ -31,15 +39,15 @@ class Metric:
     """`is_leak` says whether more of it is more leaked."""
 
     name: str
-    of: Callable[[Tensor, Tensor, Lpips | None], Tensor | None]
+    compute: Callable[[Tensor, Tensor, Lpips | None], Tensor | None]
     is_leak: bool = True
 
 
-def _embedded(lpips: Lpips) -> Callable[[Tensor], Tensor]:
+def _last_features(lpips: Lpips) -> Callable[[Tensor], Tensor]:
     return lambda x: lpips.features(x, 0.0, 1.0)[-1]
 
 
-def _seen_by(lpips: Lpips | None, found: Tensor) -> bool:
+def _fits_lpips(lpips: Lpips | None, found: Tensor) -> bool:
     return lpips is not None and min(found.shape[-2:]) >= 32
 
 
@@ -49,30 +57,32 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "F-SIM",
         lambda a, b, net: (
-            similarity(a, b, _embedded(net)) if net is not None and _seen_by(net, a) else None
+            feature_similarity(a, b, _last_features(net))
+            if net is not None and _fits_lpips(net, a)
+            else None
         ),
     ),
     Metric(
         "LPIPS",
-        lambda a, b, net: net(a, b, 0.0, 1.0) if net is not None and _seen_by(net, a) else None,
+        lambda a, b, net: net(a, b, 0.0, 1.0) if net is not None and _fits_lpips(net, a) else None,
         is_leak=False,
     ),
     Metric("MSE", lambda a, b, _: mse(a, b), is_leak=False),
-    Metric("identified", lambda a, b, _: identified(a, b).float()),
+    Metric("identified", lambda a, b, _: is_identified(a, b).float()),
 )
 SPECTRAL = Metric(
-    "FFT2D", lambda a, b, _: spectral(a, b), is_leak=False
+    "FFT2D", lambda a, b, _: spectral_distance(a, b), is_leak=False
 )  # 002's, for attacks on gradients
 BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}
 
 
-def scored(
+def score_images(
     found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS
 ) -> Scores:
     """All metrics of reconstructions in 0..1; those that need AlexNet only where its weights are
     given and images are not too small for it.
     """
-    values = ((m.name, m.of(found.clamp(0, 1), true, lpips)) for m in metrics)
+    values = ((m.name, m.compute(found.clamp(0, 1), true, lpips)) for m in metrics)
     return {
         name: [round(float(v), 6) for v in value.clamp(max=100.0)]
         for name, value in values
@@ -99,7 +109,7 @@ def best_assignment(found: Tensor, true: Tensor) -> Tensor:
 OTHERS = "other images, by the best naming"
 
 
-def floors(
+def score_baselines(
     own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0
 ) -> dict[str, Scores]:
     """What costs an attacker nothing: the mean of its own images; what an order at random leaves of
@@ -114,14 +124,14 @@ def floors(
         "true patches in a random order": to_images(mixed, patch, true.shape[1]),
     }
     guesses[OTHERS] = best_assignment(own[: len(true)], true)
-    return {name: scored(guess, true, lpips) for name, guess in guesses.items()}
+    return {name: score_images(guess, true, lpips) for name, guess in guesses.items()}
 
 
-def mean(scores: Scores, metric: str) -> float | None:
+def mean_score(scores: Scores, metric: str) -> float | None:
     return statistics.fmean(scores[metric]) if metric in scores else None
 
 
-def worst(scores: Scores, metric: str) -> float | None:
+def worst_score(scores: Scores, metric: str) -> float | None:
     """Of the image that leaked most."""
     return (
         None
@@ -133,7 +143,7 @@ def worst(scores: Scores, metric: str) -> float | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Attacked:
+class AttackScores:
     """What one attack got of one victim: scores of each image, validation losses after each epoch
     and what the mean image would have, seconds, and images for a gallery.
     """
@@ -174,12 +184,14 @@ class Row:
     accuracy: float
     chance: float
     seconds: float
-    attacked: Mapping[str, Attacked]
+    by_attack: Mapping[str, AttackScores]
     accuracies: tuple[float, ...] = ()
     labels: float | None = None  # the share of labels that the server tells from gradients
 
     def value(self, attack: str, metric: str) -> float | None:
-        return mean(self.attacked[attack].scores, metric) if attack in self.attacked else None
+        return (
+            mean_score(self.by_attack[attack].scores, metric) if attack in self.by_attack else None
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,19 +210,19 @@ class Case:
         return next(r for r in self.rows if r.combination == combination)
 
     def floor(self, metric: str) -> float | None:
-        return mean(self.floors["the mean image"], metric)
+        return mean_score(self.floors["the mean image"], metric)
 
 
-def joined(trials: Sequence[Row]) -> Row:
+def merge_trials(trials: Sequence[Row]) -> Row:
     """Rows of several seeds as one: scores of all their images, losses and pictures of the
     first.
     """
     first = trials[0]
     attacked = {}
-    for name, one in first.attacked.items():
-        all_of = [t.attacked[name] for t in trials if name in t.attacked]
+    for name, one in first.by_attack.items():
+        all_of = [t.by_attack[name] for t in trials if name in t.by_attack]
         scores = {metric: [v for a in all_of for v in a.scores[metric]] for metric in one.scores}
-        attacked[name] = Attacked(
+        attacked[name] = AttackScores(
             name,
             scores,
             one.losses,

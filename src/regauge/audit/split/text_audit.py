@@ -18,26 +18,26 @@ import torch
 
 from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
-from regauge.audit.split.engine import SplitCase, chance, labels_of
-from regauge.audit.split.report import LAST, meanings_of
+from regauge.audit.split.engine import SplitCase, chance_accuracy, measure_label_leak
+from regauge.audit.split.report import CAVEAT, build_glossary
 from regauge.audit.split.scores import LeakageError
 from regauge.audit.split.victims import (
     NONE,
     Pair,
-    defences_of,
+    drop_shuffles,
     is_shuffled,
     make_split_pair,
-    unshuffled,
+    parse_combination,
 )
-from regauge.audit.text_scores import MEASURES, scores_of
+from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
 LEAK = "ROUGE-L"
-LONGEST, FEWEST, LABELLED = 32, 20, 20
-ENOUGH = 0.5  # a server that has half of a text's longest common subsequence has read it
+MAX_LENGTH, MIN_TEXTS, LABEL_STEPS = 32, 20, 20
+READ_THRESHOLD = 0.5  # a server that has half of a text's longest common subsequence has read it
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class SentTexts:
     shuffled: bool
 
     @property
-    def seen(self) -> Tensor:
+    def observed(self) -> Tensor:
         return torch.cat([view.stream for view in self.served]).float()
 
 
@@ -76,7 +76,7 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
         "every token tried",
         "makes the state of every token at every place with the embedding that was started "
         "from, and takes the nearest",
-        lambda view: embedding_search(EmbeddedText(view.seen, view.model, None, view.shuffled)),
+        lambda view: embedding_search(EmbeddedText(view.observed, view.model, None, view.shuffled)),
     ),
     TextAttack(
         "regression",
@@ -85,7 +85,7 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
         "likewise, in closed form",
         lambda view: text_regression(
             PairedTexts(
-                view.seen,
+                view.observed,
                 view.features,
                 view.ids,
                 view.model.get_input_embeddings().weight,  # type: ignore[operator]
@@ -120,8 +120,8 @@ def audit_texts(
     combinations: Sequence[str],
     *,
     attacks: Sequence[TextAttack] = TEXT_ATTACKS,
-    most: float | None = None,
-    length: int = LONGEST,
+    fail_above: float | None = None,
+    length: int = MAX_LENGTH,
     progress: Progress | None = None,
 ) -> Results:
     """What a server of split learning reads of texts, under each combination of defences ("none" is
@@ -129,12 +129,12 @@ def audit_texts(
     """
     combinations = list(dict.fromkeys((NONE, *combinations)))
     true, own = (
-        _ids(part, length)
+        _truncate_texts(part, length)
         for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own)
     )
     together = min(true.shape[1], own.shape[1])
     true, own = true[:, :together], own[:, :together]
-    _check(case, combinations, true, own)
+    _check_case(case, combinations, true, own)
     total, done = len(combinations) * (1 + len(attacks)), 0
 
     def tell(now: str) -> None:
@@ -143,23 +143,27 @@ def audit_texts(
             progress(done, total, now)
         done += 1
 
-    rows = [_row(case, combination, attacks, true, own, tell) for combination in combinations]
+    rows = [
+        _audit_combination(case, combination, attacks, true, own, tell)
+        for combination in combinations
+    ]
     if progress:
         progress(total, total, "")
     guess = [
-        scores_of([other.tolist()], [text.tolist()]) for other, text in zip(own, true, strict=False)
+        score_texts([other.tolist()], [text.tolist()])
+        for other, text in zip(own, true, strict=False)
     ]
     floor = {m: [v for one in guess for v in one[m]] for m in MEASURES}
-    found = _told(case.name, rows, floor, attacks)
+    found = _build_results(case.name, rows, floor, attacks)
     return replace(
         found,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, most) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
         ),
     )
 
 
-def _row(
+def _audit_combination(
     case: SplitCase,
     combination: str,
     attacks: Sequence[TextAttack],
@@ -168,14 +172,16 @@ def _row(
     tell: Callable[[str], None],
 ) -> TextRow:
     tell(f"{combination}: train through the split")
-    seed, batch = case.run.seed, max(2, case.run.batch)
+    seed, batch = case.run.seed, max(2, case.run.batch_size)
     public = copy.deepcopy(case.model).eval()
-    pair = make_split_pair(_client(case.model, combination), combination, case.training, seed=seed)
-    passes = pair.train(case.train, case.run, watch_first=min(case.run.steps, LABELLED))
+    pair = make_split_pair(
+        _copy_client_model(case.model, combination), combination, case.training, seed=seed
+    )
+    passes = pair.train(case.train, case.run, record_first=min(case.run.steps, LABEL_STEPS))
     accuracy = pair.measure(case.test, batch)["accuracy"]
-    served = pair.serve(_batches(true, batch), "seen")
+    served = pair.record_passes(_make_batches(true, batch), "seen")
     view = SentTexts(
-        served, public, _own_features(pair, own, batch, seed), own, is_shuffled(combination)
+        served, public, _embed_own_texts(pair, own, batch, seed), own, is_shuffled(combination)
     )
     scores, seconds = {}, {}
     for attack in attacks:
@@ -186,16 +192,21 @@ def _row(
         if all(order is not None for order in told):
             places = torch.cat([order for order in told if order is not None])
         texts = torch.zeros_like(tokens).scatter(1, places, tokens)
-        scores[attack.name] = scores_of(texts.tolist(), true.tolist())
+        scores[attack.name] = score_texts(texts.tolist(), true.tolist())
         seconds[attack.name] = round(time.monotonic() - started, 1)
     classified = not (case.train.causal or case.train.tokens or case.train.dense)
-    guessed = labels_of(passes, case.train, case.run) if classified else None
+    guessed = measure_label_leak(passes, case.train, case.run) if classified else None
     return TextRow(
-        combination, accuracy, chance(case.test) if classified else 0.0, scores, seconds, guessed
+        combination,
+        accuracy,
+        chance_accuracy(case.test) if classified else 0.0,
+        scores,
+        seconds,
+        guessed,
     )
 
 
-def _client(model: torch.nn.Module, combination: str) -> torch.nn.Module:
+def _copy_client_model(model: torch.nn.Module, combination: str) -> torch.nn.Module:
     """A copy of the model. Where rows move it is given its causal mask, which fused kernels make
     themselves.
     """
@@ -205,27 +216,31 @@ def _client(model: torch.nn.Module, combination: str) -> torch.nn.Module:
     return cast(torch.nn.Module, made)
 
 
-def _own_features(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
+def _embed_own_texts(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
     """The attacker's own texts through a client like this one, with its defences but for the
     shuffles.
     """
     if not is_shuffled(pair.combination):
-        return torch.cat([p.stream for p in pair.serve(_batches(own, batch), "own")]).float()
+        return torch.cat(
+            [p.stream for p in pair.record_passes(_make_batches(own, batch), "own")]
+        ).float()
     pair.link.close()
-    beside = make_split_pair(pair.model, unshuffled(pair.combination), seed=seed + 1)
-    found = torch.cat([p.stream for p in beside.serve(_batches(own, batch), "own")]).float()
+    beside = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
+    found = torch.cat(
+        [p.stream for p in beside.record_passes(_make_batches(own, batch), "own")]
+    ).float()
     beside.link.close()
     return found
 
 
-def _batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
+def _make_batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
     parts = list(torch.split(ids, batch))
     if len(parts) > 1 and len(parts[-1]) == 1:
         parts = [*parts[:-2], torch.cat(parts[-2:])]
     return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
 
 
-def _ids(examples: object, length: int) -> Tensor:
+def _truncate_texts(examples: object, length: int) -> Tensor:
     """Texts without their padding, those of at least half the length, cut to the shortest of
     them.
     """
@@ -242,9 +257,9 @@ def _ids(examples: object, length: int) -> Tensor:
     return torch.stack([row[:shortest] for row in kept])
 
 
-def _check(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tensor) -> None:
+def _check_case(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tensor) -> None:
     """Refuse what cannot be before anything is trained."""
-    if len(own) < FEWEST:
+    if len(own) < MIN_TEXTS:
         raise LeakageError(
             f"an attacker with {len(own)} texts learns nothing",
             hint="give more data, or longer texts",
@@ -254,24 +269,24 @@ def _check(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tens
             f"{len(true)} texts of {true.shape[1]} tokens are too little to attack",
             hint="give more data, or longer texts",
         )
-    if any(isinstance(d, BatchShuffle) for c in combinations for d in defences_of(c)):
+    if any(isinstance(d, BatchShuffle) for c in combinations for d in parse_combination(c)):
         raise LeakageError(
             "a batch shuffle takes tokens from text to text, and their masks belong to each text",
             hint="use rows",
         )
-    on_pixels = next((d for c in combinations for d in defences_of(c) if d.stage == 0), None)
+    on_pixels = next((d for c in combinations for d in parse_combination(c) if d.stage == 0), None)
     if on_pixels is not None:
         raise LeakageError(
             f"{type(on_pixels).__name__} acts on images, and these are texts",
             hint="noise, round, bottleneck, rows and the like",
         )
     for combination in combinations:
-        make_split_pair(_client(case.model, combination), combination).serve(
-            _batches(true[:2], 2), "check"
+        make_split_pair(_copy_client_model(case.model, combination), combination).record_passes(
+            _make_batches(true[:2], 2), "check"
         )
 
 
-def _told(
+def _build_results(
     name: str,
     rows: Sequence[TextRow],
     floor: Mapping[str, list[float]],
@@ -340,26 +355,26 @@ def _told(
     )
     tables = (
         Table(f"Utility and privacy: {name}", heads, tuple(lines), note),
-        meanings_of([r.combination for r in rows], attacks),
+        build_glossary([r.combination for r in rows], attacks),
     )
     return Results(
         "What the server reads",
         tuple(findings),
         tables,
         (),
-        {"verdict": _verdict(name, rows, low, titles)},
+        {"verdict": _build_verdict(name, rows, low, titles)},
     )
 
 
-def _verdict(
+def _build_verdict(
     name: str, rows: Sequence[TextRow], low: float, titles: Mapping[str, str]
 ) -> list[str]:
     plain = rows[0]
-    having = [row for row in rows if row.best()[1] >= ENOUGH]
+    having = [row for row in rows if row.best()[1] >= READ_THRESHOLD]
     out = [
         (
             f"{name}: the server reads the texts under {len(having)} of {len(rows)} combinations "
-            f"(ROUGE-L of {ENOUGH:g} and more)."
+            f"(ROUGE-L of {READ_THRESHOLD:g} and more)."
         )
     ]
     for row in rows:
@@ -376,4 +391,4 @@ def _verdict(
             f"Labels are not sent, and the gradients tell them: {min(known):.0%} to "
             f"{max(known):.0%} of them (a guess: {plain.chance:.0%})."
         )
-    return [*out, LAST]
+    return [*out, CAVEAT]

@@ -22,21 +22,21 @@ import torch
 
 from regauge.core.spec import Spec
 from regauge.models.discovery.assemble import assemble
-from regauge.models.discovery.boundaries import boundaries_of, parts_by
-from regauge.models.discovery.cache import Discovery, default_folder, key_of, load, save
-from regauge.models.discovery.explain import Reason, reasons
+from regauge.models.discovery.boundaries import find_boundaries, with_backbone
+from regauge.models.discovery.cache import Discovery, cache_key, default_folder, load, save
+from regauge.models.discovery.explain import Reason, collect_reasons
 from regauge.models.discovery.graph import DiscoveryError, trace
-from regauge.models.discovery.infer_groups import Reading
+from regauge.models.discovery.infer_groups import GroupInference
 from regauge.models.discovery.models import (
-    LARGEST,
+    MAX_PARAMETERS,
     buffers_of,
     build,
+    count_parameters,
     example_inputs,
-    is_empty,
-    size_of,
-    twin_of,
+    is_on_meta,
+    make_twin,
 )
-from regauge.models.discovery.proof import Proof, carried_over, doubled, generic, prove
+from regauge.models.discovery.proof import Proof, prove, randomized_copy, to_float64, transfer_proof
 from regauge.models.discovery.stored_names import stored_spec
 from regauge.models.discovery.terms import Atom
 from regauge.models.discovery.walk import walk
@@ -72,27 +72,27 @@ def discover(module: torch.nn.Module, example_inputs: Inputs, *, cache: Path | N
 
 def discovery_of(module: torch.nn.Module, given: Inputs, *, cache: Path | None = None) -> Discovery:
     """What `discover` does, with the reasons and the errors."""
-    inputs = by_name(module, given)
-    key = key_of(module, inputs) if cache is not None else None
+    inputs = to_kwargs(module, given)
+    key = cache_key(module, inputs) if cache is not None else None
     if cache is not None and key is not None:
         kept = load(cache, key)
         if kept is not None:
             return kept
     spec, reading, names = assemble(
-        walk(trace(module, inputs, buffers_of(module) if is_empty(module) else {})),
+        walk(trace(module, inputs, buffers_of(module) if is_on_meta(module) else {})),
         module,
         type(module).__name__,
     )
-    if is_empty(module) or (
-        size_of(module) > LARGEST and getattr(module, "config", None) is not None
+    if is_on_meta(module) or (
+        count_parameters(module) > MAX_PARAMETERS and getattr(module, "config", None) is not None
     ):
         proof, cuts, where = _prove_twin(spec, module)
     else:
-        twin, given = generic(module), doubled(inputs)
+        twin, given = randomized_copy(module), to_float64(inputs)
         proof, where = prove(spec, twin, given), "the module itself"
-        cuts = boundaries_of(proof.spec, twin, given)
-    told, frozen = _told(reading, names)
-    spec = parts_by(proof.spec, [b.blocks for b in cuts])
+        cuts = find_boundaries(proof.spec, twin, given)
+    told, frozen = _explain_axes(reading, names)
+    spec = with_backbone(proof.spec, [b.blocks for b in cuts])
     found = Discovery(
         spec, proof.error, proof.folded_error, told, frozen, where, proof.dropped, cuts
     )
@@ -117,19 +117,19 @@ def discover_config(
     module = build(config, "meta")
     if parameters:
         require_numel(module, parameters, "the model")
-    if parameters <= LARGEST:
+    if parameters <= MAX_PARAMETERS:
         module = build(config)
     found = discovery_of(module, example_inputs(module), cache=cache)
     spec, to = stored_spec(found.spec, module, names)
     frozen = {
         (axis if n is None else f"{n}[{axis.rpartition('[')[2]}"): told
         for axis, told in found.frozen.items()
-        for n in _stored(axis, to)
+        for n in _stored_names(axis, to)
     }
     return replace(found, spec=spec, frozen=frozen)
 
 
-def _stored(axis: str, to: Mapping[str, Sequence[str]]) -> Sequence[str | None]:
+def _stored_names(axis: str, to: Mapping[str, Sequence[str]]) -> Sequence[str | None]:
     return to.get(axis.rpartition("[")[0], [None])
 
 
@@ -141,41 +141,41 @@ def discover_model(module: torch.nn.Module) -> Discovery:
 
 
 def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
-    small = twin_of(module)
+    small = make_twin(module)
     inputs = example_inputs(small)
     described, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)
-    where = f"a twin of {size_of(small):,} parameters"
-    twin, given = generic(small), doubled(inputs)
+    where = f"a twin of {count_parameters(small):,} parameters"
+    twin, given = randomized_copy(small), to_float64(inputs)
     proof = prove(described, twin, given)
     return (
-        carried_over(spec, described, proof, where),
-        boundaries_of(proof.spec, twin, given),
+        transfer_proof(spec, described, proof, where),
+        find_boundaries(proof.spec, twin, given),
         where,
     )
 
 
-def _told(
-    reading: Reading, names: Mapping[Atom, str]
+def _explain_axes(
+    reading: GroupInference, names: Mapping[Atom, str]
 ) -> tuple[dict[str, Sequence[Reason]], dict[str, Sequence[Reason]]]:
     """Reasons by space, and by the axes of parameters on which nothing acts."""
     told: dict[str, Sequence[Reason]] = {
-        name: reasons(reading.kinds[atom].restrictions) for atom, name in names.items()
+        name: collect_reasons(reading.kinds[atom].restrictions) for atom, name in names.items()
     }
     owner = {
         axis: (name, i) for name, axes in reading.parameters.items() for i, axis in enumerate(axes)
     }
     frozen: dict[str, list[Reason]] = {}
     for kind in reading.kinds.values():
-        if kind.frozen and kind.atom not in names:
-            for axis, _ in kind.places:
+        if kind.is_frozen and kind.atom not in names:
+            for axis, _ in kind.occurrences:
                 name, i = owner[axis]
                 frozen.setdefault(f"{name}[{i}]", []).extend(
-                    reasons([r for r in kind.restrictions if r.kind == "frozen"])
+                    collect_reasons([r for r in kind.restrictions if r.kind == "frozen"])
                 )
     return told, {name: list(dict.fromkeys(found)) for name, found in frozen.items()}
 
 
-def by_name(module: torch.nn.Module, given: Inputs) -> dict[str, Any]:
+def to_kwargs(module: torch.nn.Module, given: Inputs) -> dict[str, Any]:
     """Inputs as keyword arguments of forward."""
     if isinstance(given, Mapping):
         return dict(given)

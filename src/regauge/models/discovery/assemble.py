@@ -11,33 +11,37 @@ import torch
 from regauge.core import axes as ax
 from regauge.core.groups import Rotary
 from regauge.core.spec import Space, Spec
-from regauge.models.discovery.explain import why
-from regauge.models.discovery.folds import folds
-from regauge.models.discovery.infer_groups import Kind, Reading, infer_groups
+from regauge.models.discovery.explain import summarize_reasons
+from regauge.models.discovery.folds import find_folds
+from regauge.models.discovery.infer_groups import GroupInference, Kind, infer_groups
 from regauge.models.discovery.names import name_kinds, side_of
 from regauge.models.discovery.terms import Atom, Sum, Term, factors, find, parts
 from regauge.models.discovery.walk import Axis, Value, Walk
 
 # Outputs that hand out an inner value as it is: a space may be seen there. On all others, what
 # nothing reads is what callers see.
-_INNER = re.compile(r".*(hidden_state|hidden_states|embeds|embeddings?|pooler_output|features)$")
-_ASIDE = ("encoder_last_hidden_state", "loss")
+_INNER_OUTPUTS = re.compile(
+    r".*(hidden_state|hidden_states|embeds|embeddings?|pooler_output|features)$"
+)
+_IGNORED_OUTPUTS = ("encoder_last_hidden_state", "loss")
 
 
 def assemble(
     w: Walk, module: torch.nn.Module, family: str
-) -> tuple[Spec, Reading, dict[Atom, str]]:
+) -> tuple[Spec, GroupInference, dict[Atom, str]]:
     """The spec of a walked module. Names of spaces come back too, by the kinds of coordinates that
     they stand for.
     """
     outputs = {
-        n: v for n, v in w.graph.outputs.items() if len(w.graph.outputs) == 1 or n not in _ASIDE
+        n: v
+        for n, v in w.graph.outputs.items()
+        if len(w.graph.outputs) == 1 or n not in _IGNORED_OUTPUTS
     }
     if "encoder_last_hidden_state" in w.graph.outputs and "last_hidden_state" in w.graph.outputs:
         outputs = dict(w.graph.outputs)
-    norms, scales = folds(w, list(outputs.values()))
+    norms, scales = find_folds(w, list(outputs.values()))
     values = {name: w.value(node) for name, node in outputs.items()}
-    closed = _closed(w, values)
+    closed = _caller_visible_axes(w, values)
     reading = infer_groups(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
     sided = (
         len(
@@ -50,35 +54,37 @@ def assemble(
         > 1
     )
     names = name_kinds(reading, sided)
-    tensors = {name: axes_of(reading, names, axes) for name, axes in reading.parameters.items()}
+    tensors = {name: format_axes(reading, names, axes) for name, axes in reading.parameters.items()}
     state = dict(module.state_dict(keep_vars=True))
-    for alike in _tied(w.graph.ties):  # a name that nothing reads is what the others are
-        known = next((n for n in alike if n in w.first), None)
+    for alike in _tie_groups(w.graph.ties):  # a name that nothing reads is what the others are
+        known = next((n for n in alike if n in w.first_use), None)
         for name in alike:
-            if name not in w.first:
+            if name not in w.first_use:
                 tensors[name] = tensors[known] if known is not None else _holes(state[name].shape)
-    for name in w.graph.unread:
+    for name in w.graph.unused:
         tensors.setdefault(name, _holes(state[name].shape))
     parameters = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     buffers = [n for n in state if n not in parameters and n not in tensors]
     tensors = {n: tensors[n] for n in state if n in tensors}
-    spaces = {names[k.atom]: _space(k, names) for k in _ordered(reading, names)}
+    spaces = {names[k.atom]: _make_space(k, names) for k in _sort_kinds(reading, names)}
     spec = Spec(
         family=family,
         spaces=spaces,
         tensors=tensors,
-        parts=_parts(w, tensors),
+        parts=_assign_parts(w, tensors),
         ties={a: t for a, t in w.graph.ties.items() if a in tensors and t in tensors},
         outputs={
-            name: " ".join(str(_open(_axis(reading, names, a))) for a in v.axes)
+            name: " ".join(str(_open_axis(_axis_term(reading, names, a))) for a in v.axes)
             for name, v in values.items()
         },
         norms=tuple(
-            n for n in norms if _folds(tensors, spaces, n.gain, [r for r, _ in n.readers], w.reads)
+            n
+            for n in norms
+            if _is_worth_folding(tensors, spaces, n.gain, [r for r, _ in n.readers], w.gain_axes)
         ),
-        scales=tuple(s for s in scales if _folds(tensors, spaces, s.gain, [], {})),
+        scales=tuple(s for s in scales if _is_worth_folding(tensors, spaces, s.gain, [], {})),
         buffers=tuple(re.escape(n) for n in buffers),
-        notes=_notes(w),
+        notes=_make_notes(w),
     )
     return spec, reading, names
 
@@ -87,14 +93,14 @@ def _holes(shape: Sequence[int]) -> str:
     return " ".join(f"_{n}" for n in shape)
 
 
-def _tied(ties: Mapping[str, str]) -> list[list[str]]:
+def _tie_groups(ties: Mapping[str, str]) -> list[list[str]]:
     out: dict[str, list[str]] = {}
     for alias, target in ties.items():
         out.setdefault(target, [target]).append(alias)
     return list(out.values())
 
 
-def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
+def _caller_visible_axes(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     """Axes of outputs that nothing inside reads: callers see them as they are."""
     from regauge.models.discovery.terms import leaves
 
@@ -108,12 +114,12 @@ def _closed(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
     out = {}
     for name, value in values.items():
         for axis in value.axes:
-            if not _INNER.match(name) and not any(id(a) in read for a in leaves(axis.term)):
+            if not _INNER_OUTPUTS.match(name) and not any(id(a) in read for a in leaves(axis.term)):
                 out[axis] = f'callers see it in "{name}"'
     return out
 
 
-def _folds(
+def _is_worth_folding(
     tensors: Mapping[str, str],
     spaces: Mapping[str, Space],
     gain: str,
@@ -136,11 +142,11 @@ def _folds(
     return len(ax.parse(tensors[gain]).terms) == 1 and larger and all(reads(r) for r in readers)
 
 
-def axes_of(reading: Reading, names: Mapping[Atom, str], axes: Sequence[Axis]) -> str:
-    return " ".join(str(_axis(reading, names, axis)) for axis in axes)
+def format_axes(reading: GroupInference, names: Mapping[Atom, str], axes: Sequence[Axis]) -> str:
+    return " ".join(str(_axis_term(reading, names, axis)) for axis in axes)
 
 
-def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
+def _axis_term(reading: GroupInference, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
     place = iter(range(10**9))
 
     def one(atom: Atom) -> ax.Term:
@@ -149,20 +155,20 @@ def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
         if (
             kind is None
             or atom not in names
-            or (kind.frozen and not any(k.over is atom for k in reading.kinds.values()))
+            or (kind.is_frozen and not any(k.over is atom for k in reading.kinds.values()))
         ):
             return ax.Hole(atom.size)
         e = kind.exponents.get(
-            (axis, i), 1 if (axis, i) not in kind.exponents and not kind.places_has(axis) else 0
+            (axis, i), 1 if (axis, i) not in kind.exponents and not kind.occurs_on(axis) else 0
         )
         if isinstance(kind.group, Rotary) and e == 0:
             return ax.Hole(atom.size)
-        barred = e == 0 and not kind.frozen
+        barred = e == 0 and not kind.is_frozen
         return ax.Leaf(names[atom], star=e < 0, bar=barred)
 
     def term(t: Term) -> ax.Term:
         listed = [_sum(f) if isinstance(f, Sum) else one(f) for f in factors(t)]
-        return _product(listed)
+        return _join_factors(listed)
 
     def _sum(s: Sum) -> ax.Term:
         terms = [term(find(t)) for t in parts(s)]
@@ -177,7 +183,7 @@ def _axis(reading: Reading, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
     return term(axis.term)
 
 
-def _open(term: ax.Term) -> ax.Term:
+def _open_axis(term: ax.Term) -> ax.Term:
     """An axis of an output, of any length: as many rows or tokens as a caller gives. Of several
     holes side by side the last is the open one.
     """
@@ -200,7 +206,7 @@ def _open(term: ax.Term) -> ax.Term:
             return term
 
 
-def _product(listed: list[ax.Term]) -> ax.Term:
+def _join_factors(listed: list[ax.Term]) -> ax.Term:
     out: list[ax.Term] = []
     for t in listed:
         if isinstance(t, ax.Hole) and out and isinstance(out[-1], ax.Hole):
@@ -220,17 +226,17 @@ def _product(listed: list[ax.Term]) -> ax.Term:
     return ax.Product(tuple(out))
 
 
-def _space(kind: Kind, names: Mapping[Atom, str]) -> Space:
+def _make_space(kind: Kind, names: Mapping[Atom, str]) -> Space:
     return Space(
         kind.atom.size,
         kind.group,
         over=names[kind.over] if kind.over is not None else None,
         folded=kind.folded,
-        why=why(kind),
+        why=summarize_reasons(kind),
     )
 
 
-def _ordered(reading: Reading, names: Mapping[Atom, str]) -> list[Kind]:
+def _sort_kinds(reading: GroupInference, names: Mapping[Atom, str]) -> list[Kind]:
     """Kinds in the order of their names: the stream first, then layer by layer."""
 
     def key(kind: Kind) -> tuple[bool, tuple[int, ...], str]:
@@ -244,7 +250,7 @@ def _ordered(reading: Reading, names: Mapping[Atom, str]) -> list[Kind]:
     return sorted((reading.kinds[a] for a in names), key=key)
 
 
-def _parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
+def _assign_parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
     """The blocks are the parameters of the longest numbered lists of modules; what is read before
     them embeds, the rest is the head.
     """
@@ -254,7 +260,7 @@ def _parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
     lists = {
         p for p, times in prefixes.items() if times >= 2 and times * 4 >= max(prefixes.values())
     }
-    first = w.first
+    first = w.first_use
 
     def inside(name: str) -> bool:
         found = re.match(r"(.*?\.)\d+\.", f".{name}")
@@ -270,13 +276,15 @@ def _parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
     return {n: part(n) for n in tensors}
 
 
-def _notes(w: Walk) -> tuple[str, ...]:
+def _make_notes(w: Walk) -> tuple[str, ...]:
     notes = []
-    if w.unknown:
-        notes.append(f"no rule for {', '.join(sorted(w.unknown))}: nothing acts on what they touch")
-    if w.graph.unread:
-        names = ", ".join(w.graph.unread[:3]) + (
-            f" and {len(w.graph.unread) - 3} more" if len(w.graph.unread) > 3 else ""
+    if w.unsupported:
+        notes.append(
+            f"no rule for {', '.join(sorted(w.unsupported))}: nothing acts on what they touch"
+        )
+    if w.graph.unused:
+        names = ", ".join(w.graph.unused[:3]) + (
+            f" and {len(w.graph.unused) - 3} more" if len(w.graph.unused) > 3 else ""
         )
         notes.append(f"not read on the example inputs, and so left alone: {names}")
     return tuple(notes)

@@ -24,15 +24,15 @@ from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
 from regauge.models.cut import cut
 from regauge.models.families.family import Boundary
-from regauge.testing import outputs, strict_float64
+from regauge.testing import compute_outputs, strict_float64
 
 TOLERANCE = 1e-9
 _SEED = 21
-_MOST = 64  # ways to read what crosses, tried one after the other
+_MAX_CANDIDATES = 64  # ways to read what crosses, tried one after the other
 
 
 @dataclass(frozen=True)
-class Seen:
+class BlockList:
     """A list of blocks in one run: its path, the argument that is the stream, the names of what a
     block returns, and all that the first was given.
     """
@@ -40,11 +40,11 @@ class Seen:
     path: str
     stream: str
     returns: tuple[str, ...]
-    given: Mapping[str, Any]
-    leaves: torch.Tensor
+    inputs: Mapping[str, Any]
+    output: torch.Tensor
 
 
-def boundaries_of(
+def find_boundaries(
     spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]
 ) -> tuple[Boundary, ...]:
     """The boundaries of a module of random weights in float64; none if it has no such list, or if
@@ -54,26 +54,26 @@ def boundaries_of(
     known of any module.
     """
     found: list[Boundary] = []
-    for seen in _watched(
+    for seen in _find_block_lists(
         spec, module, inputs
     ):  # each by itself: what crosses at one list does not depend on the others
-        alone = parts_by(spec, [seen.path])
-        tried = islice(_readings(alone, seen), _MOST)
-        found += islice((b for b in tried if _holds(alone, module, inputs, [b])), 1)
+        alone = with_backbone(spec, [seen.path])
+        tried = islice(_candidate_boundaries(alone, seen), _MAX_CANDIDATES)
+        found += islice((b for b in tried if _is_valid(alone, module, inputs, [b])), 1)
     if len(found) < 2:
         return tuple(found)
     found = [
         replace(b, name=name)
-        for b, name in zip(found, _names([b.blocks for b in found]), strict=True)
+        for b, name in zip(found, _distinct_names([b.blocks for b in found]), strict=True)
     ]
     return (
         tuple(found)
-        if _holds(parts_by(spec, [b.blocks for b in found]), module, inputs, found)
+        if _is_valid(with_backbone(spec, [b.blocks for b in found]), module, inputs, found)
         else ()
     )
 
 
-def _names(paths: Sequence[str]) -> list[str]:
+def _distinct_names(paths: Sequence[str]) -> list[str]:
     """What tells paths apart: encoder and decoder of model.encoder.layers and
     model.decoder.layers.
     """
@@ -85,7 +85,7 @@ def _names(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def parts_by(spec: Spec, paths: Sequence[str]) -> Spec:
+def with_backbone(spec: Spec, paths: Sequence[str]) -> Spec:
     """The spec with these lists as its backbone, and nothing else."""
     if not paths:
         return spec
@@ -102,7 +102,7 @@ def parts_by(spec: Spec, paths: Sequence[str]) -> Spec:
     return replace(spec, parts={n: part(i, n) for i, n in enumerate(names)})
 
 
-def _joints(spec: Spec) -> dict[str, int]:
+def _shared_spaces(spec: Spec) -> dict[str, int]:
     """The spaces that the backbone shares with the edges, and that a tensor can cross in, with
     their sizes.
     """
@@ -123,7 +123,9 @@ def _joints(spec: Spec) -> dict[str, int]:
     }
 
 
-def _watched(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> Iterator[Seen]:
+def _find_block_lists(
+    spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]
+) -> Iterator[BlockList]:
     """The outermost lists of blocks that hand a stream on, in the order in which they are run."""
     listed: dict[str, list[torch.nn.Module]] = {}
     backbone = [n for n in spec.tensors if spec.parts.get(n) == "backbone"]
@@ -154,18 +156,18 @@ def _watched(spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any]) -> 
         for b in blocks
     ]
     try:
-        outputs(module, inputs)
+        compute_outputs(module, inputs)
     finally:
         for handle in handles:
             handle.remove()
     for path, made in calls.items():
         if [i for i, _, _ in made] == list(range(len(listed[path]))) and made:
-            found = _handed_on(path, [(given, result) for _, given, result in made])
+            found = _match_stream(path, [(given, result) for _, given, result in made])
             if found is not None:
                 yield found
 
 
-def _handed_on(path: str, calls: Sequence[tuple[Mapping[str, Any], Any]]) -> Seen | None:
+def _match_stream(path: str, calls: Sequence[tuple[Mapping[str, Any], Any]]) -> BlockList | None:
     """The stream of a list of blocks: what the first place of each result is to the next block."""
     results = [r if isinstance(r, tuple) else (r,) for _, r in calls]
     first, leaves = calls[0][0], results[-1][0]
@@ -198,12 +200,12 @@ def _handed_on(path: str, calls: Sequence[tuple[Mapping[str, Any], Any]]) -> See
             for r in results[0][1:]
         ]
         returns = (stream, *names)
-    return Seen(path, stream, returns, first, leaves)
+    return BlockList(path, stream, returns, first, leaves)
 
 
-def _readings(spec: Spec, seen: Seen) -> list[Boundary]:
+def _candidate_boundaries(spec: Spec, seen: BlockList) -> list[Boundary]:
     """Every way to say which spaces cross here, the plainest first."""
-    joints = _joints(spec)
+    joints = _shared_spaces(spec)
 
     def ways(value: Any) -> list[str]:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -217,12 +219,12 @@ def _readings(spec: Spec, seen: Seen) -> list[Boundary]:
 
     others = {
         n: [None, *ways(v)]
-        for n, v in seen.given.items()
+        for n, v in seen.inputs.items()
         if n != seen.stream and n not in seen.returns and ways(v)
     }
     rows = [
         (enter, leave, dict(zip(others, chosen, strict=True)))
-        for enter, leave in product(ways(seen.given[seen.stream]), ways(seen.leaves))
+        for enter, leave in product(ways(seen.inputs[seen.stream]), ways(seen.output))
         for chosen in product(*others.values())
     ]
     rows.sort(key=lambda row: (row[0] != row[1], sum(v is not None for v in row[2].values())))
@@ -238,13 +240,13 @@ def _readings(spec: Spec, seen: Seen) -> list[Boundary]:
     ]
 
 
-def _holds(
+def _is_valid(
     spec: Spec, module: torch.nn.Module, inputs: Mapping[str, Any], found: Sequence[Boundary]
 ) -> bool:
     """Does the backbone, moved by a random element, compute the plain function between these
     boundaries?
     """
-    plain = outputs(module, inputs)
+    plain = compute_outputs(module, inputs)
     state = {n: t.detach().clone() for n, t in module.state_dict().items()}
     whole = element(spec, _SEED)
     inside = {
@@ -256,10 +258,10 @@ def _holds(
         with (
             strict_float64(),
             cut(module, boundaries=found).route(
-                lambda crossing: crossing.restored(g, crossing.moved(g).run())
+                lambda crossing: crossing.restore(g, crossing.transform(g).run())
             ),
         ):
-            moved = outputs(module, inputs)
+            moved = compute_outputs(module, inputs)
     except (
         RegaugeError,
         RuntimeError,

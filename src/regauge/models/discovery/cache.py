@@ -19,12 +19,12 @@ from regauge.checkpoints.spec_files import dump_spec, parse_spec
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
 from regauge.models.discovery.explain import Reason
-from regauge.models.discovery.graph import Place
+from regauge.models.discovery.graph import SourceLocation
 from regauge.models.families.family import Boundary
 
 VERSION = 2
 # What a config says of where a model comes from, and nothing of what it computes.
-_ASIDE = ("regauge_lock", "_name_or_path", "dtype", "torch_dtype", "transformers_version")
+_IGNORED_KEYS = ("regauge_lock", "_name_or_path", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def default_folder() -> Path:
     return default_cache().parent / "discovered"
 
 
-def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
+def cache_key(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     """What a discovery is known by; None for a module without a config, which its class alone does
     not describe.
     """
@@ -66,16 +66,16 @@ def key_of(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     others = sorted((k, repr(v)) for k, v in inputs.items() if not isinstance(v, torch.Tensor))
     kernels = str(getattr(config, "_attn_implementation", ""))
     kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    said = {k: v for k, v in config.to_dict().items() if k not in _ASIDE}
+    said = {k: v for k, v in config.to_dict().items() if k not in _IGNORED_KEYS}
     text = json.dumps(
-        [VERSION, kind, said, kernels, shapes, others, versions(), _rules()],
+        [VERSION, kind, said, kernels, shapes, others, versions(), _rules_hash()],
         sort_keys=True,
         default=str,
     )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _rules() -> str:
+def _rules_hash() -> str:
     """These rules, as a hash: other rules find other things."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -88,7 +88,7 @@ def load(folder: Path, key: str) -> Discovery | None:
     try:
         kept = load_json((folder / f"{key}.json").read_text(encoding="utf-8"))
         told = [
-            {n: [_reason(r) for r in rs] for n, rs in kept[part].items()}
+            {n: [_reason_from_list(r) for r in rs] for n, rs in kept[part].items()}
             for part in ("reasons", "frozen")
         ]
         spec = parse_spec(kept["spec"], str(folder / key))
@@ -112,7 +112,7 @@ def save(folder: Path, key: str, found: Discovery) -> None:
     again.
     """
     parts = {
-        name: {n: [_plain(r) for r in rs] for n, rs in told.items()}
+        name: {n: [_reason_to_list(r) for r in rs] for n, rs in told.items()}
         for name, told in (("reasons", found.reasons), ("frozen", found.frozen))
     }
     more: dict[str, Any] = {
@@ -137,16 +137,16 @@ def save(folder: Path, key: str, found: Discovery) -> None:
         return
 
 
-def _plain(reason: Reason) -> list[Any]:
+def _reason_to_list(reason: Reason) -> list[Any]:
     return [
-        reason.operator,
+        reason.operator_name,
         reason.kind,
-        reason.does,
-        reason.keeps,
-        [[p.file, p.line, p.code, p.module] for p in reason.places],
+        reason.effect,
+        reason.preserves,
+        [[p.file, p.line, p.code, p.module] for p in reason.locations],
     ]
 
 
-def _reason(kept: Sequence[Any]) -> Reason:
+def _reason_from_list(kept: Sequence[Any]) -> Reason:
     name, kind, does, keeps, places = kept
-    return Reason(name, kind, does, keeps, tuple(Place(*p) for p in places))
+    return Reason(name, kind, does, keeps, tuple(SourceLocation(*p) for p in places))

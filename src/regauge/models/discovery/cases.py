@@ -16,88 +16,90 @@ from typing import Any
 
 from torch import fx
 
-from regauge.models.discovery.graph import Graph, operator
+from regauge.models.discovery.graph import Graph, operator_name
 from regauge.models.discovery.terms import Product, Sum, atom, unify
 from regauge.models.discovery.walk import Axis, Node, Relation, Value, Walk, shape
 
-MOST = 8
+MAX_CASES = 8
 _PASSED = ("contiguous", "clone", "alias", "to")
 
 
-def argument(node: Node, place: int, name: str, default: Any = None) -> Any:
+def get_argument(node: Node, place: int, name: str, default: Any = None) -> Any:
     if len(node.args) > place:
         return node.args[place]
     return node.kwargs.get(name, default)
 
 
-def kept(value: Value, axes: Any) -> Value:
+def with_axes(value: Value, axes: Any) -> Value:
     """The same numbers with other axes."""
     return replace(value, axes=tuple(axes), dim=-1, cases=())
 
 
-def order_of(node: Node, rank: int) -> list[int]:
+def permutation_of(node: Node, rank: int) -> list[int]:
     """The order in which a transposition takes the axes."""
-    if operator(node) == "permute":
-        return [d % rank for d in argument(node, 1, "dims")]
+    if operator_name(node) == "permute":
+        return [d % rank for d in get_argument(node, 1, "dims")]
     order = list(range(rank))
-    if operator(node) == "numpy_T":
+    if operator_name(node) == "numpy_T":
         return order[::-1]
-    if operator(node) in ("t", "mT", "adjoint"):
+    if operator_name(node) in ("t", "mT", "adjoint"):
         return [*order[:-2], *order[-2:][::-1]]
-    if operator(node) in ("movedim", "moveaxis"):
+    if operator_name(node) in ("movedim", "moveaxis"):
         moved = [
             [d % rank for d in ([given] if isinstance(given, int) else given)]
             for given in node.args[1:3]
         ]
         rest = iter(d for d in order if d not in moved[0])
         return [moved[0][moved[1].index(d)] if d in moved[1] else next(rest) for d in range(rank)]
-    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    a, b = get_argument(node, 1, "dim0"), get_argument(node, 2, "dim1")
     order[a], order[b] = order[b], order[a]
     return order
 
 
-def cut_places(graph: Graph, node: Node) -> tuple[int, tuple[int, ...]] | None:
+def find_case_axis(graph: Graph, node: Node) -> tuple[int, tuple[int, ...]] | None:
     """The axis of a tensor that is only ever cut, and the sizes of the blocks; None if there is no
     such axis.
     """
     for dim, n in enumerate(shape(node)):
-        ends = _ends(graph, node, dim) if n > 1 else None
+        ends = _cut_points(graph, node, dim) if n > 1 else None
         if ends is not None:
             sizes = tuple(b - a for a, b in pairwise(sorted({0, *ends, n})))
-            if 1 < len(sizes) <= MOST:
+            if 1 < len(sizes) <= MAX_CASES:
                 return dim, sizes
     return None
 
 
-def _ends(graph: Graph, node: Node, dim: int) -> set[int] | None:
+def _cut_points(graph: Graph, node: Node, dim: int) -> set[int] | None:
     """Where everyone who reads a tensor cuts one of its axes; None if anyone does something
     else.
     """
     found: set[int] = set()
     for user in node.users:
-        ends = _ends_of(graph, node, user, dim)
+        ends = _user_cut_points(graph, node, user, dim)
         if ends is None:
             return None
         found |= ends
     return found if node.users else None
 
 
-def _ends_of(graph: Graph, node: Node, user: Node, dim: int) -> set[int] | None:
-    name, rank, n = operator(user), len(shape(node)), shape(node)[dim]
+def _user_cut_points(graph: Graph, node: Node, user: Node, dim: int) -> set[int] | None:
+    name, rank, n = operator_name(user), len(shape(node)), shape(node)[dim]
     if name in _PASSED or (name == "slice" and shape(user) == shape(node)):
-        return _ends(graph, user, dim)
+        return _cut_points(graph, user, dim)
     if name in ("permute", "transpose"):
-        return _ends(graph, user, order_of(user, rank).index(dim))
+        return _cut_points(graph, user, permutation_of(user, rank).index(dim))
     if name in ("squeeze", "unsqueeze"):
         old, new = ([i for i, k in enumerate(shape(x)) if k != 1] for x in (node, user))
         return (
-            _ends(graph, user, new[old.index(dim)]) if dim in old and len(old) == len(new) else None
+            _cut_points(graph, user, new[old.index(dim)])
+            if dim in old and len(old) == len(new)
+            else None
         )
-    span = cut_by(graph, node, user)
+    span = selected_range(graph, node, user)
     if span is not None:
         return {*span[1:]} if span[0] == dim else None
     if name in ("unbind", "split", "chunk", "split_with_sizes"):
-        at = argument(user, 1 if name == "unbind" else 2, "dim", 0) % rank
+        at = get_argument(user, 1 if name == "unbind" else 2, "dim", 0) % rank
         if at != dim:
             return None
         sizes = [1] * n if name == "unbind" else [v.shape[dim] for v in user.meta["val"]]
@@ -105,23 +107,23 @@ def _ends_of(graph: Graph, node: Node, user: Node, dim: int) -> set[int] | None:
     return None
 
 
-def cut_by(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
+def selected_range(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
     """The axis, start and stop of one run of places that an operator takes: a select, a slice, or a
     list of neighbouring numbers.
     """
-    rank, name = len(shape(node)), operator(user)
-    if name == "select" and isinstance(index := argument(user, 2, "index", 0), int):
-        dim = argument(user, 1, "dim", 0) % rank
+    rank, name = len(shape(node)), operator_name(user)
+    if name == "select" and isinstance(index := get_argument(user, 2, "index", 0), int):
+        dim = get_argument(user, 1, "dim", 0) % rank
         index %= shape(node)[dim]
         return dim, index, index + 1
-    if name == "slice" and argument(user, 4, "step", 1) == 1:
-        dim = argument(user, 1, "dim", 0) % rank
-        start, n = argument(user, 2, "start", 0) or 0, shape(node)[dim]
+    if name == "slice" and get_argument(user, 4, "step", 1) == 1:
+        dim = get_argument(user, 1, "dim", 0) % rank
+        start, n = get_argument(user, 2, "start", 0) or 0, shape(node)[dim]
         start = max(0, start + n if start < 0 else start)
         return dim, start, start + shape(user)[dim]
     if name == "index":
         used = [(d, i) for d, i in enumerate(user.args[1]) if isinstance(i, fx.Node)]
-        known = graph.known.get(used[0][1]) if len(used) == 1 else None
+        known = graph.constants.get(used[0][1]) if len(used) == 1 else None
         if (
             known is not None
             and known.dim() == 1
@@ -135,7 +137,9 @@ def cut_by(graph: Graph, node: Node, user: Node) -> tuple[int, int, int] | None:
     return None
 
 
-def apart(w: Walk, x: Value, new: tuple[int, ...], dim: int, sizes: Sequence[int]) -> Value | None:
+def split_cases(
+    w: Walk, x: Value, new: tuple[int, ...], dim: int, sizes: Sequence[int]
+) -> Value | None:
     """A view whose axis `dim` lists cases: what lies behind it in the same old axis is of another
     kind in each.
     """
@@ -158,13 +162,13 @@ def apart(w: Walk, x: Value, new: tuple[int, ...], dim: int, sizes: Sequence[int
     outer = [Axis(atom(n)) for n in new[start:dim]]
     inner = [[Axis(atom(n)) for n in (k, *new[dim + 1 : at])] for k in sizes]
     blocks = Sum(tuple(Product(tuple(a.term for a in one)) for one in inner))
-    unify(axis.term, Product((*(a.term for a in outer), blocks)), w.misfit)
+    unify(axis.term, Product((*(a.term for a in outer), blocks)), w.freeze_misfit)
     w.relations.append(Relation("same", (axis,), (*outer, *(a for one in inner for a in one))))
-    cases = tuple(Value((*ahead, *outer, *one, *after), weights=x.weights) for one in inner)
-    return Value((), weights=x.weights, dim=dim, cases=cases)
+    cases = tuple(Value((*ahead, *outer, *one, *after), is_weight=x.is_weight) for one in inner)
+    return Value((), is_weight=x.is_weight, dim=dim, cases=cases)
 
 
-def viewed(x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None:
+def view_cases(x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None:
     """Ones that come or go around cases; None for any other view."""
     if [n for n in old if n != 1] != [n for n in new if n != 1] or old[x.dim] == 1:
         return None
@@ -174,7 +178,7 @@ def viewed(x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None
     for case in x.cases:
         rest = iter([a for i, a in enumerate(case.axes) if i != x.dim and a.size != 1])
         cases.append(
-            kept(
+            with_axes(
                 case,
                 [
                     case.axes[x.dim] if i == dim else Axis(atom(1)) if n == 1 else next(rest)
@@ -185,7 +189,7 @@ def viewed(x: Value, old: tuple[int, ...], new: tuple[int, ...]) -> Value | None
     return replace(x, axes=(), dim=dim, cases=tuple(cases))
 
 
-def taken(w: Walk, x: Value, start: int, stop: int) -> Value | None:
+def select_cases(w: Walk, x: Value, start: int, stop: int) -> Value | None:
     """The case that lies between two places, or several as one; None if they cut through a case."""
     ends = [0]
     for case in x.cases:

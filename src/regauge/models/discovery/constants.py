@@ -14,14 +14,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree
 
-from regauge.models.discovery.graph import mutates, operator
+from regauge.models.discovery.graph import mutates, operator_name
 
-_LARGEST = 1 << 22
+_MAX_NUMEL = 1 << 22
 # What is not the same twice.
 _RANDOM = ("rand", "normal", "bernoulli", "uniform", "empty", "new_empty", "multinomial", "dropout")
 
 
-def known_values(
+def evaluate_constants(
     nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
     """The values of all nodes that depend on constants alone. `held`: those of the constants that
@@ -35,14 +35,17 @@ def known_values(
             written = _storage(known.get(node.args[0]))  # type: ignore[arg-type]
             known = {n: v for n, v in known.items() if written is None or _storage(v) != written}
             continue
-        if not operator(node).startswith(_RANDOM) and _numel(node.meta.get("val")) <= _LARGEST:
-            value = _computed(node, known)
+        if (
+            not operator_name(node).startswith(_RANDOM)
+            and _numel(node.meta.get("val")) <= _MAX_NUMEL
+        ):
+            value = _evaluate(node, known)
             if value is not None:
                 known[node] = value
     return {n: v for n, v in known.items() if isinstance(v, torch.Tensor)}
 
 
-def _computed(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
+def _evaluate(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     def here(value: Any) -> Any:
         return (
             known[value]
@@ -72,6 +75,6 @@ def _storage(value: Any) -> int | None:
     return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
 
-def is_even(value: torch.Tensor, dim: int) -> bool:
+def is_uniform(value: torch.Tensor, dim: int) -> bool:
     """Are the numbers the same all along an axis?"""
     return bool((value == value.narrow(dim, 0, 1)).all())

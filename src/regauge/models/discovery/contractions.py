@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import fx
 
-from regauge.models.discovery.cases import argument
-from regauge.models.discovery.graph import operator
+from regauge.models.discovery.cases import get_argument
+from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.terms import atom
 from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 
@@ -20,13 +20,13 @@ def linear(w: Walk, node: Node) -> Value:
     x, weight = w.value(node.args[0]), w.value(node.args[1])
     w.contract(x.axes[-1], weight.axes[1])
     out = w.follow(weight.axes[0])
-    _bias(w, argument(node, 2, "bias"), out)
+    _add_bias(w, get_argument(node, 2, "bias"), out)
     return Value((*(w.follow(a) for a in x.axes[:-1]), out))
 
 
-def _bias(w: Walk, node: Any, out: Axis) -> None:
+def _add_bias(w: Walk, node: Any, out: Axis) -> None:
     if isinstance(node, fx.Node):
-        w.same([w.value(node).axes[-1]], [out])
+        w.equate([w.value(node).axes[-1]], [out])
 
 
 def addmm(w: Walk, node: Node) -> Value:
@@ -38,7 +38,7 @@ def addmm(w: Walk, node: Node) -> Value:
         if a is None or a.uniform or a.size != b.size:
             w.restrict(b, "shift")
         else:
-            w.same([a], [b])
+            w.equate([a], [b])
     return out
 
 
@@ -53,7 +53,7 @@ def _product(w: Walk, node: Node, left: Any, right: Any) -> Value:
     a, b = w.value(left), w.value(right)
     vector = len(b.axes) == 1
     if len(a.axes) == 1:  # a vector
-        a = Value((Axis(atom(1)), *a.axes), weights=a.weights)
+        a = Value((Axis(atom(1)), *a.axes), is_weight=a.is_weight)
         axes = _product_axes(w, a, b)
         return Value(tuple(axes[:-2] + axes[-1:]))
     b = Value((*b.axes, Axis(atom(1)))) if vector else b
@@ -63,15 +63,17 @@ def _product(w: Walk, node: Node, left: Any, right: Any) -> Value:
 
 def _product_axes(w: Walk, a: Value, b: Value) -> list[Axis]:
     w.contract(a.axes[-1], b.axes[-2])
-    both = not a.weights and not b.weights
-    axes = _batch(w, a.axes[:-2], b.axes[:-2], both)
+    both = not a.is_weight and not b.is_weight
+    axes = _broadcast_batch(w, a.axes[:-2], b.axes[:-2], both)
     if both:
-        w.role(a.axes[-1], "contracted")
-        w.role(b.axes[-1], "free")
+        w.add_role(a.axes[-1], "contracted")
+        w.add_role(b.axes[-1], "free")
     return [*axes, w.follow(a.axes[-2]), w.follow(b.axes[-1])]
 
 
-def _batch(w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], both: bool) -> list[Axis]:
+def _broadcast_batch(
+    w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], both: bool
+) -> list[Axis]:
     n = max(len(left), len(right))
     p: list[Axis | None] = [None] * (n - len(left)) + list(left)
     q: list[Axis | None] = [None] * (n - len(right)) + list(right)
@@ -83,15 +85,15 @@ def _batch(w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], both: bool)
             continue
         axis = Axis(one[0].term)
         for a in one:
-            w.same([a], [axis], kind="batch")
+            w.equate([a], [axis], kind="batch")
             if len(one) == 2:
                 w.restrict(a, "batch")
         if len(one) == 2:
             w.restrict(axis, "batch")
             if both:
-                w.role(axis, "head")
+                w.add_role(axis, "head")
         else:
-            w.same([one[0]], [axis])
+            w.equate([one[0]], [axis])
         out.append(axis)
     return out
 
@@ -106,23 +108,23 @@ def einsum(w: Walk, node: Node) -> Value:
         len(t) == len(set(t)) == len(v.axes) for t, v in zip(letters, values, strict=True)
     )
     if not plain or len(values) != 2 or not output:
-        from regauge.models.discovery.rules import unknown
+        from regauge.models.discovery.rules import unsupported
 
-        frozen: Value = unknown(w, node)
+        frozen: Value = unsupported(w, node)
         return frozen
     a, b = (dict(zip(t, v.axes, strict=True)) for t, v in zip(letters, values, strict=True))
-    both = not values[0].weights and not values[1].weights
+    both = not values[0].is_weight and not values[1].is_weight
     out = []
     for letter in {*a, *b} - set(output):
         if letter in a and letter in b:
             w.contract(a[letter], b[letter])
             if both:
-                w.role(a[letter], "contracted")
+                w.add_role(a[letter], "contracted")
         else:
             w.restrict(a.get(letter) or b[letter], "ones", detail="einsum")
     for letter in output:
         if letter in a and letter in b:
-            (axis,) = _batch(w, (a[letter],), (b[letter],), both)
+            (axis,) = _broadcast_batch(w, (a[letter],), (b[letter],), both)
             out.append(axis)
         else:
             out.append(w.follow(a.get(letter) or b[letter]))
@@ -133,7 +135,7 @@ def attention(w: Walk, node: Node) -> Value:
     """softmax(q k^T + mask) v in one operator, queries grouped or not."""
     q, k, v = (w.value(n) for n in node.args[:3])
     w.contract(q.axes[-1], k.axes[-1])
-    w.role(q.axes[-1], "contracted")
+    w.add_role(q.axes[-1], "contracted")
     w.contract(k.axes[-2], v.axes[-2])
     w.restrict(k.axes[-2], "softmax", detail="attention")
     w.restrict(q.axes[-2], "batch")
@@ -142,38 +144,38 @@ def attention(w: Walk, node: Node) -> Value:
         out = w.follow(a)
         for other in (k.axes[i], v.axes[i]):
             if other.size == a.size:
-                w.same([other], [out], kind="batch")
+                w.equate([other], [out], kind="batch")
             elif other.size > 1:  # grouped queries: some of them for each key
                 rep = Axis(atom(a.size // other.size))
-                w.same([other, rep], [out], kind="batch")
+                w.equate([other, rep], [out], kind="batch")
                 w.restrict(rep, "batch")
-                w.role(rep, "head")
+                w.add_role(rep, "head")
             w.restrict(other, "batch")
         w.restrict(out, "batch")
-        w.role(out, "head")
+        w.add_role(out, "head")
         batch.append(out)
-    mask = argument(node, 3, "attn_mask")
+    mask = get_argument(node, 3, "attn_mask")
     scores = [*batch, q.axes[-2], k.axes[-2]]
     if isinstance(mask, fx.Node):
         for a, b in zip(reversed(w.value(mask).axes), reversed(scores), strict=False):
             if not a.uniform and a.size != 1:
-                w.same([a], [b], kind="batch")
+                w.equate([a], [b], kind="batch")
                 w.restrict(a, "batch")
-    elif argument(node, 5, "is_causal", False):
+    elif get_argument(node, 5, "is_causal", False):
         for a in (q.axes[-2], k.axes[-2]):
             w.freeze(a, "attention looks back only")
     out = w.follow(v.axes[-1])
-    w.role(out, "free")
+    w.add_role(out, "free")
     return Value((*batch, w.follow(q.axes[-2]), out))
 
 
 def convolution(w: Walk, node: Node) -> Value:
     """Channels are contracted, in groups or not; along the others neighbours are mixed."""
     x, weight = w.value(node.args[0]), w.value(node.args[1])
-    transposed = "transpose" in operator(node)
+    transposed = "transpose" in operator_name(node)
     groups = (
-        int(argument(node, 7 if transposed else 6, "groups", 1))
-        if operator(node) != "convolution"
+        int(get_argument(node, 7 if transposed else 6, "groups", 1))
+        if operator_name(node) != "convolution"
         else int(node.args[8])
     )
     spatial = len(weight.axes) - 2
@@ -186,30 +188,30 @@ def convolution(w: Walk, node: Node) -> Value:
         made = w.follow(out)
     elif groups == x.axes[channel].size == out.size and not transposed:  # each channel by itself
         made = Axis(x.axes[channel].term)
-        w.same([x.axes[channel]], [made])
-        w.same([out], [made], kind="gain")
+        w.equate([x.axes[channel]], [made])
+        w.equate([out], [made], kind="gain")
         w.restrict(out, "still")
         w.restrict(made, "gain", detail=weight.source or "")
     elif not transposed:
         group = Axis(atom(groups))
         w.restrict(group, "batch")
         inside, outside = Axis(atom(x.axes[channel].size // groups)), Axis(atom(out.size // groups))
-        w.same([x.axes[channel]], [group, inside])
-        w.same([out], [group, outside])
+        w.equate([x.axes[channel]], [group, inside])
+        w.equate([out], [group, outside])
         w.contract(inside, into)
         made = Axis(out.term)
-        w.same([out], [made])
+        w.equate([out], [made])
     else:
         w.freeze(x.axes[channel], "a grouped transposed convolution reads it")
         w.freeze(out, "a grouped transposed convolution writes it")
-        made = w.fixed(shape(node)[channel], NEIGHBOURS)
-    bias = argument(node, 2, "bias")
+        made = w.new_frozen_axis(shape(node)[channel], NEIGHBOURS)
+    bias = get_argument(node, 2, "bias")
     if isinstance(bias, fx.Node):
-        w.same([w.value(bias).axes[0]], [made])
+        w.equate([w.value(bias).axes[0]], [made])
     axes = [
         *(w.follow(a) for a in x.axes[:channel]),
         made,
-        *(w.fixed(n, NEIGHBOURS) for n in shape(node)[channel + 1 :]),
+        *(w.new_frozen_axis(n, NEIGHBOURS) for n in shape(node)[channel + 1 :]),
     ]
     return Value(tuple(axes))
 
@@ -223,15 +225,17 @@ def pool(kind: str) -> Callable[[Walk, Node], Any]:
         x = w.value(node.args[0])
         several = isinstance(node.meta["val"], tuple | list)
         new = tuple(node.meta["val"][0].shape) if several else shape(node)
-        spatial = {"1": 1, "3": 3}.get(next((c for c in operator(node) if c.isdigit()), "2"), 2)
+        spatial = {"1": 1, "3": 3}.get(
+            next((c for c in operator_name(node) if c.isdigit()), "2"), 2
+        )
         at = len(x.axes) - spatial
         for a in x.axes[at:]:
             w.freeze(a, NEIGHBOURS)
         axes = [w.follow(a) for a in x.axes[:at]]
         for a in axes:
             if kind:
-                w.restrict(a, kind, detail=operator(node))
-        value = Value((*axes, *(w.fixed(n, NEIGHBOURS) for n in new[at:])))
+                w.restrict(a, kind, detail=operator_name(node))
+        value = Value((*axes, *(w.new_frozen_axis(n, NEIGHBOURS) for n in new[at:])))
         return [value, value] if several else value
 
     return rule
@@ -239,11 +243,13 @@ def pool(kind: str) -> Callable[[Walk, Node], Any]:
 
 def layer_norm(w: Walk, node: Node) -> Value:
     size = node.args[1]
-    return _norm(w, node, len(size), "ones", argument(node, 2, "weight"), argument(node, 3, "bias"))
+    return _norm(
+        w, node, len(size), "ones", get_argument(node, 2, "weight"), get_argument(node, 3, "bias")
+    )
 
 
 def rms_norm(w: Walk, node: Node) -> Value:
-    return _norm(w, node, len(node.args[1]), "rms", argument(node, 2, "weight"), None)
+    return _norm(w, node, len(node.args[1]), "rms", get_argument(node, 2, "weight"), None)
 
 
 def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Value:
@@ -251,11 +257,11 @@ def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Va
     start = len(x.axes) - rank
     axes = [w.follow(a) for a in x.axes]
     for i, a in enumerate(axes):
-        w.restrict(a, kind if i >= start else "rms-batch", detail=operator(node))
+        w.restrict(a, kind if i >= start else "rms-batch", detail=operator_name(node))
     if isinstance(gain, fx.Node):
         v = w.value(gain)
         for a, b in zip(v.axes, axes[start:], strict=True):
-            w.same([a], [b], kind="gain")
+            w.equate([a], [b], kind="gain")
             w.restrict(a, "still", detail=v.source or "")
             w.restrict(b, "gain", detail=v.source or "")
         shift = w.value(bias).source if isinstance(bias, fx.Node) else None
@@ -263,7 +269,7 @@ def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Va
             w.gains.append(Gain(v.source, shift, node, node.args[0], neutral=1.0 - v.shift))
     if isinstance(bias, fx.Node):
         for a, b in zip(w.value(bias).axes, axes[start:], strict=True):
-            w.same([a], [b])
+            w.equate([a], [b])
     return Value(tuple(axes))
 
 
@@ -272,16 +278,19 @@ def group_norm(w: Walk, node: Node) -> Value:
     x, groups = w.value(node.args[0]), int(node.args[1])
     axes = [w.follow(a) for a in x.axes]
     group, inside = Axis(atom(groups)), Axis(atom(x.axes[1].size // groups))
-    w.same([axes[1]], [group, inside])
+    w.equate([axes[1]], [group, inside])
     w.restrict(axes[1], "ones", detail="group_norm")
     if groups > 1:
         w.restrict(group, "batch")
     for a in axes[2:]:
         w.freeze(a, "group_norm takes its mean over it")
-    for n, kind in ((argument(node, 2, "weight"), "gain"), (argument(node, 3, "bias"), "same")):
+    for n, kind in (
+        (get_argument(node, 2, "weight"), "gain"),
+        (get_argument(node, 3, "bias"), "same"),
+    ):
         if isinstance(n, fx.Node):
             v = w.value(n)
-            w.same([v.axes[0]], [axes[1]], kind=kind)
+            w.equate([v.axes[0]], [axes[1]], kind=kind)
             if kind == "gain":
                 w.restrict(v.axes[0], "still", detail=v.source or "")
                 w.restrict(axes[1], "gain", detail=v.source or "")
@@ -294,16 +303,16 @@ def batch_norm(w: Walk, node: Node) -> Any:
     """
     x = w.value(node.args[0])
     before, out = x.axes[1], Axis(x.axes[1].term)
-    w.same([before], [out], kind="mask")
+    w.equate([before], [out], kind="mask")
     w.restrict(before, "pointwise", detail="batch_norm")
     named = [
-        argument(node, i, name)
+        get_argument(node, i, name)
         for i, name in ((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
     ]
     for i, n in enumerate(named):
         if isinstance(n, fx.Node):
             a = w.value(n).axes[0]
-            w.same([a], [out if i < 2 else before], kind="same" if i < 3 else "mask")
+            w.equate([a], [out if i < 2 else before], kind="same" if i < 3 else "mask")
             if i >= 2:
                 w.restrict(a, "still")
     value = Value(tuple(out if i == 1 else w.follow(a) for i, a in enumerate(x.axes)))

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import fx
 
-from regauge.models.discovery.cases import argument, kept
-from regauge.models.discovery.graph import operator
+from regauge.models.discovery.cases import get_argument, with_axes
+from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.terms import atom
 from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 
@@ -35,23 +35,23 @@ def add(w: Walk, node: Node) -> Value:
     """Sums: what is added must move alike. Adding the same number at every place keeps permutations
     only.
     """
-    x, y = argument(node, 0, "self"), argument(node, 1, "other")
+    x, y = get_argument(node, 0, "self"), get_argument(node, 1, "other")
     operands = _operands(w, node, (x, y))
     numbers = len(operands) < 2
     if numbers and not isinstance(x, fx.Node):
         x, y = y, x
     if (
         numbers
-        and operator(node) == "add"
-        and operands[0][0].weights
+        and operator_name(node) == "add"
+        and operands[0][0].is_weight
         and isinstance(y, int | float)
     ):
         v = operands[0][0]
-        return replace(kept(v, v.axes), shift=v.shift + float(y))  # 1 + w is a gain as w is
-    return _merged(w, node, operands, numbers)
+        return replace(with_axes(v, v.axes), shift=v.shift + float(y))  # 1 + w is a gain as w is
+    return _broadcast_sum(w, node, operands, numbers)
 
 
-def _merged(
+def _broadcast_sum(
     w: Walk,
     node: Node,
     operands: list[tuple[Value, list[Axis | None]]],
@@ -66,19 +66,19 @@ def _merged(
             continue
         out = Axis(present[0].term)
         for a in present:
-            w.same([a], [out])
+            w.equate([a], [out])
         if numbers or len(present) < len(operands):
             w.restrict(out, kind)
         axes.append(out)
-    return Value(tuple(axes), weights=all(v.weights for v, _ in operands))
+    return Value(tuple(axes), is_weight=all(v.is_weight for v, _ in operands))
 
 
 def mul(w: Walk, node: Node) -> Value:
     """Products. A factor that is the same all along an axis is linear there; one that differs
     multiplies scales; a parameter is a gain.
     """
-    x, y = argument(node, 0, "self"), argument(node, 1, "other")
-    divided = operator(node).startswith("div")
+    x, y = get_argument(node, 0, "self"), get_argument(node, 1, "other")
+    divided = operator_name(node).startswith("div")
     if x is y and not divided:
         return square(w, node)
     operands = _operands(w, node, (x, y))
@@ -86,11 +86,15 @@ def mul(w: Walk, node: Node) -> Value:
         v, own = operands[0]
         if divided and not isinstance(x, fx.Node):
             return pointwise("pointwise")(w, node)
-        return kept(v, [w.follow(a) for a in v.axes]) if v.weights else _followed(w, node, own)
+        return (
+            with_axes(v, [w.follow(a) for a in v.axes])
+            if v.is_weight
+            else _follow_axes(w, node, own)
+        )
     (a, left), (b, right) = operands
     gain = None
-    if a.weights != b.weights and not (divided and a.weights):
-        gain = a if a.weights else b
+    if a.is_weight != b.is_weight and not (divided and a.is_weight):
+        gain = a if a.is_weight else b
     axes = []
     for i, n in enumerate(shape(node)):
         p, q = left[i], right[i]
@@ -105,23 +109,23 @@ def mul(w: Walk, node: Node) -> Value:
         elif gain is not None:
             value, factor = (q, p) if gain is a else (p, q)
             out = Axis(value.term)
-            w.same([value], [out])
-            w.same([factor], [out], kind="gain")
+            w.equate([value], [out])
+            w.equate([factor], [out], kind="gain")
             w.restrict(factor, "still", detail=gain.source or "")
             w.restrict(out, "gain", detail=gain.source or "a product of parameters")
             axes.append(out)
         else:
             out = Axis(p.term)
-            w.times(p, q, out, sign=-1 if divided else 1)
+            w.multiply(p, q, out, sign=-1 if divided else 1)
             w.restrict(out, "product")
             axes.append(out)
     if gain is not None and gain.source is not None and not divided:
         into = y if gain is a else x
         w.gains.append(Gain(gain.source, None, node, into, neutral=1.0 - gain.shift))
-    return Value(tuple(axes), weights=a.weights and b.weights)
+    return Value(tuple(axes), is_weight=a.is_weight and b.is_weight)
 
 
-def _followed(w: Walk, node: Node, own: list[Axis | None]) -> Value:
+def _follow_axes(w: Walk, node: Node, own: list[Axis | None]) -> Value:
     return Value(
         tuple(
             Axis(atom(n), uniform=True) if a is None else w.follow(a)
@@ -130,7 +134,7 @@ def _followed(w: Walk, node: Node, own: list[Axis | None]) -> Value:
     )
 
 
-def negated(w: Walk, node: Node) -> Value:
+def neg(w: Walk, node: Node) -> Value:
     return replace(w.value(node.args[0]), source=None)
 
 
@@ -142,12 +146,12 @@ def pointwise(kind: str) -> Callable[[Walk, Node], Value]:
         operands = _operands(w, node, tensors)
         if len(operands) == 1:
             v, own = operands[0]
-            out = _followed(w, node, own)
+            out = _follow_axes(w, node, own)
             for a in out.axes:
                 if not a.uniform:
-                    w.restrict(a, kind, detail=operator(node))
-            return replace(out, weights=v.weights)
-        return _merged(w, node, operands, True, kind)
+                    w.restrict(a, kind, detail=operator_name(node))
+            return replace(out, is_weight=v.is_weight)
+        return _broadcast_sum(w, node, operands, True, kind)
 
     return rule
 
@@ -158,32 +162,32 @@ def square(w: Walk, node: Node) -> Value:
     assert isinstance(x, fx.Node)
     v = w.value(x)
     own = _operands(w, node, (x,))[0][1]
-    summed = _summed(node)
+    summed = _summed_dims(node)
     axes = []
     for i, (a, n) in enumerate(zip(own, shape(node), strict=True)):
         if a is None:
             axes.append(Axis(atom(n), uniform=True))
         elif i in summed:
-            w.restrict(a, "rms", detail=operator(node))
+            w.restrict(a, "rms", detail=operator_name(node))
             axes.append(Axis(a.term, uniform=True))  # whatever is done with it, it is summed
         else:
             out = Axis(a.term)
-            w.same([a], [out], kind="even")
-            w.restrict(a, "even", detail=operator(node))
+            w.equate([a], [out], kind="even")
+            w.restrict(a, "even", detail=operator_name(node))
             axes.append(out)
-    return Value(tuple(axes), weights=v.weights)
+    return Value(tuple(axes), is_weight=v.is_weight)
 
 
-def _summed(node: Node) -> set[int]:
+def _summed_dims(node: Node) -> set[int]:
     """The axes over which everyone who reads a node sums at once."""
     found: list[set[int]] = []
     rank = len(shape(node))
     for user in node.users:
-        while operator(user) in ("to", "_to_copy") and len(user.users) == 1:
+        while operator_name(user) in ("to", "_to_copy") and len(user.users) == 1:
             user = next(iter(user.users))
-        if operator(user) not in ("mean", "sum"):
+        if operator_name(user) not in ("mean", "sum"):
             return set()
-        dims = argument(user, 1, "dim", None)
+        dims = get_argument(user, 1, "dim", None)
         if dims is None:
             return set()
         found.append({d % rank for d in ([dims] if isinstance(dims, int) else dims)})
@@ -206,24 +210,24 @@ def where(w: Walk, node: Node) -> Value:
     condition, *chosen = node.args
     operands = _operands(w, node, chosen)
     question = _operands(w, node, (condition,))
-    out = _merged(w, node, operands, len(operands) < 2)
+    out = _broadcast_sum(w, node, operands, len(operands) < 2)
     for i, a in enumerate(question[0][1]):
         if a is not None:
             if out.axes[i].uniform:
                 out = replace(out, axes=(*out.axes[:i], Axis(a.term), *out.axes[i + 1 :]))
-            w.same([a], [out.axes[i]], kind="mask")
+            w.equate([a], [out.axes[i]], kind="mask")
             w.restrict(out.axes[i], "pointwise", detail="where")
     return out
 
 
 def masked_fill(w: Walk, node: Node) -> Value:
     operands = _operands(w, node, node.args[:1])
-    out = _merged(w, node, operands, True)
+    out = _broadcast_sum(w, node, operands, True)
     for i, a in enumerate(_operands(w, node, node.args[1:2])[0][1]):
         if a is not None:
             if out.axes[i].uniform:
                 out = replace(out, axes=(*out.axes[:i], Axis(a.term), *out.axes[i + 1 :]))
-            w.same([a], [out.axes[i]], kind="mask")
+            w.equate([a], [out.axes[i]], kind="mask")
     return out
 
 
@@ -233,14 +237,16 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
     """
 
     def rule(w: Walk, node: Node) -> Any:
-        if isinstance(argument(node, 1, "other"), fx.Node):  # the larger of two, number by number
+        if isinstance(
+            get_argument(node, 1, "other"), fx.Node
+        ):  # the larger of two, number by number
             return pointwise("pointwise")(w, node)
         if isinstance(node.meta["val"], tuple | list):  # the largest, and where it is
-            from regauge.models.discovery.rules import unknown
+            from regauge.models.discovery.rules import unsupported
 
-            return unknown(w, node)
+            return unsupported(w, node)
         x = w.value(node.args[0])
-        dims = argument(node, 2 if "vector_norm" in operator(node) else 1, "dim", None)
+        dims = get_argument(node, 2 if "vector_norm" in operator_name(node) else 1, "dim", None)
         rank = len(x.axes)
         over = (
             set(range(rank))
@@ -256,38 +262,39 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
                     w.restrict(
                         out,
                         "pointwise" if kind == "pointwise" else "rms-batch",
-                        detail=operator(node),
+                        detail=operator_name(node),
                     )
                 axes.append(out)
                 continue
             if not a.uniform:
-                w.restrict(a, "ones" if kind == "spread" else kind, detail=operator(node))
+                w.restrict(a, "ones" if kind == "spread" else kind, detail=operator_name(node))
             if keep:
                 axes.append(Axis(atom(1)))
-        return Value(tuple(axes), weights=x.weights)
+        return Value(tuple(axes), is_weight=x.is_weight)
 
     return rule
 
 
 def softmax(w: Walk, node: Node) -> Value:
     x = w.value(node.args[0])
-    dim = argument(node, 1, "dim", -1) % len(x.axes)
+    dim = get_argument(node, 1, "dim", -1) % len(x.axes)
     axes = [w.follow(a) for a in x.axes]
     for i, a in enumerate(axes):
-        w.restrict(a, "softmax" if i == dim else "pointwise", detail=operator(node))
+        w.restrict(a, "softmax" if i == dim else "pointwise", detail=operator_name(node))
     return Value(tuple(axes))
 
 
-def made(w: Walk, node: Node) -> Value:
+def full(w: Walk, node: Node) -> Value:
     """full, zeros, ones: the same number everywhere."""
     return Value(tuple(Axis(atom(n), uniform=True) for n in shape(node)))
 
 
-def counted(w: Walk, node: Node) -> Value:
+def arange(w: Walk, node: Node) -> Value:
     """arange and other constants that differ from place to place."""
     return Value(
         tuple(
-            w.fixed(n, "numbers that the module makes itself differ along it") for n in shape(node)
+            w.new_frozen_axis(n, "numbers that the module makes itself differ along it")
+            for n in shape(node)
         )
     )
 
@@ -297,27 +304,27 @@ def topk(w: Walk, node: Node) -> list[Value]:
     the axis.
     """
     x = w.value(node.args[0])
-    dim = argument(node, 2, "dim", -1) % len(x.axes)
+    dim = get_argument(node, 2, "dim", -1) % len(x.axes)
     w.restrict(x.axes[dim], "softmax", detail="topk")
     axes = []
     for i, a in enumerate(x.axes):
         axes.append(
-            w.fixed(node.meta["val"][0].shape[dim], "it is sorted by size")
+            w.new_frozen_axis(node.meta["val"][0].shape[dim], "it is sorted by size")
             if i == dim
             else w.follow(a)
         )
         if i != dim:
             w.restrict(a, "pointwise", detail="topk")
     w.implied.append((axes[dim], x.axes[dim]))
-    return [Value(tuple(axes)), Value(tuple(axes), places=x.axes[dim])]
+    return [Value(tuple(axes)), Value(tuple(axes), indexed_axis=x.axes[dim])]
 
 
 def one_hot(w: Walk, node: Node) -> Value:
     ids = w.value(node.args[0])
     n = shape(node)[-1]
     new = (
-        w.follow(ids.places)
-        if ids.places is not None and ids.places.size == n
-        else w.fixed(n, "it is looked up by number")
+        w.follow(ids.indexed_axis)
+        if ids.indexed_axis is not None and ids.indexed_axis.size == n
+        else w.new_frozen_axis(n, "it is looked up by number")
     )
     return Value((*(w.follow(a) for a in ids.axes), new))

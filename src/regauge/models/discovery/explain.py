@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from regauge.models.discovery.graph import Place, operator, place
+from regauge.models.discovery.graph import SourceLocation, operator_name, source_location
 from regauge.models.discovery.rules import RESTRICTIONS
 from regauge.models.discovery.walk import Restriction
 
@@ -38,56 +38,58 @@ _ORDER = (
 class Reason:
     """An operator that restricts a space: its name, what it does and keeps, and where it stands."""
 
-    operator: str
+    operator_name: str
     kind: str
-    does: str
-    keeps: str
-    places: tuple[Place, ...]
+    effect: str
+    preserves: str
+    locations: tuple[SourceLocation, ...]
 
     def __str__(self) -> str:
-        first, rest = self.places[0] if self.places else None, len(self.places) - 1
+        first, rest = self.locations[0] if self.locations else None, len(self.locations) - 1
         where = f" at {first}" if first is not None and first.file else ""
         more = f" (and {rest} more)" if rest > 0 else ""
         code = f"\n    {first.code}" if first is not None and first.code else ""
         if self.kind == "frozen":
-            return f"`{self.operator}`{where}{more} keeps nothing: {self.does}{code}"
-        return f"`{self.operator}`{where}{more} {self.does}: it {self.keeps}{code}".replace(
-            "angles of their own: it keep ", "angles of their own: they keep "
+            return f"`{self.operator_name}`{where}{more} keeps nothing: {self.effect}{code}"
+        return (
+            f"`{self.operator_name}`{where}{more} {self.effect}: it {self.preserves}{code}".replace(
+                "angles of their own: it keep ", "angles of their own: they keep "
+            )
         )
 
 
-def reasons(restrictions: Sequence[Restriction]) -> list[Reason]:
+def collect_reasons(restrictions: Sequence[Restriction]) -> list[Reason]:
     """What restricts a space, operator by operator, what leaves the least first."""
-    found: dict[tuple[str, str, str], list[Place]] = {}
+    found: dict[tuple[str, str, str], list[SourceLocation]] = {}
     for r in restrictions:
         if r.kind == "still":
             continue
         name = (
-            operator(r.node)
+            operator_name(r.node)
             if r.node is not None and r.node.op == "call_function"
             else "the module"
         )
         if r.kind.startswith("rotary"):
             name = "rotary positions"
-        does = RESTRICTIONS[r.kind].does if r.kind != "frozen" else r.detail
+        does = RESTRICTIONS[r.kind].effect if r.kind != "frozen" else r.detail
         places = found.setdefault((name, r.kind, does), [])
-        if r.node is not None and place(r.node) not in places:
-            places.append(place(r.node))
+        if r.node is not None and source_location(r.node) not in places:
+            places.append(source_location(r.node))
     ordered = sorted(
         found.items(),
         key=lambda item: _ORDER.index(item[0][1]) if item[0][1] in _ORDER else len(_ORDER),
     )
     return [
-        Reason(name, kind, does, RESTRICTIONS[kind].keeps, tuple(places))
+        Reason(name, kind, does, RESTRICTIONS[kind].preserves, tuple(places))
         for (name, kind, does), places in ordered
     ]
 
 
-def why(kind: Kind) -> str:
+def summarize_reasons(kind: Kind) -> str:
     """One line for the table of spaces: what the operators do that leave this group and no larger
     one.
     """
-    found = reasons(kind.restrictions)
+    found = collect_reasons(kind.restrictions)
     telling = (
         [r for r in found if r.kind not in ("batch", "rms-batch", "shift", "product")]
         or [r for r in found if r.kind != "rms-batch"]
@@ -97,6 +99,6 @@ def why(kind: Kind) -> str:
         return "only linear layers and products touch it"
     said: dict[str, list[str]] = {}
     for r in telling[:4]:
-        said.setdefault(r.operator, []).append(r.does)
+        said.setdefault(r.operator_name, []).append(r.effect)
     lines = [f"{name} {' and '.join(dict.fromkeys(does))}" for name, does in said.items()]
     return "; ".join(lines[:3]) + (f"; {kind.note}" if kind.note else "")

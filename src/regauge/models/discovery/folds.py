@@ -10,13 +10,13 @@ from typing import Any
 from torch import fx
 
 from regauge.core.spec import Norm, Scale
-from regauge.models.discovery.cases import argument
-from regauge.models.discovery.graph import operator
+from regauge.models.discovery.cases import get_argument
+from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.walk import Gain, Node, Value, Walk, shape
 
 # Operators that are linear along the axis of a gain: whatever they rearrange or sum over lies on
 # other axes.
-_PASSED = frozenset(
+_LINEAR_ALONG_AXIS = frozenset(
     {
         *(
             "view",
@@ -70,7 +70,7 @@ _PASSED = frozenset(
     }
 )
 # Operators that read a shape, and no number.
-_SHAPED = frozenset(
+_SHAPE_ONLY = frozenset(
     {
         "full_like",
         "zeros_like",
@@ -83,16 +83,16 @@ _SHAPED = frozenset(
         "sym_size",
     }
 )
-_EITHER = ("matmul", "mm", "bmm")  # the weight may be on either side
+_MATMULS = ("matmul", "mm", "bmm")  # the weight may be on either side
 _LINEAR = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), (0, 1, 2)),
     "addmm": (1, 2, 0),
-    **dict.fromkeys(_EITHER, (0, 1, -1)),
+    **dict.fromkeys(_MATMULS, (0, 1, -1)),
 }
 Layer = tuple[str, str | None]
 
 
-def folds(w: Walk, ends: Sequence[fx.Node]) -> tuple[list[Norm], list[Scale]]:
+def find_folds(w: Walk, ends: Sequence[fx.Node]) -> tuple[list[Norm], list[Scale]]:
     """Every norm and LayerScale that folds, in the order of the graph. `ends`: what callers see."""
     norms, scales = [], []
     by_gain: dict[str, list[Gain]] = {}
@@ -102,88 +102,98 @@ def folds(w: Walk, ends: Sequence[fx.Node]) -> tuple[list[Norm], list[Scale]]:
     for name, found in by_gain.items():
         if name in tied:
             continue
-        writers = [_writer(w, g) for g in found]
+        writers = [_layer_before(w, g) for g in found]
         if all(writers):
             layers = tuple(dict.fromkeys(layer for layer in writers if layer))
             if not any(weight in tied for weight, _ in layers):
                 scales.append(Scale(name, layers))
             continue
-        norm = _norm(w, name, found, set(ends))
+        norm = _foldable_norm(w, name, found, set(ends))
         if norm is not None:
             norms.append(norm)
     return norms, scales
 
 
-def _layer(w: Walk, node: Node) -> Layer | None:
+def _layer_of(w: Walk, node: Node) -> Layer | None:
     """The weight and bias of a linear layer."""
-    order = _LINEAR.get(operator(node)) if node.op == "call_function" else None
+    order = _LINEAR.get(operator_name(node)) if node.op == "call_function" else None
     if order is None:
         return None
-    if operator(node) in _EITHER:
-        found = [_source(w, n, node) for n in node.args[:2]]
+    if operator_name(node) in _MATMULS:
+        found = [_parameter_name(w, n, node) for n in node.args[:2]]
         return (found[1] or found[0] or "", None) if any(found) else None
     names = []
     for place in order[1:]:
         given = (
-            argument(node, place, {1: "weight", 2: "bias"}.get(place, "")) if place >= 0 else None
+            get_argument(node, place, {1: "weight", 2: "bias"}.get(place, ""))
+            if place >= 0
+            else None
         )
-        names.append(_source(w, given, node) if isinstance(given, fx.Node) else None)
+        names.append(_parameter_name(w, given, node) if isinstance(given, fx.Node) else None)
     return (names[0], names[1]) if names[0] is not None else None
 
 
-def _source(w: Walk, given: fx.Node, reader: fx.Node) -> str | None:
+def _parameter_name(w: Walk, given: fx.Node, reader: fx.Node) -> str | None:
     """The parameter whose numbers a node is, by the name that its reader has for it."""
     value = w.values.get(given)
     if given in w.aliases:
-        w.at = reader
+        w.current_node = reader
         value = w.value(given)
     return value.source if isinstance(value, Value) and not value.cases else None
 
 
-def _writer(w: Walk, gain: Gain) -> Layer | None:
+def _layer_before(w: Walk, gain: Gain) -> Layer | None:
     """The layer right in front of a gain, if nothing else reads what it writes."""
-    node: Any = gain.into
-    if gain.bias is not None or operator(gain.node) != "mul":
+    node: Any = gain.input
+    if gain.bias is not None or operator_name(gain.node) != "mul":
         return None
     reader: Any = gain.node
     while True:
         if not isinstance(node, fx.Node) or [u for u in node.users if u in w.values] != [reader]:
             return None
-        if operator(node) in ("view", "reshape", "to", "dropout", "contiguous", "clone", "alias"):
+        if operator_name(node) in (
+            "view",
+            "reshape",
+            "to",
+            "dropout",
+            "contiguous",
+            "clone",
+            "alias",
+        ):
             reader, node = node, node.args[0]
             continue
-        layer = _layer(w, node)
-        return layer if layer is not None and len(_reads(w, layer[0])) == 1 else None
+        layer = _layer_of(w, node)
+        return layer if layer is not None and len(_consumers(w, layer[0])) == 1 else None
 
 
-def _reads(w: Walk, weight: str) -> list[fx.Node]:
+def _consumers(w: Walk, weight: str) -> list[fx.Node]:
     """The operators that a weight goes into under this name, once it is reshaped."""
     todo = [
         u
         for n, named in w.aliases.items()
         if weight in named
         for u in n.users
-        if u in w.values and _source(w, n, u) == weight
+        if u in w.values and _parameter_name(w, n, u) == weight
     ]
     out: list[fx.Node] = []
     while todo:
         node = todo.pop()
-        if operator(node) in _PASSED | {"t"}:
+        if operator_name(node) in _LINEAR_ALONG_AXIS | {"t"}:
             todo += [u for u in node.users if u in w.values]
         else:
             out.append(node)
     return out
 
 
-def _pads(node: Node) -> bool:
+def _has_padding(node: Node) -> bool:
     """Does a convolution reach over the edge, where there is no bias?"""
-    padding = argument(node, 4, "padding", 0)
+    padding = get_argument(node, 4, "padding", 0)
     if isinstance(padding, str):
         return padding != "valid" and any(n > 1 for n in shape(node.args[1])[2:])
     return any(padding) if isinstance(padding, list | tuple) else bool(padding)
 
 
-def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | None:
+def _foldable_norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | None:
     seen: set[fx.Node] = set()
     readers: list[Layer] = []
     used: list[fx.Node] = []
@@ -199,38 +209,38 @@ def _norm(w: Walk, name: str, found: list[Gain], ends: set[fx.Node]) -> Norm | N
         for user in node.users:
             if user not in w.values:
                 continue
-            if operator(user) in _SHAPED:
+            if operator_name(user) in _SHAPE_ONLY:
                 continue
-            if operator(user) in _PASSED or (
-                operator(user) in ("mul", "div") and not isinstance(user.args[1], fx.Node)
+            if operator_name(user) in _LINEAR_ALONG_AXIS or (
+                operator_name(user) in ("mul", "div") and not isinstance(user.args[1], fx.Node)
             ):
-                padded |= operator(user) in ("pad", "constant_pad_nd")
+                padded |= operator_name(user) in ("pad", "constant_pad_nd")
                 todo.append(user)
                 continue
-            layer = _layer(w, user)
-            order = _LINEAR.get(operator(user))
+            layer = _layer_of(w, user)
+            order = _LINEAR.get(operator_name(user))
             if (
                 layer is None
                 or order is None
-                or (operator(user) not in _EITHER and user.args[order[0]] is not node)
+                or (operator_name(user) not in _MATMULS and user.args[order[0]] is not node)
             ):
                 return None
-            if operator(user).startswith("conv"):
-                if argument(user, 6, "groups", 1) != 1:
+            if operator_name(user).startswith("conv"):
+                if get_argument(user, 6, "groups", 1) != 1:
                     return None
-                padded |= _pads(user)
+                padded |= _has_padding(user)
             readers.append(layer)
             used.append(user)
             weight = user.args[order[1]]
             if (
-                operator(user) not in _EITHER
+                operator_name(user) not in _MATMULS
                 and isinstance(weight, fx.Node)
                 and weight.op == "placeholder"
             ):
-                w.reads[layer[0]] = 0 if operator(user) == "addmm" else 1
-    joins = [n for n in seen if operator(n) in ("cat", "stack")]
+                w.gain_axes[layer[0]] = 0 if operator_name(user) == "addmm" else 1
+    joins = [n for n in seen if operator_name(n) in ("cat", "stack")]
     whole = all(a in seen for n in joins for a in n.all_input_nodes)
-    alone = all(set(_reads(w, weight)) <= set(used) for weight, _ in readers)
+    alone = all(set(_consumers(w, weight)) <= set(used) for weight, _ in readers)
     repeated = any(
         weight in w.graph.ties.values() for weight, _ in readers
     )  # folding unties a reader that repeats another, not the other

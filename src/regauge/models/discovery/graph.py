@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from regauge.errors import RegaugeError
-from regauge.testing import named
+from regauge.testing import name_outputs
 
 _FRAME = re.compile(
     r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)\n\s*(?P<code>[^\n]*)'
@@ -29,7 +29,7 @@ class DiscoveryError(RegaugeError):
     """A module's symmetry could not be read off its graph."""
 
 
-class _Named(torch.nn.Module):
+class _NamedOutputs(torch.nn.Module):
     """The module, returning its floating-point outputs by name and nothing else: caches are no part
     of the function.
     """
@@ -39,7 +39,7 @@ class _Named(torch.nn.Module):
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, torch.Tensor]:
-        return named(self.module(*args, **kwargs))
+        return name_outputs(self.module(*args, **kwargs))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +53,8 @@ class Graph:
     kinds: Mapping[fx.Node, str]
     outputs: Mapping[str, fx.Node]
     ties: Mapping[str, str]
-    unread: tuple[str, ...]
-    known: Mapping[
+    unused: tuple[str, ...]
+    constants: Mapping[
         fx.Node, torch.Tensor
     ]  # what is computed from constants alone, and is stored nowhere
 
@@ -78,12 +78,12 @@ def trace(
     try:
         with (
             torch.no_grad(),
-            _plain_kernels(),
+            _disable_fastpath(),
             _batched_experts(module),
-            _unstopped(),
-            _as_if_here(module, buffers),
+            _suppress_warnings(),
+            _fake_tensors(module, buffers),
         ):
-            program = torch.export.export(_Named(module), (), given, strict=False)
+            program = torch.export.export(_NamedOutputs(module), (), given, strict=False)
     except Exception as error:  # torch.export raises whatever the module runs into
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DiscoveryError(
@@ -94,11 +94,11 @@ def trace(
     finally:
         module.train(was_training)
     _make_concrete(program, given)
-    return _graph(program, module)
+    return _build_graph(program, module)
 
 
 @contextlib.contextmanager
-def _as_if_here(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
+def _fake_tensors(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A module on the meta device as if it lay in memory, without the memory. On that device a list
     of places that is written in the code would lose its numbers too, and with them all that follows
     from constants.
@@ -172,8 +172,8 @@ def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, An
         Sizes(program.graph_module).run(*values)
 
 
-def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
-    from regauge.models.discovery.constants import known_values
+def _build_graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
+    from regauge.models.discovery.constants import evaluate_constants
 
     signature = program.graph_signature
     sources = {
@@ -192,9 +192,9 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     returned = [a for a in last.args[0] if isinstance(a, fx.Node)]
     mutated = len(returned) - len(keys)  # buffers that change come first
     outputs = dict(zip(keys, returned[mutated:], strict=True))
-    live = _live(list(outputs.values()))
+    live = _live_nodes(list(outputs.values()))
     read = {names[n] for n in live if kinds.get(n) == "parameter"}
-    ties = _ties(module)
+    ties = _find_ties(module)
     read |= {ties[n] for n in read if n in ties}
     unread = tuple(
         n
@@ -204,19 +204,19 @@ def _graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Gr
     nodes = tuple(n for n in program.graph.nodes if n in live)
     constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
     held = {n: program.constants.get(constants.get(n.name, "")) for n in names}
-    known = known_values(
-        nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_numbers(t)}
+    known = evaluate_constants(
+        nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_data(t)}
     )
     return Graph(nodes, names, kinds, outputs, ties, unread, known)
 
 
-def _has_numbers(tensor: torch.Tensor) -> bool:
+def _has_data(tensor: torch.Tensor) -> bool:
     from torch._subclasses import FakeTensor
 
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _live(ends: list[fx.Node]) -> set[fx.Node]:
+def _live_nodes(ends: list[fx.Node]) -> set[fx.Node]:
     """What the outputs depend on, and what changes any of that in place."""
     seen: set[fx.Node] = set()
     todo = list(ends)
@@ -229,7 +229,7 @@ def _live(ends: list[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def moving(graph: Graph) -> set[fx.Node]:
+def parameter_dependent(graph: Graph) -> set[fx.Node]:
     """Nodes that depend on a parameter."""
     out: set[fx.Node] = set()
     for node in graph.nodes:
@@ -242,19 +242,19 @@ def mutates(node: fx.Node) -> bool:
     """Does an operator write into its first argument?"""
     return (
         node.op == "call_function"
-        and operator(node).endswith("_")
-        and not operator(node).startswith("_")
+        and operator_name(node).endswith("_")
+        and not operator_name(node).startswith("_")
     )
 
 
-def operator(node: fx.Node) -> str:
+def operator_name(node: fx.Node) -> str:
     """The operator's name without its overload: `add` for aten.add.Tensor."""
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
 
 
-def _ties(module: torch.nn.Module) -> dict[str, str]:
+def _find_ties(module: torch.nn.Module) -> dict[str, str]:
     """Names that repeat another parameter, which has the first of its names."""
     same: dict[int, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
@@ -263,7 +263,7 @@ def _ties(module: torch.nn.Module) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLocation:
     """Where in the source an operator stands, and in which module."""
 
     file: str
@@ -275,24 +275,24 @@ class Place:
         return f"line {self.line} of {self.file}" if self.file else "an unknown line"
 
 
-def place(node: fx.Node) -> Place:
+def source_location(node: fx.Node) -> SourceLocation:
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("module").removeprefix(".")
     if not frames:
-        return Place("", 0, "", path)
+        return SourceLocation("", 0, "", path)
     own = [
         f for f in frames if not _LIBRARY.search(f["file"])
     ]  # the model's line, not that of torch's own module
     last = (own or frames)[-1]
-    return Place(
+    return SourceLocation(
         "/".join(last["file"].split("/")[-2:]), int(last["line"]), last["code"].strip(), path
     )
 
 
 @contextlib.contextmanager
-def _plain_kernels() -> Iterator[None]:
+def _disable_fastpath() -> Iterator[None]:
     """torch's encoder layers compute as written, not in one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -320,7 +320,7 @@ def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unstopped() -> Iterator[None]:
+def _suppress_warnings() -> Iterator[None]:
     """Warnings of torch.export about the module's own code are not the user's."""
     import logging
     import warnings

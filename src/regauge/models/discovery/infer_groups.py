@@ -34,7 +34,7 @@ class Kind:
 
     atom: Atom
     restrictions: list[Restriction] = field(default_factory=list)
-    places: list[Variable] = field(default_factory=list)  # in parameters
+    occurrences: list[Variable] = field(default_factory=list)  # in parameters
     group: Group = field(default_factory=Trivial)
     folded: Group | None = None
     exponents: dict[Variable, int] = field(default_factory=dict)
@@ -42,18 +42,18 @@ class Kind:
     note: str = ""
 
     @property
-    def frozen(self) -> bool:
+    def is_frozen(self) -> bool:
         return isinstance(self.group, Trivial)
 
-    def places_has(self, axis: Axis) -> bool:
-        return any(a is axis for a, _ in self.places)
+    def occurs_on(self, axis: Axis) -> bool:
+        return any(a is axis for a, _ in self.occurrences)
 
-    def has(self, *kinds: str) -> bool:
+    def has_restriction(self, *kinds: str) -> bool:
         return any(r.kind in kinds for r in self.restrictions)
 
 
 @dataclass(frozen=True, eq=False)
-class Reading:
+class GroupInference:
     """What a walk leaves: the kinds of coordinates by their atoms, and the axes of each parameter
     by name.
     """
@@ -64,7 +64,7 @@ class Reading:
     parameters: Mapping[str, tuple[Axis, ...]]
 
 
-def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Reading:
+def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> GroupInference:
     """`foldable`: gains that can be folded. `closed`: axes of outputs that callers must find as
     they are, and why.
     """
@@ -82,7 +82,7 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
         for a, b in zip(parameters[alias], parameters[target], strict=True)
     ]
     for a, b in ties:
-        w.same([a], [b], kind="tied")
+        w.equate([a], [b], kind="tied")
     scales = Scales(w, ties)
     kinds: dict[Atom, Kind] = {}
 
@@ -92,7 +92,7 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
     for axes in parameters.values():
         for axis in axes:
             for i, atom in enumerate(scales.atoms(axis)):
-                kind(atom).places.append((axis, i))
+                kind(atom).occurrences.append((axis, i))
     frozen = [
         Restriction(a, "frozen", None, "it is taken apart in ways that do not fit together")
         for a in scales.misfits
@@ -102,8 +102,8 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
         for atom in dict.fromkeys(scales.atoms(restriction.axis)):
             kind(atom).restrictions.append(restriction)
     activations: dict[Atom, list[Variable]] = {}
-    for value in _values(w):
-        for axis in value.axes if not value.weights else ():
+    for value in _iter_values(w):
+        for axis in value.axes if not value.is_weight else ():
             for i, atom in enumerate(scales.atoms(axis)):
                 activations.setdefault(atom, []).append((axis, i))
     summed = {
@@ -115,67 +115,72 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Rea
     }
     for one in kinds.values():
         if (
-            one.places
-            and not one.has("frozen")
+            one.occurrences
+            and not one.has_restriction("frozen")
             and one.atom not in activations
             and one.atom not in summed
         ):  # the example inputs are shorter than the table
             one.restrictions.append(
                 Restriction(
-                    one.places[0][0],
+                    one.occurrences[0][0],
                     "frozen",
                     None,
                     "the example inputs do not read this part of it",
                 )
             )
-        if one.places:
-            _decide(one, scales, foldable, activations.get(one.atom, []))
-    _lay_over(w, scales, kinds, parameters)
-    return Reading(w, scales, kinds, parameters)
+        if one.occurrences:
+            _choose_group(one, scales, foldable, activations.get(one.atom, []))
+    _assign_parents(w, scales, kinds, parameters)
+    return GroupInference(w, scales, kinds, parameters)
 
 
-def _decide(kind: Kind, scales: Scales, foldable: set[str], activations: list[Variable]) -> None:
+def _choose_group(
+    kind: Kind, scales: Scales, foldable: set[str], activations: list[Variable]
+) -> None:
     """The largest group that all restrictions keep. `activations`: where tensors that are no
     parameters have it; the first is its plain side.
     """
-    if kind.has("frozen"):
+    if kind.has_restriction("frozen"):
         return
-    wanted = [*kind.places, *activations]
-    scale = _only(scales.scales.solutions(wanted), len(kind.places))
-    sign = scales.signs.solutions(kind.places)
+    wanted = [*kind.occurrences, *activations]
+    scale = _unit_solution(scales.scales.solutions(wanted), len(kind.occurrences))
+    sign = scales.signs.solutions(kind.occurrences)
     star = scales.stars.solutions(wanted)
     seen = [r for r in kind.restrictions if RESTRICTIONS[r.kind].mixtures == "none"]
     others = [r for r in seen if r.kind != "gain"]
     gains = {r.detail for r in seen if r.kind == "gain"}
-    turned = {layout for k, layout in _ROTARY.items() if kind.has(k)}
-    normed = kind.has("ones", "rms", "shift")
+    turned = {layout for k, layout in _ROTARY.items() if kind.has_restriction(k)}
+    normed = kind.has_restriction("ones", "rms", "shift")
     if turned:
-        _decide_turned(kind, turned, scale, sign, star, bool(seen) or normed)
+        _choose_rotary_group(kind, turned, scale, sign, star, bool(seen) or normed)
     elif not seen and not normed and scale is not None and all(scale):
-        kind.group, kind.exponents = GeneralLinear(), dict(zip(kind.places, scale, strict=True))
+        kind.group, kind.exponents = (
+            GeneralLinear(),
+            dict(zip(kind.occurrences, scale, strict=True)),
+        )
     elif not others and (normed or not gains):
-        ones = kind.has("ones", "shift")
+        ones = kind.has_restriction("ones", "shift")
         rotations: Group = OrthogonalFixingOnes() if ones else Orthogonal()
-        kind.exponents = _starred(kind, star)
+        kind.exponents = _dual_exponents(kind, star)
         if not gains:
             kind.group = rotations
         else:
             kind.group = SignedPermutation() if sign and not ones else Permutation()
             kind.folded = rotations if gains <= foldable else None
-            kind.exponents = _starred(kind, star, sign)
+            kind.exponents = _dual_exponents(kind, star, sign)
     elif scale is not None and any(scale):
-        flips = [Fraction(abs(s) % 2) for s in scale] in _span(sign)
+        flips = [Fraction(abs(s) % 2) for s in scale] in _span_mod_2(sign)
         kind.group, kind.exponents = (
             Scaling(positive=not flips),
-            dict(zip(kind.places, scale, strict=True)),
+            dict(zip(kind.occurrences, scale, strict=True)),
         )
     elif sign:
-        kind.group, kind.exponents = SignedPermutation(), _starred(kind, star, sign)
+        kind.group, kind.exponents = SignedPermutation(), _dual_exponents(kind, star, sign)
     else:
-        kind.group, kind.exponents = Permutation(), _starred(kind, star)
+        kind.group, kind.exponents = Permutation(), _dual_exponents(kind, star)
 
 
-def _decide_turned(
+def _choose_rotary_group(
     kind: Kind,
     layouts: set[str],
     scale: list[int] | None,
@@ -191,14 +196,14 @@ def _decide_turned(
         return
     layout = "half" if "half" in layouts else "interleaved"
     if not more and scale is not None and all(scale):
-        kind.group, kind.exponents = Rotary(layout), dict(zip(kind.places, scale, strict=True))  # type: ignore[arg-type]
+        kind.group, kind.exponents = Rotary(layout), dict(zip(kind.occurrences, scale, strict=True))  # type: ignore[arg-type]
     elif not more:
-        kind.group, kind.exponents = Rotary(layout, unit=True), _starred(kind, star)  # type: ignore[arg-type]
+        kind.group, kind.exponents = Rotary(layout, unit=True), _dual_exponents(kind, star)  # type: ignore[arg-type]
     elif sign:
-        kind.group, kind.exponents = PlaneSigns(layout), _starred(kind, star, sign)  # type: ignore[arg-type]
+        kind.group, kind.exponents = PlaneSigns(layout), _dual_exponents(kind, star, sign)  # type: ignore[arg-type]
 
 
-def _only(basis: list[list[Fraction]], size: int) -> list[int] | None:
+def _unit_solution(basis: list[list[Fraction]], size: int) -> list[int] | None:
     """The one solution, with exponents 1, -1 and 0; of several the first that is so. What stands
     behind `size` is made positive.
     """
@@ -212,20 +217,20 @@ def _only(basis: list[list[Fraction]], size: int) -> list[int] | None:
     return None
 
 
-def _starred(
+def _dual_exponents(
     kind: Kind, star: list[list[Fraction]], sign: list[list[Fraction]] | None = None
 ) -> dict[Variable, int]:
     """Exponents of a group for which the star changes nothing: which side is the dual, and (by the
     signs) what is barred.
     """
-    sides = [0] * len(kind.places)  # parts that only a tie joins have solutions of their own
-    for solution in filter(None, (_only([s], len(kind.places)) for s in star)):
+    sides = [0] * len(kind.occurrences)  # parts that only a tie joins have solutions of their own
+    for solution in filter(None, (_unit_solution([s], len(kind.occurrences)) for s in star)):
         sides = [a or b for a, b in zip(sides, solution, strict=True)]
     if not any(sides):
-        sides = [1] * len(kind.places)
+        sides = [1] * len(kind.occurrences)
     kept = sign[0] if sign else None
     out = {}
-    for i, place in enumerate(kind.places):
+    for i, place in enumerate(kind.occurrences):
         side = sides[i] or 1
         if kept is not None:
             out[place] = side if kept[i] else 0
@@ -234,7 +239,7 @@ def _starred(
     return out
 
 
-def _span(basis: list[list[Fraction]]) -> list[list[Fraction]]:
+def _span_mod_2(basis: list[list[Fraction]]) -> list[list[Fraction]]:
     """All sums modulo 2 of a few vectors."""
     out: list[list[Fraction]] = [[Fraction(0)] * len(basis[0])] if basis else []
     for vector in basis[:10]:
@@ -242,7 +247,7 @@ def _span(basis: list[list[Fraction]]) -> list[list[Fraction]]:
     return out
 
 
-def _carried(
+def _can_act_per_parent(
     parameters: Mapping[str, tuple[Axis, ...]],
     axis: Axis,
     child: Atom,
@@ -252,7 +257,7 @@ def _carried(
     """Can a member for each place of the parent act here: does the parent stand before it in a
     product, or is it an axis of its own?
     """
-    if all(parent in p[: p.index(child)] for p in _products(axis) if child in p):
+    if all(parent in p[: p.index(child)] for p in _iter_products(axis) if child in p):
         return True
     beside = next(axes for axes in parameters.values() if any(a is axis for a in axes))
     return any(scales.atoms(a) == [parent] for a in beside) or all(
@@ -260,7 +265,7 @@ def _carried(
     )
 
 
-def _lay_over(
+def _assign_parents(
     w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: Mapping[str, tuple[Axis, ...]]
 ) -> None:
     """A kind lies over another if wherever it occurs the other does too: then it has one member for
@@ -268,13 +273,13 @@ def _lay_over(
     """
     together: dict[Atom, set[Atom]] = {}
     implied = {a: set(scales.atoms(y)) for x, y in w.implied for a in scales.atoms(x)}
-    for value in _values(w):
+    for value in _iter_values(w):
         inside = [a for axis in value.axes for a in scales.atoms(axis)]
         for atom in set(inside):
             one = kinds.get(atom)
             if one is None or (
                 isinstance(one.group, Rotary)
-                and value.weights
+                and value.is_weight
                 and all(
                     not one.exponents.get((x, i), 0)
                     for x in value.axes
@@ -287,25 +292,25 @@ def _lay_over(
             together[atom] = together[atom] & others if atom in together else others
     beside: dict[Atom, list[Atom]] = {}
     for one in kinds.values():
-        for axis, _ in one.places:
-            for product in _products(axis):
+        for axis, _ in one.occurrences:
+            for product in _iter_products(axis):
                 if one.atom in product:
                     beside.setdefault(one.atom, []).extend(
                         a for a in product[: product.index(one.atom)]
                     )
     order = sorted(
-        (k for k in kinds.values() if k.places and not k.frozen),
+        (k for k in kinds.values() if k.occurrences and not k.is_frozen),
         key=lambda k: k.atom in together and len(together[k.atom]),
     )
     for one in order:
-        fixed = [a for a in beside.get(one.atom, []) if kinds[a].frozen]
+        fixed = [a for a in beside.get(one.atom, []) if kinds[a].is_frozen]
         free = [
             a
             for a in together.get(one.atom, ())
             if a in kinds
             and type(kinds[a].group) is Permutation
             and kinds[a].over is None
-            and kinds[a].places
+            and kinds[a].occurrences
         ]
         found = [a for a in (*free, *fixed) if a in together.get(one.atom, ())]
         outer = [
@@ -314,7 +319,10 @@ def _lay_over(
         outer = [
             a
             for a in outer
-            if all(_carried(parameters, axis, one.atom, a, scales) for axis, _ in one.places)
+            if all(
+                _can_act_per_parent(parameters, axis, one.atom, a, scales)
+                for axis, _ in one.occurrences
+            )
         ]
         mine = [
             a
@@ -325,7 +333,7 @@ def _lay_over(
             one.over = min(mine, key=lambda a: (a not in free, a.id))
 
 
-def _values(w: Walk) -> Iterator[Value]:
+def _iter_values(w: Walk) -> Iterator[Value]:
     for named in w.aliases.values():
         yield from named.values()
     for found in w.values.values():
@@ -333,7 +341,7 @@ def _values(w: Walk) -> Iterator[Value]:
             yield from value.cases or (value,)
 
 
-def _products(axis: Axis) -> Iterator[list[Atom]]:
+def _iter_products(axis: Axis) -> Iterator[list[Atom]]:
     """The atoms of each product along an axis, outermost first."""
 
     def inside(term: object) -> Iterator[list[Atom]]:

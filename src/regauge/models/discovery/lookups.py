@@ -4,9 +4,9 @@ router's experts).
 
 from __future__ import annotations
 
-from regauge.models.discovery.cases import argument, cut_by, kept, taken
-from regauge.models.discovery.graph import operator
-from regauge.models.discovery.shapes import CHOSEN
+from regauge.models.discovery.cases import get_argument, select_cases, selected_range, with_axes
+from regauge.models.discovery.graph import operator_name
+from regauge.models.discovery.shapes import SELECTED
 from regauge.models.discovery.walk import Axis, Node, Value, Walk, shape
 
 LOOKED_UP = "it is looked up by number"
@@ -15,30 +15,30 @@ LOOKED_UP = "it is looked up by number"
 def embedding(w: Walk, node: Node) -> Value:
     table, ids = w.value(node.args[0]), w.value(node.args[1])
     _look_up(w, table.axes[0], ids)
-    return Value((*(w.follow(a) for a in ids.axes), w.follow(table.axes[1])), weights=False)
+    return Value((*(w.follow(a) for a in ids.axes), w.follow(table.axes[1])), is_weight=False)
 
 
 def _look_up(w: Walk, axis: Axis, ids: Value) -> None:
     """Rows are taken by number: in a fixed order, unless the numbers are themselves places on such
     an axis.
     """
-    if ids.places is not None:
-        w.same([axis], [ids.places])
+    if ids.indexed_axis is not None:
+        w.equate([axis], [ids.indexed_axis])
     else:
         w.freeze(axis, LOOKED_UP)
 
 
 def index(w: Walk, node: Node) -> Value:
-    span = cut_by(w.graph, node.args[0], node)
+    span = selected_range(w.graph, node.args[0], node)
     if span is not None:
-        return _run(w, node, *span)
+        return _index_range(w, node, *span)
     x, indices = w.value(node.args[0]), list(node.args[1])
     out = list(shape(node))
     used = [d for d, i in enumerate(indices) if i is not None]
     values = [w.value(indices[d]) for d in used]
     for d, ids in zip(used, values, strict=True):
         if str(indices[d].meta["val"].dtype) == "torch.bool":
-            return _picked(w, node, x, d, ids) if len(used) == 1 else _frozen(w, node, x)
+            return _mask_select(w, node, x, d, ids) if len(used) == 1 else _freeze_all(w, node, x)
         _look_up(w, x.axes[d], ids)
     rank = max(len(v.axes) for v in values)
     first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0
@@ -55,24 +55,24 @@ def index(w: Walk, node: Node) -> Value:
     if ahead is not None:
         new = [w.follow(a) for a in ahead.axes]
     else:
-        new = [w.fixed(n, LOOKED_UP) for n in out[first : first + rank]]
+        new = [w.new_frozen_axis(n, LOOKED_UP) for n in out[first : first + rank]]
     axes[first:first] = new
-    chosen = x.weights and all(v.places is not None for v in values)  # each token's expert
-    return Value(tuple(axes), source=x.source if chosen else None, weights=chosen)
+    chosen = x.is_weight and all(v.indexed_axis is not None for v in values)  # each token's expert
+    return Value(tuple(axes), source=x.source if chosen else None, is_weight=chosen)
 
 
-def _run(w: Walk, node: Node, dim: int, start: int, stop: int) -> Value:
+def _index_range(w: Walk, node: Node, dim: int, start: int, stop: int) -> Value:
     """Neighbouring places, by their numbers: what a slice would take."""
-    x = w.stacked(node.args[0])
-    case = taken(w, x, start, stop) if x.cases and dim == x.dim else None
+    x = w.value_with_cases(node.args[0])
+    case = select_cases(w, x, start, stop) if x.cases and dim == x.dim else None
     if case is not None:
         return case
     x = w.value(node.args[0])
-    piece = w.pieces(x.axes[dim], (start, stop - start, x.axes[dim].size - stop))[1]
-    return kept(x, [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)])
+    piece = w.split(x.axes[dim], (start, stop - start, x.axes[dim].size - stop))[1]
+    return with_axes(x, [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)])
 
 
-def _picked(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
+def _mask_select(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
     """A mask picks places of some axes, and they become one; the others pass."""
     end = at + len(mask.axes)
     for a in x.axes[at:end]:
@@ -80,14 +80,14 @@ def _picked(w: Walk, node: Node, x: Value, at: int, mask: Value) -> Value:
     return Value(
         (
             *(w.follow(a) for a in x.axes[:at]),
-            w.fixed(shape(node)[at], "a mask picks its places"),
+            w.new_frozen_axis(shape(node)[at], "a mask picks its places"),
             *(w.follow(a) for a in x.axes[end:]),
         )
     )
 
 
 def index_select(w: Walk, node: Node) -> Value:
-    x, dim, ids = w.value(node.args[0]), argument(node, 1, "dim"), w.value(node.args[2])
+    x, dim, ids = w.value(node.args[0]), get_argument(node, 1, "dim"), w.value(node.args[2])
     _look_up(w, x.axes[dim], ids)
     return Value(
         tuple(
@@ -100,7 +100,7 @@ def index_select(w: Walk, node: Node) -> Value:
 def gather(w: Walk, node: Node) -> Value:
     """Along `dim` numbers say which place is taken, for each place of the others."""
     x, ids = w.value(node.args[0]), w.value(node.args[2])
-    dim = argument(node, 1, "dim") % len(x.axes)
+    dim = get_argument(node, 1, "dim") % len(x.axes)
     axes = []
     for i, (a, b) in enumerate(zip(x.axes, ids.axes, strict=True)):
         if i == dim:
@@ -108,17 +108,22 @@ def gather(w: Walk, node: Node) -> Value:
             axes.append(w.follow(b))
         elif a.size == b.size:
             if not b.uniform:
-                w.same([a], [b])
+                w.equate([a], [b])
                 w.restrict(a, "batch")
             axes.append(w.follow(a))
         else:
-            w.freeze(a, CHOSEN)
+            w.freeze(a, SELECTED)
             axes.append(w.follow(b))
     return Value(tuple(axes))
 
 
-def _frozen(w: Walk, node: Node, *values: Value) -> Value:
+def _freeze_all(w: Walk, node: Node, *values: Value) -> Value:
     for v in values:
         for a in v.axes:
-            w.freeze(a, f"`{operator(node)}` follows no rule here")
-    return Value(tuple(w.fixed(n, f"`{operator(node)}` follows no rule here") for n in shape(node)))
+            w.freeze(a, f"`{operator_name(node)}` follows no rule here")
+    return Value(
+        tuple(
+            w.new_frozen_axis(n, f"`{operator_name(node)}` follows no rule here")
+            for n in shape(node)
+        )
+    )

@@ -18,11 +18,11 @@ from regauge.models.load import build_timm, quiet
 from regauge.models.trust import code_disabled, library_class, without_code
 
 # A verification holds about four copies in float64: five gigabytes at this many parameters.
-LARGEST = 150_000_000
+MAX_PARAMETERS = 150_000_000
 _ROWS, _LENGTH = 2, 7
 
 # What a small twin has where its original has more; widths follow from heads and their size.
-_HEADS, _WIDTH, _INNER, _LAYERS, _WORDS, _PLACES, _EXPERTS = 4, 8, 24, 2, 64, 32, 4
+_HEADS, _WIDTH, _INNER, _LAYERS, _VOCAB, _POSITIONS, _EXPERTS = 4, 8, 24, 2, 64, 32, 4
 _HEAD_KEYS = (
     "num_attention_heads",
     "n_head",
@@ -31,7 +31,7 @@ _HEAD_KEYS = (
     "decoder_attention_heads",
     "n_heads",
 )
-_SMALL = {
+_SMALL_SIZES = {
     **dict.fromkeys(
         (
             "intermediate_size",
@@ -58,16 +58,19 @@ _SMALL = {
         ),
         _LAYERS,
     ),
-    **dict.fromkeys(("vocab_size", "type_vocab_size"), _WORDS),
+    **dict.fromkeys(("vocab_size", "type_vocab_size"), _VOCAB),
     **dict.fromkeys(
         ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions"),
-        _PLACES,
+        _POSITIONS,
     ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), _EXPERTS),
     **dict.fromkeys(("head_dim", "d_kv", "projection_dim"), _WIDTH),
 }
-_WIDE = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
-_EMBED = ("word_embed_proj_dim", "embedding_size")  # of words, before they are brought to the width
+_WIDTH_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
+_EMBED_KEYS = (
+    "word_embed_proj_dim",
+    "embedding_size",
+)  # of words, before they are brought to the width
 
 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
@@ -106,7 +109,7 @@ def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Inputs that a model of the transformers library or timm takes: a few tokens, a picture, a
     sound, whatever its forward names.
     """
-    device = torch.device("cpu") if is_empty(module) else next(module.parameters()).device
+    device = torch.device("cpu") if is_on_meta(module) else next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
     config = getattr(module, "config", None)
     if config is None:
@@ -161,9 +164,9 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     for its parameters.
     """
     config: Any = getattr(module, "config", None)
-    if is_empty(module) and hasattr(config, "to_dict"):
+    if is_on_meta(module) and hasattr(config, "to_dict"):
         try:
-            with _no_parameters():
+            with _meta_parameters():
                 module = build({**config.to_dict(), "architectures": [type(module).__name__]})
         except (
             DiscoveryError,
@@ -174,7 +177,7 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @contextmanager
-def _no_parameters() -> Iterator[None]:
+def _meta_parameters() -> Iterator[None]:
     """Parameters lose their numbers as they are made; buffers keep theirs."""
     register = torch.nn.Module.register_parameter
 
@@ -192,26 +195,27 @@ def _no_parameters() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def size_of(module: torch.nn.Module) -> int:
+def count_parameters(module: torch.nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def is_empty(module: torch.nn.Module) -> bool:
+def is_on_meta(module: torch.nn.Module) -> bool:
     return any(p.is_meta for p in module.parameters())
 
 
-def twin_of(module: torch.nn.Module) -> torch.nn.Module:
+def make_twin(module: torch.nn.Module) -> torch.nn.Module:
     """A small module of the same class, with the same parts."""
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise DiscoveryError(
-            f"{type(module).__name__} has {size_of(module):,} parameters, too many to verify "
+            f"{type(module).__name__} has {count_parameters(module):,} parameters, too many to "
+            "verify "
             "with, and no config to make a smaller one of",
             hint="discover a smaller module of the same class",
         )
     given = {**config.to_dict(), "architectures": [type(module).__name__]}
     try:
-        return build(shrunken(given))
+        return build(shrink_config(given))
     except DiscoveryError as error:
         raise DiscoveryError(
             f"no small twin of {type(module).__name__} can be made: {error}",
@@ -219,14 +223,14 @@ def twin_of(module: torch.nn.Module) -> torch.nn.Module:
         ) from error
 
 
-def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
+def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config of a small model with the same parts: fewer layers, heads, words, narrower
     everything; what is one or the same stays so.
     """
     out = dict(config)
     heads = next((out[k] for k in _HEAD_KEYS if isinstance(out.get(k), int)), None)
     keys = out.get("num_key_value_heads")
-    for key, small in _SMALL.items():
+    for key, small in _SMALL_SIZES.items():
         if isinstance(out.get(key), int):
             out[key] = min(out[key], small)
     if heads is not None:
@@ -238,11 +242,11 @@ def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
             out["num_key_value_heads"] = (
                 few if keys == heads else 1 if keys == 1 else max(1, few // 2)
             )
-        width = next((out[k] for k in _WIDE if isinstance(out.get(k), int)), None)
-        for key in _WIDE:
+        width = next((out[k] for k in _WIDTH_KEYS if isinstance(out.get(k), int)), None)
+        for key in _WIDTH_KEYS:
             if isinstance(out.get(key), int):
                 out[key] = few * _WIDTH
-        for key in _EMBED:
+        for key in _EMBED_KEYS:
             if isinstance(out.get(key), int):
                 out[key] = few * _WIDTH if out[key] == width else _WIDTH
     patch = out.get("patch_size")
@@ -259,9 +263,9 @@ def shrunken(config: Mapping[str, Any]) -> dict[str, Any]:
         "sep_token_id",
         "cls_token_id",
     ):
-        if isinstance(out.get(key), int) and out[key] >= _WORDS:
-            out[key] = _WORDS - 1
+        if isinstance(out.get(key), int) and out[key] >= _VOCAB:
+            out[key] = _VOCAB - 1
     return {
-        k: shrunken(v) if k.endswith("_config") and isinstance(v, Mapping) else v
+        k: shrink_config(v) if k.endswith("_config") and isinstance(v, Mapping) else v
         for k, v in out.items()
     }

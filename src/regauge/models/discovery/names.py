@@ -9,12 +9,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from regauge.core.groups import Rotary
-from regauge.models.discovery.infer_groups import Kind, Reading
+from regauge.models.discovery.infer_groups import GroupInference, Kind
 from regauge.models.discovery.terms import Atom
 from regauge.models.discovery.walk import Axis
 
 _SIDES = ("text", "vision", "visual", "image", "audio", "encoder", "decoder")
-_PLAIN = frozenset(
+_GENERIC_WORDS = frozenset(
     [
         "weight",
         "bias",
@@ -49,11 +49,11 @@ _PLAIN = frozenset(
 )
 
 
-def label(names: Sequence[str]) -> str:
+def layer_label(names: Sequence[str]) -> str:
     """The layer that parameters have in common, as text: "3", "decoder.3", "1.0"; empty if there is
     none.
     """
-    paths = [_numbers(n) for n in names]
+    paths = [_module_numbers(n) for n in names]
     common: list[str] = []
     for column in zip(*paths, strict=False):
         if len(set(column)) > 1:
@@ -63,7 +63,7 @@ def label(names: Sequence[str]) -> str:
     return ".".join([*([side] if side else []), *common])
 
 
-def _numbers(name: str) -> list[str]:
+def _module_numbers(name: str) -> list[str]:
     """The numbers of a name's modules, from the outside in: `label` keeps those that all names
     share.
     """
@@ -78,7 +78,7 @@ def side_of(names: Sequence[str]) -> str:
     return ""
 
 
-def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
+def name_kinds(reading: GroupInference, sided: bool) -> dict[Atom, str]:
     """A name for each kind that acts on something, or that another lies over."""
     roles: dict[Atom, Counter[str]] = {}
     for axis, role, _ in reading.walk.roles:
@@ -86,11 +86,17 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
             roles.setdefault(atom, Counter())[role] += 1
     owner = {axis: name for name, axes in reading.parameters.items() for axis in axes}
     parents = {k.over for k in reading.kinds.values() if k.over is not None}
-    wanted = [k for k in reading.kinds.values() if k.places and (not k.frozen or k.atom in parents)]
-    users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.places)) for k in wanted}
-    many = {k.atom: _many(k, owner) for k in wanted}
+    wanted = [
+        k
+        for k in reading.kinds.values()
+        if k.occurrences and (not k.is_frozen or k.atom in parents)
+    ]
+    users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.occurrences)) for k in wanted}
+    many = {k.atom: _spans_layers(k, owner) for k in wanted}
     bases = {
-        k.atom: _base(k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom])
+        k.atom: _base_name(
+            k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom]
+        )
         for k in wanted
     }
     for k in wanted:  # partial rotary positions: what is turned, and the rest
@@ -107,19 +113,19 @@ def name_kinds(reading: Reading, sided: bool) -> dict[Atom, str]:
         ):
             bases[k.atom] = "rot"
             bases |= {o.atom: "rest" for o in beside}
-    streams = _streams({k.atom: users[k.atom] for k in wanted if bases[k.atom] == "stream"})
+    streams = _stream_suffixes({k.atom: users[k.atom] for k in wanted if bases[k.atom] == "stream"})
     out: dict[Atom, str] = {}
     for k in wanted:
-        numbers = label(users[k.atom])
+        numbers = layer_label(users[k.atom])
         if not sided:
             numbers = re.sub(r"^[a-z]+\.?", "", numbers)
         if bases[k.atom] == "stream":
             numbers = streams[k.atom]
         out[k.atom] = ".".join(t for t in (bases[k.atom], numbers) if t)
-    return _apart(out, users)
+    return _make_unique(out, users)
 
 
-def _streams(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
+def _stream_suffixes(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
     """What to call each of several streams: by the side that most of its parameters are on, or by
     their order.
     """
@@ -134,7 +140,7 @@ def _streams(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
     return {atom: str(i) for i, atom in enumerate(users)}
 
 
-def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
+def _make_unique(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
     """Names that several kinds share are told apart: by what their parameters' names do not share,
     or by a number.
     """
@@ -142,7 +148,7 @@ def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[
         if times < 2:
             continue
         alike = [a for a, n in names.items() if n == name]
-        words = [_words(users[a]) for a in alike]
+        words = [_common_words(users[a]) for a in alike]
         told = [
             next(
                 (w for w in own if all(w not in other for other in words if other is not own)), None
@@ -165,24 +171,24 @@ def _apart(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[
     return names
 
 
-def _words(names: Sequence[str]) -> list[str]:
+def _common_words(names: Sequence[str]) -> list[str]:
     found = Counter(
         w
         for n in names
         for w in set(re.split(r"[.]", n))
         if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", w)
     )
-    return [w for w, times in found.items() if times == len(names) and w not in _PLAIN]
+    return [w for w, times in found.items() if times == len(names) and w not in _GENERIC_WORDS]
 
 
-def _base(
+def _base_name(
     kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind], many: bool
 ) -> str:
     if roles["head"]:
         parent = kind.over
         if parent is not None:
             return "rep"
-        if any(k.over is kind.atom and k.has("batch") for k in kinds.values()):
+        if any(k.over is kind.atom and k.has_restriction("batch") for k in kinds.values()):
             return "kv"
         return "head"
     if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not many:
@@ -193,14 +199,16 @@ def _base(
         return "expert" if any("expert" in u for u in users) else "group"
     if many:
         return "stream"
-    if re.search(r"\d", label(users)):
+    if re.search(r"\d", layer_label(users)):
         return "ffn"
     return (
-        "embed" if any("embed" in u for u in users) and not kind.has("softmax") else _module(users)
+        "embed"
+        if any("embed" in u for u in users) and not kind.has_restriction("softmax")
+        else _module_word(users)
     )  # tokens of their own are called by theirs
 
 
-def _many(kind: Kind, owner: Mapping[Axis, str]) -> bool:
+def _spans_layers(kind: Kind, owner: Mapping[Axis, str]) -> bool:
     """Do parameters of several layers have it, or those of a layer and those around it? Then it is
     what runs through them.
 
@@ -208,7 +216,7 @@ def _many(kind: Kind, owner: Mapping[Axis, str]) -> bool:
     net.2), and does not.
     """
     sides: dict[str, set[int]] = {}
-    for place in kind.places:
+    for place in kind.occurrences:
         first = re.match(r"(.*?\.)?\d+(?=\.)", owner[place[0]])
         sides.setdefault(first.group() if first else "", set()).add(kind.exponents.get(place, 0))
     lists = {re.sub(r"\d+$", "", layer) for layer in sides}
@@ -217,7 +225,7 @@ def _many(kind: Kind, owner: Mapping[Axis, str]) -> bool:
     )
 
 
-def _module(users: Sequence[str]) -> str:
+def _module_word(users: Sequence[str]) -> str:
     """The most telling word in the name of the first parameter."""
-    words = [w for w in users[0].split(".") if w.lower() not in _PLAIN and not w.isdigit()]
+    words = [w for w in users[0].split(".") if w.lower() not in _GENERIC_WORDS and not w.isdigit()]
     return re.sub(r"[^A-Za-z0-9_]", "", words[-1]) if words else "hidden"

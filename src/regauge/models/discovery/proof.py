@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+\b")
 _HOLE = re.compile(r"(?<![A-Za-z0-9._])_\d+")
 _SEED = 12
 # Smaller groups to try where one fails, largest first.
-_LADDER: tuple[Group, ...] = (SignedPermutation(), Permutation())
+_FALLBACKS: tuple[Group, ...] = (SignedPermutation(), Permutation())
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Proof:
     dropped: tuple[str, ...]
 
 
-def generic(module: torch.nn.Module) -> torch.nn.Module:
+def randomized_copy(module: torch.nn.Module) -> torch.nn.Module:
     """A copy in float64 with random weights, so that nothing holds by the accident of an
     initialisation (zero biases, unit gains).
     """
@@ -54,7 +54,7 @@ def generic(module: torch.nn.Module) -> torch.nn.Module:
     return twin
 
 
-def doubled(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def to_float64(inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()
@@ -76,7 +76,7 @@ def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
     if not error <= TOLERANCE:
         for name in list(spec.spaces):
             if not _error(twin, spec, given, name) <= TOLERANCE:
-                spec, said = _smaller(twin, spec, given, name)
+                spec, said = _shrink_group(twin, spec, given, name)
                 dropped.append(said)
         error = _error(twin, spec, given, None)
         if (
@@ -84,7 +84,7 @@ def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
         ):  # what holds alone does not hold together: nothing is left that could be trusted
             dropped.append(f"all spaces together are off by {error:.1e}: nothing is kept")
             for name in list(spec.spaces):
-                spec = without(spec, name)
+                spec = drop_space(spec, name)
             error = 0.0
     folded_error = None
     if spec.norms or spec.scales:
@@ -116,7 +116,7 @@ def _error(
 
 def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) -> float:
     """Folding keeps the function, and a random element of the folded spec does."""
-    from regauge.testing import declared, outputs
+    from regauge.testing import compute_outputs, select_outputs
 
     new, state = fold_norms(spec, {k: v.detach() for k, v in twin.state_dict().items()})
     folded = copy.deepcopy(twin)
@@ -128,7 +128,10 @@ def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) 
             torch.nn.Parameter(torch.empty_like(folded.get_parameter(alias))),
         )
     folded.load_state_dict({n: state[n] for n in folded.state_dict()})
-    before, after = declared(spec, outputs(twin, inputs)), declared(spec, outputs(folded, inputs))
+    before, after = (
+        select_outputs(spec, compute_outputs(twin, inputs)),
+        select_outputs(spec, compute_outputs(folded, inputs)),
+    )
     kept = max(
         float((after[k] - before[k]).abs().max()) / max(1.0, float(before[k].abs().max()))
         for k in before
@@ -136,12 +139,12 @@ def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) 
     return max(kept, _error(folded, new, inputs, None))
 
 
-def _smaller(
+def _shrink_group(
     twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], name: str
 ) -> tuple[Spec, str]:
     """The largest smaller group that holds on a space, or none."""
     space = spec.spaces[name]
-    for group in _LADDER:
+    for group in _FALLBACKS:
         if type(group) is type(space.group):
             continue
         tried = replace(
@@ -149,12 +152,12 @@ def _smaller(
         )
         if not check_spec(tried) and _error(twin, tried, inputs, name) <= TOLERANCE:
             return tried, f'"{name}" does not keep {space.group}, as the rules said, but {group}'
-    return without(
+    return drop_space(
         spec, name
     ), f'"{name}" does not hold as the rules said ({space.group}): nothing acts there'
 
 
-def without(spec: Spec, name: str) -> Spec:
+def drop_space(spec: Spec, name: str) -> Spec:
     """The spec in which nothing acts on a space. What lies over it stays, with one member for each
     of its places.
     """
@@ -189,12 +192,13 @@ def without(spec: Spec, name: str) -> Spec:
     )
 
 
-def carried_over(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
+def transfer_proof(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
     """What was proved of a small twin, said of the large model: both must be written alike, layer
     numbers and sizes aside.
     """
     wrong = sorted(
-        f"{name}: {axes}" for name, axes in (_pattern(spec).items() ^ _pattern(small).items())
+        f"{name}: {axes}"
+        for name, axes in (_size_free_pattern(spec).items() ^ _size_free_pattern(small).items())
     )
     if wrong:
         raise RegaugeError(
@@ -206,7 +210,7 @@ def carried_over(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
     for name, space in list(spec.spaces.items()):
         like = proved.get(_NUMBER.sub("#", name))
         if like is None:
-            spec = without(spec, name)
+            spec = drop_space(spec, name)
         elif like.group != space.group or like.folded != space.folded:
             spec = replace(
                 spec,
@@ -223,7 +227,7 @@ def carried_over(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
     )
 
 
-def _pattern(spec: Spec) -> dict[str, str]:
+def _size_free_pattern(spec: Spec) -> dict[str, str]:
     """A spec without its numbers: names with # for each, axes without sizes."""
     out: dict[str, set[str]] = {}
     for name, axes in spec.tensors.items():

@@ -13,31 +13,31 @@ from typing import Any, Literal
 
 from torch import fx
 
-from regauge.models.discovery.graph import Graph, moving, operator
+from regauge.models.discovery.graph import Graph, operator_name, parameter_dependent
 from regauge.models.discovery.walk import Node, Value, Walk, shape
 
 _CASTS = frozenset({"to", "_to_copy", "clone", "contiguous", "alias", "float", "type_as"})
 
 
 @dataclass(frozen=True)
-class Turned:
+class RotaryMatch:
     """x, turned by angles that depend on places only."""
 
     x: fx.Node
     layout: Literal["half", "interleaved"]
 
 
-def rotaries(graph: Graph) -> dict[fx.Node, Turned]:
+def find_rotaries(graph: Graph) -> dict[fx.Node, RotaryMatch]:
     """The nodes of a graph at which a rotation is complete."""
-    moves = moving(graph)
+    moves = parameter_dependent(graph)
     out = {}
     for node in graph.nodes:
         if node.op == "call_function":
             found = (
-                _sum_of_products(node, moves)
-                if operator(node) == "add"
-                else _halves(node, moves)
-                if operator(node) == "cat"
+                _match_sum_of_products(node, moves)
+                if operator_name(node) == "add"
+                else _match_halves(node, moves)
+                if operator_name(node) == "cat"
                 else None
             )
             if found is not None:
@@ -45,28 +45,30 @@ def rotaries(graph: Graph) -> dict[fx.Node, Turned]:
     return out
 
 
-def rotary(w: Walk, turned: Turned) -> Value:
+def rotary(w: Walk, turned: RotaryMatch) -> Value:
     x = w.value(turned.x)
     axes = [w.follow(a) for a in x.axes]
     w.restrict(axes[-1], f"rotary-{turned.layout}")
     return Value(tuple(axes))
 
 
-def plain(node: Any) -> Any:
+def strip_casts(node: Any) -> Any:
     """A node without the casts around it."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and operator(node) in _CASTS:
+    while (
+        isinstance(node, fx.Node) and node.op == "call_function" and operator_name(node) in _CASTS
+    ):
         node = node.args[0]
     return node
 
 
-def _is(node: Any, name: str) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and operator(node) == name
+def _is_call(node: Any, name: str) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and operator_name(node) == name
 
 
-def _products(node: Any, moves: set[fx.Node]) -> fx.Node | None:
+def _scaled_operand(node: Any, moves: set[fx.Node]) -> fx.Node | None:
     """x, of x * c where c does not depend on parameters."""
-    node = plain(node)
-    if not _is(node, "mul") or len(node.args) < 2:
+    node = strip_casts(node)
+    if not _is_call(node, "mul") or len(node.args) < 2:
         return None
     a, b = node.args[:2]
     for x, c in ((a, b), (b, a)):
@@ -75,61 +77,63 @@ def _products(node: Any, moves: set[fx.Node]) -> fx.Node | None:
     return None
 
 
-def _sum_of_products(node: Node, moves: set[fx.Node]) -> Turned | None:
-    terms = [_products(a, moves) for a in node.args[:2]]
+def _match_sum_of_products(node: Node, moves: set[fx.Node]) -> RotaryMatch | None:
+    terms = [_scaled_operand(a, moves) for a in node.args[:2]]
     if len(terms) < 2 or None in terms:
         return None
     for x, turn in (terms, terms[::-1]):
-        x, turn = plain(x), plain(turn)
-        layout = _quarter_turn(turn, x)
+        x, turn = strip_casts(x), strip_casts(turn)
+        layout = _quarter_turn_layout(turn, x)
         if layout is not None:
-            return Turned(x, layout)
+            return RotaryMatch(x, layout)
     return None
 
 
-def _quarter_turn(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
-    if _is(turn, "cat"):
-        second, first = map(plain, turn.args[0]) if len(turn.args[0]) == 2 else (turn, turn)
-        if _is(second, "neg"):
+def _quarter_turn_layout(turn: Any, x: Node) -> Literal["half", "interleaved"] | None:
+    if _is_call(turn, "cat"):
+        second, first = map(strip_casts, turn.args[0]) if len(turn.args[0]) == 2 else (turn, turn)
+        if _is_call(second, "neg"):
             n = shape(x)[-1]
-            if _slice(plain(second.args[0]), x) == (n // 2, n, 1) and _slice(first, x) == (
+            if _slice_range(strip_casts(second.args[0]), x) == (n // 2, n, 1) and _slice_range(
+                first, x
+            ) == (
                 0,
                 n // 2,
                 1,
             ):
                 return "half"
         return None
-    while _is(turn, "flatten") or _is(turn, "view") or _is(turn, "reshape"):
-        turn = plain(turn.args[0])
-    if _is(turn, "stack") and len(turn.args[0]) == 2:
-        second, first = (plain(a) for a in turn.args[0])
+    while _is_call(turn, "flatten") or _is_call(turn, "view") or _is_call(turn, "reshape"):
+        turn = strip_casts(turn.args[0])
+    if _is_call(turn, "stack") and len(turn.args[0]) == 2:
+        second, first = (strip_casts(a) for a in turn.args[0])
         n = shape(x)[-1]
         if (
-            _is(second, "neg")
-            and _slice(plain(second.args[0]), x) == (1, n, 2)
-            and _slice(first, x) == (0, n, 2)
+            _is_call(second, "neg")
+            and _slice_range(strip_casts(second.args[0]), x) == (1, n, 2)
+            and _slice_range(first, x) == (0, n, 2)
         ):
             return "interleaved"
     return None
 
 
-def _slice(node: Any, x: Node) -> tuple[int, int, int] | None:
+def _slice_range(node: Any, x: Node) -> tuple[int, int, int] | None:
     """Which part of x's last axis a node is: start, stop, step."""
     n = shape(x)[-1]
-    if (_is(node, "getitem") and _is(node.args[0], "chunk")) or (
-        _is(node, "getitem") and _is(node.args[0], "split")
+    if (_is_call(node, "getitem") and _is_call(node.args[0], "chunk")) or (
+        _is_call(node, "getitem") and _is_call(node.args[0], "split")
     ):
         pieces, i = node.args[0], node.args[1]
-        if plain(pieces.args[0]) is x and shape(node)[-1] * 2 == n:
+        if strip_casts(pieces.args[0]) is x and shape(node)[-1] * 2 == n:
             return (i * n // 2, (i + 1) * n // 2, 1)
         return None
-    while _is(node, "slice") and shape(node) == shape(node.args[0]):
-        node = plain(node.args[0])
-    if not _is(node, "slice"):
+    while _is_call(node, "slice") and shape(node) == shape(node.args[0]):
+        node = strip_casts(node.args[0])
+    if not _is_call(node, "slice"):
         return None
-    whole = plain(node.args[0])
-    while _is(whole, "slice") and shape(whole) == shape(whole.args[0]):
-        whole = plain(whole.args[0])
+    whole = strip_casts(node.args[0])
+    while _is_call(whole, "slice") and shape(whole) == shape(whole.args[0]):
+        whole = strip_casts(whole.args[0])
     if whole is not x or node.args[1] not in (-1, len(shape(x)) - 1):
         return None
     start, stop = (
@@ -141,12 +145,12 @@ def _slice(node: Any, x: Node) -> tuple[int, int, int] | None:
     return (start + n if start < 0 else start, min(stop + n if stop < 0 else stop, n), step)
 
 
-def _halves(node: Node, moves: set[fx.Node]) -> Turned | None:
+def _match_halves(node: Node, moves: set[fx.Node]) -> RotaryMatch | None:
     """cat(a * cos - b * sin, b * cos + a * sin), where a and b are the halves of x."""
-    ends = [plain(a) for a in node.args[0]] if node.args and len(node.args[0]) == 2 else []
-    if len(ends) != 2 or not _is(ends[0], "sub") or not _is(ends[1], "add"):
+    ends = [strip_casts(a) for a in node.args[0]] if node.args and len(node.args[0]) == 2 else []
+    if len(ends) != 2 or not _is_call(ends[0], "sub") or not _is_call(ends[1], "add"):
         return None
-    halves = [[plain(_products(a, moves)) for a in end.args[:2]] for end in ends]
+    halves = [[strip_casts(_scaled_operand(a, moves)) for a in end.args[:2]] for end in ends]
     if (
         any(h is None for pair in halves for h in pair)
         or set(halves[0]) != set(halves[1])
@@ -154,19 +158,19 @@ def _halves(node: Node, moves: set[fx.Node]) -> Turned | None:
     ):
         return None
     first, second = halves[0]
-    for x in _wholes(first):
+    for x in _split_inputs(first):
         n = shape(x)[-1]
-        if _slice(first, x) == (0, n // 2, 1) and _slice(second, x) == (n // 2, n, 1):
-            return Turned(x, "half")
+        if _slice_range(first, x) == (0, n // 2, 1) and _slice_range(second, x) == (n // 2, n, 1):
+            return RotaryMatch(x, "half")
     return None
 
 
-def _wholes(half: Node) -> list[fx.Node]:
+def _split_inputs(half: Node) -> list[fx.Node]:
     whole = (
         half.args[0]
-        if _is(half, "slice")
+        if _is_call(half, "slice")
         else half.args[0].args[0]
-        if _is(half, "getitem")
+        if _is_call(half, "getitem")
         else None
     )
-    return [plain(whole)] if isinstance(whole, fx.Node) else []
+    return [strip_casts(whole)] if isinstance(whole, fx.Node) else []

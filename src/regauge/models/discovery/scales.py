@@ -64,7 +64,7 @@ class Equations:
             factor *= c
             self.solved[u] = {v: factor}
 
-    def zero(self, expression: Mapping[Variable, Fraction]) -> None:
+    def require_zero(self, expression: Mapping[Variable, Fraction]) -> None:
         """Say that an expression is zero."""
         found = self.reduce(expression)
         if found:
@@ -99,36 +99,36 @@ class Scales:
             for i, ((_, x), (_, y)) in enumerate(zip(left, right, strict=True)):
                 match r.kind:
                     case "same":
-                        self._all({x: one, y: -one})
+                        self._require_zero({x: one, y: -one})
                     case "contract":
-                        self._all({x: one, y: one} if x != y else {x: 2 * one})
+                        self._require_zero({x: one, y: one} if x != y else {x: 2 * one})
                     case "times":
                         z = out[i][1]
                         terms: Expression = {}
                         for v, k in ((x, one), (y, one * r.sign), (z, -one)):
                             terms[v] = terms.get(v, Fraction(0)) + k
                         for system in (self.scales, self.signs):
-                            system.zero(terms)
+                            system.require_zero(terms)
                         # x * f(x) is one activation; a gate and what it gates are two
                         alike = not self.stars.reduce({x: one, y: -one}) if x != y else True
-                        self.stars.zero({x: one, z: -one} if alike else terms)
+                        self.stars.require_zero({x: one, z: -one} if alike else terms)
                     case "even":
                         for system in (self.scales, self.stars):
-                            system.zero({x: one, y: -one})
-                        self.signs.zero({y: one})
+                            system.require_zero({x: one, y: -one})
+                        self.signs.require_zero({y: one})
         for a, b in ties:
             for (_, x), (_, y) in zip(self._occurrences([a]), self._occurrences([b]), strict=True):
-                self.scales.zero({x: one, y: -one})
-                self.signs.zero({x: one, y: -one})
+                self.scales.require_zero({x: one, y: -one})
+                self.signs.require_zero({x: one, y: -one})
         for restriction in w.restrictions:
             kept = RESTRICTIONS[restriction.kind]
             for _, x in self._occurrences([restriction.axis]):
                 if not kept.scales:
-                    self.scales.zero({x: one})
+                    self.scales.require_zero({x: one})
                 if not kept.signs:
-                    self.signs.zero({x: one})
+                    self.signs.require_zero({x: one})
                 if restriction.kind in _STILL:
-                    self.stars.zero({x: one})
+                    self.stars.require_zero({x: one})
 
     def atoms(self, axis: Axis) -> list[Atom]:
         if axis not in self.leaves:
@@ -143,7 +143,7 @@ class Scales:
             for i, a in enumerate(self.atoms(axis))
         ]
 
-    def _all(self, expression: Expression) -> None:
-        self.scales.zero(expression)
-        self.signs.zero(expression)
-        self.stars.zero(expression)
+    def _require_zero(self, expression: Expression) -> None:
+        self.scales.require_zero(expression)
+        self.signs.require_zero(expression)
+        self.stars.require_zero(expression)

@@ -5,65 +5,67 @@ from __future__ import annotations
 from dataclasses import replace
 
 from regauge.models.discovery.cases import (
-    apart,
-    argument,
-    cut_by,
-    cut_places,
-    kept,
-    order_of,
-    taken,
-    viewed,
+    find_case_axis,
+    get_argument,
+    permutation_of,
+    select_cases,
+    selected_range,
+    split_cases,
+    view_cases,
+    with_axes,
 )
-from regauge.models.discovery.graph import operator
+from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.terms import atom, unify
 from regauge.models.discovery.walk import Axis, Node, Value, Walk, shape
 
-CHOSEN = "single places of it are chosen by number"
+SELECTED = "single places of it are chosen by number"
 
 
 def view(w: Walk, node: Node) -> Value:
     """view, reshape, flatten, unflatten, squeeze, unsqueeze: products are split and merged,
     row-major.
     """
-    x, new = w.stacked(node.args[0]), shape(node)
+    x, new = w.value_with_cases(node.args[0]), shape(node)
     if x.cases:
-        moved = viewed(x, shape(node.args[0]), new)
+        moved = view_cases(x, shape(node.args[0]), new)
         if moved is not None:
             return moved
         x = w.collapse(x)
-    places = cut_places(w.graph, node)
+    places = find_case_axis(w.graph, node)
     if places is not None:
-        found = apart(w, x, new, *places)
+        found = split_cases(w, x, new, *places)
         if found is not None:
             return found
     old = [a for a in x.axes if a.size != 1]
     if [a.size for a in old] == [n for n in new if n != 1]:  # only ones come or go
         rest = iter(old)
-        return kept(x, [w.follow(next(rest)) if n != 1 else Axis(atom(1)) for n in new])
+        return with_axes(x, [w.follow(next(rest)) if n != 1 else Axis(atom(1)) for n in new])
     axes = [Axis(atom(n)) for n in new]
-    w.same(x.axes, axes)
-    return kept(x, axes)
+    w.equate(x.axes, axes)
+    return with_axes(x, axes)
 
 
 def permute(w: Walk, node: Node) -> Value:
-    x = w.stacked(node.args[0])
-    order = order_of(node, len(shape(node)))
+    x = w.value_with_cases(node.args[0])
+    order = permutation_of(node, len(shape(node)))
     if not x.cases:
-        return kept(x, [x.axes[d] for d in order])
+        return with_axes(x, [x.axes[d] for d in order])
     return replace(
-        x, dim=order.index(x.dim), cases=tuple(kept(c, [c.axes[d] for d in order]) for c in x.cases)
+        x,
+        dim=order.index(x.dim),
+        cases=tuple(with_axes(c, [c.axes[d] for d in order]) for c in x.cases),
     )
 
 
-def passed(w: Walk, node: Node) -> Value:
+def identity(w: Walk, node: Node) -> Value:
     """Casts, copies and dropout in evaluation mode: the same numbers."""
-    return w.stacked(node.args[0])
+    return w.value_with_cases(node.args[0])
 
 
 def expand(w: Walk, node: Node) -> Value:
     x, new = w.value(node.args[0]), shape(node)
     old: list[Axis | None] = [None] * (len(new) - len(x.axes)) + list(x.axes)
-    return kept(
+    return with_axes(
         x,
         [
             a if a is not None and a.size == n else Axis(atom(n), uniform=True)
@@ -75,7 +77,7 @@ def expand(w: Walk, node: Node) -> Value:
 def repeat(w: Walk, node: Node) -> Value:
     """Copies of an axis one behind the other (repeat), or of each place (repeat_interleave)."""
     x, new = w.value(node.args[0]), shape(node)
-    each = operator(node) == "repeat_interleave"
+    each = operator_name(node) == "repeat_interleave"
     old: list[Axis | None] = [None] * (len(new) - len(x.axes)) + list(x.axes)
     axes = []
     for a, n in zip(old, new, strict=True):
@@ -85,36 +87,40 @@ def repeat(w: Walk, node: Node) -> Value:
             axes.append(w.follow(a))
         else:
             copies, out = Axis(atom(n // a.size)), Axis(atom(n))
-            w.same([a, copies] if each else [copies, a], [out])
+            w.equate([a, copies] if each else [copies, a], [out])
             axes.append(out)
     return Value(tuple(axes))
 
 
 def select(w: Walk, node: Node) -> Value:
     """One place of an axis: the others stay free."""
-    x, span = w.stacked(node.args[0]), cut_by(w.graph, node.args[0], node)
-    case = taken(w, x, *span[1:]) if x.cases and span is not None and span[0] == x.dim else None
+    x, span = w.value_with_cases(node.args[0]), selected_range(w.graph, node.args[0], node)
+    case = (
+        select_cases(w, x, *span[1:]) if x.cases and span is not None and span[0] == x.dim else None
+    )
     if case is not None and span is not None:
-        return kept(case, [a for i, a in enumerate(case.axes) if i != span[0]])
+        return with_axes(case, [a for i, a in enumerate(case.axes) if i != span[0]])
     x = w.value(node.args[0])
-    dim = argument(node, 1, "dim", 0) % len(x.axes)
+    dim = get_argument(node, 1, "dim", 0) % len(x.axes)
     axis = x.axes[dim]
     if span is None:
-        w.freeze(axis, CHOSEN)
+        w.freeze(axis, SELECTED)
     elif not axis.uniform:
-        w.pieces(axis, (span[1], 1, axis.size - span[2]), CHOSEN)
-    return replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None)
+        w.split(axis, (span[1], 1, axis.size - span[2]), SELECTED)
+    return replace(
+        with_axes(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None
+    )
 
 
 def unbind(w: Walk, node: Node) -> list[Value]:
-    x, dim = w.stacked(node.args[0]), argument(node, 1, "dim", 0)
+    x, dim = w.value_with_cases(node.args[0]), get_argument(node, 1, "dim", 0)
     dim %= len(shape(node.args[0]))
     if x.cases and dim == x.dim and len(x.cases) == len(node.meta["val"]):
-        return [kept(c, [a for i, a in enumerate(c.axes) if i != dim]) for c in x.cases]
+        return [with_axes(c, [a for i, a in enumerate(c.axes) if i != dim]) for c in x.cases]
     x = w.value(node.args[0])
-    w.freeze(x.axes[dim], CHOSEN)
+    w.freeze(x.axes[dim], SELECTED)
     return [
-        replace(kept(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None)
+        replace(with_axes(x, [w.follow(a) for i, a in enumerate(x.axes) if i != dim]), source=None)
         for _ in node.meta["val"]
     ]
 
@@ -126,11 +132,11 @@ def getitem(w: Walk, node: Node) -> Value:
 
 def split(w: Walk, node: Node) -> list[Value]:
     """split, chunk and their like: a sum along one axis."""
-    x = w.stacked(node.args[0])
-    dim = argument(node, 2, "dim", 0) % len(shape(node.args[0]))
+    x = w.value_with_cases(node.args[0])
+    dim = get_argument(node, 2, "dim", 0) % len(shape(node.args[0]))
     sizes = [v.shape[dim] for v in node.meta["val"]]
     if x.cases and dim == x.dim:
-        found = [taken(w, x, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        found = [select_cases(w, x, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
         if all(found):
             return [case for case in found if case is not None]
     x = w.value(node.args[0])
@@ -138,33 +144,33 @@ def split(w: Walk, node: Node) -> list[Value]:
         return [x]
     rest = [a for i, a in enumerate(x.axes) if i != dim]
     out = []
-    for piece in w.pieces(x.axes[dim], sizes):
+    for piece in w.split(x.axes[dim], sizes):
         axes = [w.follow(a) for a in rest]
         axes.insert(dim, piece)
-        out.append(kept(x, axes))
+        out.append(with_axes(x, axes))
     return out
 
 
 def slice_(w: Walk, node: Node) -> Value:
-    x, span = w.stacked(node.args[0]), cut_by(w.graph, node.args[0], node)
+    x, span = w.value_with_cases(node.args[0]), selected_range(w.graph, node.args[0], node)
     if shape(node) == shape(node.args[0]):
         return x
     if (
         x.cases
         and span is not None
         and span[0] == x.dim
-        and (case := taken(w, x, *span[1:])) is not None
+        and (case := select_cases(w, x, *span[1:])) is not None
     ):
         return case
     x = w.value(node.args[0])
-    dim = argument(node, 1, "dim", 0) % len(x.axes)
+    dim = get_argument(node, 1, "dim", 0) % len(x.axes)
     axis, n = x.axes[dim], shape(node)[dim]
     if span is None:
         w.freeze(axis, "every so many places of it are taken")
-        piece = w.fixed(n, CHOSEN)
+        piece = w.new_frozen_axis(n, SELECTED)
     else:
-        piece = w.pieces(axis, (span[1], n, axis.size - span[2]))[1]
-    return kept(x, [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)])
+        piece = w.split(axis, (span[1], n, axis.size - span[2]))[1]
+    return with_axes(x, [piece if i == dim else w.follow(a) for i, a in enumerate(x.axes)])
 
 
 def cat(w: Walk, node: Node) -> Value:
@@ -172,47 +178,47 @@ def cat(w: Walk, node: Node) -> Value:
     values = [w.value(n) for n in given]
     if len(values) == 1:
         return values[0]
-    dim = argument(node, 1, "dim", 0) % len(values[0].axes)
+    dim = get_argument(node, 1, "dim", 0) % len(values[0].axes)
     axes = []
     for i, first in enumerate(values[0].axes):
         if i == dim:
-            axes.append(w.joined([v.axes[i] for v in values]))
+            axes.append(w.concat([v.axes[i] for v in values]))
             continue
         out = Axis(first.term)
         for v in values:
-            _aligned(w, v.axes[i], out)
+            _align(w, v.axes[i], out)
         axes.append(out)
-    return Value(tuple(axes), weights=all(v.weights for v in values))
+    return Value(tuple(axes), is_weight=all(v.is_weight for v in values))
 
 
-def _aligned(w: Walk, axis: Axis, out: Axis) -> None:
+def _align(w: Walk, axis: Axis, out: Axis) -> None:
     if axis.uniform:
         w.restrict(out, "shift")
-        unify(axis.term, out.term, w.misfit)
+        unify(axis.term, out.term, w.freeze_misfit)
     else:
-        w.same([axis], [out])
+        w.equate([axis], [out])
 
 
 def stack(w: Walk, node: Node) -> Value:
     values = [w.value(n) for n in node.args[0]]
-    dim = argument(node, 1, "dim", 0) % (len(values[0].axes) + 1)
-    if cut_places(w.graph, node) == (dim, (1,) * len(values)):
-        cases = tuple(kept(v, (*v.axes[:dim], Axis(atom(1)), *v.axes[dim:])) for v in values)
-        return Value((), dim=dim, cases=cases, weights=all(v.weights for v in values))
+    dim = get_argument(node, 1, "dim", 0) % (len(values[0].axes) + 1)
+    if find_case_axis(w.graph, node) == (dim, (1,) * len(values)):
+        cases = tuple(with_axes(v, (*v.axes[:dim], Axis(atom(1)), *v.axes[dim:])) for v in values)
+        return Value((), dim=dim, cases=cases, is_weight=all(v.is_weight for v in values))
     axes = []
     for i, first in enumerate(values[0].axes):
         out = Axis(first.term)
         for v in values:
-            _aligned(w, v.axes[i], out)
+            _align(w, v.axes[i], out)
         axes.append(out)
-    axes.insert(dim, w.fixed(len(values), "tensors are stacked along it"))
-    return Value(tuple(axes), weights=all(v.weights for v in values))
+    axes.insert(dim, w.new_frozen_axis(len(values), "tensors are stacked along it"))
+    return Value(tuple(axes), is_weight=all(v.is_weight for v in values))
 
 
-def reordered(w: Walk, node: Node) -> Value:
+def reorder(w: Walk, node: Node) -> Value:
     """flip, roll: some axes keep their order, whatever it is; the others pass."""
     x = w.value(node.args[0])
-    dims = argument(node, 2 if operator(node) == "roll" else 1, "dims", ())
+    dims = get_argument(node, 2 if operator_name(node) == "roll" else 1, "dims", ())
     moved = {d % len(x.axes) for d in ([dims] if isinstance(dims, int) else dims)}
     for d in moved or set(range(len(x.axes))):
         w.freeze(x.axes[d], "its places are shifted or turned round")
@@ -227,11 +233,11 @@ def pad(w: Walk, node: Node) -> Value:
             axes.append(w.follow(a))
         else:
             w.freeze(a, "it is padded")
-            axes.append(w.fixed(n, "it is padded"))
+            axes.append(w.new_frozen_axis(n, "it is padded"))
     return Value(tuple(axes))
 
 
-def shuffled(w: Walk, node: Node) -> Value:
+def pixel_shuffle(w: Walk, node: Node) -> Value:
     """pixel_shuffle: channels become places."""
     x = w.value(node.args[0])
     for a in x.axes[-3:]:
@@ -239,6 +245,9 @@ def shuffled(w: Walk, node: Node) -> Value:
     return Value(
         (
             *(w.follow(a) for a in x.axes[:-3]),
-            *(w.fixed(n, "channels and places become one another") for n in shape(node)[-3:]),
+            *(
+                w.new_frozen_axis(n, "channels and places become one another")
+                for n in shape(node)[-3:]
+            ),
         )
     )

@@ -34,7 +34,7 @@ class Origin:
     live: str
     axes: tuple[tuple[int, int, int | None], ...]
     along: int = 0
-    then: tuple[Origin, ...] = ()
+    rest: tuple[Origin, ...] = ()
 
 
 def stored_spec(
@@ -47,17 +47,17 @@ def stored_spec(
     """
     if all(n in spec.tensors or spec.is_buffer(n) for n in names):
         return spec, {}
-    origins = _origins(module, [n for n in spec.tensors if n not in spec.ties])
+    origins = _find_origins(module, [n for n in spec.tensors if n not in spec.ties])
     if not origins:
         return spec, {}
-    stacks = _stacks(spec, origins, module)
+    stacks = _find_stacks(spec, origins, module)
     to: dict[str, list[str]] = {}
     tensors: dict[str, str] = {}
     for name, origin in origins.items():
         pattern = stacks.get(name, name)
         if pattern not in tensors:
-            tensors[pattern] = _axes(spec, origin, module, stacked=pattern != name)
-            for one in (origin, *origin.then):
+            tensors[pattern] = _stored_axes(spec, origin, module, stacked=pattern != name)
+            for one in (origin, *origin.rest):
                 to.setdefault(one.live, []).append(pattern)
     for (
         alias,
@@ -66,7 +66,7 @@ def stored_spec(
         spec.ties.items()
     ):  # renamed as what it repeats would be, where only its own name is stored
         if alias not in to and target in to:
-            (renamed,) = _origins(module, [alias])
+            (renamed,) = _find_origins(module, [alias])
             to[alias], tensors[renamed] = [renamed], spec.tensors[alias]
     for name in spec.tensors:
         if name not in to:
@@ -100,7 +100,7 @@ def stored_spec(
     return described, to
 
 
-def _origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Origin]:
+def _find_origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Origin]:
     """Every stored tensor, and where it lies in a live one; nothing for a module that is stored as
     it is.
     """
@@ -114,19 +114,19 @@ def _origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Origin]:
     rank = max((len(s) for s in shapes.values()), default=0)
 
     def run(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        with _Uncopied():  # type: ignore[no-untyped-call]
+        with _NoClone():  # type: ignore[no-untyped-call]
             return dict(revert_weight_conversion(module, dict(state)))  # type: ignore[arg-type]
 
     names = list(shapes)
     whose = run({n: torch.tensor(i).expand(shapes[n]) for i, n in enumerate(names)})
-    places = [run({n: _counted(s, dim) for n, s in shapes.items()}) for dim in range(rank)]
+    places = [run({n: _indices_along(s, dim) for n, s in shapes.items()}) for dim in range(rank)]
     return {
-        name: _origin(name, value, names, shapes, [p[name] for p in places])
+        name: _find_origin(name, value, names, shapes, [p[name] for p in places])
         for name, value in whose.items()
     }
 
 
-class _Uncopied(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoClone(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Views stay views: a copy of one row that stands for a large tensor would be as large as that
     tensor.
     """
@@ -139,7 +139,7 @@ class _Uncopied(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def _counted(shape: Sequence[int], dim: int) -> torch.Tensor:
+def _indices_along(shape: Sequence[int], dim: int) -> torch.Tensor:
     """The number of its place along one axis, at every place of a tensor."""
     if dim >= len(shape):
         return torch.tensor(0).expand(shape)
@@ -150,7 +150,7 @@ def _counted(shape: Sequence[int], dim: int) -> torch.Tensor:
     )
 
 
-def _origin(
+def _find_origin(
     name: str,
     whose: torch.Tensor,
     names: Sequence[str],
@@ -158,12 +158,12 @@ def _origin(
     places: Sequence[torch.Tensor],
 ) -> Origin:
     for along in range(whose.dim()):
-        line = _line(whose, along)
+        line = _line_along(whose, along)
         ends = [0, *(i for i in range(1, len(line)) if int(line[i]) != int(line[i - 1])), len(line)]
         if len(ends) > 2:
             spans = [(a, b - a) for a, b in pairwise(ends)]
             found = [
-                _origin(
+                _find_origin(
                     name,
                     whose.narrow(along, a, n),
                     names,
@@ -172,13 +172,13 @@ def _origin(
                 )
                 for a, n in spans
             ]
-            if any(one.then for one in found):
-                raise _other(name)
-            return replace(found[0], along=along, then=tuple(found[1:]))
+            if any(one.rest for one in found):
+                raise _unsupported_form(name)
+            return replace(found[0], along=along, rest=tuple(found[1:]))
     live = names[int(whose[tuple(0 for _ in whose.shape)])]
     axes: list[tuple[int, int, int | None]] = []
     for dim, size in enumerate(shapes[live]):
-        lines = [_line(places[dim], j) for j in range(whose.dim())]
+        lines = [_line_along(places[dim], j) for j in range(whose.dim())]
         varying = [
             j for j, line in enumerate(lines) if len(line) > 1 and int(line[-1]) != int(line[0])
         ]
@@ -193,25 +193,27 @@ def _origin(
             continue
         (j,) = varying if len(varying) == 1 else (-1,)
         if j < 0 or not torch.equal(lines[j], torch.arange(first, first + len(lines[j]))):
-            raise _other(name)
+            raise _unsupported_form(name)
         axes.append((first, first + len(lines[j]), j))
     if sorted(j for *_, j in axes if j is not None) != list(range(whose.dim())):
-        raise _other(name)
+        raise _unsupported_form(name)
     return Origin(live, tuple(axes))
 
 
-def _line(x: torch.Tensor, dim: int) -> torch.Tensor:
+def _line_along(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x[tuple(slice(None) if i == dim else 0 for i in range(x.dim()))]
 
 
-def _other(name: str) -> DiscoveryError:
+def _unsupported_form(name: str) -> DiscoveryError:
     return DiscoveryError(
         f'"{name}" is stored in a form that cannot be read off the live model',
         hint="load the model and discover it in Python: regauge.discover(model, inputs)",
     )
 
 
-def _stacks(spec: Spec, origins: Mapping[str, Origin], module: torch.nn.Module) -> dict[str, str]:
+def _find_stacks(
+    spec: Spec, origins: Mapping[str, Origin], module: torch.nn.Module
+) -> dict[str, str]:
     """Tensors that are stored one by one for each place of a space (experts): the name with the
     space in braces for the number.
     """
@@ -232,7 +234,10 @@ def _stacks(spec: Spec, origins: Mapping[str, Origin], module: torch.nn.Module) 
                 for i in (0, 1)
             }
             pair = [
-                n for i in (0, 1) for n, o in origins.items() if o == like[i] and _alike(n, name)
+                n
+                for i in (0, 1)
+                for n, o in origins.items()
+                if o == like[i] and _differ_in_numbers_only(n, name)
             ]
             spots = [
                 m.span() for m in re.finditer(r"(?<=\.)\d+(?=\.)", name) if m.group() == str(start)
@@ -241,16 +246,16 @@ def _stacks(spec: Spec, origins: Mapping[str, Origin], module: torch.nn.Module) 
                 s for s in spots if all(f"{name[: s[0]]}{i}{name[s[1] :]}" in pair for i in (0, 1))
             ]
             if len(told) != 1:
-                raise _other(name)
+                raise _unsupported_form(name)
             out[name] = f"{name[: told[0][0]]}{{{term.space}}}{name[told[0][1] :]}"
     return out
 
 
-def _alike(a: str, b: str) -> bool:
+def _differ_in_numbers_only(a: str, b: str) -> bool:
     return re.sub(r"\d+", "#", a) == re.sub(r"\d+", "#", b)
 
 
-def _axes(spec: Spec, origin: Origin, module: torch.nn.Module, stacked: bool) -> str:
+def _stored_axes(spec: Spec, origin: Origin, module: torch.nn.Module, stacked: bool) -> str:
     """The axes of a stored tensor: those of the live one, cut and in its order; the space of a
     stack in front.
     """
@@ -264,29 +269,29 @@ def _axes(spec: Spec, origin: Origin, module: torch.nn.Module, stacked: bool) ->
         if stacked
         else []
     )
-    first, *rest = (_kept(spec, one, module) for one in (origin, *origin.then))
+    first, *rest = (_stored_terms(spec, one, module) for one in (origin, *origin.rest))
     if any(
         first[: origin.along] + first[origin.along + 1 :]
         != o[: origin.along] + o[origin.along + 1 :]
         for o in rest
     ):
-        raise _other(origin.live)
+        raise _unsupported_form(origin.live)
     if rest:
         first[origin.along] = ax.Sum(tuple(o[origin.along] for o in (first, *rest)))
     return str(ax.Axes((*front, *first)))
 
 
-def _kept(spec: Spec, origin: Origin, module: torch.nn.Module) -> list[ax.Term]:
+def _stored_terms(spec: Spec, origin: Origin, module: torch.nn.Module) -> list[ax.Term]:
     terms, shape = ax.parse(spec.tensors[origin.live]).terms, module.state_dict()[origin.live].shape
     listed = [
-        (j, _cut(spec, t, n, a, b))
+        (j, _slice_term(spec, t, n, a, b))
         for t, n, (a, b, j) in zip(terms, shape, origin.axes, strict=True)
         if j is not None
     ]
     return [t for _, t in sorted(listed, key=lambda item: item[0])]
 
 
-def _cut(spec: Spec, term: ax.Term, n: int, start: int, stop: int) -> ax.Term:
+def _slice_term(spec: Spec, term: ax.Term, n: int, start: int, stop: int) -> ax.Term:
     if (start, stop) == (0, n):
         return term
     if isinstance(term, ax.Hole):

@@ -121,13 +121,13 @@ def unify(a: Term, b: Term, freeze: Freeze) -> None:
             if isinstance(x, Atom) and x.size % y.size == 0 and x not in leaves(y):
                 x.bound = Product((Atom(x.size // y.size), Atom(y.size)))
                 left[-1:] = factors(x)
-            elif not _stacked(left, right, freeze):
+            elif not _unify_stack(left, right, freeze):
                 break
     for f in [*left, *right]:
         freeze(f)
 
 
-def _stacked(left: list[Atom | Sum], right: list[Atom | Sum], freeze: Freeze) -> bool:
+def _unify_stack(left: list[Atom | Sum], right: list[Atom | Sum], freeze: Freeze) -> bool:
     """A sum of equal blocks, met by a product: every block is what the product has inside, and the
     order of the blocks is fixed.
     """

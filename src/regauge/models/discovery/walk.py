@@ -20,7 +20,13 @@ from typing import Any
 
 from torch import fx
 
-from regauge.models.discovery.graph import Graph, moving, mutates, operator, place
+from regauge.models.discovery.graph import (
+    Graph,
+    mutates,
+    operator_name,
+    parameter_dependent,
+    source_location,
+)
 from regauge.models.discovery.terms import Product, Sum, Term, atom, cut, unify
 
 Node = Any  # an fx.Node: its arguments may be of any type, and each operator's rule knows its own
@@ -50,9 +56,9 @@ class Value:
 
     axes: tuple[Axis, ...]
     source: str | None = None
-    weights: bool = False
+    is_weight: bool = False
     shift: float = 0.0
-    places: Axis | None = None
+    indexed_axis: Axis | None = None
     dim: int = -1
     cases: tuple[Value, ...] = ()
 
@@ -85,7 +91,7 @@ class Gain:
     gain: str
     bias: str | None
     node: fx.Node
-    into: fx.Node
+    input: fx.Node
     neutral: float
 
 
@@ -102,45 +108,45 @@ class Walk:
     implied: list[tuple[Axis, Axis]] = field(
         default_factory=list
     )  # where the first is, a place of the second is chosen
-    reads: dict[str, int] = field(default_factory=dict)  # which axis of a weight reads a gain
-    unknown: dict[str, fx.Node] = field(default_factory=dict)
+    gain_axes: dict[str, int] = field(default_factory=dict)  # which axis of a weight reads a gain
+    unsupported: dict[str, fx.Node] = field(default_factory=dict)
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
-    first: dict[str, int] = field(default_factory=dict)
-    moves: set[fx.Node] = field(default_factory=set)
+    first_use: dict[str, int] = field(default_factory=dict)
+    parameter_dependent: set[fx.Node] = field(default_factory=set)
     zeros: frozenset[fx.Node] = frozenset()
-    at: fx.Node | None = None
+    current_node: fx.Node | None = None
 
     def value(self, node: Any) -> Value:
         if node in self.aliases:
-            return self._used(node)
+            return self._alias_value(node)
         if node in self.zeros:
-            return self._zero(node)
+            return self._zero_value(node)
         found = self.values[node]
         if isinstance(found, list):
             raise TypeError(f"{node} is several tensors")
         return self.collapse(found) if found.cases else found
 
-    def _used(self, node: fx.Node) -> Value:
+    def _alias_value(self, node: fx.Node) -> Value:
         """A parameter as the module that reads it calls it: one that is tied has several names."""
         named = self.aliases[node]
-        path = place(self.at).module if self.at is not None else ""
+        path = source_location(self.current_node).module if self.current_node is not None else ""
         found = next(
             (v for name, v in named.items() if name.rpartition(".")[0] == path),
             next(iter(named.values())),
         )
-        self.first.setdefault(found.source or "", len(self.values))
+        self.first_use.setdefault(found.source or "", len(self.values))
         return found
 
-    def _zero(self, node: fx.Node) -> Value:
+    def _zero_value(self, node: fx.Node) -> Value:
         """Zero stays what it is, whatever moves it: each reader may move it as it likes."""
-        return Value(tuple(Axis(atom(n)) for n in shape(node)), weights=True)
+        return Value(tuple(Axis(atom(n)) for n in shape(node)), is_weight=True)
 
-    def stacked(self, node: Any) -> Value:
+    def value_with_cases(self, node: Any) -> Value:
         """The same, with its cases left apart."""
         if node in self.aliases:
-            return self._used(node)
+            return self._alias_value(node)
         if node in self.zeros:
-            return self._zero(node)
+            return self._zero_value(node)
         found = self.values[node]
         assert isinstance(found, Value)
         return found
@@ -153,39 +159,39 @@ class Walk:
         for other in rest:
             for i, (a, b) in enumerate(zip(first.axes, other.axes, strict=True)):
                 if a is not b and i != value.dim:
-                    self.same([a], [b])
+                    self.equate([a], [b])
         blocks = [case.axes[value.dim] for case in value.cases]
         if all(a.size == 1 for a in blocks):
-            which = self.fixed(
+            which = self.new_frozen_axis(
                 len(blocks), "tensors lie side by side along it, each with its own part"
             )
         else:
-            which = self.joined(blocks)
+            which = self.concat(blocks)
         axes = [which if i == value.dim else a for i, a in enumerate(first.axes)]
         return replace(value, axes=tuple(axes), dim=-1, cases=())
 
     # The five words.
 
-    def same(self, left: Sequence[Axis], right: Sequence[Axis], kind: str = "same") -> None:
-        unify(_joined(left), _joined(right), self.misfit)
+    def equate(self, left: Sequence[Axis], right: Sequence[Axis], kind: str = "same") -> None:
+        unify(_product_term(left), _product_term(right), self.freeze_misfit)
         self.relations.append(Relation(kind, tuple(left), tuple(right)))
 
     def contract(self, a: Axis, b: Axis) -> None:
-        unify(a.term, b.term, self.misfit)
+        unify(a.term, b.term, self.freeze_misfit)
         self.relations.append(Relation("contract", (a,), (b,)))
 
-    def times(self, a: Axis, b: Axis, out: Axis, sign: int = 1) -> None:
-        unify(a.term, b.term, self.misfit)
-        unify(a.term, out.term, self.misfit)
+    def multiply(self, a: Axis, b: Axis, out: Axis, sign: int = 1) -> None:
+        unify(a.term, b.term, self.freeze_misfit)
+        unify(a.term, out.term, self.freeze_misfit)
         self.relations.append(Relation("times", (a,), (b,), out, sign))
 
     def restrict(self, axis: Axis, kind: str, detail: str = "") -> None:
-        self.restrictions.append(Restriction(axis, kind, self.at, detail))
+        self.restrictions.append(Restriction(axis, kind, self.current_node, detail))
 
     def freeze(self, axis: Axis, why: str) -> None:
         self.restrict(axis, "frozen", why)
 
-    def misfit(self, term: Term) -> None:
+    def freeze_misfit(self, term: Term) -> None:
         self.freeze(Axis(term), "its shapes are taken apart in ways that do not fit together")
 
     # Axes made from others.
@@ -196,14 +202,14 @@ class Walk:
         self.relations.append(Relation("same", (axis,), (out,)))
         return out
 
-    def fixed(self, size: int, why: str) -> Axis:
+    def new_frozen_axis(self, size: int, why: str) -> Axis:
         """A new axis on which nothing acts."""
         out = Axis(atom(size))
         if size > 1:
             self.freeze(out, why)
         return out
 
-    def pieces(
+    def split(
         self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end"
     ) -> list[Axis]:
         """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end
@@ -216,24 +222,24 @@ class Walk:
                 self.freeze(axis, why)
                 two = (atom(n), atom(rest.size - n))
                 for t in two:
-                    self.misfit(t)
+                    self.freeze_misfit(t)
             first, rest = two
             out.append(Axis(first, axis.uniform))
         self.relations.append(Relation("same", (axis,), tuple(out)))
         return out
 
-    def joined(self, axes: Sequence[Axis]) -> Axis:
+    def concat(self, axes: Sequence[Axis]) -> Axis:
         """Axes one behind the other."""
         out = Axis(Sum(tuple(a.term for a in axes)))
         self.relations.append(Relation("same", tuple(axes), (out,)))
         return out
 
-    def role(self, axis: Axis, role: str) -> None:
-        assert self.at is not None
-        self.roles.append((axis, role, self.at))
+    def add_role(self, axis: Axis, role: str) -> None:
+        assert self.current_node is not None
+        self.roles.append((axis, role, self.current_node))
 
 
-def _joined(axes: Sequence[Axis]) -> Term:
+def _product_term(axes: Sequence[Axis]) -> Term:
     return axes[0].term if len(axes) == 1 else Product(tuple(a.term for a in axes))
 
 
@@ -243,30 +249,30 @@ def shape(node: Any) -> tuple[int, ...]:
 
 def walk(graph: Graph) -> Walk:
     """Give every tensor of a graph its terms, operator by operator."""
-    from regauge.models.discovery.rotary import rotaries
-    from regauge.models.discovery.rules import RULES, constant, source, unknown
+    from regauge.models.discovery.rotary import find_rotaries
+    from regauge.models.discovery.rules import RULES, constant_value, source_value, unsupported
 
     zeros = frozenset(
-        n for n, v in graph.known.items() if v.is_floating_point() and not bool(v.any())
+        n for n, v in graph.constants.items() if v.is_floating_point() and not bool(v.any())
     )
-    w = Walk(graph, moves=moving(graph), zeros=zeros)
-    turned = rotaries(graph)
-    inside = _skipped(graph, {n: t.x for n, t in turned.items()})
+    w = Walk(graph, parameter_dependent=parameter_dependent(graph), zeros=zeros)
+    turned = find_rotaries(graph)
+    inside = _nodes_inside_rotaries(graph, {n: t.x for n, t in turned.items()})
     for node in graph.nodes:
-        w.at = node
+        w.current_node = node
         if node in inside or node.op == "output":
             continue
         if node.op == "placeholder":
-            w.values[node] = source(w, node)
+            w.values[node] = source_value(w, node)
         elif node in turned:
             from regauge.models.discovery.rotary import rotary
 
             w.values[node] = rotary(w, turned[node])
-        elif node in graph.known:
-            w.values[node] = constant(w, node)
+        elif node in graph.constants:
+            w.values[node] = constant_value(w, node)
         elif node.op == "call_function":
-            name = operator(node)
-            rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unknown)
+            name = operator_name(node)
+            rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unsupported)
             try:
                 w.values[node] = rule(w, node)
             except (
@@ -276,14 +282,14 @@ def walk(graph: Graph) -> Walk:
                 AttributeError,
                 AssertionError,
             ):  # called in a way that the rule does not know
-                w.values[node] = unknown(w, node)
+                w.values[node] = unsupported(w, node)
         else:
-            w.values[node] = unknown(w, node)
-    w.at = None
+            w.values[node] = unsupported(w, node)
+    w.current_node = None
     return w
 
 
-def _skipped(graph: Graph, turned: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+def _nodes_inside_rotaries(graph: Graph, turned: dict[fx.Node, fx.Node]) -> set[fx.Node]:
     """Nodes that only a recognised rotation reads: the operators that it is written with."""
     needed: set[fx.Node] = set()
     known = set(graph.nodes)

@@ -99,7 +99,7 @@ def spec_from(
     return family.spec(Config(config), known)
 
 
-def check_counts(config: Mapping[str, Any], most: int = 1000) -> None:
+def check_counts(config: Mapping[str, Any], limit: int = 1000) -> None:
     """Refuse a config, or one inside it, that speaks of more layers or experts than a model can
     have tensors: listing them would take forever.
     """
@@ -107,8 +107,9 @@ def check_counts(config: Mapping[str, Any], most: int = 1000) -> None:
         for key in _COUNTS:
             counts = one.get(key)
             for n in counts if isinstance(counts, list | tuple) else [counts]:
-                if isinstance(n, int) and n > most:
+                if isinstance(n, int) and n > limit:
                     raise SpecError(
-                        f'config.json says "{key}" is {n}; with these tensors it is at most {most}',
+                        f'config.json says "{key}" is {n}; with these tensors it is at most '
+                        f"{limit}",
                         hint="is it this model's config?",
                     )

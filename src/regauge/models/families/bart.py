@@ -13,18 +13,18 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     Tensors,
-    answers,
     attention,
     linear,
     neurons,
     norm,
+    qa_logits,
 )
 
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("model.")
     d = Draft("bart")
-    sides = [side for side in ("encoder", "decoder") if names.starts(f"{base}{side}.layers.")]
+    sides = [side for side in ("encoder", "decoder") if names.has_prefix(f"{base}{side}.layers.")]
     tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
     apart = not tied and all(f"{base}{side}.embed_tokens.weight" in names.names for side in sides)
     stream = {side: f"stream.{side}" if apart else "stream" for side in ("encoder", "decoder")}
@@ -47,8 +47,8 @@ def spec(c: Config, names: Names) -> Spec:
         if f"{base}shared.weight" in names.names and not apart:
             d.ties[table] = f"{base}shared.weight"
         for i in range(c(f"{side}_layers", 12)):
-            d.backbone |= block(d, c, side, f"{at}layers.{i}.", i, stream)
-    heads_of(d, c, names, base, stream, tied and not apart)
+            d.backbone |= block_tensors(d, c, side, f"{at}layers.{i}.", i, stream)
+    add_heads(d, c, names, base, stream, tied and not apart)
     if apart:
         d.notes.append(
             'the tables are untied: "shared" is not read, and encoder and decoder have streams '
@@ -61,7 +61,9 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def block(d: Draft, c: Config, side: str, at: str, i: int, stream: dict[str, str]) -> Tensors:
+def block_tensors(
+    d: Draft, c: Config, side: str, at: str, i: int, stream: dict[str, str]
+) -> Tensors:
     here, heads = stream[side], c(f"{side}_attention_heads", 16)
     own = attention(f"{side}.{i}", heads, c.d_model // heads)
     ffn = f"ffn.{side}.{i}"
@@ -92,7 +94,7 @@ def block(d: Draft, c: Config, side: str, at: str, i: int, stream: dict[str, str
     }
 
 
-def heads_of(
+def add_heads(
     d: Draft, c: Config, names: Names, base: str, stream: dict[str, str], tied: bool
 ) -> None:
     """The decoder's last state, and what reads it."""
@@ -104,7 +106,7 @@ def heads_of(
     if "final_logits_bias" in names.names:
         d.head["final_logits_bias"] = f"_1 {c.axis('vocab_size')}"
     if (
-        names.starts("lm_head.")
+        names.has_prefix("lm_head.")
         or "final_logits_bias" in d.head
         or c.architecture in ("BartForConditionalGeneration", "BartForCausalLM")
     ):
@@ -116,16 +118,16 @@ def heads_of(
                 else f"{base}decoder.embed_tokens.weight"
             )
         d.outputs = {"logits": "_ _ _"}
-    if names.starts("classification_head."):
+    if names.has_prefix("classification_head."):
         d.spaces["pool"] = neurons(c.d_model, "tanh")
         d.head |= {
             **linear("classification_head.dense", "pool", here),
             **linear("classification_head.out_proj", "_", "pool"),
         }
         d.outputs = {"logits": "_ _"}
-    if names.starts("qa_outputs."):
+    if names.has_prefix("qa_outputs."):
         d.head |= linear("qa_outputs", "_", here)
-        d.outputs = answers()
+        d.outputs = qa_logits()
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
@@ -134,7 +136,7 @@ def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
         side: f"stream.{side}" if f"stream.{side}" in spaces else "stream"
         for side in ("encoder", "decoder")
     }
-    source = here["encoder"] if names.starts(f"{base}encoder.layers.") else "_"
+    source = here["encoder"] if names.has_prefix(f"{base}encoder.layers.") else "_"
     encoder = {"hidden_states": f"_ token {here['encoder']}", "attention_mask": "_ _ token token*"}
     decoder = {
         "hidden_states": f"_ token {here['decoder']}",

@@ -12,12 +12,12 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    answers,
     attention,
     linear,
     neurons,
     norm,
-    old_norm_names,
+    qa_logits,
+    use_old_norm_names,
 )
 
 BASE = {
@@ -92,9 +92,9 @@ def spec(c: Config, names: Names) -> Spec:
             **linear(at + words["down"], "stream", f"ffn.{i}"),
             **norm(at + words["norm2"]),
         }
-    heads_of(d, c, names, base, width)
+    add_heads(d, c, names, base, width)
     d.embed, d.backbone, d.head = (
-        old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
+        use_old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
     )
     d.notes.append(
         "tokens: rows may be permuted together with the padding mask, the position ids and the "
@@ -103,20 +103,22 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
+def add_heads(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
     """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the
     pooler if there is one.
     """
     d.outputs = {"last_hidden_state": "_ _ stream"}
-    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", width)
-    if names.starts(f"{base}pooler.dense."):
+    masked = add_masked_language_head(
+        d, c, names, f"{base}embeddings.word_embeddings.weight", width
+    )
+    if names.has_prefix(f"{base}pooler.dense."):
         d.spaces["pool"] = neurons(width, "tanh")
         d.head |= linear(f"{base}pooler.dense", "pool", "stream")
         d.outputs["pooler_output"] = "_ pool"
-    if names.starts("pre_classifier."):
+    if names.has_prefix("pre_classifier."):
         d.spaces["pool"] = neurons(width, "relu")
         d.head |= linear("pre_classifier", "pool", "stream")
-    if names.starts("classifier.dense."):
+    if names.has_prefix("classifier.dense."):
         d.spaces["cls"] = neurons(width, "tanh")
         d.head |= {
             **linear("classifier.dense", "cls", "stream"),
@@ -132,7 +134,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
         if f"{name}.weight" in names.names:
             d.head |= linear(name, "_", reads)
             d.outputs = (
-                answers()
+                qa_logits()
                 if name == "qa_outputs"
                 else {"logits": "_ _" if reads == "pool" else "_ _ _"}
             )
@@ -147,7 +149,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
         )
 
 
-MASKED = (  # dense, norm, decoder, bias
+MASKED_HEADS = (  # dense, norm, decoder, bias
     (
         "cls.predictions.transform.dense",
         "cls.predictions.transform.LayerNorm",
@@ -159,12 +161,12 @@ MASKED = (  # dense, norm, decoder, bias
 )
 
 
-def masked_language_head(d: Draft, c: Config, names: Names, table: str, width: int) -> bool:
+def add_masked_language_head(d: Draft, c: Config, names: Names, table: str, width: int) -> bool:
     """The masked language head, if there is one. Tied, its activation and norm sit in the table's
     own space; untied, in a space `mlm`.
     """
-    for dense, layer_norm, decoder, bias in MASKED:
-        if names.starts(f"{dense}."):
+    for dense, layer_norm, decoder, bias in MASKED_HEADS:
+        if names.has_prefix(f"{dense}."):
             tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
             space = d.embed[table].split()[-1] if tied else "mlm"
             if not tied:

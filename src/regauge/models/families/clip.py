@@ -13,7 +13,7 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -48,7 +48,7 @@ def spec(c: Config, names: Names) -> Spec:
         )
         for table, rows in (("token", "vocab_size"), ("position", "max_position_embeddings")):
             d.embed[f"{base}embeddings.{table}_embedding.weight"] = f"{text.axis(rows)} stream.text"
-        tower(d, text, base, "text", fold=True)
+        add_tower(d, text, base, "text", fold=True)
         d.head |= norm(f"{base}final_layer_norm", "stream.text")
         d.outputs |= {"last_hidden_state": "_ _ stream.text", "pooler_output": "_ stream.text"}
     if names.has("embeddings.patch_embedding."):
@@ -61,15 +61,15 @@ def spec(c: Config, names: Names) -> Spec:
             f"{base}embeddings.position_embedding.weight": f"{vision.places(1)} stream.vision",
             **norm(f"{base}pre_layrnorm", "stream.vision"),
         }
-        tower(d, vision, base, "vision", fold=False)
-        if names.starts(f"{base}post_layernorm."):
+        add_tower(d, vision, base, "vision", fold=False)
+        if names.has_prefix(f"{base}post_layernorm."):
             d.head |= norm(f"{base}post_layernorm", "stream.vision")
         d.outputs |= {"last_hidden_state": "_ _ stream.vision", "pooler_output": "_ stream.vision"}
-    joint_space(d, names, size)
+    add_joint_space(d, names, size)
     return d.spec()
 
 
-def tower(d: Draft, c: Config, base: str, side: str, fold: bool) -> None:
+def add_tower(d: Draft, c: Config, base: str, side: str, fold: bool) -> None:
     stream, heads = f"stream.{side}", c.num_attention_heads
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layers.{i}."
@@ -87,14 +87,14 @@ def tower(d: Draft, c: Config, base: str, side: str, fold: bool) -> None:
         }
         if fold:
             d.norms += [
-                folding(
+                foldable_norm(
                     d.backbone, at + "layer_norm1", *(at + f"self_attn.{x}_proj" for x in "qkv")
                 ),
-                folding(d.backbone, at + "layer_norm2", at + "mlp.fc1"),
+                foldable_norm(d.backbone, at + "layer_norm2", at + "mlp.fc1"),
             ]
 
 
-def joint_space(d: Draft, names: Names, size: int) -> None:
+def add_joint_space(d: Draft, names: Names, size: int) -> None:
     """The projections, and what callers see of them: a tower alone also returns its last state; the
     whole model returns similarities.
     """
@@ -103,7 +103,7 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
         ("text_projection", "text_embeds", "stream.text"),
         ("visual_projection", "image_embeds", "stream.vision"),
     ):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.spaces["proj"] = Space(
                 size, GeneralLinear(), why="one tower alone returns its embeddings as they are"
             )
@@ -112,13 +112,13 @@ def joint_space(d: Draft, names: Names, size: int) -> None:
     if "logit_scale" in names.names:
         d.head["logit_scale"] = ""
         d.spaces["proj"] = Space(size, Orthogonal(), why="embeddings are compared by their cosine")
-        d.norms.append(folding(d.head, "text_model.final_layer_norm", "text_projection"))
+        d.norms.append(foldable_norm(d.head, "text_model.final_layer_norm", "text_projection"))
         d.outputs = {"logits_per_image": "_ _", "logits_per_text": "_ _", **seen}
         d.notes.append(
             "similarities do not see the joint space; the embeddings that the model also "
             "returns live in it"
         )
-    elif names.starts("classifier."):  # reads the mean of the patches, before any norm
+    elif names.has_prefix("classifier."):  # reads the mean of the patches, before any norm
         d.head |= linear("classifier", "_", "stream.vision")
         d.outputs = {"logits": "_ _"}
     else:

@@ -8,7 +8,7 @@ import re
 
 from regauge.core.groups import GeneralLinear, OrthogonalFixingOnes, Permutation
 from regauge.core.spec import Space, Spec
-from regauge.models.families.bert import TABLES, masked_language_head
+from regauge.models.families.bert import TABLES, add_masked_language_head
 from regauge.models.families.family import Boundary, Family
 from regauge.models.families.pieces import (
     LAYER_NORM,
@@ -16,13 +16,13 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    answers,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
-    old_norm_names,
+    qa_logits,
+    use_old_norm_names,
 )
 
 
@@ -31,11 +31,11 @@ def spec(c: Config, names: Names) -> Spec:
     width, heads = c.hidden_size, c.num_attention_heads
     d = Draft("deberta-v2", buffers=(r".*embeddings\.position_ids",))
     d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
-    embed = embeddings(d, c, names, base)
+    embed = add_embeddings(d, c, names, base)
     for i in range(c.num_hidden_layers):
         at = f"{base}encoder.layer.{i}."
         a = attention(
-            i, heads, c("attention_head_size", width // heads), only_dots=False
+            i, heads, c("attention_head_size", width // heads), dot_product_only=False
         )  # keys meet relative positions too
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
         d.backbone |= {
@@ -49,10 +49,10 @@ def spec(c: Config, names: Names) -> Spec:
             **norm(at + "output.LayerNorm"),
         }
         for name, out in (("pos_query_proj", a.q), ("pos_key_proj", a.k)):
-            if names.starts(f"{at}attention.self.{name}."):
+            if names.has_prefix(f"{at}attention.self.{name}."):
                 d.backbone |= linear(f"{at}attention.self.{name}", out, "rel")
-    relative_positions(d, names, base, width)
-    if names.starts(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
+    add_relative_positions(d, names, base, width)
+    if names.has_prefix(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
         conv = f"{base}encoder.conv."
         d.backbone |= {
             conv + "conv.weight": "stream stream* _",
@@ -63,11 +63,11 @@ def spec(c: Config, names: Names) -> Spec:
             "cut: the convolution stands between the blocks and reads what entered the first of "
             "them, so there is no boundary"
         )
-    heads_of(d, c, names, base, embed)
-    if names.starts(f"{base}encoder.conv.") and c("conv_groups", 1) > 1:
-        grouped(d, f"{base}encoder.conv.conv.weight", int(c.conv_groups), width)
+    add_heads(d, c, names, base, embed)
+    if names.has_prefix(f"{base}encoder.conv.") and c("conv_groups", 1) > 1:
+        split_stream_into_groups(d, f"{base}encoder.conv.conv.weight", int(c.conv_groups), width)
     d.embed, d.backbone, d.head = (
-        old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
+        use_old_norm_names(part, names) for part in (d.embed, d.backbone, d.head)
     )
     d.notes.append(
         "tokens: rows may be permuted inside the encoder, with the mask and the relative "
@@ -76,7 +76,7 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def grouped(d: Draft, weight: str, groups: int, width: int) -> None:
+def split_stream_into_groups(d: Draft, weight: str, groups: int, width: int) -> None:
     """A convolution in groups divides the stream: its groups come in any order, and so do the
     channels inside of them.
 
@@ -93,14 +93,14 @@ def grouped(d: Draft, weight: str, groups: int, width: int) -> None:
     d.backbone[weight] = "(group stream) stream* _"
 
 
-def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
+def add_embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
     """The tables live in the stream, or in a space `embed` of their own if a projection follows.
     Returns their width.
     """
     width = int(c("embedding_size", c.hidden_size))
     space = "stream" if width == c.hidden_size else "embed"
     if space == "embed":
-        masked = names.starts("cls.predictions.") and c("tie_word_embeddings", True)
+        masked = names.has_prefix("cls.predictions.") and c("tie_word_embeddings", True)
         why = (
             "the tied head's activation and norm act on it"
             if masked
@@ -109,35 +109,39 @@ def embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
         d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
         d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
     for table, rows in TABLES.items():
-        if names.starts(f"{base}embeddings.{table}."):
+        if names.has_prefix(f"{base}embeddings.{table}."):
             d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} {space}"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
     return width
 
 
-def relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
+def add_relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
     """The table of relative positions: in a space `rel` where it has readers of its own, else in
     the stream, whose projections it shares.
     """
     readers = [
         n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")
     ]
-    space, normed = "rel" if readers else "stream", names.starts(f"{base}encoder.LayerNorm.")
-    if names.starts(f"{base}encoder.rel_embeddings."):
+    space, normed = "rel" if readers else "stream", names.has_prefix(f"{base}encoder.LayerNorm.")
+    if names.has_prefix(f"{base}encoder.rel_embeddings."):
         d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
     if normed:  # it is there without relative attention too
         d.embed |= norm(f"{base}encoder.LayerNorm", space)
     if readers and normed:
         d.spaces["rel"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
         if not names.has("LayerNorm.gamma"):
-            d.norms.append(folding(d.embed | d.backbone, f"{base}encoder.LayerNorm", *readers))
+            d.norms.append(
+                foldable_norm(d.embed | d.backbone, f"{base}encoder.LayerNorm", *readers)
+            )
     elif readers:
         d.spaces["rel"] = Space(width, GeneralLinear(), why="linear layers read the table")
 
 
-def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
-    masked = masked_language_head(d, c, names, f"{base}embeddings.word_embeddings.weight", embed)
-    if names.starts("lm_predictions."):  # multiplies with the word table itself
+def add_heads(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
+    masked = add_masked_language_head(
+        d, c, names, f"{base}embeddings.word_embeddings.weight", embed
+    )
+    if names.has_prefix("lm_predictions."):  # multiplies with the word table itself
         lm = "lm_predictions.lm_head."
         d.head |= {
             **linear(lm + "dense", "stream", "stream"),
@@ -152,7 +156,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
                 f"{base}embeddings.word_embeddings.weight",
             )
         masked = True
-    if names.starts(
+    if names.has_prefix(
         "mask_predictions."
     ):  # v3's discriminator, which checkpoints carry and no class reads
         d.spaces["mask"] = Space(
@@ -164,7 +168,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
             **norm(mask + "LayerNorm", "mask"),
             **linear(mask + "classifier", "_", "mask"),
         }
-    if names.starts("pooler.dense."):
+    if names.has_prefix("pooler.dense."):
         d.spaces["pool"] = neurons(
             c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu")
         )
@@ -174,10 +178,10 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
         ("classifier", "pool" if "pool" in d.spaces else "stream"),
         ("qa_outputs", "stream"),
     ):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", reads)
             d.outputs = (
-                answers()
+                qa_logits()
                 if name == "qa_outputs"
                 else {"logits": "_ _" if reads == "pool" else "_ _ _"}
             )
@@ -185,7 +189,7 @@ def heads_of(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("deberta.")
-    if names.starts(
+    if names.has_prefix(
         f"{base}encoder.conv."
     ):  # it stands between the blocks and reads what entered the first of them
         return ()

@@ -13,11 +13,11 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
+    foldable_scale,
     linear,
     neurons,
     norm,
-    scaling,
 )
 
 LIVE = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
@@ -63,19 +63,19 @@ def spec(c: Config, names: Names) -> Spec:
             at + "layer_scale2.lambda1": "|stream|",
         }
         d.norms += [
-            folding(d.backbone, at + "norm1", *(at + "attention." + words[x] for x in "qkv")),
-            folding(d.backbone, at + "norm2", *up),
+            foldable_norm(d.backbone, at + "norm1", *(at + "attention." + words[x] for x in "qkv")),
+            foldable_norm(d.backbone, at + "norm2", *up),
         ]
         d.scales += [
-            scaling(d.backbone, at + "layer_scale1.lambda1", at + "attention." + words["o"]),
-            scaling(d.backbone, at + "layer_scale2.lambda1", down),
+            foldable_scale(d.backbone, at + "layer_scale1.lambda1", at + "attention." + words["o"]),
+            foldable_scale(d.backbone, at + "layer_scale2.lambda1", down),
         ]
     d.head = norm(f"{base}layernorm")
-    if names.starts(
+    if names.has_prefix(
         "classifier."
     ):  # reads the class token and the mean of the patches, side by side
         d.head |= linear("classifier", "_", "stream+stream")
-        d.norms.append(folding(d.head, f"{base}layernorm", "classifier"))
+        d.norms.append(foldable_norm(d.head, f"{base}layernorm", "classifier"))
         d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {
@@ -105,7 +105,7 @@ def feed_forward(
             at + "mlp.fc2",
         )
     d.spaces[f"ffn.{i}"] = neurons((int(inner * 2 / 3) + 7) // 8 * 8, "silu", gated=True)
-    if names.starts(at + "mlp.weights_in."):
+    if names.has_prefix(at + "mlp.weights_in."):
         up, down = (
             linear(at + "mlp.weights_in", f"|ffn.{i}|+ffn.{i}", "stream"),
             at + "mlp.weights_out",

@@ -24,7 +24,7 @@ def spec(c: Config, names: Names) -> Spec:
     bias = c("attention_bias", False)
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."
-        a = llama.decoder_attention(d, c, i, Rotary("half"))
+        a = llama.add_attention(d, c, i, Rotary("half"))
         d.spaces[f"ffn.{i}"] = neurons(
             c.intermediate_size, c("hidden_activation", "gelu_pytorch_tanh"), gated=True
         )
@@ -41,7 +41,7 @@ def spec(c: Config, names: Names) -> Spec:
             **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", bias=False),
             **norm(at + "post_feedforward_layernorm", bias=False),
         }
-    llama.language_head(
+    llama.add_language_head(
         d, Config({"tie_word_embeddings": True, **c.values}), names, base, fold=False
     )
     return d.spec()

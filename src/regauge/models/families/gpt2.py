@@ -12,13 +12,13 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    answers,
     attention,
     conv1d,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
+    qa_logits,
 )
 
 
@@ -49,13 +49,15 @@ def spec(c: Config, names: Names) -> Spec:
             **conv1d(at + "mlp.c_proj", "stream", f"ffn.{i}"),
         }
         d.norms += [
-            folding(d.backbone, at + "ln_1", at + "attn.c_attn"),
-            folding(d.backbone, at + "ln_2", at + "mlp.c_fc"),
+            foldable_norm(d.backbone, at + "ln_1", at + "attn.c_attn"),
+            foldable_norm(d.backbone, at + "ln_2", at + "mlp.c_fc"),
         ]
     d.head = norm(f"{base}ln_f")
     d.outputs = {"last_hidden_state": "_ _ stream"}
     readers = []
-    if c.architecture in ("GPT2LMHeadModel", "GPT2DoubleHeadsModel") or names.starts("lm_head."):
+    if c.architecture in ("GPT2LMHeadModel", "GPT2DoubleHeadsModel") or names.has_prefix(
+        "lm_head."
+    ):
         d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         if c("tie_word_embeddings", True):
             d.ties["lm_head.weight"] = f"{base}wte.weight"
@@ -66,18 +68,18 @@ def spec(c: Config, names: Names) -> Spec:
         ("qa_outputs", True),
         ("multiple_choice_head.summary", True),
     ):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
         d.outputs = (
-            answers()
+            qa_logits()
             if readers == ["qa_outputs"]
             else {"logits": "_ _" if readers == ["score"] else "_ _ _"}
         )
         if "multiple_choice_head.summary" in readers:  # ids are rows of choices
             d.outputs = {"logits": "_ _ _ _", "mc_logits": "_ _"}
-        d.norms.append(folding(d.head, f"{base}ln_f", *readers))
+        d.norms.append(foldable_norm(d.head, f"{base}ln_f", *readers))
     d.notes.append(
         "tokens: rows may be permuted together with the 4-D causal mask and the position ids"
     )

@@ -13,13 +13,13 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    answers,
     attention,
-    folding,
+    foldable_norm,
     hole,
     linear,
     neurons,
     norm,
+    qa_logits,
 )
 
 QKV_BIAS = {"llama": "attention_bias", "qwen3": "attention_bias"}
@@ -38,17 +38,17 @@ def spec(c: Config, names: Names) -> Spec:
     bias = True if kind == "qwen2" else bool(c(QKV_BIAS.get(kind, ""), False))
     qk: Group = PlaneSigns("half") if kind == "qwen3" else Rotary("half")
     for i in range(c.num_hidden_layers):
-        d.backbone |= decoder_block(
+        d.backbone |= block_tensors(
             d, c, f"{base}layers.{i}.", i, qk, bias=bias, out_bias=bias and kind != "qwen2"
         )
-    language_head(d, c, names, base)
+    add_language_head(d, c, names, base)
     return d.spec()
 
 
-def decoder_block(
+def block_tensors(
     d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool
 ) -> dict[str, str]:
-    a = decoder_attention(d, c, i, qk)
+    a = add_attention(d, c, i, qk)
     mlp_bias = bool(c("mlp_bias", False))
     d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True)
     block = {
@@ -70,13 +70,15 @@ def decoder_block(
             for x in "qk"
         }
     d.norms += [
-        folding(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
-        folding(block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"),
+        foldable_norm(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
+        foldable_norm(
+            block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"
+        ),
     ]
     return block
 
 
-def decoder_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
+def add_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
     heads = c.num_attention_heads
     a = attention(
         i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk
@@ -85,29 +87,31 @@ def decoder_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
     return a
 
 
-def language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = True) -> None:
+def add_language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = True) -> None:
     """The final norm and whatever reads it: the language head (tied or not), or a classifier."""
     d.head |= norm(f"{base}norm", bias=False)
     d.outputs = {"last_hidden_state": "_ _ stream"}
     readers = []
-    if c.architecture.endswith("ForCausalLM") or names.starts("lm_head."):
+    if c.architecture.endswith("ForCausalLM") or names.has_prefix("lm_head."):
         d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         if c("tie_word_embeddings", False):
             d.ties["lm_head.weight"] = f"{base}embed_tokens.weight"
         readers.append("lm_head")
-    tokens = names.starts("score.bias")  # classifiers of sequences have no bias, those of tokens do
+    tokens = names.has_prefix(
+        "score.bias"
+    )  # classifiers of sequences have no bias, those of tokens do
     for name, bias in (("score", tokens), ("qa_outputs", True)):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
     if readers:
         d.outputs = (
-            answers()
+            qa_logits()
             if readers == ["qa_outputs"]
             else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
         )
         if fold:
-            d.norms.append(folding(d.head, f"{base}norm", *readers))
+            d.norms.append(foldable_norm(d.head, f"{base}norm", *readers))
     d.notes.append(
         "tokens: rows may be permuted together with the 4-D causal mask and the position ids"
     )

@@ -15,7 +15,7 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -31,7 +31,7 @@ def spec(c: Config, names: Names) -> Spec:
     d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
         at = f"{base}layers.{i}."
-        a = llama.decoder_attention(d, c, i, Rotary("half"))
+        a = llama.add_attention(d, c, i, Rotary("half"))
         expert, ffn = f"expert.{i}", f"ffn.{i}"
         d.spaces[expert] = Space(
             c.num_local_experts, Permutation(), why="the router names its experts: any order"
@@ -66,7 +66,7 @@ def spec(c: Config, names: Names) -> Spec:
             **writers,
         }
         d.norms += [
-            folding(
+            foldable_norm(
                 d.backbone, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")
             ),
             Norm(
@@ -75,7 +75,7 @@ def spec(c: Config, names: Names) -> Spec:
                 tuple((reader, None) for reader in readers),
             ),
         ]
-    llama.language_head(d, c, names, base)
+    llama.add_language_head(d, c, names, base)
     return d.spec()
 
 

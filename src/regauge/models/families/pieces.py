@@ -43,25 +43,25 @@ class Config:
         value = self.values.get(name)
         return default if value is None else value
 
-    def axis(self, name: str, more: int = 0) -> str:
+    def axis(self, name: str, extra: int = 0) -> str:
         """An axis on which nothing acts, as long as the config says under this name (and some
         more), if it does.
         """
-        return hole(self(name, None), name, more)
+        return hole(self(name, None), name, extra)
 
-    def patch(self) -> str:
+    def patch_axes(self) -> str:
         """The axes of a patch: channels, height and width."""
-        height, width = _both(self("patch_size", None))
+        height, width = _height_and_width(self("patch_size", None))
         return (
             f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
         )
 
-    def places(self, more: int) -> str:
+    def position_rows(self, more: int) -> str:
         """The axis of a table with a row for each patch, and some more."""
         h, w, p, q = (
-            _whole(side, name)
+            _positive_int(side, name)
             for name in ("image_size", "patch_size")
-            for side in _both(self(name, None))
+            for side in _height_and_width(self(name, None))
         )
         return f"_{(h // p) * (w // q) + more}" if h and w and p and q else "_"
 
@@ -87,12 +87,12 @@ class Names:
     def has(self, fragment: str) -> bool:
         return any(fragment in n for n in self.names)
 
-    def starts(self, beginning: str) -> bool:
+    def has_prefix(self, beginning: str) -> bool:
         return any(n.startswith(beginning) for n in self.names)
 
     def prefix(self, prefix: str) -> str:
         """The prefix if the names carry it, else nothing: base models are saved without."""
-        return prefix if self.starts(prefix) else ""
+        return prefix if self.has_prefix(prefix) else ""
 
     def count(self, beginning: str) -> int:
         """How many numbers follow this beginning: the depth of a list of modules, where no config
@@ -114,11 +114,11 @@ class Names:
 
 def hole(size: Any, name: str, more: int = 0) -> str:
     """An axis on which nothing acts, of a size that the config gives under this name, or of any."""
-    n = _whole(size, name)
+    n = _positive_int(size, name)
     return "_" if n is None else f"_{n + more}"
 
 
-def _whole(size: Any, name: str) -> int | None:
+def _positive_int(size: Any, name: str) -> int | None:
     if size is None or (type(size) is int and size > 0):
         return size
     raise SpecError(
@@ -127,7 +127,7 @@ def _whole(size: Any, name: str) -> int | None:
     )
 
 
-def _both(side: Any) -> Sequence[Any]:
+def _height_and_width(side: Any) -> Sequence[Any]:
     """Height and width, where a config gives one number for both, or two."""
     return side if isinstance(side, list | tuple) and len(side) == 2 else (side, side)
 
@@ -154,7 +154,7 @@ def norm(name: str, space: str = "stream", bias: bool = True) -> Tensors:
     return {f"{name}.weight": f"|{space}|", **({f"{name}.bias": space} if bias else {})}
 
 
-def reads(
+def layer_pairs(
     names: Mapping[str, str] | Iterable[str], *layers: str
 ) -> tuple[tuple[str, str | None], ...]:
     """The (weight, bias) pairs of these layers, with the biases that the tensors have."""
@@ -164,22 +164,24 @@ def reads(
     )
 
 
-def folding(tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False) -> Norm:
+def foldable_norm(
+    tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False
+) -> Norm:
     """A norm that folds into these layers."""
     return Norm(
         f"{name}.weight",
         f"{name}.bias" if f"{name}.bias" in tensors else None,
-        reads(tensors, *readers),
+        layer_pairs(tensors, *readers),
         padded=padded,
     )
 
 
-def scaling(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
+def foldable_scale(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
     """A LayerScale that folds backwards into these layers."""
-    return Scale(gain, reads(tensors, *writers))
+    return Scale(gain, layer_pairs(tensors, *writers))
 
 
-def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
+def use_old_norm_names(tensors: Tensors, names: Names) -> Tensors:
     """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta;
     transformers renames them on loading.
     """
@@ -193,7 +195,7 @@ def old_norm_names(tensors: Tensors, names: Names) -> Tensors:
     }
 
 
-def answers() -> dict[str, str]:
+def qa_logits() -> dict[str, str]:
     """What question-answering models return: for each token, how well it begins or ends the
     answer.
     """
@@ -249,7 +251,7 @@ def attention(
     kv: int | None = None,
     qk: Group | None = None,
     shared: str | None = None,
-    only_dots: bool = True,
+    dot_product_only: bool = True,
 ) -> Attention:
     """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a
     head space that several layers have in common. `only_dots`: keys meet nothing but the queries,
@@ -287,7 +289,7 @@ def attention(
             ),
         }
         q, o = f"({outer} rep.{label} {qk_space})", f"({outer} rep.{label} {vo_space})"
-    constant = "unseen" if only_dots and isinstance(group, GeneralLinear) else ""
+    constant = "unseen" if dot_product_only and isinstance(group, GeneralLinear) else ""
     spaces[qk_space] = Space(size, group, over=outer, why=why, constant=constant)
     mixed = "values are mixed linearly between two linear layers"
     spaces[vo_space] = Space(size, GeneralLinear(), over=outer, why=mixed, constant="passed")

@@ -18,7 +18,7 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -54,7 +54,7 @@ def spec(c: Config, names: Names) -> Spec:
         **norm(f"{base}embeddings.norm", "stream.0"),
     }
     for token in ("position_embeddings", "mask_token"):
-        if names.starts(f"{base}embeddings.{token}"):
+        if names.has_prefix(f"{base}embeddings.{token}"):
             d.embed[f"{base}embeddings.{token}"] = "_ _ stream.0"
     stages = len(c.depths)
     for s in range(stages):
@@ -64,7 +64,7 @@ def spec(c: Config, names: Names) -> Spec:
             width, Permutation(), folded=folded, why=LAYER_NORM if s else POST_NORM
         )
         for b in range(c.depths[s]):
-            block(d, c, words, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
+            add_block(d, c, words, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
         if s + 1 < stages:
             four = "+".join([f"stream.{s}"] * 4)
             down = f"{base}encoder.layers.{s}.downsample."
@@ -73,23 +73,23 @@ def spec(c: Config, names: Names) -> Spec:
                 f"{down}norm.bias": four,
             }
             d.backbone |= linear(f"{down}reduction", f"stream.{s + 1}", four, bias=False)
-            d.norms.append(folding(d.backbone, f"{down}norm", f"{down}reduction"))
+            d.norms.append(foldable_norm(d.backbone, f"{down}norm", f"{down}reduction"))
     last = f"stream.{stages - 1}"
     d.head = norm(f"{base}layernorm", last)
     d.outputs = {"last_hidden_state": f"_ _ {last}", "pooler_output": f"_ {last}"}
     readers = []
-    if names.starts("classifier."):
+    if names.has_prefix("classifier."):
         d.head |= linear("classifier", "_", last)
         d.outputs = {"logits": "_ _"}
         readers.append("classifier")
-    if names.starts(
+    if names.has_prefix(
         "decoder.0."
     ):  # masked image modelling: a 1x1 convolution on the normalised stream
         d.head |= {"decoder.0.weight": f"_ {last}* _ _", "decoder.0.bias": "_"}
         d.outputs = {"reconstruction": "_ _ _ _"}
         readers.append("decoder.0")
     if readers:
-        d.norms.append(folding(d.head, f"{base}layernorm", *readers))
+        d.norms.append(foldable_norm(d.head, f"{base}layernorm", *readers))
     d.notes.append(
         "tokens: no permutation holds: attention is windowed and shifted, patches merge with "
         "their neighbours, the bias is looked up by place"
@@ -97,7 +97,7 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -> None:
+def add_block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -> None:
     stream, ffn, width = f"stream.{s}", f"ffn.{s}.{b}", c.embed_dim * 2**s
     a = attention(f"{s}.{b}", c.num_heads[s], width // c.num_heads[s])
     bias = c("qkv_bias", True)
@@ -114,8 +114,10 @@ def block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -
         **linear(at + words["down"], stream, ffn),
     }
     d.norms += [
-        folding(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv"), padded=True),
-        folding(d.backbone, at + "layernorm_after", at + words["up"]),
+        foldable_norm(
+            d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv"), padded=True
+        ),
+        foldable_norm(d.backbone, at + "layernorm_after", at + words["up"]),
     ]
 
 

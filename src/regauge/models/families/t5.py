@@ -20,12 +20,12 @@ from regauge.models.families.pieces import (
     Config,
     Draft,
     Names,
-    answers,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
+    qa_logits,
 )
 
 UNTIED = {"tie_word_embeddings": False, "scale_decoder_outputs": False}
@@ -42,7 +42,7 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(c.d_model, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     layers, words = {"encoder": c.num_layers}, c.axis("vocab_size")
     d.embed[f"{base}shared.weight"] = f"{words} stream"
-    if names.starts(f"{base}decoder."):
+    if names.has_prefix(f"{base}decoder."):
         layers["decoder"] = c("num_decoder_layers", c.num_layers)
     for stack, depth in layers.items():
         d.embed[f"{base}{stack}.embed_tokens.weight"] = f"{words} stream"
@@ -53,16 +53,16 @@ def spec(c: Config, names: Names) -> Spec:
             why="all blocks of a stack share one relative position bias, and with it the heads",
         )
         for i in range(depth):
-            block(d, c, f"{base}{stack}.block.{i}.layer.", stack, i)
+            add_block(d, c, f"{base}{stack}.block.{i}.layer.", stack, i)
         d.head |= norm(f"{base}{stack}.final_layer_norm", bias=False)
-    readers = heads(d, c, names, f"{base}{list(layers)[-1]}.final_layer_norm")
+    readers = add_heads(d, c, names, f"{base}{list(layers)[-1]}.final_layer_norm")
     if readers and "decoder" in layers:
         keys = [
             f"{base}decoder.block.{i}.layer.1.EncDecAttention.{x}"
             for i in range(layers["decoder"])
             for x in "kv"
         ]
-        d.norms.append(folding(d.head, f"{base}encoder.final_layer_norm", *keys))
+        d.norms.append(foldable_norm(d.head, f"{base}encoder.final_layer_norm", *keys))
     d.notes.append(
         "tokens: rows may be permuted with the masks and a position_bias that is passed to "
         "block 0; it is looked up by place otherwise"
@@ -70,18 +70,18 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
+def add_block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
     own = attention(f"{stack}.{i}", c.num_heads, c.d_kv, shared=f"head.{stack}")
-    attend(d, f"{at}0.SelfAttention.", own)
+    add_attention(d, f"{at}0.SelfAttention.", own)
     if i == 0:
         d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = (
             f"{c.axis('relative_attention_num_buckets')} head.{stack}"
         )
-    normed(d, f"{at}0.layer_norm", *(f"{at}0.SelfAttention.{x}" for x in "qkv"))
+    add_norm(d, f"{at}0.layer_norm", *(f"{at}0.SelfAttention.{x}" for x in "qkv"))
     last = 1
     if stack == "decoder":
-        attend(d, f"{at}1.EncDecAttention.", attention(f"cross.{i}", c.num_heads, c.d_kv))
-        normed(
+        add_attention(d, f"{at}1.EncDecAttention.", attention(f"cross.{i}", c.num_heads, c.d_kv))
+        add_norm(
             d, f"{at}1.layer_norm", f"{at}1.EncDecAttention.q"
         )  # keys and values read the encoder's final norm
         last = 2
@@ -97,35 +97,35 @@ def block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
     else:
         d.backbone |= linear(f"{up}wi", ffn, "stream", bias=False)
     d.backbone |= linear(f"{up}wo", "stream", ffn, bias=False)
-    normed(d, f"{at}{last}.layer_norm", *((f"{up}wi_0", f"{up}wi_1") if gated else (f"{up}wi",)))
+    add_norm(d, f"{at}{last}.layer_norm", *((f"{up}wi_0", f"{up}wi_1") if gated else (f"{up}wi",)))
 
 
-def attend(d: Draft, at: str, a: Attention) -> None:
+def add_attention(d: Draft, at: str, a: Attention) -> None:
     d.spaces |= a.spaces
     for name, out in (("q", a.q), ("k", a.k), ("v", a.v)):
         d.backbone |= linear(at + name, out, "stream", bias=False)
     d.backbone |= linear(at + "o", "stream", a.o, bias=False)
 
 
-def normed(d: Draft, name: str, *readers: str) -> None:
+def add_norm(d: Draft, name: str, *readers: str) -> None:
     d.backbone |= norm(name, bias=False)
-    d.norms.append(folding(d.backbone, name, *readers))
+    d.norms.append(foldable_norm(d.backbone, name, *readers))
 
 
-def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
+def add_heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
     """Whatever reads the last final norm: the language head (tied or not), a classifier, or the
     caller.
     """
     readers = []
-    if c.architecture == "T5ForConditionalGeneration" or names.starts("lm_head."):
+    if c.architecture == "T5ForConditionalGeneration" or names.has_prefix("lm_head."):
         d.head |= linear("lm_head", c.axis("vocab_size"), "stream", bias=False)
         scaled = c("scale_decoder_outputs", c("tie_word_embeddings", True))
-        if scaled or not names.starts("lm_head."):
+        if scaled or not names.has_prefix("lm_head."):
             d.ties["lm_head.weight"] = "shared.weight"
             d.untied = {"lm_head.weight": c.d_model**-0.5} if scaled else {}
             d.untied_config = UNTIED
         readers.append("lm_head")
-    if names.starts("classification_head."):
+    if names.has_prefix("classification_head."):
         d.spaces["pool"] = neurons(c.d_model, "tanh")
         d.head |= {
             **linear("classification_head.dense", "pool", "stream"),
@@ -133,16 +133,16 @@ def heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
         }
         readers.append("classification_head.dense")
     for name in ("classifier", "qa_outputs"):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream")
             readers.append(name)
     if readers:
         d.outputs = (
-            answers()
+            qa_logits()
             if "qa_outputs" in readers
             else {"logits": "_ _" if "pool" in d.spaces else "_ _ _"}
         )
-        d.norms.append(folding(d.head, final, *readers))
+        d.norms.append(foldable_norm(d.head, final, *readers))
     else:
         d.outputs = {"last_hidden_state": "_ _ stream"} | (
             {"encoder_last_hidden_state": "_ _ stream"} if "head.decoder" in d.spaces else {}

@@ -15,7 +15,7 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -29,10 +29,10 @@ EMBED_NORM = (
 def spec(c: Config, names: Names) -> Spec:
     d = Draft("timm-swin", buffers=(r".*\.relative_position_index", r".*\.attn_mask"))
     d.embed = {"patch_embed.proj.weight": "stream.0 _ _ _", "patch_embed.proj.bias": "stream.0"}
-    if names.starts("patch_embed.norm."):
+    if names.has_prefix("patch_embed.norm."):
         d.embed |= norm("patch_embed.norm", "stream.0")
     stages = names.count("layers.")
-    old = names.starts(
+    old = names.has_prefix(
         "layers.0.downsample."
     )  # checkpoints of old put the merging at the end of a stage, not at the beginning of the next
     for s in range(stages):
@@ -41,17 +41,17 @@ def spec(c: Config, names: Names) -> Spec:
             width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
         )
         if s > 0:
-            merging(d, s - 1, f"layers.{s - 1 if old else s}.downsample.")
+            add_patch_merging(d, s - 1, f"layers.{s - 1 if old else s}.downsample.")
         for b in range(names.count(f"layers.{s}.blocks.")):
-            block(d, names, s, b)
-    if names.starts("patch_embed.norm."):
+            add_block(d, names, s, b)
+    if names.has_prefix("patch_embed.norm."):
         d.spaces["stream.0"] = Space(d.spaces["stream.0"].size, Permutation(), why=EMBED_NORM)
     last = f"stream.{stages - 1}"
     d.head = norm("norm", last)
-    head = "head.fc" if names.starts("head.fc.") else "head"
-    if names.starts(f"{head}."):
+    head = "head.fc" if names.has_prefix("head.fc.") else "head"
+    if names.has_prefix(f"{head}."):
         d.head |= linear(head, "_", last)
-        d.norms.append(folding(d.head, "norm", head))
+        d.norms.append(foldable_norm(d.head, "norm", head))
         d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"logits": f"_ {last}"}
@@ -61,7 +61,7 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def merging(d: Draft, s: int, at: str) -> None:
+def add_patch_merging(d: Draft, s: int, at: str) -> None:
     """Four neighbours side by side: the norm and the reduction see the stream four times."""
     four = "+".join([f"stream.{s}"] * 4)
     d.backbone |= {
@@ -69,10 +69,10 @@ def merging(d: Draft, s: int, at: str) -> None:
         at + "norm.bias": four,
         **linear(at + "reduction", f"stream.{s + 1}", four, bias=False),
     }
-    d.norms.append(folding(d.backbone, at + "norm", at + "reduction"))
+    d.norms.append(foldable_norm(d.backbone, at + "norm", at + "reduction"))
 
 
-def block(d: Draft, names: Names, s: int, b: int) -> None:
+def add_block(d: Draft, names: Names, s: int, b: int) -> None:
     at, label, stream = f"layers.{s}.blocks.{b}.", f"{s}.{b}", f"stream.{s}"
     heads = names.size(at + "attn.relative_position_bias_table", 1)
     a = attention(label, heads, names.size(at + "attn.qkv.weight", 0) // 3 // heads)
@@ -89,8 +89,8 @@ def block(d: Draft, names: Names, s: int, b: int) -> None:
         **linear(at + "mlp.fc2", stream, f"ffn.{label}"),
     }
     d.norms += [
-        folding(d.backbone, at + "norm1", at + "attn.qkv", padded=True),
-        folding(d.backbone, at + "norm2", at + "mlp.fc1"),
+        foldable_norm(d.backbone, at + "norm1", at + "attn.qkv", padded=True),
+        foldable_norm(d.backbone, at + "norm2", at + "mlp.fc1"),
     ]
 
 

@@ -30,11 +30,11 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
+    foldable_scale,
     linear,
     neurons,
     norm,
-    scaling,
 )
 
 # timm's own architectures: heads by the width of the stream, and the names for which that is not
@@ -70,7 +70,7 @@ OTHER_HEADS = {"vit_base_patch16_gap_224": 16, "vit_giantopt": 16}
 
 
 def spec(c: Config, names: Names) -> Spec:
-    if not names.starts("blocks.0.attn.qkv.") or any(names.has(part) for part in OTHER_CLASSES):
+    if not names.has_prefix("blocks.0.attn.qkv.") or any(names.has(part) for part in OTHER_CLASSES):
         name = c("architecture", "this model")
         raise UnknownModelError(
             f'"{name}" is one of timm\'s models that no family describes: only its plain '
@@ -81,9 +81,9 @@ def spec(c: Config, names: Names) -> Spec:
     width = names.size("blocks.0.attn.qkv.weight", 1)
     inner = names.size("blocks.0.attn.qkv.weight", 0) // 3
     heads = number_of_heads(c, width)
-    rms = not names.starts("blocks.0.norm1.bias")
+    rms = not names.has_prefix("blocks.0.norm1.bias")
     d = Draft("timm-vit")
-    d.spaces["stream"] = stream(c, names, width, rms)
+    d.spaces["stream"] = stream_space(c, names, width, rms)
     d.embed = {"patch_embed.proj.weight": "stream _ _ _"}
     if "patch_embed.proj.bias" in names.names:  # not in front of norm_pre
         d.embed["patch_embed.proj.bias"] = "stream"
@@ -92,12 +92,12 @@ def spec(c: Config, names: Names) -> Spec:
         for token in ("cls_token", "dist_token", "reg_token", "pos_embed")
         if token in names.names
     }
-    registers(d, c, names)
-    if names.starts("norm_pre."):
+    add_registers(d, c, names)
+    if names.has_prefix("norm_pre."):
         d.embed |= norm("norm_pre", bias=not rms)
     for i in range(names.count("blocks.")):
-        block(d, c, names, i, heads, inner // heads, rms)
-    heads_of(d, c, names, heads, width, rms)
+        add_block(d, c, names, i, heads, inner // heads, rms)
+    add_heads(d, c, names, heads, width, rms)
     d.notes.append(
         "tokens: patches may be shuffled after the position embedding; the class token is read "
         "at place 0"
@@ -105,15 +105,15 @@ def spec(c: Config, names: Names) -> Spec:
     return d.spec()
 
 
-def registers(d: Draft, c: Config, names: Names) -> None:
+def add_registers(d: Draft, c: Config, names: Names) -> None:
     """Nobody reads a register by its place: they come in any order, with their rows of the position
     table where they have some.
     """
     count = names.size("reg_token", 1) if "reg_token" in names.names else 0
     before = sum(token in names.names for token in ("cls_token", "dist_token"))
-    placed = has_places(c, names, before + count)
+    placed = has_prefix_positions(c, names, before + count)
     if (
-        count < 2 or placed is None or pooling(c) == ""
+        count < 2 or placed is None or pooling_of(c) == ""
     ):  # without pooling callers see every token at its place
         return
     d.spaces["register"] = Space(
@@ -126,7 +126,7 @@ def registers(d: Draft, c: Config, names: Names) -> None:
         d.embed["pos_embed"] = f"_ _{before}+register+_ stream" if before else "_ register+_ stream"
 
 
-def has_places(c: Config, names: Names, prefix: int) -> bool | None:
+def has_prefix_positions(c: Config, names: Names, prefix: int) -> bool | None:
     """Do the tokens before the patches have rows in the position table? Its length tells, if
     patches fill a square; None if nothing tells.
     """
@@ -154,33 +154,33 @@ def number_of_heads(c: Config, width: int) -> int:
     return int(heads)
 
 
-def stream(c: Config, names: Names, width: int, rms: bool) -> Space:
-    if pooling(c) in ("max", "avgmax"):
+def stream_space(c: Config, names: Names, width: int, rms: bool) -> Space:
+    if pooling_of(c) in ("max", "avgmax"):
         return Space(
             width, Permutation(), why="the maximum over the tokens follows permutations only"
         )
-    if names.starts("norm_pre."):
+    if names.has_prefix("norm_pre."):
         return Space(
             width,
             SignedPermutation() if rms and is_rms(c) else Permutation(),
             why="norm_pre writes the stream: its gains cannot be folded",
         )
-    if post_norm(c):
+    if is_post_norm(c):
         return Space(width, Permutation(), why=POST_NORM)
-    return normed(width, rms and is_rms(c))
+    return normed_space(width, rms and is_rms(c))
 
 
-def normed(width: int, rms: bool) -> Space:
+def normed_space(width: int, rms: bool) -> Space:
     if rms:
         return Space(width, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     return Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
 
 
-def pooling(c: Config) -> str:
+def pooling_of(c: Config) -> str:
     return str(c("model_args", {}).get("global_pool", c("global_pool", "token")))
 
 
-def post_norm(c: Config) -> bool:
+def is_post_norm(c: Config) -> bool:
     """The norms stand behind the branches. No tensor name tells: the architecture's name does, or a
     live model's block.
     """
@@ -194,9 +194,9 @@ def is_rms(c: Config) -> bool:
     return "rms" in str(c("norm_layer", c("model_args", {}).get("norm_layer", ""))).lower()
 
 
-def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms: bool) -> None:
+def add_block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms: bool) -> None:
     at, ffn = f"blocks.{i}.", f"ffn.{i}"
-    a = qk_norm(c, attention(i, heads, size), names, i)
+    a = restrict_qk(c, attention(i, heads, size), names, i)
     up, down = names.size(at + "mlp.fc1.weight", 0), names.size(at + "mlp.fc2.weight", 1)
     packed = (
         up == 2 * down
@@ -218,7 +218,7 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
             gated="|" in inside,
         )
     }
-    if names.starts(at + "mlp.norm."):
+    if names.has_prefix(at + "mlp.norm."):
         d.spaces[ffn] = Space(
             down, Permutation(), why="a norm with gains stands behind the activation"
         )
@@ -233,27 +233,27 @@ def block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms:
         **linear(at + "mlp.fc2", "stream", ffn, f"{at}mlp.fc2.bias" in names.names),
     }
     for x in ("q_norm", "k_norm"):
-        if names.starts(f"{at}attn.{x}."):
+        if names.has_prefix(f"{at}attn.{x}."):
             tensors |= norm(f"{at}attn.{x}", f"qk.{i}", f"{at}attn.{x}.bias" in names.names)
-    if names.starts(at + "mlp.norm."):
+    if names.has_prefix(at + "mlp.norm."):
         tensors |= norm(at + "mlp.norm", ffn, f"{at}mlp.norm.bias" in names.names)
     d.backbone |= tensors
-    if not post_norm(c):
+    if not is_post_norm(c):
         d.norms += [
-            folding(tensors, at + "norm1", at + "attn.qkv"),
-            folding(tensors, at + "norm2", at + "mlp.fc1"),
+            foldable_norm(tensors, at + "norm1", at + "attn.qkv"),
+            foldable_norm(tensors, at + "norm2", at + "mlp.fc1"),
         ]
     for scale, writer in (("ls1.gamma", "attn.proj"), ("ls2.gamma", "mlp.fc2")):
         if at + scale in names.names:
             d.backbone[at + scale] = "|stream|"
-            d.scales.append(scaling(tensors, at + scale, at + writer))
+            d.scales.append(foldable_scale(tensors, at + scale, at + writer))
 
 
-def qk_norm(c: Config, a: Attention, names: Names, i: int) -> Attention:
+def restrict_qk(c: Config, a: Attention, names: Names, i: int) -> Attention:
     """Norms on queries and keys have one gain for all heads: what is left is one order of the
     coordinates, the same in every head.
     """
-    if not names.starts(f"blocks.{i}.attn.q_norm."):
+    if not names.has_prefix(f"blocks.{i}.attn.q_norm."):
         return a
     rms = f"blocks.{i}.attn.q_norm.bias" not in names.names and is_rms(c)
     why = "QK-norm gains are shared by all heads: one order of the coordinates for all of them"
@@ -261,35 +261,35 @@ def qk_norm(c: Config, a: Attention, names: Names, i: int) -> Attention:
     return replace(a, spaces=a.spaces | {f"qk.{i}": space})
 
 
-def heads_of(d: Draft, c: Config, names: Names, heads: int, width: int, rms: bool) -> None:
+def add_heads(d: Draft, c: Config, names: Names, heads: int, width: int, rms: bool) -> None:
     """The final norm stands before pooling (norm) or behind it (fc_norm); for folding the two are
     the same.
     """
-    final = next((n for n in ("norm", "fc_norm") if names.starts(f"{n}.")), None)
+    final = next((n for n in ("norm", "fc_norm") if names.has_prefix(f"{n}.")), None)
     if final:
         d.head = norm(final, bias=not rms)
     out, readers = "stream", []
-    if names.starts("attn_pool."):
-        out, readers = "pool", attention_pool(d, c, names, heads, width)
+    if names.has_prefix("attn_pool."):
+        out, readers = "pool", add_attention_pool(d, c, names, heads, width)
     for name in ("head", "head_dist"):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", out, f"{name}.bias" in names.names)
             if out == "stream":
                 readers.append(name)
-    rows = "_ _" if pooling(c) == "" else "_"
-    d.outputs = {"logits": f"{rows} _" if names.starts("head.") else f"{rows} {out}"}
-    if final and readers and pooling(c) not in ("max", "avgmax"):
-        d.norms.append(folding(d.head, final, *readers))
+    rows = "_ _" if pooling_of(c) == "" else "_"
+    d.outputs = {"logits": f"{rows} _" if names.has_prefix("head.") else f"{rows} {out}"}
+    if final and readers and pooling_of(c) not in ("max", "avgmax"):
+        d.norms.append(foldable_norm(d.head, final, *readers))
 
 
-def attention_pool(d: Draft, c: Config, names: Names, heads: int, width: int) -> list[str]:
+def add_attention_pool(d: Draft, c: Config, names: Names, heads: int, width: int) -> list[str]:
     """SigLIP's pooling: a learned query attends to the stream; its result is a little stream of its
     own.
     """
     a, bias = attention("pool", heads, width // heads), "attn_pool.norm.bias" in names.names
     d.spaces |= a.spaces | {
         "latent": Space(width, GeneralLinear(), why="one linear layer reads the query"),
-        "pool": normed(width, rms=not bias and is_rms(c)),
+        "pool": normed_space(width, rms=not bias and is_rms(c)),
         "ffn.pool": neurons(names.size("attn_pool.mlp.fc1.weight", 0), "gelu"),
     }
     d.head |= {
@@ -301,7 +301,7 @@ def attention_pool(d: Draft, c: Config, names: Names, heads: int, width: int) ->
         **linear("attn_pool.mlp.fc1", "ffn.pool", "pool"),
         **linear("attn_pool.mlp.fc2", "pool", "ffn.pool"),
     }
-    d.norms.append(folding(d.head, "attn_pool.norm", "attn_pool.mlp.fc1"))
+    d.norms.append(foldable_norm(d.head, "attn_pool.norm", "attn_pool.mlp.fc1"))
     return ["attn_pool.kv"]
 
 

@@ -13,7 +13,7 @@ from regauge.models.families.pieces import (
     Draft,
     Names,
     attention,
-    folding,
+    foldable_norm,
     linear,
     neurons,
     norm,
@@ -74,8 +74,8 @@ def spec(c: Config, names: Names) -> Spec:
             **linear(at + words["down"], "stream", f"ffn.{i}"),
         }
         d.norms += [
-            folding(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv")),
-            folding(d.backbone, at + "layernorm_after", at + words["up"]),
+            foldable_norm(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv")),
+            foldable_norm(d.backbone, at + "layernorm_after", at + words["up"]),
         ]
     d.head = norm(f"{base}layernorm")
     d.outputs = {"last_hidden_state": "_ _ stream"}
@@ -85,10 +85,10 @@ def spec(c: Config, names: Names) -> Spec:
         d.head |= linear(f"{base}pooler.dense", "pool", "stream")
         d.outputs["pooler_output"] = "_ pool"
     for name in ("classifier", "cls_classifier", "distillation_classifier"):
-        if names.starts(f"{name}."):
+        if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream")
             readers.append(name)
-    if names.starts(
+    if names.has_prefix(
         "decoder.0."
     ):  # masked image modelling: a 1x1 convolution on the normalised stream
         d.head |= {"decoder.0.weight": "_ stream* _ _", "decoder.0.bias": "_"}
@@ -97,7 +97,7 @@ def spec(c: Config, names: Names) -> Spec:
         d.outputs = {"reconstruction": "_ _ _ _"} if readers == ["decoder.0"] else {"logits": "_ _"}
         if "distillation_classifier" in readers:
             d.outputs |= {"cls_logits": "_ _", "distillation_logits": "_ _"}
-        d.norms.append(folding(d.head, f"{base}layernorm", *readers))
+        d.norms.append(foldable_norm(d.head, f"{base}layernorm", *readers))
     d.notes.append(
         "tokens: patches may be shuffled after the position embedding; the class token is read "
         "at place 0"

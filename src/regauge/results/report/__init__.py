@@ -16,8 +16,8 @@ from typing import Any
 from regauge.errors import FindingsError, need
 from regauge.results.findings import Finding, Results, Table, from_json, to_json
 
-_SHOWN = 8  # failing findings that the summary names; it is to be read in ten seconds
-_DEEP = 4  # facts nested deeper than this are shown as one line
+_MAX_FAILED = 8  # failing findings that the summary names; it is to be read in ten seconds
+_MAX_DEPTH = 4  # facts nested deeper than this are shown as one line
 
 
 def page(results: Results) -> str:
@@ -27,14 +27,14 @@ def page(results: Results) -> str:
     need("jinja2", "report")
     from jinja2 import Environment, StrictUndefined
 
-    from regauge.results.report.plots import draw, panels
+    from regauge.results.report.plots import build_panels, draw_figure
 
-    results = _plain(results)
+    results = _to_plain(results)
     colour, words = verdict(results)
     sections: dict[str, list[tuple[int, Finding]]] = {}
     for i, finding in enumerate(results.findings):
         if finding.holds is not None:
-            sections.setdefault(section(finding), []).append((i, finding))
+            sections.setdefault(section_name(finding), []).append((i, finding))
     facts = dict(results.facts)
     command = facts.pop("command", None)
     told = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
@@ -45,18 +45,23 @@ def page(results: Results) -> str:
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
-    environment.globals |= {"number": number, "amount": amount, "fact": _fact, "numeric": _numeric}
+    environment.globals |= {
+        "number": format_number,
+        "amount": format_amount,
+        "fact": _format_fact,
+        "numeric": _is_numeric,
+    }
     template = environment.from_string(files(__name__).joinpath("page.html").read_text("utf-8"))
     return template.render(
         results=results,
         colour=colour,
         words=words,
-        failed=results.failed[:_SHOWN],
-        more=len(results.failed) - _SHOWN,
+        failed=results.failed[:_MAX_FAILED],
+        more=len(results.failed) - _MAX_FAILED,
         sections=sections,
         quiet=[(i, f) for i, f in enumerate(results.findings) if f.holds is None],
-        panels=panels(results.findings),
-        figures=[(f, *draw(f, f"f{i}-")) for i, f in enumerate(results.figures)],
+        panels=build_panels(results.findings),
+        figures=[(f, *draw_figure(f, f"f{i}-")) for i, f in enumerate(results.figures)],
         command=shlex.join(map(str, command)) if isinstance(command, list) else command,
         facts=facts,
         told=told,
@@ -79,24 +84,24 @@ def verdict(results: Results) -> tuple[str, str]:
     return "good", f"All {checked} checks hold" if checked > 1 else "The one check holds"
 
 
-def section(finding: Finding) -> str:
+def section_name(finding: Finding) -> str:
     """What a finding is listed under: its id up to the first slash."""
     return finding.id.split("/")[0]
 
 
-def amount(value: float | None, finding: Finding) -> str:
+def format_amount(value: float | None, finding: Finding) -> str:
     """A number of a finding: errors with two digits, and a power of ten where they are small; all
     else plainly.
     """
     small = value is not None and "error" in finding.measure and 0 < abs(value) < 0.1
     return (
-        _power(value)
+        _format_power(value)
         if value is not None and small
-        else number(value, 2 if "error" in finding.measure else 4)
+        else format_number(value, 2 if "error" in finding.measure else 4)
     )
 
 
-def number(value: Any, digits: int = 4) -> str:
+def format_number(value: Any, digits: int = 4) -> str:
     """A cell as text: numbers with the digits that say something; nan and inf as words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -107,24 +112,24 @@ def number(value: Any, digits: int = 4) -> str:
     if value == 0 or value != value or abs(value) == float("inf"):
         return "0" if value == 0 else str(value)
     if not 1e-3 <= abs(value) < 1e6:
-        return _power(value)
+        return _format_power(value)
     return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def _power(value: float) -> str:
+def _format_power(value: float) -> str:
     return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].strip('+')}{m[2]}", f"{value:.1e}")
 
 
-def _numeric(table: Table, column: int) -> bool:
+def _is_numeric(table: Table, column: int) -> bool:
     return any(isinstance(row[column], int | float) for row in table.rows if column < len(row))
 
 
-def _fact(value: Any, depth: int = _DEEP) -> Any:
+def _format_fact(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """A fact as the template shows it: (key, value) pairs, or one line of text."""
-    if isinstance(value, Mapping) and value and depth < _DEEP:
+    if isinstance(value, Mapping) and value and depth < _MAX_DEPTH:
         return list(value.items())
     if isinstance(value, list) and not any(isinstance(v, Mapping | list) for v in value):
-        return ", ".join(map(_fact, value)) or "none"
+        return ", ".join(map(_format_fact, value)) or "none"
     if isinstance(value, Mapping | list):
         return json.dumps(value, ensure_ascii=False)
     return (
@@ -132,11 +137,11 @@ def _fact(value: Any, depth: int = _DEEP) -> Any:
         if isinstance(value, float)
         else str(value)
         if isinstance(value, int) and not isinstance(value, bool)
-        else number(value)
+        else format_number(value)
     )
 
 
-def _plain(results: Results) -> Results:
+def _to_plain(results: Results) -> Results:
     """The results as their JSON says them, so that nothing else can show on the page; what is no
     finding is refused.
     """
@@ -147,7 +152,7 @@ def _plain(results: Results) -> Results:
             f"the results are not plain data: {error}",
             hint="facts, tables and figures hold text, numbers, lists and dicts",
         ) from error
-    faults = [f"finding {f.id!r}: {what}" for f in plain.findings if (what := _fault(f))]
+    faults = [f"finding {f.id!r}: {what}" for f in plain.findings if (what := _find_fault(f))]
     if faults:
         raise FindingsError(
             "\n  ".join([f"{len(faults)} findings cannot be shown", *faults[:20]]),
@@ -156,7 +161,7 @@ def _plain(results: Results) -> Results:
     return plain
 
 
-def _fault(finding: Finding) -> str:
+def _find_fault(finding: Finding) -> str:
     if not any(finding.holds is known for known in (True, False, None)):
         return f"holds is {finding.holds!r}, and not true, false or null"
     texts: Sequence[str] = ("id", "statement", "sentence", "source", "measure", "where")

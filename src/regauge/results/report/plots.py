@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from regauge.errors import FindingsError, need
 from regauge.results.findings import Figure, Finding
-from regauge.results.report import number, section
+from regauge.results.report import format_number, section_name
 
 # stand-ins in matplotlib's SVG, and what they become on the page
 _INK, _RULE = "#010101", "#010102"
@@ -59,14 +59,14 @@ class Panel(NamedTuple):
     dots: list[Dot]
 
 
-def panels(findings: Sequence[Finding]) -> list[Panel]:
+def build_panels(findings: Sequence[Finding]) -> list[Panel]:
     """The findings that have something to stand between, by section and measure: errors on a log
     axis, all else on a linear one.
     """
     groups: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for i, f in enumerate(findings):
         if f.value is not None and (f.floor is not None or f.ceiling is not None):
-            groups.setdefault((section(f), f.measure), []).append((i, f))
+            groups.setdefault((section_name(f), f.measure), []).append((i, f))
     return [_panel(*key, group) for key, group in groups.items()]
 
 
@@ -84,7 +84,7 @@ def _panel(name: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
         else (min([0.0, *scaled]), max([0.0, *scaled]))
     )
     high = high if high - low > 1 / _HUGE else low + 1
-    step = max(1, math.ceil((high - low) / 5)) if log else _step((high - low) / 4)
+    step = max(1, math.ceil((high - low) / 5)) if log else _tick_step((high - low) / 4)
     if not log:
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     left, right = (
@@ -121,12 +121,12 @@ def _panel(name: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
     return Panel(name, measure, 0.0 if log else first, ticks, dots)
 
 
-def _step(size: float) -> float:
+def _tick_step(size: float) -> float:
     power = 10.0 ** math.floor(math.log10(size))
     return next(power * n for n in (1, 2, 2.5, 5, 10) if power * n >= size * (1 - 1e-9))
 
 
-def draw(figure: Figure, prefix: str) -> tuple[Any, int]:
+def draw_figure(figure: Figure, prefix: str) -> tuple[Any, int]:
     """A figure's markup, and how many of its numbers could not be drawn (nan, inf; on a log axis
     also what is not positive).
     """
@@ -271,7 +271,7 @@ def _bars(figure: Figure, prefix: str) -> tuple[str, int]:
             )
             axes.bar_label(
                 bars,
-                [number(v) if math.isfinite(v) else "" for v in map(float, y)],
+                [format_number(v) if math.isfinite(v) else "" for v in map(float, y)],
                 padding=4,
                 fontsize=10,
             )
@@ -322,7 +322,7 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
             axes.text(
                 j,
                 i,
-                number(value if value == value else raw, 2),
+                format_number(value if value == value else raw, 2),
                 ha="center",
                 va="center",
                 fontsize=10,
@@ -397,7 +397,7 @@ def _plane(figure: Figure, prefix: str) -> tuple[str, int]:
             fraction=0.05,
             pad=0.03,
             label=_label(data.get("unit", "")),
-            format=lambda v, _: number(float(v), 3),
+            format=lambda v, _: format_number(float(v), 3),
         )
         bar.outline.set_visible(False)
 
@@ -548,11 +548,15 @@ def _log_labels(axis: Any) -> None:
     low, high = axis.get_view_interval()
     axis.set_major_formatter(
         FuncFormatter(
-            lambda x, _: number(float(x), 2) if 0.01 < x < 100 else f"1e{round(math.log10(x))}"
+            lambda x, _: (
+                format_number(float(x), 2) if 0.01 < x < 100 else f"1e{round(math.log10(x))}"
+            )
         )
     )
     axis.set_minor_formatter(
-        FuncFormatter(lambda x, _: number(float(x), 2)) if high < 20 * low else NullFormatter()
+        FuncFormatter(lambda x, _: format_number(float(x), 2))
+        if high < 20 * low
+        else NullFormatter()
     )
 
 

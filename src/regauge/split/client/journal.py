@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from regauge.checkpoints.documents import CONFIG_BYTES, parse_json, read_document
-from regauge.checkpoints.files import reading, write_bytes
+from regauge.checkpoints.files import wrap_read_errors, write_bytes
 from regauge.errors import RegaugeError
 from regauge.split.protocol.frames import Bytes
 
@@ -23,10 +23,10 @@ class JournalError(RegaugeError):
     """A journal that cannot be read, or that belongs to another run."""
 
 
-class Memory:
+class MemoryJournal:
     """A journal for as long as the process lives."""
 
-    is_lasting = False
+    is_persistent = False
 
     def __init__(self) -> None:
         self.session, self.secret = os.urandom(16).hex(), os.urandom(32)
@@ -51,7 +51,7 @@ class Memory:
     def abandon(self) -> None:
         """No server took the session: nothing is left of it."""
 
-    def forget(self, saved: int, marked: int) -> None:
+    def prune(self, saved: int, marked: int) -> None:
         """Drop requests that the server has kept (up to `saved`) and replies that the client's own
         checkpoint is past (up to `marked`).
         """
@@ -59,14 +59,14 @@ class Memory:
             del self.requests[n]
 
 
-class Folder:
+class FolderJournal:
     """A journal on the disk: a file for each request and for each reply."""
 
-    is_lasting = True
+    is_persistent = True
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        with reading(self.path):
+        with wrap_read_errors(self.path):
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             about = self.path / "session.json"
             self.is_new = not about.exists()
@@ -90,10 +90,10 @@ class Folder:
                     raise ValueError("its session or secret is not one")
             except (ValueError, KeyError, TypeError) as error:
                 raise JournalError(f"{about} cannot be read: {error}", hint=hint) from error
-        self.held: dict[str, set[int]] = {"request": set(), "reply": set()}
+        self.stored: dict[str, set[int]] = {"request": set(), "reply": set()}
         for file in self.path.iterdir():
-            if file.stem.isdigit() and file.suffix[1:] in self.held:
-                self.held[file.suffix[1:]].add(int(file.stem))
+            if file.stem.isdigit() and file.suffix[1:] in self.stored:
+                self.stored[file.suffix[1:]].add(int(file.stem))
 
     def request(self, n: int) -> list[bytes] | None:
         found = self._read("request", n)
@@ -109,34 +109,34 @@ class Folder:
         self._write("reply", n, data)
 
     def withdraw(self, n: int) -> None:
-        self._file("request", n).unlink(missing_ok=True)
-        self.held["request"].discard(n)
+        self._file_path("request", n).unlink(missing_ok=True)
+        self.stored["request"].discard(n)
 
     def abandon(self) -> None:
-        if self.is_new and not self.held["request"]:
+        if self.is_new and not self.stored["request"]:
             (self.path / "session.json").unlink(missing_ok=True)
 
-    def forget(self, saved: int, marked: int) -> None:
+    def prune(self, saved: int, marked: int) -> None:
         # A request is held against what a repeated run asks, so that it stays as long as its reply
         # does.
         upto = {"request": min(saved, marked), "reply": marked}
-        for kind, held in self.held.items():
+        for kind, held in self.stored.items():
             for n in [n for n in held if n <= upto[kind]]:
-                self._file(kind, n).unlink(missing_ok=True)
+                self._file_path(kind, n).unlink(missing_ok=True)
                 held.discard(n)
 
-    def _file(self, kind: str, n: int) -> Path:
+    def _file_path(self, kind: str, n: int) -> Path:
         return self.path / f"{n:09d}.{kind}"
 
     def _read(self, kind: str, n: int) -> bytes | None:
-        if n not in self.held[kind]:
+        if n not in self.stored[kind]:
             return None
-        with reading(self.path):
-            return self._file(kind, n).read_bytes()
+        with wrap_read_errors(self.path):
+            return self._file_path(kind, n).read_bytes()
 
     def _write(self, kind: str, n: int, data: Bytes) -> None:
-        write_bytes(self._file(kind, n), data, mode=0o600)
-        self.held[kind].add(n)
+        write_bytes(self._file_path(kind, n), data, mode=0o600)
+        self.stored[kind].add(n)
 
 
-Journal = Memory | Folder
+Journal = MemoryJournal | FolderJournal

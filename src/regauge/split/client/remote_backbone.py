@@ -23,16 +23,31 @@ import torch
 
 from regauge.core.element import Element
 from regauge.core.rng import secret_of
-from regauge.defences.split import BatchShuffle, Defence, DefenceError, Draw, Rows, leave, ordered
+from regauge.defences.split import (
+    BatchShuffle,
+    Defence,
+    DefenceError,
+    KeyedRandom,
+    Rows,
+    apply_defences,
+    parse_defences,
+)
 from regauge.errors import CutError, RegaugeError
 from regauge.locking.authorize import is_authorized
 from regauge.locking.optimizer_guard import PERMUTED, member_kind
 from regauge.models.cut import Crossing, cut
 from regauge.models.families import Boundary
-from regauge.split.client.journal import Folder, Journal, Memory
+from regauge.split.client.journal import FolderJournal, Journal, MemoryJournal
 from regauge.split.client.request_log import RequestLog
 from regauge.split.protocol.frames import CODECS, Frame, FrameError, Kind, Limits, Value
-from regauge.split.protocol.messages import CACHE, PROTOCOL, blocks_of, described, exact_of, pack
+from regauge.split.protocol.messages import (
+    CACHE,
+    PROTOCOL,
+    blocks_of,
+    describe_model,
+    exact_keys,
+    pack,
+)
 from regauge.split.protocol.transport import Transport
 
 Tensor = torch.Tensor
@@ -66,14 +81,14 @@ def connect(
     drawn from; without it they are from the system's randomness. `key` is the id of the key of the
     lock, if the server is to compare it. `patience` is how many seconds may pass without a reply.
     """
-    kept = Folder(journal) if isinstance(journal, str | Path) else journal or Memory()
+    kept = FolderJournal(journal) if isinstance(journal, str | Path) else journal or MemoryJournal()
     shuffled = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
     return RemoteBackbone(
         model,
         transport,
         kept,
         element,
-        ordered(shuffled),
+        parse_defences(shuffled),
         codec,
         secret,
         key,
@@ -117,18 +132,18 @@ class RemoteBackbone:
             element.require()
         self.cut = cut(model, config, boundaries=boundaries)
         self.element, self.defences = element, tuple(defences)
-        self.moves = any(
+        self.moves_rows = any(
             isinstance(d, Rows | BatchShuffle) for d in defences
         )  # do tokens leave their places?
-        if self.moves:
-            self._require_rows(model)
+        if self.moves_rows:
+            self._require_movable_rows(model)
         self.secret = journal.secret if secret is None else secret_of(secret)
-        self.fresh: Callable[[], str] = lambda: os.urandom(
+        self.make_nonce: Callable[[], str] = lambda: os.urandom(
             8
         ).hex()  # what a prediction draws from, beside the secret
         limits = limits or Limits()
         about: dict[str, Value] = {
-            **described(self.cut, config),
+            **describe_model(self.cut, config),
             "protocol": PROTOCOL,
             "key": key,
             "codec": codec,
@@ -139,18 +154,18 @@ class RemoteBackbone:
         )
         if not journal.reply(1):
             try:
-                self.log.greet()  # a wrong model is refused here, and not in the first step
+                self.log.handshake()  # a wrong model is refused here, and not in the first step
             except BaseException:
                 journal.abandon()
                 raise
-        self.alive: set[int] = set()  # forward passes that may have a backward pass yet
-        self.dead: list[int] = []  # and those that will not
-        self.is_kept = (
+        self.open_passes: set[int] = set()  # forward passes that may have a backward pass yet
+        self.abandoned: list[int] = []  # and those that will not
+        self.is_optimizer_checked = (
             False  # does the server's optimizer keep what the element does? looked at once
         )
-        self.stepping = False  # is the server to be told when the engine is through?
+        self.is_step_pending = False  # is the server to be told when the engine is through?
         self.anchor = torch.zeros((), requires_grad=True)
-        self.caches: weakref.WeakKeyDictionary[Any, _Remembered] = weakref.WeakKeyDictionary()
+        self.caches: weakref.WeakKeyDictionary[Any, _RemoteCache] = weakref.WeakKeyDictionary()
         self.frozen = [
             p
             for b in self.cut.boundaries
@@ -159,15 +174,15 @@ class RemoteBackbone:
             if p.requires_grad
         ]
         self.route = self.cut.route(self._cross)
-        self.entry = (
-            model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        self.input_hook = (
+            model.register_forward_pre_hook(self._defend_inputs, with_kwargs=True)
             if any(d.stage == 0 for d in defences)
             else None
         )
         for p in self.frozen:
             p.requires_grad_(False)
 
-    def _require_rows(self, model: torch.nn.Module) -> None:
+    def _require_movable_rows(self, model: torch.nn.Module) -> None:
         for b in self.cut.boundaries:
             if "token" not in b.leave:
                 raise CutError(
@@ -188,8 +203,8 @@ class RemoteBackbone:
         same journal may go on.
         """
         self.route.remove()
-        if self.entry is not None:
-            self.entry.remove()
+        if self.input_hook is not None:
+            self.input_hook.remove()
         for p in self.frozen:
             p.requires_grad_(True)
         self.frozen = []
@@ -197,7 +212,7 @@ class RemoteBackbone:
     def end(self) -> None:
         """Close, and let the server forget the session, once it has all of it."""
         self.close()
-        self.log.end()
+        self.log.end_session()
 
     def __enter__(self) -> RemoteBackbone:
         return self
@@ -206,9 +221,9 @@ class RemoteBackbone:
         self.close()
 
     @property
-    def told(self) -> dict[str, Value]:
+    def server_info(self) -> dict[str, Value]:
         """What the server says of itself: its optimizer, its limits, how far the session is."""
-        return dict(self.log.welcome or self.log.greet())
+        return dict(self.log.welcome or self.log.handshake())
 
     def state_dict(self) -> dict[str, Any]:
         """For the client's own checkpoint, beside its model and its optimizer: which requests they
@@ -217,7 +232,7 @@ class RemoteBackbone:
         return {
             "session": self.log.journal.session,
             "number": self.log.number,
-            "dead": list(self.dead),
+            "dead": list(self.abandoned),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,48 +242,48 @@ class RemoteBackbone:
                 "the checkpoint is of another session than the journal",
                 hint="name the folder that it was made with",
             )
-        self.log.number, self.dead = int(state["number"]), [int(n) for n in state["dead"]]
+        self.log.number, self.abandoned = int(state["number"]), [int(n) for n in state["dead"]]
 
-    def saved(self) -> None:
+    def mark_saved(self) -> None:
         """Say that a checkpoint with `state_dict()` is on the disk: the journal drops what is not
         needed to go on from there.
         """
-        self.log.mark()
+        self.log.mark_checkpoint()
 
     # One pass
 
     def _cross(self, crossing: Crossing) -> Tensor:
         learns = torch.is_grad_enabled()
         if learns:
-            self._require_kept()
+            self._require_compatible_optimizer()
         cache = crossing.inputs.get(CACHE)
         if cache is not None:
             self._require_cache(cache, learns)
-        there, home = leave(self.defences, crossing, self._draw())
-        there = there if self.element is None else there.moved(self.element)
-        z = self._trained(there) if learns else self._predicted(there, cache)
+        there, home = apply_defences(self.defences, crossing, self._random_source())
+        there = there if self.element is None else there.transform(self.element)
+        z = self._trained(there) if learns else self._predict(there, cache)
         if z.shape[0] != crossing.stream.shape[0]:
             raise FrameError(
                 "shape",
                 f"the server returned a stream of shape {list(z.shape)} for "
                 f"{list(crossing.stream.shape)}",
             )
-        return home(z if self.element is None else crossing.restored(self.element, z))
+        return home(z if self.element is None else crossing.restore(self.element, z))
 
-    def _draw(self) -> Draw:
+    def _random_source(self) -> KeyedRandom:
         """What this pass draws from: a request that is made again draws the same; a prediction,
         which is not, draws afresh.
         """
-        return Draw(
+        return KeyedRandom(
             self.secret,
-            str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{self.fresh()}",
+            str(self.log.number + 1) if torch.is_grad_enabled() else f"predict/{self.make_nonce()}",
         )
 
-    def _enter(
+    def _defend_inputs(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The defences on images, before the model's embedding sees them."""
-        draw, found = self._draw(), 0
+        draw, found = self._random_source(), 0
 
         def defended(value: Any) -> Any:
             nonlocal found
@@ -276,7 +291,7 @@ class RemoteBackbone:
                 return value
             found += 1
             for defence in self.defences:
-                value = defence.enter(value, draw)
+                value = defence.apply_to_images(value, draw)
             return value
 
         inputs = tuple(map(defended, args)), {key: defended(value) for key, value in kwargs.items()}
@@ -290,16 +305,21 @@ class RemoteBackbone:
 
     def _trained(self, there: Crossing) -> Tensor:
         values, tensors = pack(there)
-        return _Remote.apply(  # type: ignore[no-any-return, no-untyped-call]
+        return _RemoteForward.apply(  # type: ignore[no-any-return, no-untyped-call]
             self, there.boundary, values, list(tensors), self.anchor, *tensors.values()
         )
 
-    def _require_kept(self) -> None:
+    def _require_compatible_optimizer(self) -> None:
         """Refuse to train under an element that the server's optimizer does not keep: it would not
         be the plain training.
         """
         told = self.log.welcome
-        if self.element is None or told is None or not told.get("trains") or self.is_kept:
+        if (
+            self.element is None
+            or told is None
+            or not told.get("trains")
+            or self.is_optimizer_checked
+        ):
             return
         for space, member in self.element.members.items():
             kind = member_kind(member)
@@ -310,26 +330,26 @@ class RemoteBackbone:
                     hint="lock by (signed) permutations to train; a rotation needs a server "
                     "with sgd, and frozen unit gains",
                 )
-        self.is_kept = True
+        self.is_optimizer_checked = True
 
-    def _stepped(self) -> None:
+    def _send_step(self) -> None:
         """The loss has been gone through, and a pass is open that was none of its own."""
-        if self.stepping:
-            self.stepping = False
-            self.log.ask(Frame(Kind.STEP))
+        if self.is_step_pending:
+            self.is_step_pending = False
+            self.log.submit(Frame(Kind.STEP))
 
-    def _predicted(self, there: Crossing, cache: Any) -> Tensor:
+    def _predict(self, there: Crossing, cache: Any) -> Tensor:
         values, tensors = pack(there)
         remembered = None
         if cache is not None:
-            remembered = self.caches.setdefault(cache, _Remembered())
-            values |= remembered.asked(cache)
+            remembered = self.caches.setdefault(cache, _RemoteCache())
+            values |= remembered.request_values(cache)
         reply = self.log.predict(
-            Frame(Kind.FORWARD, 0, values, tensors), exact_of(there.boundary, tensors)
+            Frame(Kind.FORWARD, 0, values, tensors), exact_keys(there.boundary, tensors)
         )
         if remembered is not None:
-            remembered.answered(cache, there.stream)
-        return _stream(reply, there.stream, there.boundary)
+            remembered.advance(cache, there.stream)
+        return _read_stream(reply, there.stream, there.boundary)
 
     def _require_cache(self, cache: Any, learns: bool) -> None:
         if not hasattr(cache, "layers") or not hasattr(cache, "get_seq_length"):
@@ -346,7 +366,7 @@ class RemoteBackbone:
                 "a cache that is filled does not cross while gradients are wanted",
                 hint="use torch.no_grad(), or use_cache=False",
             )
-        if self.moves:
+        if self.moves_rows:
             raise CutError(
                 "rows that were shuffled do not fit a cache",
                 hint="generate with use_cache=False, or connect with rows=None",
@@ -358,21 +378,23 @@ class RemoteBackbone:
             )
 
 
-class _Waits:
+class _PendingBackward:
     """A forward pass that waits for its backward pass, for as long as its graph lives."""
 
     def __init__(self, link: RemoteBackbone, number: int) -> None:
-        link.alive.add(number)
-        self.end = weakref.finalize(self, _died, link.alive, link.dead, number)
-        self.end.atexit = False
+        link.open_passes.add(number)
+        self.abandon = weakref.finalize(
+            self, _mark_abandoned, link.open_passes, link.abandoned, number
+        )
+        self.abandon.atexit = False
 
 
-def _died(alive: set[int], dead: list[int], number: int) -> None:
+def _mark_abandoned(alive: set[int], dead: list[int], number: int) -> None:
     alive.discard(number)
     dead.append(number)
 
 
-class _Remote(torch.autograd.Function):
+class _RemoteForward(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -388,26 +410,26 @@ class _Remote(torch.autograd.Function):
             for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)
         ]
         named = dict(zip(keys, tensors, strict=True))
-        released = sorted(link.dead)
+        released = sorted(link.abandoned)
         asks: dict[str, Value] = {
             **values,
             "wants": [k for k, w in zip(keys, wanted, strict=True) if w],
             "release": list(released),
         }
-        reply = link.log.ask(Frame(Kind.FORWARD, 0, asks, named), exact_of(boundary, named))
+        reply = link.log.submit(Frame(Kind.FORWARD, 0, asks, named), exact_keys(boundary, named))
         for n in released:  # others may have died meanwhile
-            link.dead.remove(n)
+            link.abandoned.remove(n)
         ctx.link, ctx.keys, ctx.wanted, ctx.number = link, keys, wanted, reply.number
         ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
-        ctx.waits = _Waits(link, reply.number)
-        z = _stream(reply, named[boundary.stream], boundary)
+        ctx.waits = _PendingBackward(link, reply.number)
+        z = _read_stream(reply, named[boundary.stream], boundary)
         if not bool(torch.isfinite(z).all()):  # in a prediction, rows that are padding may be
             raise FrameError("nonfinite", "the server's stream holds NaN or Inf")
         return z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, slope: Tensor) -> Any:
+    def backward(ctx: Any, grad_output: Tensor) -> Any:
         link, number = ctx.link, ctx.number
         if not ctx.waits.end.alive:
             raise CutError(
@@ -419,10 +441,10 @@ class _Remote(torch.autograd.Function):
         is_last = link.alive == {number}
         if not is_last and not link.stepping:
             link.stepping = True
-            torch.autograd.Variable._execution_engine.queue_callback(link._stepped)
+            torch.autograd.Variable._execution_engine.queue_callback(link._send_step)
         try:
             reply = link.log.ask(
-                Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": slope})
+                Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": grad_output})
             )
         except RegaugeError:
             ctx.waits.end()  # it will have no other
@@ -445,7 +467,7 @@ class _Remote(torch.autograd.Function):
         return (None, None, None, None, None, *out)
 
 
-def _stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
+def _read_stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
     z = reply.tensors.get("stream")
     if z is None or z.dtype != like.dtype or z.dim() != like.dim():
         raise FrameError("stream", "the server's reply has no stream of the right kind")
@@ -456,7 +478,7 @@ def _stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
     return z.to(like.device)
 
 
-class _Remembered:
+class _RemoteCache:
     """The server's cache of one generation, as the client knows it.
 
     The client's own cache is filled with one number for each token, the row that it belongs to: it
@@ -464,18 +486,18 @@ class _Remembered:
     """
 
     def __init__(self) -> None:
-        self.name, self.turn, self.count = os.urandom(8).hex(), 0, 0
+        self.name, self.turn, self.rows = os.urandom(8).hex(), 0, 0
 
-    def asked(self, cache: Any) -> dict[str, Value]:
+    def request_values(self, cache: Any) -> dict[str, Value]:
         values: dict[str, Value] = {"cache": self.name, "turn": self.turn + 1}
         if self.turn:
             order = [int(i) for i in cache.layers[0].keys[:, 0, -1, 0].tolist()]
-            if order != list(range(self.count)):
+            if order != list(range(self.rows)):
                 values["rows"] = list(order)
         return values
 
-    def answered(self, cache: Any, stream: Tensor) -> None:
-        self.turn, self.count = self.turn + 1, stream.shape[0]
+    def advance(self, cache: Any, stream: Tensor) -> None:
+        self.turn, self.rows = self.turn + 1, stream.shape[0]
         row = torch.arange(stream.shape[0], dtype=torch.float32).view(-1, 1, 1, 1)
         for i in range(len(cache.layers)):
             cache.update(

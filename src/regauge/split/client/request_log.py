@@ -26,15 +26,15 @@ from regauge.split.protocol.frames import (
     chunks,
     decode,
     encode,
-    marks,
+    frame_identity,
 )
 from regauge.split.protocol.transport import Transport, TransportError
 
 # Refusals that mean that the server does not have what was sent before.
-_BEFORE = frozenset({"gap", "session"})
+_STATE_LOST = frozenset({"gap", "session"})
 # ... and those that only the line can be the reason of: what was sent had another checksum, and all
 # of its bytes.
-_ON_THE_WAY = frozenset({"checksum", "length"})
+_CORRUPTED_IN_TRANSIT = frozenset({"checksum", "length"})
 
 
 class RequestLog:
@@ -61,11 +61,11 @@ class RequestLog:
             sleep,
         )
         self.number = 0  # of the last request that was answered
-        self.saved = self.marked = 0
+        self.saved = self.checkpointed = 0
         self.tickets = 0
         self.welcome: dict[str, Value] | None = None
 
-    def greet(self) -> dict[str, Value]:
+    def handshake(self) -> dict[str, Value]:
         """Say HELLO, and be told how far the session is."""
         reply, _ = self._exchange(
             encode(Frame(Kind.HELLO, 0, self.hello)),
@@ -75,10 +75,10 @@ class RequestLog:
             name: _printable(value) if isinstance(value, str) else value
             for name, value in reply.values.items()
         }
-        self._note(reply)
+        self._update_saved(reply)
         return self.welcome
 
-    def ask(self, frame: Frame, exact: Collection[str] = ()) -> Frame:
+    def submit(self, frame: Frame, exact: Collection[str] = ()) -> Frame:
         """The reply to the next request. `frame` has no number yet."""
         n = self.number + 1
         sent = Frame(
@@ -99,16 +99,16 @@ class RequestLog:
             reply = decode(told, self.limits)
         else:
             self.journal.put_request(n, data)
-            reply, came = self._once(n, data)
+            reply, came = self._send_in_order(n, data)
             self.journal.put_reply(n, came)
         self.number = n
-        self._note(reply)
+        self._update_saved(reply)
         return reply
 
     def predict(self, frame: Frame, exact: Collection[str] = ()) -> Frame:
         """The reply to a request that changes nothing."""
         if self.welcome is None:
-            self.greet()
+            self.handshake()
         self.tickets += 1
         ticket = self.tickets
         sent = Frame(
@@ -124,38 +124,38 @@ class RequestLog:
                     data, lambda f: f.kind is Kind.OUTPUT and f.values.get("ticket") == ticket
                 )[0]
             except RefusedError as error:
-                if error.code not in _BEFORE:
+                if error.code not in _STATE_LOST:
                     raise
-                self.greet()
+                self.handshake()
         raise TransportError(
             "the server forgets the session at once",
             hint="does something else answer at its address?",
         )
 
-    def mark(self) -> int:
+    def mark_checkpoint(self) -> int:
         """Say that the client has a checkpoint of its own with all that was answered so far:
         replies up to here are not needed again.
         """
-        self.marked = self.number
-        self.journal.forget(self.saved, self.marked)
-        return self.marked
+        self.checkpointed = self.number
+        self.journal.prune(self.saved, self.checkpointed)
+        return self.checkpointed
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Make sure that the server has answered all that was asked. One that was started again may
         have lost the last requests, and would be sent them with the next one, which does not come
         if this was the last.
         """
         if self.number:
-            self._replay(self._done(), self.number + 1)
+            self._replay(self._fetch_done(), self.number + 1)
 
-    def end(self) -> None:
+    def end_session(self) -> None:
         """Let the server forget the session, once it has all of it. One that does not answer will
         have to forget it by itself.
         """
         bye = encode(Frame(Kind.BYE, 0, {"session": self.journal.session, "done": self.number}))
         with suppress(FrameError, TransportError):
             while True:
-                self.settle()
+                self.flush()
                 try:
                     self._exchange(bye, lambda f: f.kind is Kind.BYE)
                     return
@@ -163,7 +163,7 @@ class RequestLog:
                     if error.code != "gap":  # it was started again meanwhile
                         raise
 
-    def leave(self) -> None:
+    def abandon_session(self) -> None:
         """Let the server forget a session that nobody will go on with, whatever it has of it, if it
         answers soon.
         """
@@ -173,18 +173,18 @@ class RequestLog:
                 lambda f: f.kind is Kind.BYE,
             )
 
-    def _once(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
+    def _send_in_order(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
         """The reply to request n and its bytes, after everything before it is there too."""
         if self.welcome is None:
-            self._replay(self._done(), n)
+            self._replay(self._fetch_done(), n)
         while True:
             try:
-                return self._sent(n, data)
+                return self._send(n, data)
             except RefusedError as error:
-                if error.code not in _BEFORE:
+                if error.code not in _STATE_LOST:
                     self.journal.withdraw(n)
                     raise
-                self._replay(self._done(), n)
+                self._replay(self._fetch_done(), n)
 
     def _replay(self, done: int, n: int) -> None:
         if done > n:
@@ -205,14 +205,16 @@ class RequestLog:
                     "from your own checkpoint",
                 )
             try:
-                self._sent(k, data)
+                self._send(k, data)
             except RefusedError as error:
-                if error.code not in _BEFORE:
+                if error.code not in _STATE_LOST:
                     raise
-                k = self._done()  # it was started again meanwhile, and has lost some of these too
+                k = (
+                    self._fetch_done()
+                )  # it was started again meanwhile, and has lost some of these too
             k += 1
 
-    def _sent(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
+    def _send(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
         return self._exchange(
             [memoryview(piece) for piece in data],
             lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT, Kind.ACKNOWLEDGE),
@@ -225,7 +227,7 @@ class RequestLog:
         raised, with its code.
         """
         began, delay, strange = time.monotonic(), 0.002, 0
-        number, check = marks(request[0])
+        number, check = frame_identity(request[0])
         while True:
             try:
                 data = self.transport.exchange(request)
@@ -234,13 +236,13 @@ class RequestLog:
                     return reply, data
                 why = "what came back is no reply to this"
                 if reply.kind is Kind.ERROR:
-                    refused = _refused(reply)
+                    refused = _to_error(reply)
                     why, checked = str(refused), reply.values.get("check")
                     if checked == check and reply.number == number and refused.code != "busy":
                         raise refused
                     # A refusal that does not say of what is of bytes that were no frame: they may
                     # be so once, on their way, but not always.
-                    strange += checked is None and refused.code not in _ON_THE_WAY
+                    strange += checked is None and refused.code not in _CORRUPTED_IN_TRANSIT
                     if strange > 4:
                         raise refused
             except RefusedError:
@@ -255,21 +257,21 @@ class RequestLog:
             self.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, 1.0)
 
-    def _note(self, reply: Frame) -> None:
+    def _update_saved(self, reply: Frame) -> None:
         saved = reply.values.get("saved")
         if type(saved) is int and saved > self.saved:
             self.saved = saved
-            self.journal.forget(self.saved, self.marked)
+            self.journal.prune(self.saved, self.checkpointed)
 
-    def _done(self) -> int:
+    def _fetch_done(self) -> int:
         """How many requests of this session the server has answered, by its own word."""
-        found = self.greet().get("done")
+        found = self.handshake().get("done")
         if type(found) is not int or found < 0:
             raise FrameError("done", 'the server does not say how many requests are "done"')
         return found
 
 
-def _refused(reply: Frame) -> RefusedError:
+def _to_error(reply: Frame) -> RefusedError:
     code, message = reply.values.get("code"), _printable(reply.values.get("message"))
     return RefusedError(
         _printable(code)[:32],

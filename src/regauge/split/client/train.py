@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.errors import CheckpointError, RegaugeError
 from regauge.split.client.remote_backbone import RemoteBackbone
 from regauge.split.master_weights import MasterOptimizer, are_finite
 from regauge.split.server import checkpoint
-from regauge.split.server.executor import drawn_by
+from regauge.split.server.executor import seeded_rng
 from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
-CLIENT = "client"  # the folder of the client's checkpoint in its journal
+CHECKPOINT_FOLDER = "client"  # the folder of the client's checkpoint in its journal
 
 
 class RunError(RegaugeError):
@@ -41,25 +41,25 @@ class Run:
     """How long, with how many examples at a time, and drawn from which seed."""
 
     steps: int
-    batch: int
+    batch_size: int
     seed: int = 0
 
-    def rows(self, examples: Examples, n: int) -> np.ndarray:
+    def batch_indices(self, examples: Examples, n: int) -> np.ndarray:
         """The examples of the n-th batch: every epoch has an order of its own."""
-        each = math.ceil(len(examples) / self.batch)
+        each = math.ceil(len(examples) / self.batch_size)
         order = np.random.default_rng([self.seed, n // each]).permutation(len(examples))
-        return order[(n % each) * self.batch :][: self.batch]
+        return order[(n % each) * self.batch_size :][: self.batch_size]
 
 
 def train(
     model: torch.nn.Module,
     link: RemoteBackbone,
     examples: Examples,
-    own: OptimizerConfig,
+    config: OptimizerConfig,
     run: Run,
     *,
     folder: Path | None = None,
-    every: int = 50,
+    save_every: int = 50,
     on_step: Callable[[int, float], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[float]:
@@ -76,19 +76,19 @@ def train(
     )
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad and not p.is_meta}
-    optimizer = MasterOptimizer(own, trained)
+    optimizer = MasterOptimizer(config, trained)
     digest = hashlib.sha256(
-        canonical(
+        canonical_json(
             [
-                run.batch,
+                run.batch_size,
                 run.seed,
                 len(examples),
-                sorted(map(str, own.told().items())),
+                sorted(map(str, config.to_dict().items())),
                 sorted(trained),
             ]
         )
     ).hexdigest()
-    kept = None if folder is None else checkpoint.load(folder / CLIENT)
+    kept = None if folder is None else checkpoint.load(folder / CHECKPOINT_FOLDER)
     begin = 0
     if kept is not None:
         if kept.digest != digest:
@@ -104,28 +104,33 @@ def train(
 
     def save(step: int) -> None:
         if folder is not None:
-            copy = checkpoint.Copy(step, 0, 0, trained, optimizer.moments(), {}, optimizer.half)
-            checkpoint.save(
-                folder / CLIENT,
-                checkpoint.Kept(digest, step, copy, sessions={"link": link.state_dict()}),
+            copy = checkpoint.TrainingState(
+                step, 0, 0, trained, optimizer.moments(), {}, optimizer.half
             )
-            link.saved()
+            checkpoint.save(
+                folder / CHECKPOINT_FOLDER,
+                checkpoint.SplitCheckpoint(
+                    digest, step, copy, sessions={"link": link.state_dict()}
+                ),
+            )
+            link.mark_saved()
 
     for step in range(begin, run.steps):
         if stop is not None and stop():
             save(step)
             return losses
         total = 0.0
-        for part in range(own.accumulate):
-            n = step * own.accumulate + part
-            inputs, labels = examples.batch(run.rows(examples, n))
+        for part in range(config.accumulate):
+            n = step * config.accumulate + part
+            inputs, labels = examples.batch(run.batch_indices(examples, n))
             moved = {
                 k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
                 for k, v in inputs.items()
             }
-            with drawing(run.seed, n):
+            with batch_rng(run.seed, n):
                 loss = (
-                    loss_of(examples, logits_of(model, moved), labels.to(device)) / own.accumulate
+                    loss_of(examples, logits_of(model, moved), labels.to(device))
+                    / config.accumulate
                 )
                 loss.backward()  # type: ignore[no-untyped-call]
             optimizer.collect()
@@ -134,9 +139,9 @@ def train(
         losses.append(total)
         if on_step is not None:
             on_step(step + 1, total)
-        if (step + 1) % every == 0 and step + 1 < run.steps:
+        if (step + 1) % save_every == 0 and step + 1 < run.steps:
             save(step + 1)
-    link.log.settle()
+    link.log.flush()
     save(run.steps)
     return losses
 
@@ -144,7 +149,7 @@ def train(
 def measure(
     model: torch.nn.Module,
     examples: Examples,
-    batch: int,
+    batch_size: int,
     progress: Progress | None = None,
 ) -> dict[str, float]:
     """The mean loss, and with it the accuracy (of several answers to each example, their mean), or
@@ -154,8 +159,8 @@ def measure(
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     nats = right = count = 0.0
     model.eval()
-    for at in range(0, len(examples), batch):
-        inputs, labels = examples.batch(np.arange(at, min(at + batch, len(examples))))
+    for at in range(0, len(examples), batch_size):
+        inputs, labels = examples.batch(np.arange(at, min(at + batch_size, len(examples))))
         moved, labels = (
             {
                 k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
@@ -165,7 +170,7 @@ def measure(
         )
         with torch.no_grad():
             logits = logits_of(model, moved)
-        if examples.multi:
+        if examples.multi_label:
             nats += (
                 float(
                     torch.nn.functional.binary_cross_entropy_with_logits(
@@ -179,7 +184,7 @@ def measure(
                 count + labels.numel(),
             )
             if progress is not None:
-                progress(min(at + batch, len(examples)), len(examples), "")
+                progress(min(at + batch_size, len(examples)), len(examples), "")
             continue
         if examples.causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
@@ -197,7 +202,7 @@ def measure(
         )
         right, count = right + float((guess == labels)[counted].sum()), count + n
         if progress is not None:
-            progress(min(at + batch, len(examples)), len(examples), "")
+            progress(min(at + batch_size, len(examples)), len(examples), "")
     loss = nats / count
     found = {"loss": loss, "accuracy": right / count, "examples": float(len(examples))}
     return found | (
@@ -206,7 +211,7 @@ def measure(
 
 
 def _restore(
-    optimizer: MasterOptimizer, kept: checkpoint.Kept, folder: Path | None
+    optimizer: MasterOptimizer, kept: checkpoint.SplitCheckpoint, folder: Path | None
 ) -> Mapping[str, Any]:
     """Load embedding, head and optimizer state, and return the state of the link."""
     link = kept.sessions.get("link", {})
@@ -234,8 +239,8 @@ def _restore(
     return link
 
 
-def drawing(seed: int, n: int) -> AbstractContextManager[None]:
+def batch_rng(seed: int, n: int) -> AbstractContextManager[None]:
     """Random numbers that are a function of the seed and the batch's number: a step that is
     repeated draws the same.
     """
-    return drawn_by(f"{seed}/{n}")
+    return seeded_rng(f"{seed}/{n}")

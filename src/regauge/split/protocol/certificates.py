@@ -33,7 +33,7 @@ def make_certificates(
     folder = Path(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    root = _certificate(
+    root = _sign_certificate(
         "regauge split",
         key.public_key(),
         "regauge split",
@@ -41,14 +41,14 @@ def make_certificates(
         days,
         [(x509.BasicConstraints(ca=True, path_length=0), True)],
     )
-    _write(folder / "authority.pem", _pem(root), 0o644)
+    _write(folder / "authority.pem", _to_pem(root), 0o644)
     out: dict[str, Tls] = {}
     usage = x509.oid.ExtendedKeyUsageOID
     wanted: list[tuple[str, list[tuple[Any, bool]]]] = [
         (
             "server",
             [
-                (x509.SubjectAlternativeName([_name(n) for n in names]), False),
+                (x509.SubjectAlternativeName([_alternative_name(n) for n in names]), False),
                 (x509.ExtendedKeyUsage([usage.SERVER_AUTH]), False),
             ],
         )
@@ -58,7 +58,7 @@ def make_certificates(
     ]
     for name, more in wanted:
         own = ec.generate_private_key(ec.SECP256R1())
-        made = _certificate(
+        made = _sign_certificate(
             name,
             own.public_key(),
             "regauge split",
@@ -66,13 +66,13 @@ def make_certificates(
             days,
             [(x509.BasicConstraints(ca=False, path_length=None), True), *more],
         )
-        _write(folder / f"{name}.pem", _pem(made), 0o644)
-        _write(folder / f"{name}.key", _pem(own), 0o600)
+        _write(folder / f"{name}.pem", _to_pem(made), 0o644)
+        _write(folder / f"{name}.key", _to_pem(own), 0o600)
         out[name] = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
     return out
 
 
-def _certificate(
+def _sign_certificate(
     name: str, public: Any, issuer: str, key: Any, days: int, extensions: Sequence[tuple[Any, bool]]
 ) -> x509.Certificate:
     from cryptography import x509
@@ -97,7 +97,7 @@ def _certificate(
     return made.sign(key, hashes.SHA256())
 
 
-def _name(text: str) -> Any:
+def _alternative_name(text: str) -> Any:
     from cryptography import x509
 
     try:
@@ -106,7 +106,7 @@ def _name(text: str) -> Any:
         return x509.DNSName(text)
 
 
-def _pem(thing: Any) -> bytes:
+def _to_pem(thing: Any) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     if hasattr(thing, "private_bytes"):

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from regauge.checkpoints.files import reading
+from regauge.checkpoints.files import wrap_read_errors
 from regauge.errors import CheckpointError
 from regauge.locking.keys import read_private
 from regauge.split.protocol.frames import CHUNK, PIECE, chunks
 from regauge.split.protocol.transport import TransportError
 
-SMALL, HALF = 1 << 16, 0.5  # bytes of the smallest piece, and seconds that a larger one may take
+MIN_PIECE, PIECE_SECONDS = (
+    1 << 16,
+    0.5,
+)  # bytes of the smallest piece, and seconds that a larger one may take
 
 # Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone
 # does not).
@@ -74,7 +77,7 @@ class Tls:
             (self.certificate, "certificate"),
             (self.key, "private key"),
         ):
-            with reading(path):
+            with wrap_read_errors(path):
                 found.append(
                     Path(path).read_bytes() if what == "certificate" else read_private(path, what)
                 )
@@ -107,18 +110,18 @@ class Loop:
     happiest with one.
     """
 
-    _made: asyncio.AbstractEventLoop | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
     _lock = threading.Lock()
 
     @classmethod
     def get(cls) -> asyncio.AbstractEventLoop:
         with cls._lock:
-            if cls._made is None:
-                cls._made = asyncio.new_event_loop()
+            if cls._loop is None:
+                cls._loop = asyncio.new_event_loop()
                 threading.Thread(
-                    target=cls._made.run_forever, name="regauge-split", daemon=True
+                    target=cls._loop.run_forever, name="regauge-split", daemon=True
                 ).start()
-            return cls._made
+            return cls._loop
 
     @classmethod
     def run(cls, work: Any, seconds: float | None = None) -> Any:
@@ -134,7 +137,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self.size, self.sent, self.seconds = SMALL, 0.0, 0.0
+        self.size, self.sent, self.seconds = MIN_PIECE, 0.0, 0.0
 
     def pieces(self, parts: Sequence[memoryview]) -> Iterator[bytes]:
         """The bytes in pieces. The time that a piece took is the time until the next one is asked
@@ -153,8 +156,8 @@ class Pace:
                     self.seconds / 2 + time.monotonic() - began,
                 )
                 at += len(piece)
-                fits = int(HALF * self.sent / max(self.seconds, 1e-9))
-                self.size = max(SMALL, min(PIECE, 2 * self.size, fits))
+                fits = int(PIECE_SECONDS * self.sent / max(self.seconds, 1e-9))
+                self.size = max(MIN_PIECE, min(PIECE, 2 * self.size, fits))
 
 
 def is_loopback(address: str) -> bool:
@@ -169,7 +172,7 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def require_private(address: str, tls: Tls | None, insecure: bool) -> None:
+def require_private_address(address: str, tls: Tls | None, insecure: bool) -> None:
     port = re.search(r".:(\d{1,5})$", address)
     if not address.startswith("unix:") and (
         port is None or int(port[1]) > 65535

@@ -36,7 +36,7 @@ Bytes = bytes | bytearray | memoryview
 Value = str | int | float | bool | None | list["Value"]
 MAGIC, VERSION = b"rgsp", 2
 HEADER = struct.Struct("<4sBBHIQQ16s")
-BARE = HEADER.size - 16  # the header without its checksum
+UNCHECKED_SIZE = HEADER.size - 16  # the header without its checksum
 ALIGN = 64
 CHUNK = 1 << 20
 PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
@@ -51,10 +51,10 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CODECS = ("", "BF16", "F16", "Q8")  # as they are; in half the bytes; in a quarter
 BITS = "BITS"  # chosen by itself, where nothing is lost
-_PATTERNS = {
+_INTEGER_DTYPES = {
     1: torch.uint8,
     2: torch.int16,
     4: torch.int32,
@@ -125,19 +125,19 @@ class PackedTensors(Mapping[str, Tensor]):
 
     def __init__(self, rows: Mapping[str, tuple[str, tuple[int, ...], str, memoryview]]) -> None:
         self._rows = dict(rows)
-        self._found: dict[str, Tensor] = {}
+        self._unpacked: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._found:
+        if name not in self._unpacked:
             dtype, shape, codec, data = self._rows[name]
-            self._found[name] = _unpacked(data, dtype, shape, codec)
+            self._unpacked[name] = _unpack_tensor(data, dtype, shape, codec)
             self._rows[name] = (
                 dtype,
                 shape,
                 codec,
                 memoryview(b""),
             )  # the packed bytes are not needed any more
-        return self._found[name]
+        return self._unpacked[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -145,7 +145,7 @@ class PackedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def declared(self) -> dict[str, Tensor]:
+    def to_meta(self) -> dict[str, Tensor]:
         """Return tensors of the declared dtypes and shapes on the meta device, without
         unpacking.
         """
@@ -155,10 +155,10 @@ class PackedTensors(Mapping[str, Tensor]):
         }
 
 
-def declared(frame: Frame) -> dict[str, Tensor]:
+def declared_tensors(frame: Frame) -> dict[str, Tensor]:
     """Return the dtypes and shapes of a frame's tensors as tensors on the meta device."""
     if isinstance(frame.tensors, PackedTensors):
-        return frame.tensors.declared()
+        return frame.tensors.to_meta()
     return {
         name: torch.empty(t.shape, dtype=t.dtype, device="meta")
         for name, t in frame.tensors.items()
@@ -167,7 +167,7 @@ def declared(frame: Frame) -> dict[str, Tensor]:
 
 def nbytes(frame: Frame) -> int:
     """Return the bytes of a frame's tensors when they are unpacked, without unpacking them."""
-    return sum(t.numel() * t.element_size() for t in declared(frame).values())
+    return sum(t.numel() * t.element_size() for t in declared_tensors(frame).values())
 
 
 def checksum(*parts: Bytes) -> bytes:
@@ -211,29 +211,31 @@ def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[m
     rows: list[list[Any]] = []
     parts: list[memoryview] = []
     for name, tensor in frame.tensors.items():
-        if tensor.dtype not in NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise FrameError(
                 "dtype",
                 f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross',
             )
         plain = tensor.detach().cpu()
-        halves = _in_bits(plain) if name in exact or tensor.dtype is torch.bool else None
+        halves = _pack_bits(plain) if name in exact or tensor.dtype is torch.bool else None
         used = (
             codec
             if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim()
             else ""
         )
         rows.append(
-            [name, NAMES[tensor.dtype], list(tensor.shape), used if halves is None else BITS]
+            [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), used if halves is None else BITS]
         )
-        parts += [_bytes_of(t) for t in (_packed(plain, used) if halves is None else halves)]
+        parts += [
+            _tensor_bytes(t) for t in (_pack_tensor(plain, used) if halves is None else halves)
+        ]
     table = json.dumps(
         {"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False
     ).encode()
     table += b" " * (-(HEADER.size + len(table)) % ALIGN)
     bare = HEADER.pack(
         MAGIC, VERSION, int(frame.kind), 0, len(table), sum(map(len, parts)), frame.number, b""
-    )[:BARE]
+    )[:UNCHECKED_SIZE]
     return [memoryview(bare + checksum(bare, table, *parts) + table), *(p for p in parts if len(p))]
 
 
@@ -270,48 +272,48 @@ class Assembler:
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
-        self.limits, self.head = limits or Limits(), bytearray()
-        self.whole: memoryview | None = None  # of a frame whose header is here
+        self.limits, self.header = limits or Limits(), bytearray()
+        self.buffer: memoryview | None = None  # of a frame whose header is here
         self.filled = 0
 
     def feed(self, chunk: bytes) -> Iterator[Frame]:
         """The frames that are complete with this chunk."""
-        for data in self.cut(chunk):
+        for data in self.split(chunk):
             yield decode(data, self.limits)
 
-    def cut(self, chunk: bytes) -> Iterator[Bytes]:
+    def split(self, chunk: bytes) -> Iterator[Bytes]:
         """The bytes of the frames that are complete with this chunk. One that is all of a frame is
         not copied.
         """
-        if self.is_between and length_of(chunk, self.limits) == len(chunk):
+        if self.is_empty and frame_length(chunk, self.limits) == len(chunk):
             yield chunk
             return
         view, at = memoryview(chunk), 0
         while at < len(view):
-            if self.whole is None:
-                piece = view[at : at + HEADER.size - len(self.head)]
-                self.head += piece
+            if self.buffer is None:
+                piece = view[at : at + HEADER.size - len(self.header)]
+                self.header += piece
                 at += len(piece)
-                if len(self.head) < HEADER.size:
+                if len(self.header) < HEADER.size:
                     return
                 # The system gives these pages when they are written to, so that a header alone
                 # costs nothing.
-                self.whole = memoryview(
-                    np.empty(HEADER.size + sum(_lengths(self.head, self.limits)), np.uint8)  # type: ignore[arg-type]
+                self.buffer = memoryview(
+                    np.empty(HEADER.size + sum(_parse_header(self.header, self.limits)), np.uint8)  # type: ignore[arg-type]
                 )
-                self.whole[: HEADER.size] = self.head
-                self.filled, self.head = HEADER.size, bytearray()
-            piece = view[at : at + len(self.whole) - self.filled]
-            self.whole[self.filled : self.filled + len(piece)] = piece
+                self.buffer[: HEADER.size] = self.header
+                self.filled, self.header = HEADER.size, bytearray()
+            piece = view[at : at + len(self.buffer) - self.filled]
+            self.buffer[self.filled : self.filled + len(piece)] = piece
             at, self.filled = at + len(piece), self.filled + len(piece)
-            if self.filled == len(self.whole):
-                whole, self.whole = self.whole, None
+            if self.filled == len(self.buffer):
+                whole, self.buffer = self.buffer, None
                 yield whole
 
     @property
-    def is_between(self) -> bool:
+    def is_empty(self) -> bool:
         """Is no frame half here?"""
-        return self.whole is None and not self.head
+        return self.buffer is None and not self.header
 
 
 def decode(data: Bytes, limits: Limits | None = None) -> Frame:
@@ -319,7 +321,7 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
     but in place in a buffer that can be written to, as an assembler's can.
     """
     limits = limits or Limits()
-    table, payload = _lengths(data, limits)
+    table, payload = _parse_header(data, limits)
     if len(data) != HEADER.size + table + payload:
         raise FrameError(
             "length",
@@ -328,14 +330,14 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
         )
     view, (kind, number, check) = memoryview(data), (data[5], *HEADER.unpack_from(data)[6:])
     if (
-        checksum(view[:BARE], view[HEADER.size :]) != check
+        checksum(view[:UNCHECKED_SIZE], view[HEADER.size :]) != check
     ):  # of all but itself: a number that was changed would be another request
         raise FrameError("checksum", "the frame's bytes are not those that were sent")
-    values, rows = _table(bytes(view[HEADER.size : HEADER.size + table]), limits)
+    values, rows = _parse_table(bytes(view[HEADER.size : HEADER.size + table]), limits)
     packed: dict[str, tuple[str, tuple[int, ...], str, memoryview]] = {}
     at, held = HEADER.size + table, 0
     for name, dtype, shape, codec in rows:
-        size = _size(dtype, shape, codec)
+        size = _packed_size(dtype, shape, codec)
         if at + size > len(data):
             raise FrameError("length", f'the payload ends before "{name}" does')
         held += prod(shape) * DTYPES[dtype].itemsize
@@ -351,12 +353,12 @@ def decode(data: Bytes, limits: Limits | None = None) -> Frame:
     return Frame(Kind(kind), number, values, PackedTensors(packed), int.from_bytes(check, "little"))
 
 
-def length_of(data: Bytes, limits: Limits) -> int | None:
+def frame_length(data: Bytes, limits: Limits) -> int | None:
     """How many bytes the frame has that begins here, or None where its header is not whole yet."""
-    return HEADER.size + sum(_lengths(data, limits)) if len(data) >= HEADER.size else None
+    return HEADER.size + sum(_parse_header(data, limits)) if len(data) >= HEADER.size else None
 
 
-def marks(data: memoryview) -> tuple[int, int]:
+def frame_identity(data: memoryview) -> tuple[int, int]:
     """The number and the checksum of a frame whose bytes begin here: what a reply to it is known
     by.
     """
@@ -364,7 +366,7 @@ def marks(data: memoryview) -> tuple[int, int]:
     return number, int.from_bytes(check, "little")
 
 
-def _lengths(data: Bytes, limits: Limits) -> tuple[int, int]:
+def _parse_header(data: Bytes, limits: Limits) -> tuple[int, int]:
     """What a header declares, if it is one that may be answered."""
     if len(data) < HEADER.size:
         raise FrameError(
@@ -399,11 +401,11 @@ def _lengths(data: Bytes, limits: Limits) -> tuple[int, int]:
     return table, payload
 
 
-def _table(
+def _parse_table(
     text: bytes, limits: Limits
 ) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
     try:
-        found = json.loads(text, parse_constant=_no_constant, parse_float=_finite)
+        found = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
         raise FrameError("table", "the frame's table is no JSON") from error
     if (
@@ -445,11 +447,11 @@ def _table(
     return found["values"], out
 
 
-def _no_constant(text: str) -> None:
+def _reject_constant(text: str) -> None:
     raise ValueError(text)
 
 
-def _finite(text: str) -> float:
+def _parse_finite(text: str) -> float:
     """A number that can be written again: 1e999 is read as infinity, which is not JSON."""
     found = float(text)
     if not isfinite(found):
@@ -457,7 +459,7 @@ def _finite(text: str) -> float:
     return found
 
 
-def _size(dtype: str, shape: Sequence[int], codec: str) -> int:
+def _packed_size(dtype: str, shape: Sequence[int], codec: str) -> int:
     count = prod(shape)
     if codec == "Q8":
         return 4 * prod(shape[:-1]) + count
@@ -466,7 +468,7 @@ def _size(dtype: str, shape: Sequence[int], codec: str) -> int:
     return count * DTYPES[codec or dtype].itemsize
 
 
-def _packed(tensor: Tensor, codec: str) -> list[Tensor]:
+def _pack_tensor(tensor: Tensor, codec: str) -> list[Tensor]:
     if codec != "Q8":
         return [tensor.to(DTYPES[codec]) if codec else tensor]
     scale = (
@@ -478,13 +480,13 @@ def _packed(tensor: Tensor, codec: str) -> list[Tensor]:
     return [scale, rounded]
 
 
-def _in_bits(tensor: Tensor) -> list[Tensor] | None:
+def _pack_bits(tensor: Tensor) -> list[Tensor] | None:
     """A tensor that has no more than two different values (of bits, so that 0 and -0 are two) as
     those, and one bit for each entry. None if it has more, or if nothing would be won.
     """
     if tensor.numel() < 64:
         return None
-    flat = tensor.contiguous().view(-1).view(_PATTERNS[tensor.element_size()])
+    flat = tensor.contiguous().view(-1).view(_INTEGER_DTYPES[tensor.element_size()])
     if len(set(flat[:256].tolist())) > 2:
         return None
     is_other = flat != flat[0]
@@ -494,9 +496,9 @@ def _in_bits(tensor: Tensor) -> list[Tensor] | None:
     return [torch.stack([flat[0], other]), torch.from_numpy(np.packbits(is_other.numpy()))]
 
 
-def _from_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _unpack_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     split = 2 * dtype.itemsize
-    one, other = _tensor_of(data[:split], _PATTERNS[dtype.itemsize], (2,))
+    one, other = _read_tensor(data[:split], _INTEGER_DTYPES[dtype.itemsize], (2,))
     is_other = torch.from_numpy(
         np.unpackbits(np.frombuffer(data[split:], np.uint8), count=prod(shape))
     )
@@ -504,22 +506,22 @@ def _from_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return found.ne(0) if dtype is torch.bool else found.view(dtype)
 
 
-def _unpacked(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> Tensor:
+def _unpack_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> Tensor:
     if codec == BITS:
-        return _from_bits(data, DTYPES[dtype], shape)
+        return _unpack_bits(data, DTYPES[dtype], shape)
     if codec != "Q8":
-        return _tensor_of(data, DTYPES[codec or dtype], shape).to(DTYPES[dtype])
+        return _read_tensor(data, DTYPES[codec or dtype], shape).to(DTYPES[dtype])
     split = 4 * prod(shape[:-1])
     scale, rounded = (
-        _tensor_of(data[:split], torch.float32, (*shape[:-1], 1)),
-        _tensor_of(data[split:], torch.int8, shape),
+        _read_tensor(data[:split], torch.float32, (*shape[:-1], 1)),
+        _read_tensor(data[split:], torch.int8, shape),
     )
     return (rounded * scale).to(DTYPES[dtype])
 
 
-def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+def _read_tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     if dtype is torch.bool:  # whatever is not 0 is true: torch takes no other byte than 1 for it
-        return _tensor_of(data, torch.uint8, shape).ne(0)
+        return _read_tensor(data, torch.uint8, shape).ne(0)
     if (
         len(data)
         and not data.readonly
@@ -534,6 +536,6 @@ def _tensor_of(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> 
     return out
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def _tensor_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from regauge.core import axes as ax
-from regauge.core.canonical import canonical
+from regauge.core.canonical import canonical_json
 from regauge.errors import CutError, RegaugeError
-from regauge.models.cut import ROWS, Call, Crossing, Cut
+from regauge.models.cut import TOKEN_SPACES, Call, Crossing, Cut
 from regauge.models.families import Boundary, family_of
 from regauge.models.resolve import config_of, spec_of
 from regauge.split.protocol.frames import Frame, FrameError, Value
@@ -30,22 +30,22 @@ Tensor = torch.Tensor
 
 # What a client's model asks of blocks that are not its own is answered for it: caches stay with the
 # server, and so do attentions.
-_SILENT = {
+_OVERRIDES = {
     "past_key_values": None,
     "past_key_value": None,
     "layer_past": None,
     "use_cache": False,
     "cache_position": None,
 }
-_REFUSED = ("output_attentions", "output_router_logits")
+_SERVER_ONLY = ("output_attentions", "output_router_logits")
 CACHE = "past_key_values"
 PROTOCOL = 1  # of the conversation; the layout of a frame has a version of its own
-_OF_THE_LOSS = frozenset(
+_LOSS_ARGUMENTS = frozenset(
     {"num_items_in_batch"}
 )  # what transformers' Trainer says to the loss passes by the blocks, which have no use for it
 
 
-def described(where: Cut, config: Mapping[str, Any] | None = None) -> dict[str, Value]:
+def describe_model(where: Cut, config: Mapping[str, Any] | None = None) -> dict[str, Value]:
     """What two sides must agree on: the family, the boundaries, the sizes of all spaces, the shapes
     of the blocks' weights.
 
@@ -73,7 +73,7 @@ def described(where: Cut, config: Mapping[str, Any] | None = None) -> dict[str, 
             ]
         )
         depth.append(len(blocks_of(where, b)))
-    digest = hashlib.sha256(canonical([family, sizes, parts])).hexdigest()[:32]
+    digest = hashlib.sha256(canonical_json([family, sizes, parts])).hexdigest()[:32]
     return {
         "family": family,
         "digest": digest,
@@ -110,25 +110,25 @@ def pack(crossing: Crossing) -> tuple[dict[str, Value], dict[str, Tensor]]:
     dropped: set[str] = set()
     for key, value in crossing.inputs.items():
         name = key.partition("@")[0]
-        if name in _REFUSED and value:
+        if name in _SERVER_ONLY and value:
             raise CutError(
                 f'"{name}" is made by blocks that are on the server, and does not cross',
                 hint=f"call the model with {name}=False",
             )
-        if name in _OF_THE_LOSS and _is_extra(crossing, name):
+        if name in _LOSS_ARGUMENTS and _is_extra_kwarg(crossing, name):
             dropped.add(key)
             continue
-        given = _SILENT.get(name, value)
+        given = _OVERRIDES.get(name, value)
         if isinstance(given, Tensor):
             tensors[key] = given
         elif (
             isinstance(given, tuple | list) and given and all(isinstance(v, Tensor) for v in given)
         ):
             tensors |= {f"{key}.{i}": v for i, v in enumerate(given)}
-        elif (given is None or name in _REFUSED) and _is_extra(crossing, name):
+        elif (given is None or name in _SERVER_ONLY) and _is_extra_kwarg(crossing, name):
             dropped.add(key)
         else:
-            plain.append([key, _plain(name, given)])
+            plain.append([key, _to_plain(name, given)])
     layouts: list[Value] = []
     order: list[Value] = []
     for call in crossing.calls:
@@ -141,12 +141,12 @@ def pack(crossing: Crossing) -> tuple[dict[str, Value], dict[str, Tensor]]:
     return {**values, "plain": plain, "layouts": layouts, "order": order}, tensors
 
 
-def _is_extra(crossing: Crossing, name: str) -> bool:
+def _is_extra_kwarg(crossing: Crossing, name: str) -> bool:
     """Is there no such argument: is it one of `**kwargs`?"""
     return not any(name in inspect.signature(b.forward).parameters for b in crossing.blocks)
 
 
-def _plain(name: str, value: Any) -> Value:
+def _to_plain(name: str, value: Any) -> Value:
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple | list) and all(isinstance(v, int) for v in value):
@@ -159,17 +159,17 @@ def _plain(name: str, value: Any) -> Value:
     )
 
 
-def exact_of(boundary: Boundary, keys: Mapping[str, Any]) -> frozenset[str]:
+def exact_keys(boundary: Boundary, keys: Mapping[str, Any]) -> frozenset[str]:
     """The tensors that no codec may round: all but those that have an axis of the model's own."""
     return frozenset(key for key in keys if not _is_features(boundary, key))
 
 
 def _is_features(boundary: Boundary, key: str) -> bool:
-    axes = boundary.enter.get(_name(key))
-    return axes is not None and bool(ax.spaces(axes) - ROWS)
+    axes = boundary.enter.get(_argument_name(key))
+    return axes is not None and bool(ax.spaces(axes) - TOKEN_SPACES)
 
 
-def _name(key: str) -> str:
+def _argument_name(key: str) -> str:
     return key.partition("@")[0].partition(".")[0]
 
 
@@ -193,8 +193,8 @@ def unpack(
             hint=f"it has {', '.join(repr(b.name) for b in where.boundaries)}",
         )
     blocks = blocks_of(where, boundary)
-    inputs = _inputs(frame)
-    calls = tuple(_calls(frame, boundary, blocks, inputs))
+    inputs = _parse_inputs(frame)
+    calls = tuple(_parse_calls(frame, boundary, blocks, inputs))
     if not isinstance(inputs.get(boundary.stream), Tensor):
         raise FrameError("stream", f'there is no tensor "{boundary.stream}", which is the stream')
     used = {key for call in calls for _, key in call.kwargs}
@@ -204,23 +204,23 @@ def unpack(
     for key in sorted(
         inputs, key=lambda k: k != boundary.stream
     ):  # the stream first: it says how many tokens there are
-        for part in _parts(inputs[key]):
+        for part in _iter_tensors(inputs[key]):
             axes = boundary.enter.get(key.partition("@")[0])
             if axes is not None:
                 _require_shape(key, part, axes, bound, length)
-            _require_numbers(key, part, is_mask=not _is_features(boundary, key))
+            _require_finite(key, part, is_mask=not _is_features(boundary, key))
     stream: Tensor = inputs[boundary.stream]
     if stream.dtype != dtype:
         raise FrameError(
             "dtype",
-            f'"{boundary.stream}" is {_said(stream.dtype)}, and the server computes in '
-            f"{_said(dtype)}",
+            f'"{boundary.stream}" is {_dtype_name(stream.dtype)}, and the server computes in '
+            f"{_dtype_name(dtype)}",
         )
-    moved = {key: _on(value, device) for key, value in inputs.items()}
+    moved = {key: _to_device(value, device) for key, value in inputs.items()}
     return Crossing(boundary, moved, calls, blocks, tuple(b.__call__ for b in blocks))
 
 
-def _inputs(frame: Frame) -> dict[str, Any]:
+def _parse_inputs(frame: Frame) -> dict[str, Any]:
     out: dict[str, Any] = {}
     tuples: dict[str, dict[int, Tensor]] = {}
     for key, tensor in frame.tensors.items():
@@ -235,7 +235,7 @@ def _inputs(frame: Frame) -> dict[str, Any]:
         if sorted(found) != list(range(len(found))) or stem in out:
             raise FrameError("layout", f"the parts of {stem!r:.64} are not 0, 1, 2, ...")
         out[stem] = tuple(found[i] for i in range(len(found)))
-    for row in _list(frame, "plain"):
+    for row in _get_list(frame, "plain"):
         if (
             not (isinstance(row, list) and len(row) == 2 and isinstance(row[0], str))
             or row[0] in out
@@ -248,16 +248,16 @@ def _inputs(frame: Frame) -> dict[str, Any]:
             value = tuple(value)
         elif not (value is None or isinstance(value, bool | int | float)):
             raise FrameError("layout", f"{key!r:.64} is neither a number nor a few whole ones")
-        if key.partition("@")[0] in _REFUSED and value:
+        if key.partition("@")[0] in _SERVER_ONLY and value:
             raise FrameError("arguments", f'"{key}" stays on the server')
         out[key] = value
     return out
 
 
-def _calls(
+def _parse_calls(
     frame: Frame, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], inputs: Mapping[str, Any]
 ) -> Iterator[Call]:
-    layouts, order = _list(frame, "layouts"), _list(frame, "order")
+    layouts, order = _get_list(frame, "layouts"), _get_list(frame, "order")
     if len(order) != len(blocks):
         raise FrameError(
             "layout", f"the layout is for {len(order)} blocks, and the backbone has {len(blocks)}"
@@ -303,14 +303,14 @@ def _calls(
         yield Call((), tuple((a, k) for a, k in layout))
 
 
-def _list(frame: Frame, name: str) -> list[Any]:
+def _get_list(frame: Frame, name: str) -> list[Any]:
     found = frame.values.get(name)
     if not isinstance(found, list):
         raise FrameError("layout", f'"{name}" is not a list')
     return found
 
 
-def _parts(value: Any) -> Iterator[Tensor]:
+def _iter_tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):
@@ -329,9 +329,9 @@ def _require_shape(key: str, tensor: Tensor, axes: str, bound: dict[str, int], l
         raise wrong
     for term, n in zip(terms, tensor.shape, strict=True):
         if isinstance(term, ax.Leaf):
-            if term.space in ROWS and n > length:
+            if term.space in TOKEN_SPACES and n > length:
                 raise FrameError("limit", f"{key!r:.64} has {n} tokens, of at most {length}")
-            is_row, known = term.space in ROWS, bound.get(term.space)
+            is_row, known = term.space in TOKEN_SPACES, bound.get(term.space)
             if known is None and is_row:
                 bound[term.space] = n
             elif known is not None and n != known and not (is_row and n == 1):
@@ -344,7 +344,7 @@ def _require_shape(key: str, tensor: Tensor, axes: str, bound: dict[str, int], l
             raise wrong
 
 
-def _require_numbers(key: str, tensor: Tensor, *, is_mask: bool) -> None:
+def _require_finite(key: str, tensor: Tensor, *, is_mask: bool) -> None:
     if (
         not tensor.is_floating_point() or tensor.is_meta
     ):  # a tensor on the meta device stands for one that is declared and not unpacked yet
@@ -355,11 +355,11 @@ def _require_numbers(key: str, tensor: Tensor, *, is_mask: bool) -> None:
         raise FrameError("nonfinite", f"{key!r:.64} holds NaN or Inf")
 
 
-def _said(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _on(value: Any, device: torch.device) -> Any:
+def _to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
-    return tuple(_on(v, device) for v in value) if isinstance(value, tuple) else value
+    return tuple(_to_device(v, device) for v in value) if isinstance(value, tuple) else value

@@ -12,7 +12,9 @@ from regauge.split.server.sessions import Session
 Tensor = torch.Tensor
 
 
-def reply(session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tensor]) -> bytes:
+def encode_reply(
+    session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tensor]
+) -> bytes:
     """Tensors for whoever sent the frame, in the codec and within the limits of the session."""
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     if size > session.limits.payload:
@@ -22,10 +24,12 @@ def reply(session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tens
     values: dict[str, Value] = {"session": frame.values["session"], "saved": session.saved}
     if "ticket" in frame.values:
         values["ticket"] = frame.values["ticket"]
-    return bytes_of(Frame(kind, frame.number, values, tensors), session.codec)
+    return frame_bytes(Frame(kind, frame.number, values, tensors), session.codec)
 
 
-def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0) -> bytes:
+def encode_error(
+    error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0
+) -> bytes:
     """What is wrong, as bytes for the other side."""
     values: dict[str, Value] = {
         "code": error.code,
@@ -36,8 +40,8 @@ def refusal(error: FrameError, frame: Frame | None = None, done: int = 0, saved:
     }
     if frame is not None:
         values["check"] = frame.check
-    return bytes_of(Frame(Kind.ERROR, 0 if frame is None else frame.number, values))
+    return frame_bytes(Frame(Kind.ERROR, 0 if frame is None else frame.number, values))
 
 
-def bytes_of(frame: Frame, codec: str = "") -> bytes:
+def frame_bytes(frame: Frame, codec: str = "") -> bytes:
     return b"".join(encode(frame, codec))

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from regauge.errors import RegaugeError
 from regauge.split.protocol.frames import Assembler, Bytes, FrameError, chunks
-from regauge.split.protocol.replies import refusal
+from regauge.split.protocol.replies import encode_error
 from regauge.split.server.host import Host
 
 
@@ -45,5 +45,5 @@ def deliver(host: Host, pieces: object, peer: str = "") -> bytes:
             for frame in assembler.feed(piece):
                 return host.answer(frame, peer)
     except FrameError as error:
-        return refusal(error)
+        return encode_error(error)
     raise TransportError("the request ended before it was whole")

@@ -33,24 +33,24 @@ class TrainableBackbone:
         self, cut: Cut, training: OptimizerConfig | None, snapshot: Snapshot | None = None
     ) -> None:
         self.cut, self.training = cut, training
-        self.names = {name: p for b in cut.boundaries for name, p in _named(cut, b)}
-        self.trained = {
-            n: p for n, p in self.names.items() if p.requires_grad and training is not None
+        self.parameters = {name: p for b in cut.boundaries for name, p in _named_parameters(cut, b)}
+        self.trainable = {
+            n: p for n, p in self.parameters.items() if p.requires_grad and training is not None
         }
         self.optimizer = (
-            MasterOptimizer(training, self.trained, snapshot)
-            if training is not None and self.trained
+            MasterOptimizer(training, self.trainable, snapshot)
+            if training is not None and self.trainable
             else None
         )
-        self.step = self.waiting = self.since = 0
-        self.unused: checkpoint.Copy | None = (
+        self.step = self.losses_since_step = self.steps_since_mean = 0
+        self.inactive_state: checkpoint.TrainingState | None = (
             None  # the checkpoint's training state of parameters that are not trained now
         )
 
     def copy(self) -> TrainableBackbone:
         """Blocks of its own with the same weights, and an optimizer that begins."""
         made = TrainableBackbone(
-            Cut(_shell(self.cut), self.cut.boundaries),
+            Cut(_copy_blocks(self.cut), self.cut.boundaries),
             self.training,
             None if self.optimizer is None else self.optimizer.snapshot,
         )
@@ -76,7 +76,7 @@ class TrainableBackbone:
     def blocks(self) -> tuple[torch.nn.Module, ...]:
         return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
 
-    def nbytes(self, spare: int = 0, *, snapshot: bool = False) -> int:
+    def nbytes(self, extra_gradients: int = 0, *, snapshot: bool = False) -> int:
         """Return the bytes of the weights, their gradients and the optimizer's state, and of
         `spare` more gradients.
 
@@ -93,9 +93,9 @@ class TrainableBackbone:
             else sum(m.numel() * m.element_size() for m in self.optimizer.half.values())
         )
         moments = 0 if self.training is None else 1 if self.training.optimizer == "sgd" else 2
-        return weights + half + (1 + moments + spare + (1 + moments) * snapshot) * masters
+        return weights + half + (1 + moments + extra_gradients + (1 + moments) * snapshot) * masters
 
-    def count(self) -> bool:
+    def count_loss(self) -> bool:
         """Count a loss whose gradients are there, and take a step after enough of them. Return
         whether it was taken now.
 
@@ -104,12 +104,12 @@ class TrainableBackbone:
         """
         if self.optimizer is None or self.training is None or not self.gradients():
             return False
-        self.waiting += 1
-        if self.waiting < self.training.accumulate:
+        self.losses_since_step += 1
+        if self.losses_since_step < self.training.accumulate:
             return False
-        self.waiting = 0
+        self.losses_since_step = 0
         self.optimizer.step(self.step)
-        self.step, self.since = self.step + 1, self.since + 1
+        self.step, self.steps_since_mean = self.step + 1, self.steps_since_mean + 1
         return True
 
     # What is kept
@@ -131,7 +131,7 @@ class TrainableBackbone:
     def gradients(self) -> dict[str, Tensor]:
         return {} if self.optimizer is None else self.optimizer.gradients()
 
-    def saved(self) -> checkpoint.Copy:
+    def training_state(self) -> checkpoint.TrainingState:
         """Return what a checkpoint holds of it. The state of parameters that are not trained now is
         passed on from the last one: a server that only serves for a while loses no moments.
 
@@ -140,10 +140,10 @@ class TrainableBackbone:
         """
         moments: dict[str, Mapping[str, Tensor]] = dict(self.moments())
         gradients, masters = self.gradients(), {} if self.optimizer is None else self.optimizer.half
-        if self.unused is not None:
-            moments = {**self.unused.optimizer, **moments}
-            gradients = {**self.unused.gradients, **gradients}
-            masters = {**self.unused.masters, **masters}
+        if self.inactive_state is not None:
+            moments = {**self.inactive_state.optimizer, **moments}
+            gradients = {**self.inactive_state.gradients, **gradients}
+            masters = {**self.inactive_state.masters, **masters}
         self.require_finite(
             (
                 *gradients.values(),
@@ -151,19 +151,25 @@ class TrainableBackbone:
                 *(t for found in moments.values() for t in found.values()),
             )
         )
-        return checkpoint.Copy(
-            self.step, self.waiting, self.since, self.state(), moments, gradients, masters
+        return checkpoint.TrainingState(
+            self.step,
+            self.losses_since_step,
+            self.steps_since_mean,
+            self.state(),
+            moments,
+            gradients,
+            masters,
         )
 
     def require_finite(self, more: Iterable[Tensor] = ()) -> None:
         """Refuse to save weights with NaN or Inf. Buffers, such as masks, may hold Inf."""
-        if not are_finite((*self.names.values(), *more)):
+        if not are_finite((*self.parameters.values(), *more)):
             raise CheckpointError(
                 "the backbone's weights or its optimizer's state hold NaN or Inf",
                 hint="start from weights or a checkpoint that are finite",
             )
 
-    def restore(self, kept: checkpoint.Copy, where: object) -> None:
+    def restore(self, kept: checkpoint.TrainingState, where: object) -> None:
         """Go on from a checkpoint.
 
         Raises:
@@ -179,7 +185,7 @@ class TrainableBackbone:
         held = {
             "sgd" if "momentum_buffer" in m else "adamw"
             for n, m in kept.optimizer.items()
-            if m and n in self.trained
+            if m and n in self.trainable
         }
         if self.training is not None and held - {
             "sgd" if self.training.optimizer == "sgd" else "adamw"
@@ -194,16 +200,20 @@ class TrainableBackbone:
                 tensor.copy_(kept.weights[name])
         if self.optimizer is not None:
             self.optimizer.restore(kept)
-        self.unused = replace(
+        self.inactive_state = replace(
             kept,
             weights={},
-            optimizer={n: m for n, m in kept.optimizer.items() if n not in self.trained},
-            gradients={n: g for n, g in kept.gradients.items() if n not in self.trained},
-            masters={n: m for n, m in kept.masters.items() if n not in self.trained},
+            optimizer={n: m for n, m in kept.optimizer.items() if n not in self.trainable},
+            gradients={n: g for n, g in kept.gradients.items() if n not in self.trainable},
+            masters={n: m for n, m in kept.masters.items() if n not in self.trainable},
         )
-        self.step, self.waiting, self.since = kept.step, kept.waiting, kept.since
+        self.step, self.losses_since_step, self.steps_since_mean = (
+            kept.step,
+            kept.losses_since_step,
+            kept.steps_since_mean,
+        )
 
-    def require_trained(self, weights: Mapping[str, Tensor]) -> None:
+    def require_valid_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Raise ValueError unless these are finite weights for each trained parameter."""
         if {n: (t.shape, t.dtype) for n, t in weights.items()} != {
             n: (m.shape, m.dtype) for n, m in self.masters.items()
@@ -212,7 +222,7 @@ class TrainableBackbone:
         if not are_finite(weights.values()):
             raise ValueError("weights of a session that has left hold NaN or Inf")
 
-    def _faults(self, kept: checkpoint.Copy) -> list[str]:
+    def _faults(self, kept: checkpoint.TrainingState) -> list[str]:
         state = self.state()
         out = [f'"{name}" is missing' for name in state if name not in kept.weights]
         out += [f'unexpected tensor "{name[:100]}"' for name in kept.weights if name not in state]
@@ -224,13 +234,13 @@ class TrainableBackbone:
                     f"{list(like.shape)} in {dtype_name(like)}"
                 )
                 out.append(f'"{name}" is {shapes}')
-            elif found is not None and name in self.names and not are_finite([found]):
+            elif found is not None and name in self.parameters and not are_finite([found]):
                 out.append(f'"{name}" holds NaN or Inf')
         for what, tensors in (("gradient", kept.gradients), ("master weight", kept.masters)):
             for name, found in tensors.items():
                 fits = (
-                    name in self.names
-                    and found.shape == self.names[name].shape
+                    name in self.parameters
+                    and found.shape == self.parameters[name].shape
                     and found.is_floating_point()
                 )
                 if not fits or not are_finite([found]):
@@ -243,8 +253,8 @@ class TrainableBackbone:
                 out.append(f'the master weight of "{name}" is not its weight')
         for name, moments in kept.optimizer.items():
             fault = (
-                moment_fault(moments, self.names[name])
-                if name in self.names
+                moment_fault(moments, self.parameters[name])
+                if name in self.parameters
                 else "has no place here"
             )
             if fault is not None:
@@ -252,7 +262,7 @@ class TrainableBackbone:
         return out
 
 
-def mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
+def weighted_mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
     """The mean of weights, each counted by its number, in the order given. Of one it is that one,
     bit for bit.
     """
@@ -275,8 +285,8 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     )
 
 
-def slopes(
-    output: Tensor, leaves: Sequence[Tensor], slope: Tensor, precision: str
+def compute_gradients(
+    output: Tensor, leaves: Sequence[Tensor], grad_output: Tensor, precision: str
 ) -> tuple[Tensor | None, ...]:
     """The gradients of leaves, given that of the output. In float16 small ones would vanish: the
     slope is scaled by a power of two, so that its largest number is near 2^10, and by less where
@@ -286,23 +296,25 @@ def slopes(
     if not leaves:
         return ()
     if precision != "fp16" and output.dtype != torch.float16:
-        return torch.autograd.grad(output, leaves, slope, allow_unused=True, retain_graph=True)
-    largest = float(slope.abs().max())
+        return torch.autograd.grad(
+            output, leaves, grad_output, allow_unused=True, retain_graph=True
+        )
+    largest = float(grad_output.abs().max())
     power = 10 - math.frexp(largest)[1] if largest else 0
     while True:
         scale = 2.0**power
-        scaled = (slope.float() * scale).to(slope.dtype)
+        scaled = (grad_output.float() * scale).to(grad_output.dtype)
         found = torch.autograd.grad(output, leaves, scaled, allow_unused=True, retain_graph=True)
         if power <= -20 or all(g is None or bool(torch.isfinite(g).all()) for g in found):
             return tuple(None if g is None else g.float() / scale for g in found)
         power -= 5
 
 
-def _named(cut: Cut, boundary: Boundary) -> Iterator[tuple[str, torch.nn.Parameter]]:
+def _named_parameters(cut: Cut, boundary: Boundary) -> Iterator[tuple[str, torch.nn.Parameter]]:
     return cut.model.get_submodule(boundary.blocks).named_parameters(boundary.blocks)
 
 
-def _shell(cut: Cut) -> torch.nn.Module:
+def _copy_blocks(cut: Cut) -> torch.nn.Module:
     """A module that has nothing but copies of the blocks, at their paths. What they share with the
     rest of the model (its config) is not copied.
     """

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from regauge.checkpoints.documents import load_json
-from regauge.checkpoints.tensor_files import read_tensors, sweep, write_tensors
+from regauge.checkpoints.tensor_files import read_tensors, remove_partials, write_tensors
 from regauge.errors import CheckpointError
 
 Tensor = torch.Tensor
@@ -30,12 +30,12 @@ VERSION = 2
 
 
 @dataclass(frozen=True)
-class Copy:
+class TrainingState:
     """Weights, and what trains them."""
 
     step: int
-    waiting: int  # losses since the last step
-    since: int  # steps since the last average
+    losses_since_step: int  # losses since the last step
+    steps_since_mean: int  # steps since the last average
     weights: Mapping[str, Tensor]
     optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
     gradients: Mapping[str, Tensor]
@@ -44,38 +44,40 @@ class Copy:
     )  # float32 weights of half-precision parameters
 
     @property
-    def numbers(self) -> list[int]:
-        return [self.step, self.waiting, self.since]
+    def counters(self) -> list[int]:
+        return [self.step, self.losses_since_step, self.steps_since_mean]
 
 
 @dataclass(frozen=True)
-class Kept:
+class SplitCheckpoint:
     """What a server is after some requests."""
 
     digest: str  # of the model's description
     step: int
-    main: Copy
-    copies: Mapping[str, Copy] = field(default_factory=dict)  # by session
-    left: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(
+    main: TrainingState
+    copies: Mapping[str, TrainingState] = field(default_factory=dict)  # by session
+    departed: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(
         default_factory=dict
     )  # of those who are gone, for the average to come
     sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
     frames: Mapping[str, bytes] = field(
         default_factory=dict
     )  # session/reply: to its last request; session/number: requests whose pass is open
-    gone: Mapping[str, str] = field(
+    ended_sessions: Mapping[str, str] = field(
         default_factory=dict
     )  # sessions that have ended, and whose they were
-    trainer: str = ""  # the optimizer's name; of a server that only serves, and in older files, ""
+    optimizer_name: str = (
+        ""  # the optimizer's name; of a server that only serves, and in older files, ""
+    )
 
 
-def save(folder: Path, kept: Kept) -> None:
-    tensors = _flat(kept.main)
+def save(folder: Path, kept: SplitCheckpoint) -> None:
+    tensors = _flatten(kept.main)
     for name, one in kept.copies.items():
-        tensors |= {f"copy/{name}/{k}": t for k, t in _flat(one).items()}
+        tensors |= {f"copy/{name}/{k}": t for k, t in _flatten(one).items()}
     tensors |= {
         f"left/{name}/{k}": t
-        for name, (_, weights) in kept.left.items()
+        for name, (_, weights) in kept.departed.items()
         for k, t in weights.items()
     }
     tensors |= {
@@ -85,18 +87,18 @@ def save(folder: Path, kept: Kept) -> None:
     about = {
         "digest": kept.digest,
         "step": kept.step,
-        "main": kept.main.numbers,
-        "copies": {name: one.numbers for name, one in kept.copies.items()},
-        "left": {name: n for name, (n, _) in kept.left.items()},
+        "main": kept.main.counters,
+        "copies": {name: one.counters for name, one in kept.copies.items()},
+        "left": {name: n for name, (n, _) in kept.departed.items()},
         "sessions": {k: dict(v) for k, v in kept.sessions.items()},
-        "gone": dict(kept.gone),
-        "trainer": kept.trainer,
+        "gone": dict(kept.ended_sessions),
+        "trainer": kept.optimizer_name,
     }
     metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
     write_tensors(folder / FILE, tensors, metadata, mode=0o600)  # it holds what crossed
 
 
-def _flat(one: Copy) -> dict[str, Tensor]:
+def _flatten(one: TrainingState) -> dict[str, Tensor]:
     out = {f"weight/{n}": t for n, t in one.weights.items()} | {
         f"gradient/{n}": t for n, t in one.gradients.items()
     }
@@ -106,10 +108,10 @@ def _flat(one: Copy) -> dict[str, Tensor]:
     }
 
 
-def load(folder: Path) -> Kept | None:
+def load(folder: Path) -> SplitCheckpoint | None:
     """What was kept here, or None where nothing was."""
     path = folder / FILE
-    sweep(path)
+    remove_partials(path)
     if not path.exists():
         return None
     tensors, metadata = read_tensors(path, "split", VERSION)
@@ -153,10 +155,12 @@ def load(folder: Path) -> Kept | None:
             _require(stray is None, f'unexpected tensor "{group}/{str(stray)[:100]}"')
         frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
         copies = {
-            name: _nested(_inside(groups["copy"], name), found)
+            name: _unflatten(_select_prefix(groups["copy"], name), found)
             for name, found in about["copies"].items()
         }
-        left = {name: (n, _inside(groups["left"], name)) for name, n in about["left"].items()}
+        left = {
+            name: (n, _select_prefix(groups["left"], name)) for name, n in about["left"].items()
+        }
         gone, trainer = about.get("gone", {}), about.get("trainer", "")
         gone = (
             dict.fromkeys(gone, "") if isinstance(gone, list) else gone
@@ -165,10 +169,10 @@ def load(folder: Path) -> Kept | None:
             isinstance(gone, dict) and all(isinstance(peer, str) for peer in gone.values()),
             '"gone" must map sessions to clients',
         )
-        return Kept(
+        return SplitCheckpoint(
             about["digest"],
             about["step"],
-            _nested(tensors, about["main"]),
+            _unflatten(tensors, about["main"]),
             copies,
             left,
             about["sessions"],
@@ -183,28 +187,28 @@ def load(folder: Path) -> Kept | None:
         ) from error
 
 
-def _inside(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _select_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     return {
         key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
     }
 
 
-def _nested(tensors: Mapping[str, Tensor], numbers: list[int]) -> Copy:
+def _unflatten(tensors: Mapping[str, Tensor], numbers: list[int]) -> TrainingState:
     """What `_flat` made flat. Other kinds are passed over."""
     optimizer: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in _inside(tensors, "optimizer").items():
+    for key, tensor in _select_prefix(tensors, "optimizer").items():
         name, _, entry = key.rpartition("/")
         optimizer.setdefault(name, {})[entry] = tensor
     step, waiting, since = numbers
     _require(all(_is_count(n) for n in numbers), "steps must be numbers >= 0")
-    return Copy(
+    return TrainingState(
         step,
         waiting,
         since,
-        _inside(tensors, "weight"),
+        _select_prefix(tensors, "weight"),
         optimizer,
-        _inside(tensors, "gradient"),
-        _inside(tensors, "master"),
+        _select_prefix(tensors, "gradient"),
+        _select_prefix(tensors, "master"),
     )
 
 

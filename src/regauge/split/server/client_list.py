@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from regauge.checkpoints.files import reading, require_file
+from regauge.checkpoints.files import require_file, wrap_read_errors
 from regauge.errors import CheckpointError, RegaugeError
 from regauge.split.server.quotas import Quota, read_clients
 
@@ -32,7 +32,7 @@ class ClientFile:
     def __init__(self, path: Path | str, default: Quota | None = None) -> None:
         self.path, self.default = Path(path), default or Quota()
         self._read_at = self._last = self._signature()
-        self.named = self._read()
+        self.quotas = self._read()
         self._wake, self._is_stopped = threading.Event(), False
 
     def follow(self, changed: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class ClientFile:
                 continue
             self._read_at = now
             try:
-                self.named = self._read()
+                self.quotas = self._read()
             except RegaugeError as error:
                 _log.warning("the list of clients stays as it was: %s", error)
                 continue
@@ -70,7 +70,7 @@ class ClientFile:
 
     def _read(self) -> dict[str, Quota]:
         require_file(self.path)
-        with reading(self.path), self.path.open("rb") as file:
+        with wrap_read_errors(self.path), self.path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise CheckpointError(

@@ -11,21 +11,21 @@ from typing import Any
 HANDSHAKE_SECONDS = 10  # for TLS and the first frame of HTTP/2; gRPC's default is 120
 IDLE_SECONDS = 300  # for a connection without a stream; a client that trains keeps one open
 STREAMS_PER_CONNECTION = 512  # further ones wait
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 SPARE_FILES = 256  # of the limit: checkpoints, weights, metrics, libraries
-WATCHES, WATCHES_PER_CLIENT = 64, 8
+MAX_WATCHES, MAX_WATCHES_PER_CLIENT = 64, 8
 
 
-def raise_open_files() -> int:
+def raise_open_file_limit() -> int:
     """Raise the soft limit of open files to the hard limit, where the system has one. Returns the
     limit.
     """
     try:
         import resource
     except ImportError:  # Windows
-        return MOST_CONNECTIONS + SPARE_FILES
+        return MAX_CONNECTIONS + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + SPARE_FILES
+    wanted = MAX_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -34,7 +34,7 @@ def raise_open_files() -> int:
             soft = wanted
         except (ValueError, OSError):  # macOS has a lower limit of its own
             pass
-    return MOST_CONNECTIONS + SPARE_FILES if soft == resource.RLIM_INFINITY else soft
+    return MAX_CONNECTIONS + SPARE_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def server_options(files: int) -> list[tuple[str, int]]:
@@ -44,7 +44,7 @@ def server_options(files: int) -> list[tuple[str, int]]:
     return [
         (
             "grpc.max_allowed_incoming_connections",
-            max(16, min(MOST_CONNECTIONS, files - SPARE_FILES)),
+            max(16, min(MAX_CONNECTIONS, files - SPARE_FILES)),
         ),
         ("grpc.server_handshake_timeout_ms", 1000 * HANDSHAKE_SECONDS),
         ("grpc.max_connection_idle_ms", 1000 * IDLE_SECONDS),
@@ -52,7 +52,7 @@ def server_options(files: int) -> list[tuple[str, int]]:
     ]
 
 
-def client_of(context: Any) -> str:
+def identify_client(context: Any) -> str:
     """Return what a caller is known by: the common name of its certificate, or its address without
     the port.
     """
@@ -63,8 +63,8 @@ def client_of(context: Any) -> str:
 class Watches:
     """How many health streams are open, in all and per client."""
 
-    def __init__(self, most: int = WATCHES, per_client: int = WATCHES_PER_CLIENT) -> None:
-        self.most, self.per_client = most, per_client
+    def __init__(self, total: int = MAX_WATCHES, per_client: int = MAX_WATCHES_PER_CLIENT) -> None:
+        self.total, self.per_client = total, per_client
         self.open: dict[str, int] = {}
 
     @contextmanager
@@ -72,7 +72,7 @@ class Watches:
         """Count a stream while it is open. Yields False, and counts nothing, where there are too
         many.
         """
-        if sum(self.open.values()) >= self.most or self.open.get(client, 0) >= self.per_client:
+        if sum(self.open.values()) >= self.total or self.open.get(client, 0) >= self.per_client:
             yield False
             return
         self.open[client] = self.open.get(client, 0) + 1

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from regauge.models.cut import Crossing
-from regauge.split.protocol.frames import Frame, declared, nbytes
+from regauge.split.protocol.frames import Frame, declared_tensors, nbytes
 from regauge.split.protocol.messages import unpack
 from regauge.split.server.backbone import TrainableBackbone, autocast
 from regauge.split.server.executor import Executor
@@ -31,10 +31,10 @@ from regauge.split.server.memory import Cost
 
 Tensor = torch.Tensor
 Shapes = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-CACHED = 512  # estimates that are remembered
+MAX_ESTIMATES = 512  # estimates that are remembered
 # in each axis: the estimate of a shape that is larger by up to this factor is used as it is
-NEAR = 1.15
-_LINEAR, _ATTENTION = (
+SHAPE_TOLERANCE = 1.15
+_LINEAR_FACTOR, _ATTENTION_FACTOR = (
     3,
     4,
 )  # of the bound: activations per feature of a weight matrix, and copies of the attention scores
@@ -42,7 +42,7 @@ _log = logging.getLogger("regauge.split")
 
 
 @dataclass(frozen=True)
-class _Part:
+class _BlockCost:
     """Bytes of one block: saved for the backward pass, peak of the forward pass, peak of the
     backward pass beyond what is saved; and its outputs.
     """
@@ -57,19 +57,19 @@ class Estimator:
     """Estimates of passes through a learner's blocks, as a runner runs them."""
 
     def __init__(self, learner: TrainableBackbone, runner: Executor) -> None:
-        self.learner, self.runner, self.device, self.precision = (
+        self.backbone, self.executor, self.device, self.precision = (
             learner,
             runner,
             runner.device,
             runner.precision,
         )
-        self._known: OrderedDict[tuple[bool, bytes], dict[Shapes, Cost]] = OrderedDict()
+        self._estimates: OrderedDict[tuple[bool, bytes], dict[Shapes, Cost]] = OrderedDict()
 
-    def of(self, frame: Frame, *, learns: bool) -> Cost:
+    def estimate_pass(self, frame: Frame, *, learns: bool) -> Cost:
         """Return the cost of a pass. What is wrong with its shapes or its layout is a
         `FrameError`.
         """
-        tensors = declared(frame)
+        tensors = declared_tensors(frame)
         shapes: Shapes = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
         layout = repr(
             [
@@ -78,35 +78,36 @@ class Estimator:
             ]
         )
         kind = (learns, hashlib.sha256(layout.encode(errors="backslashreplace")).digest())
-        known = self._known.setdefault(kind, {})
-        self._known.move_to_end(kind)
+        known = self._estimates.setdefault(kind, {})
+        self._estimates.move_to_end(kind)
         found = known.get(shapes) or next(
             (cost for other, cost in known.items() if _is_near(shapes, other)), None
         )
         if found is None:
             crossing = self._crossing(frame, tensors)
-            parts = self._parts(crossing, frame.values.get("training") is True, learns=learns)
-            found = _summed(parts, crossing.stream, nbytes(frame), learns=learns)
+            parts = self._block_costs(crossing, frame.values.get("training") is True, learns=learns)
+            found = _sum_blocks(parts, crossing.stream, nbytes(frame), with_backward=learns)
             known[shapes] = found
-            while sum(map(len, self._known.values())) > CACHED:
-                oldest = next(iter(self._known))
-                if len(self._known[oldest]) > 1:
-                    del self._known[oldest][next(iter(self._known[oldest]))]
+            while sum(map(len, self._estimates.values())) > MAX_ESTIMATES:
+                oldest = next(iter(self._estimates))
+                if len(self._estimates[oldest]) > 1:
+                    del self._estimates[oldest][next(iter(self._estimates[oldest]))]
                 else:
-                    del self._known[oldest]
+                    del self._estimates[oldest]
         return found
 
-    def of_turn(self, frame: Frame, past: int) -> Cost:
+    def estimate_turn(self, frame: Frame, past: int) -> Cost:
         """Return the cost of a turn of a generated text after `past` tokens. Held are all of its
         keys and values after the turn, for the rows of this turn: beams may have repeated the rows
         of the turn before.
         """
-        crossing = self._crossing(frame, declared(frame))
+        crossing = self._crossing(frame, declared_tensors(frame))
         stream = crossing.stream
         parts = [
-            _bound(block, stream, self._heads(), past, learns=False) for block in crossing.blocks
+            _bound_block(block, stream, self._heads(), past, with_backward=False)
+            for block in crossing.blocks
         ]
-        cost = _summed(parts, stream, nbytes(frame), learns=False)
+        cost = _sum_blocks(parts, stream, nbytes(frame), with_backward=False)
         tokens = past + stream.numel() // (stream.shape[0] * stream.shape[-1])
         layer = (
             2
@@ -125,21 +126,21 @@ class Estimator:
         skeleton = Frame(frame.kind, frame.number, frame.values, tensors)
         return unpack(
             skeleton,
-            self.learner.cut,
-            self.runner.sizes,
-            self.runner.dtype,
+            self.backbone.cut,
+            self.executor.sizes,
+            self.executor.dtype,
             torch.device("meta"),
-            self.runner.length,
+            self.executor.max_length,
         )
 
     def _heads(self) -> int:
         found = getattr(
-            getattr(self.learner.cut.model, "config", None), "num_attention_heads", None
+            getattr(self.backbone.cut.model, "config", None), "num_attention_heads", None
         )
         return found if isinstance(found, int) else 16
 
     def _cached_features(self, hidden: int) -> int:
-        config = getattr(self.learner.cut.model, "config", None)
+        config = getattr(self.backbone.cut.model, "config", None)
         heads, size = (
             getattr(config, "num_key_value_heads", None),
             getattr(config, "head_dim", None),
@@ -148,7 +149,7 @@ class Estimator:
             size = hidden // max(1, self._heads())
         return heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
 
-    def _parts(self, crossing: Crossing, training: bool, *, learns: bool) -> list[_Part]:
+    def _block_costs(self, crossing: Crossing, training: bool, *, learns: bool) -> list[_BlockCost]:
         for block in crossing.blocks:
             block.train(training)
         noisy = logging.getLogger(
@@ -156,7 +157,7 @@ class Estimator:
         )  # logs a traceback for shapes that do not fit: the client's fault
         before, noisy.disabled = noisy.disabled, True
         try:
-            return self._simulated(crossing, learns=learns)
+            return self._simulate(crossing, learns=learns)
         except (
             Exception
         ) as error:  # blocks raise whatever they run into; the bound holds for all of them
@@ -165,13 +166,13 @@ class Estimator:
                 type(error).__name__,
             )
             return [
-                _bound(block, crossing.stream, self._heads(), 0, learns=learns)
+                _bound_block(block, crossing.stream, self._heads(), 0, with_backward=learns)
                 for block in crossing.blocks
             ]
         finally:
             noisy.disabled = before
 
-    def _simulated(self, crossing: Crossing, *, learns: bool) -> list[_Part]:
+    def _simulate(self, crossing: Crossing, *, learns: bool) -> list[_BlockCost]:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode, boundary = FakeTensorMode(), crossing.boundary
@@ -182,8 +183,8 @@ class Estimator:
             made = torch.empty(value.shape, dtype=value.dtype, device=self.device)
             return made.requires_grad_(learns and made.is_floating_point())
 
-        memo: dict[tuple[object, ...], _Part] = {}
-        out: list[_Part] = []
+        memo: dict[tuple[object, ...], _BlockCost] = {}
+        out: list[_BlockCost] = []
         with mode, autocast(self.device, self.precision), torch.set_grad_enabled(learns):
             values = {key: tree_map(fake, value) for key, value in crossing.inputs.items()}
             z: Any = values[boundary.stream]
@@ -194,15 +195,18 @@ class Estimator:
                     name: carried.get(name, given[key]) for name, key in (*call.args, *call.kwargs)
                 }
                 kind = (
-                    _signature(block),
+                    _block_signature(block),
                     repr(
                         sorted(
-                            (name, tree_map(_described, value)) for name, value in kwargs.items()
+                            (name, tree_map(_describe_input, value))
+                            for name, value in kwargs.items()
                         )
                     ),
                 )
                 if kind not in memo:
-                    memo[kind] = _counted(block, kwargs, mode.from_tensor, learns=learns)
+                    memo[kind] = _measure_block(
+                        block, kwargs, mode.from_tensor, with_backward=learns
+                    )
                 out.append(memo[kind])
                 result = tree_map(fake, memo[kind].outputs)
                 z, *rest = result if boundary.returns else (result,)
@@ -215,7 +219,7 @@ class Estimator:
         return out
 
 
-class _Plain(torch.nn.Module):
+class _EagerBlock(torch.nn.Module):
     """A block without its compiled form and its hooks."""
 
     def __init__(self, block: torch.nn.Module) -> None:
@@ -226,17 +230,17 @@ class _Plain(torch.nn.Module):
         return self.block.forward(**kwargs)
 
 
-class _Storages:
+class _StorageCounter:
     """Counts the bytes of all storages that operators make, for as long as they live. Those of
     `known` tensors are not counted.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
-        self.now = self.peak = 0
-        self.known = {t.untyped_storage()._cdata for t in known}
+        self.current = self.peak = 0
+        self.ignored = {t.untyped_storage()._cdata for t in known}
         self.alive: dict[int, weakref.ref[Any]] = {}
 
-    def watch(self) -> AbstractContextManager[object]:
+    def count(self) -> AbstractContextManager[object]:
         """Return a context in which the results of all operators are counted."""
 
         def dispatch(
@@ -255,37 +259,37 @@ class _Storages:
 
     def _add(self, storage: Any) -> None:
         place, size = storage._cdata, storage.nbytes()
-        if place in self.known or place in self.alive:
+        if place in self.ignored or place in self.alive:
             return
 
         def freed(_: object) -> None:
-            self.now -= size
+            self.current -= size
             self.alive.pop(place, None)
 
         self.alive[place] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self.current += size
+        self.peak = max(self.peak, self.current)
 
 
-def _counted(
+def _measure_block(
     block: torch.nn.Module,
     kwargs: Mapping[str, Any],
     fake: Callable[[Tensor], Tensor],
     *,
-    learns: bool,
-) -> _Part:
+    with_backward: bool,
+) -> _BlockCost:
     """Run one block forward and back on fake tensors, and count."""
     state = {
         f"block.{name}": fake(t) for name, t in (*block.named_parameters(), *block.named_buffers())
     }
     inputs = [t for t in tree_leaves(dict(kwargs)) if isinstance(t, Tensor)]
-    storages = _Storages([*state.values(), *inputs])
-    with storages.watch():
-        result = torch.func.functional_call(_Plain(block), state, (), dict(kwargs))
-        saved, peak, backward = storages.now, storages.peak, 0
+    storages = _StorageCounter([*state.values(), *inputs])
+    with storages.count():
+        result = torch.func.functional_call(_EagerBlock(block), state, (), dict(kwargs))
+        saved, peak, backward = storages.current, storages.peak, 0
         outputs = [t for t in tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-        if learns and outputs:
-            storages.peak = storages.now
+        if with_backward and outputs:
+            storages.peak = storages.current
             leaves = [t for t in (*inputs, *state.values()) if t.requires_grad]
             slope = torch.empty_like(outputs[0])
             grads = torch.autograd.grad(
@@ -293,10 +297,10 @@ def _counted(
             )
             backward = storages.peak - saved
             del grads
-    return _Part(saved if learns else 0, peak, backward, tree_map(_meta, result))
+    return _BlockCost(saved if with_backward else 0, peak, backward, tree_map(_to_meta, result))
 
 
-def _meta(value: Any) -> Any:
+def _to_meta(value: Any) -> Any:
     return (
         torch.empty(value.shape, dtype=value.dtype, device="meta")
         if isinstance(value, Tensor)
@@ -304,7 +308,7 @@ def _meta(value: Any) -> Any:
     )
 
 
-def _described(value: Any) -> Any:
+def _describe_input(value: Any) -> Any:
     return (
         (str(value.dtype), tuple(value.shape), value.requires_grad)
         if isinstance(value, Tensor)
@@ -312,13 +316,15 @@ def _described(value: Any) -> Any:
     )
 
 
-def _signature(block: torch.nn.Module) -> tuple[object, ...]:
+def _block_signature(block: torch.nn.Module) -> tuple[object, ...]:
     return type(block), *(
         (name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()
     )
 
 
-def _bound(block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, learns: bool) -> _Part:
+def _bound_block(
+    block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, with_backward: bool
+) -> _BlockCost:
     """Bound a block's memory by the features of its weight matrices and the size of its attention
     scores.
     """
@@ -327,11 +333,15 @@ def _bound(block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, lea
     )
     samples, tokens = stream.shape[0], stream.numel() // (stream.shape[0] * stream.shape[-1])
     scores = heads * samples * tokens * (past + tokens)
-    peak = stream.element_size() * (_LINEAR * samples * tokens * features + _ATTENTION * scores)
-    return _Part(peak if learns else 0, peak, peak if learns else 0)
+    peak = stream.element_size() * (
+        _LINEAR_FACTOR * samples * tokens * features + _ATTENTION_FACTOR * scores
+    )
+    return _BlockCost(peak if with_backward else 0, peak, peak if with_backward else 0)
 
 
-def _summed(parts: list[_Part], stream: Tensor, request: int, *, learns: bool) -> Cost:
+def _sum_blocks(
+    parts: list[_BlockCost], stream: Tensor, request: int, *, with_backward: bool
+) -> Cost:
     """Add up the blocks of a pass. In the forward pass each block's peak comes on top of what those
     before it have saved; the backward pass keeps the whole graph. The request stays with an open
     pass; the reply is there twice, as a tensor and as bytes.
@@ -341,7 +351,7 @@ def _summed(parts: list[_Part], stream: Tensor, request: int, *, learns: bool) -
         peak = max(peak, saved + part.peak)
         saved += part.saved
     reply = 2 * stream.numel() * stream.element_size()
-    if not learns:
+    if not with_backward:
         return Cost(0, request + peak + reply)
     return Cost(request + saved, max(peak - saved, max(part.backward for part in parts)) + reply)
 
@@ -355,4 +365,4 @@ def _is_near(shapes: Shapes, other: Shapes) -> bool:
         for (_, _, mine), (_, _, theirs) in zip(shapes, other, strict=True)
         for a, b in zip(mine, theirs, strict=True)
     ]
-    return all(a <= b <= NEAR * a for a, b in pairs)
+    return all(a <= b <= SHAPE_TOLERANCE * a for a, b in pairs)

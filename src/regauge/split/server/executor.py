@@ -18,7 +18,7 @@ from regauge.models.resolve import spec_of
 from regauge.split.master_weights import are_usable
 from regauge.split.protocol.frames import Frame, FrameError
 from regauge.split.protocol.messages import dtype_of, unpack
-from regauge.split.server.backbone import PRECISIONS, TrainableBackbone, autocast, slopes
+from regauge.split.server.backbone import PRECISIONS, TrainableBackbone, autocast, compute_gradients
 from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.sessions import PendingForward
 
@@ -37,18 +37,18 @@ class Executor:
         config: Mapping[str, Any] | None,
         *,
         seed: int,
-        length: int,
+        max_length: int,
         precision: str,
         compiler: str,
     ) -> None:
         self.model = main.cut.model
-        self.sizes = _sizes(self.model, config)
+        self.sizes = _space_sizes(self.model, config)
         self.dtype = dtype_of(main.cut)
-        if any(p.is_meta for p in main.names.values()):
+        if any(p.is_meta for p in main.parameters.values()):
             raise CheckpointError(
                 "the backbone's weights are on the meta device", hint="load them first"
             )
-        self.device = next(iter(main.names.values())).device
+        self.device = next(iter(main.parameters.values())).device
         if precision not in PRECISIONS:
             raise TrainingError(
                 f'there is no precision "{precision}" here', hint="choose from bf16, fp16"
@@ -59,27 +59,32 @@ class Executor:
                 f"{str(self.dtype).removeprefix('torch.')}",
                 hint="load them in float32, or leave precision out",
             )
-        self.seed, self.length, self.precision, self.compiler = seed, length, precision, compiler
+        self.seed, self.max_length, self.precision, self.compiler = (
+            seed,
+            max_length,
+            precision,
+            compiler,
+        )
 
-    def crossing(self, learner: TrainableBackbone, frame: Frame) -> Crossing:
-        return unpack(frame, learner.cut, self.sizes, self.dtype, self.device, self.length)
+    def unpack_pass(self, learner: TrainableBackbone, frame: Frame) -> Crossing:
+        return unpack(frame, learner.cut, self.sizes, self.dtype, self.device, self.max_length)
 
     def run(self, crossing: Crossing, frame: Frame, label: str) -> Tensor:
         for block in crossing.blocks:
             block.train(frame.values.get("training") is True)
-        with drawn_by(f"{self.seed}/{label}"), autocast(self.device, self.precision):
+        with seeded_rng(f"{self.seed}/{label}"), autocast(self.device, self.precision):
             z = crossing.run()
         if not isinstance(z, Tensor) or z.dim() != crossing.stream.dim():
             raise FrameError("failed", "the blocks did not return a stream")
         return z.to(crossing.stream.dtype)
 
-    def opened(self, learner: TrainableBackbone, frame: Frame) -> PendingForward:
+    def forward(self, learner: TrainableBackbone, frame: Frame) -> PendingForward:
         """A forward pass whose backward pass will come."""
-        crossing = self.crossing(learner, frame)
-        wanted = _wanted(frame, crossing)
+        crossing = self.unpack_pass(learner, frame)
+        wanted = _inputs_with_grad(frame, crossing)
         with torch.enable_grad():  # in one process, the client's function is called without
             z = self.run(
-                crossing.replaced(**wanted), frame, f"{frame.values['session']}/{frame.number}"
+                crossing.with_inputs(**wanted), frame, f"{frame.values['session']}/{frame.number}"
             )
         if not z.requires_grad:
             raise FrameError(
@@ -89,14 +94,14 @@ class Executor:
             )
         return PendingForward(frame, z, wanted)
 
-    def closed(
+    def backward(
         self, learner: TrainableBackbone, passed: PendingForward, slope: Tensor
     ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The gradients of the inputs that the client wants, and those of the weights with what
         they had before. Nothing is changed yet.
         """
         if passed.output is None:
-            passed = self.opened(learner, passed.request)
+            passed = self.forward(learner, passed.request)
         assert passed.output is not None
         if slope.shape != passed.output.shape or slope.dtype != passed.output.dtype:
             raise FrameError(
@@ -106,8 +111,8 @@ class Executor:
             )
         if not bool(torch.isfinite(slope).all()):
             raise FrameError("nonfinite", "the gradient holds NaN or Inf")
-        trained, count = learner.trained, len(passed.inputs)
-        found = slopes(
+        trained, count = learner.trainable, len(passed.inputs)
+        found = compute_gradients(
             passed.output,
             [*passed.inputs.values(), *trained.values()],
             slope.to(self.device),
@@ -141,7 +146,7 @@ class Executor:
         for block in learner.blocks:
             block.compile(backend=self.compiler, dynamic=True)
 
-    def is_compilers(self, error: RuntimeError) -> bool:
+    def is_compiler_error(self, error: RuntimeError) -> bool:
         """Is it the compiler that failed, and not the blocks?"""
         if not self.compiler:
             return False
@@ -149,7 +154,7 @@ class Executor:
 
         return isinstance(error, TorchDynamoException)
 
-    def give_up_compiling(self, learners: Iterable[TrainableBackbone], error: Exception) -> None:
+    def disable_compiler(self, learners: Iterable[TrainableBackbone], error: Exception) -> None:
         first = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         _log.warning("torch.compile does not work here, and the blocks run as they are: %s", first)
         self.compiler = ""
@@ -158,14 +163,14 @@ class Executor:
                 block._compiled_call_impl = None
 
 
-def _sizes(model: torch.nn.Module, config: Mapping[str, Any] | None) -> dict[str, int]:
+def _space_sizes(model: torch.nn.Module, config: Mapping[str, Any] | None) -> dict[str, int]:
     try:
         return dict(spec_of(model, config=config).sizes)
     except RegaugeError:
         return {}
 
 
-def _wanted(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
+def _inputs_with_grad(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
     """The inputs whose gradients the client wants, as leaves of a graph."""
     names = frame.values.get("wants", [])
     if not isinstance(names, list):
@@ -184,7 +189,7 @@ def _wanted(frame: Frame, crossing: Crossing) -> dict[str, Tensor]:
 
 
 @contextmanager
-def drawn_by(label: str) -> Iterator[None]:
+def seeded_rng(label: str) -> Iterator[None]:
     """Random numbers that are a function of the label, whatever was drawn before. The process's own
     stay as they are.
     """

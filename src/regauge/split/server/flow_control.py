@@ -16,22 +16,22 @@ from contextlib import contextmanager
 from regauge.split.protocol.frames import FrameError
 
 
-class Held:
+class StreamUsage:
     """The bytes of one stream's frame."""
 
-    def __init__(self, peer: dict[Held, int]) -> None:
-        self.peer = peer
+    def __init__(self, peer: dict[StreamUsage, int]) -> None:
+        self.client_usage = peer
 
     def add(self, size: int) -> None:
-        self.peer[self] = self.peer.get(self, 0) + size
+        self.client_usage[self] = self.client_usage.get(self, 0) + size
 
     @property
     def size(self) -> int:
-        return self.peer.get(self, 0)
+        return self.client_usage.get(self, 0)
 
     def clear(self) -> None:
         """The frame is answered, or gone."""
-        self.peer.pop(self, None)
+        self.client_usage.pop(self, None)
 
 
 class FlowControl:
@@ -40,42 +40,44 @@ class FlowControl:
     """
 
     def __init__(self, share: int, streams: int, total: int | None = None) -> None:
-        self.share, self.streams, self.total = share, streams, total
-        self.open: dict[str, int] = {}
-        self.held: dict[str, dict[Held, int]] = {}  # in the order in which frames have begun
+        self.share, self.max_streams, self.total = share, streams, total
+        self.stream_counts: dict[str, int] = {}
+        self.usage: dict[
+            str, dict[StreamUsage, int]
+        ] = {}  # in the order in which frames have begun
 
     @contextmanager
-    def stream(self, peer: str) -> Iterator[Held]:
+    def stream(self, peer: str) -> Iterator[StreamUsage]:
         if (
-            self.open.get(peer, 0) >= self.streams
+            self.stream_counts.get(peer, 0) >= self.max_streams
         ):  # those that were lost a moment ago are among them
             raise FrameError(
                 "busy",
-                f"{peer or 'a client'} has {self.streams} streams open",
+                f"{peer or 'a client'} has {self.max_streams} streams open",
                 hint="use fewer of them, or come again in some seconds",
             )
-        self.open[peer] = self.open.get(peer, 0) + 1
-        held = Held(self.held.setdefault(peer, {}))
+        self.stream_counts[peer] = self.stream_counts.get(peer, 0) + 1
+        held = StreamUsage(self.usage.setdefault(peer, {}))
         try:
             yield held
         finally:
             held.clear()
-            self.open[peer] -= 1
-            if not self.open[peer]:
-                del self.open[peer], self.held[peer]
+            self.stream_counts[peer] -= 1
+            if not self.stream_counts[peer]:
+                del self.stream_counts[peer], self.usage[peer]
 
-    def may_go_on(self, held: Held) -> bool:
+    def may_read(self, held: StreamUsage) -> bool:
         """May more be read from this stream?"""
-        others = held.peer
+        others = held.client_usage
         if sum(others.values()) >= self.share and next(iter(others)) is not held:
             return False
         return (
             self.total is None
             or self.size < self.total
-            or others is next(found for found in self.held.values() if found)
+            or others is next(found for found in self.usage.values() if found)
         )
 
     @property
     def size(self) -> int:
         """Bytes that all clients hold."""
-        return sum(sum(found.values()) for found in self.held.values())
+        return sum(sum(found.values()) for found in self.usage.values())

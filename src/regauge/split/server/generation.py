@@ -11,7 +11,7 @@ import torch
 
 from regauge.split.protocol.frames import Frame, FrameError, Kind
 from regauge.split.protocol.messages import CACHE
-from regauge.split.protocol.replies import reply
+from regauge.split.protocol.replies import encode_reply
 from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.executor import Executor
 from regauge.split.server.sessions import Cache, Session
@@ -19,15 +19,15 @@ from regauge.split.server.sessions import Cache, Session
 Admit = Callable[[Session, Frame, Cache | None], int]
 
 
-def predicted(
+def predict(
     runner: Executor,
     learner: TrainableBackbone,
     session: Session,
     frame: Frame,
     admit: Admit,
     *,
-    caches: int,
-    payload: int,
+    max_caches: int,
+    max_bytes: int,
 ) -> bytes:
     """The reply to a FORWARD without a number. A session has at most so many `caches`; the streams
     of one text have at most `payload` bytes. `admit` refuses a pass that needs too much memory,
@@ -37,11 +37,11 @@ def predicted(
     if name is None:
         admit(session, frame, None)
         with torch.no_grad():
-            return reply(
+            return encode_reply(
                 session,
                 Kind.OUTPUT,
                 frame,
-                {"stream": runner.run(runner.crossing(learner, frame), frame, "predict")},
+                {"stream": runner.run(runner.unpack_pass(learner, frame), frame, "predict")},
             )
     if not isinstance(name, str) or len(name) > 64 or type(turn) is not int or turn < 1:
         raise FrameError("layout", "a cache has a name, and its turns are 1, 2, 3, ...")
@@ -56,7 +56,7 @@ def predicted(
         )
     cache = cache or Cache(_new_cache(runner.model))
     held = admit(session, frame, cache)
-    crossing = runner.crossing(learner, frame)
+    crossing = runner.unpack_pass(learner, frame)
     stream, order = crossing.stream, frame.values.get("rows")
     if order is not None and not (
         isinstance(order, list)
@@ -70,17 +70,18 @@ def predicted(
         cache.length + stream.shape[1],
         cache.size + stream.numel() * stream.element_size(),
     )
-    if length > runner.length or size > payload:
+    if length > runner.max_length or size > max_bytes:
         raise FrameError(
             "limit",
-            f"a text has at most {runner.length} tokens, and all of its streams {payload} bytes",
+            f"a text has at most {runner.max_length} tokens, and all of its streams {max_bytes} "
+            "bytes",
         )
     try:
         if order is not None:
             cache.value.reorder_cache(torch.tensor(order, device=runner.device))
         with torch.no_grad():
-            z = runner.run(crossing.replaced(**{CACHE: cache.value}), frame, "predict")
-        cache.reply = reply(session, Kind.OUTPUT, frame, {"stream": z})
+            z = runner.run(crossing.with_inputs(**{CACHE: cache.value}), frame, "predict")
+        cache.reply = encode_reply(session, Kind.OUTPUT, frame, {"stream": z})
     except BaseException:
         session.caches.pop(
             name, None
@@ -90,7 +91,7 @@ def predicted(
     cache.turn, cache.check = turn, frame.check
     session.caches[name] = cache
     session.caches.move_to_end(name)
-    while len(session.caches) > caches:
+    while len(session.caches) > max_caches:
         session.caches.popitem(last=False)
     return cache.reply
 

@@ -11,14 +11,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from regauge.split.server.connections import Watches, client_of
+from regauge.split.server.connections import Watches, identify_client
 
 SERVICE = "grpc.health.v1.Health"
 SERVING, NOT_SERVING, UNKNOWN = b"\x08\x01", b"\x08\x02", b"\x08\x03"
-BEAT = 0.05  # seconds between two looks, while somebody watches
+POLL_SECONDS = 0.05  # seconds between two looks, while somebody watches
 
 
-def asked_for(request: bytes) -> str | None:
+def parse_request(request: bytes) -> str | None:
     """The service that a request names; None where it is no such request."""
     if not request:
         return ""
@@ -29,7 +29,7 @@ def asked_for(request: bytes) -> str | None:
     return request[2:].decode(errors="replace")
 
 
-def handler(serving: Callable[[], bool], *names: str) -> Any:
+def make_handler(serving: Callable[[], bool], *names: str) -> Any:
     """A generic handler that answers for these services, and for the server as a whole."""
     import grpc
 
@@ -39,7 +39,7 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
         return UNKNOWN if name not in ("", *names) else SERVING if serving() else NOT_SERVING
 
     async def check(request: bytes, context: Any) -> bytes:
-        name = asked_for(request)
+        name = parse_request(request)
         if name is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no health check")
         found = status(name or "")
@@ -48,12 +48,12 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
         return found
 
     async def watch(request: bytes, context: Any) -> AsyncIterator[bytes]:
-        name = asked_for(request)
+        name = parse_request(request)
         if name is None:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no health check")
-        with watches.stream(client_of(context)) as admitted:
+        with watches.stream(identify_client(context)) as admitted:
             if not admitted:
-                limits = f"{watches.most} in all, {watches.per_client} per client"
+                limits = f"{watches.total} in all, {watches.per_client} per client"
                 await context.abort(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
                     f"too many Watch streams ({limits}); use Check",
@@ -64,7 +64,7 @@ def handler(serving: Callable[[], bool], *names: str) -> Any:
                 if now != last:
                     yield now
                     last = now
-                await asyncio.sleep(BEAT)
+                await asyncio.sleep(POLL_SECONDS)
 
     methods = {
         "Check": grpc.unary_unary_rpc_method_handler(check),

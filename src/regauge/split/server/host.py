@@ -37,13 +37,13 @@ from regauge.models.cut import cut
 from regauge.models.families import Boundary
 from regauge.split.master_weights import StepError
 from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, Value, nbytes
-from regauge.split.protocol.messages import PROTOCOL, described
-from regauge.split.protocol.replies import bytes_of, refusal, reply
+from regauge.split.protocol.messages import PROTOCOL, describe_model
+from regauge.split.protocol.replies import encode_error, encode_reply, frame_bytes
 from regauge.split.server import checkpoint
 from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.costs import Estimator
 from regauge.split.server.executor import Executor
-from regauge.split.server.generation import predicted
+from regauge.split.server.generation import predict
 from regauge.split.server.memory import FRAME_SHARE, Budget, Cost, charges
 from regauge.split.server.optimizer_config import OptimizerConfig
 from regauge.split.server.quotas import Quotas
@@ -51,16 +51,16 @@ from regauge.split.server.rounds import Rounds
 from regauge.split.server.sessions import (
     Cache,
     Session,
-    name_in,
+    find_session,
     parse_hello,
-    restored_sessions,
-    session_of,
+    restore_sessions,
+    session_name,
     sessions_to_evict,
 )
 
 Tensor = torch.Tensor
-_GONE = 100_000  # sessions that are remembered after their end
-_OWN = Limits(
+_MAX_ENDED_SESSIONS = 100_000  # sessions that are remembered after their end
+_STORED_LIMITS = Limits(
     1 << 62, (1 << 32) - 1, 1 << 16, 64
 )  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
 _log = logging.getLogger("regauge.split")
@@ -86,16 +86,16 @@ class Host:
         training: OptimizerConfig | None = None,
         *,
         folder: Path | str | None = None,
-        every: int = 100,
+        save_every: int = 100,
         config: Mapping[str, Any] | None = None,
         boundaries: Sequence[Boundary] | None = None,
         limits: Limits | None = None,
         key: str = "",
         seed: int = 0,
-        sessions: int = 64,
-        graphs: int = 16,
-        caches: int = 8,
-        length: int = 8192,
+        max_sessions: int = 64,
+        max_open_passes: int = 16,
+        max_caches: int = 8,
+        max_length: int = 8192,
         idle: float = 3600.0,
         precision: str = "",
         compiler: str = "",
@@ -106,40 +106,55 @@ class Host:
         client_memory: int | None = None,
     ) -> None:
         where = cut(model, config, boundaries=boundaries)
-        self.about = described(where, config)
+        self.model_description = describe_model(where, config)
         self.key, self.training = key, training
-        self.most, self.graphs, self.caches, self.idle = sessions, graphs, caches, idle
+        self.max_sessions, self.max_open_passes, self.max_caches, self.idle = (
+            max_sessions,
+            max_open_passes,
+            max_caches,
+            idle,
+        )
         self.quotas = quotas or Quotas()
         self.main = TrainableBackbone(where, training)
         self.sessions: dict[str, Session] = {}
-        self.gone: dict[
+        self.ended_sessions: dict[
             str, str
             # sessions that have ended, and whose: their requests are in the weights, and must not
             # be taken again
         ] = {}
-        self.runner = Executor(
-            self.main, config, seed=seed, length=length, precision=precision, compiler=compiler
+        self.executor = Executor(
+            self.main,
+            config,
+            seed=seed,
+            max_length=max_length,
+            precision=precision,
+            compiler=compiler,
         )
         if training is not None:
             self.main.require_finite()
-        self.budget = Budget.of(
+        self.budget = Budget.with_defaults(
             memory,
             client_memory,
-            device=self.runner.device,
-            reserved=self.main.nbytes(spare=2, snapshot=True),
+            device=self.executor.device,
+            reserved=self.main.nbytes(extra_gradients=2, snapshot=True),
         )
         self.limits = limits or Limits(
             payload=min(Limits.payload, self.budget.client // FRAME_SHARE)
         )
-        self.costs, self.copy_bytes = Estimator(self.main, self.runner), self.main.nbytes()
+        self.costs, self.copy_bytes = Estimator(self.main, self.executor), self.main.nbytes()
         self.rounds = Rounds(
-            self.main, self.sessions, self.runner.compile, average=average, away=away, most=sessions
+            self.main,
+            self.sessions,
+            self.executor.compile,
+            average=average,
+            away=away,
+            max_sessions=max_sessions,
         )
-        self.step = self.kept_at = self.failed_at = 0
-        self.trainer = ""  # the optimizer of the checkpoint that it goes on from
+        self.step = self.saved_step = self.failed_save_step = 0
+        self.optimizer_name = ""  # the optimizer of the checkpoint that it goes on from
         self.requests: dict[tuple[str, str], int] = {}  # by kind and result
-        self.seconds = 0.0  # spent on them
-        self.folder, self.every = None if folder is None else Path(folder), every
+        self.compute_seconds = 0.0  # spent on them
+        self.folder, self.save_every = None if folder is None else Path(folder), save_every
         self.lock = threading.Lock()
         self.clients: frozenset[str] | None = (
             None  # those that may ask; None is everyone whom the transport lets in
@@ -158,32 +173,32 @@ class Host:
         with self.lock:
             began, result = time.monotonic(), "ok"
             try:
-                return self._tried(frame, peer)
+                return self._execute(frame, peer)
             except FrameError as error:
                 result = error.code
                 found = frame.values.get("session")
                 session = self.sessions.get(found) if isinstance(found, str) else None
                 session = session if session is not None and session.peer == peer else None
-                return refusal(
+                return encode_error(
                     error, frame, session.done if session else 0, session.saved if session else 0
                 )
             finally:
-                self.seconds += time.monotonic() - began
+                self.compute_seconds += time.monotonic() - began
                 counted = (frame.kind.name.lower(), result)
                 self.requests[counted] = self.requests.get(counted, 0) + 1
 
-    def _tried(self, frame: Frame, peer: str) -> bytes:
+    def _execute(self, frame: Frame, peer: str) -> bytes:
         try:
             self.quotas.take(peer, nbytes(frame))
             try:
-                return self._answer(frame, peer)
+                return self._dispatch(frame, peer)
             except RuntimeError as error:
-                if not self.runner.is_compilers(error):
+                if not self.executor.is_compiler_error(error):
                     raise
-                self.runner.give_up_compiling(self.rounds.learners(), error)
-                for learner in self.rounds.learners():
-                    self.rounds.void(learner)
-                return self._answer(frame, peer)
+                self.executor.disable_compiler(self.rounds.backbones(), error)
+                for learner in self.rounds.backbones():
+                    self.rounds.invalidate_passes(learner)
+                return self._dispatch(frame, peer)
         except FrameError:
             raise
         except Exception as error:  # blocks raise whatever they run into; the server goes on
@@ -215,32 +230,32 @@ class Host:
                 if self.clients is not None and s.peer not in self.clients
             }
             for name, session in ended.items():
-                session.learner = None
-                self._leave(name)
+                session.backbone = None
+                self._end_session(name)
             if ended and self.folder is not None:
-                self._try_to_keep()
+                self._try_save()
             return sorted({s.peer for s in ended.values()})
 
-    def _answer(self, frame: Frame, peer: str) -> bytes:
+    def _dispatch(self, frame: Frame, peer: str) -> bytes:
         self.require_listed(peer)
         if frame.kind is Kind.HELLO:
             return self._hello(frame, peer)
-        session = session_of(self.sessions, frame, peer)
-        session.seen = time.monotonic()
+        session = find_session(self.sessions, frame, peer)
+        session.last_seen = time.monotonic()
         match frame.kind:
             case Kind.FORWARD if frame.number == 0:
-                learner = self.rounds.learner_of(session)
-                return predicted(
-                    self.runner,
+                learner = self.rounds.backbone_of(session)
+                return predict(
+                    self.executor,
                     learner,
                     session,
                     frame,
                     self._admit_turn,
-                    caches=self.caches,
-                    payload=self.limits.payload,
+                    max_caches=self.max_caches,
+                    max_bytes=self.limits.payload,
                 )
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
-                return self._once(session, frame)
+                return self._execute_next(session, frame)
             case Kind.BYE:
                 known = frame.values.get("done")
                 if type(known) is int and known > session.done:
@@ -249,18 +264,18 @@ class Host:
                         f"{known} requests were asked in this session, and {session.done} are "
                         "answered here",
                     )
-                self._leave(name_in(frame))
-                if self.folder is not None and (self.step > self.kept_at or self.rounds.average):
-                    self._try_to_keep()  # whoever is gone sends nothing again
-                return bytes_of(Frame(Kind.BYE, frame.number))
+                self._end_session(session_name(frame))
+                if self.folder is not None and (self.step > self.saved_step or self.rounds.average):
+                    self._try_save()  # whoever is gone sends nothing again
+                return frame_bytes(Frame(Kind.BYE, frame.number))
             case _:
                 raise FrameError(
                     "kind", f"a {frame.kind.name} of number {frame.number} is no request"
                 )
 
     def _hello(self, frame: Frame, peer: str) -> bytes:
-        name, codec, limits = parse_hello(frame, self.about, self.key)
-        if name in self.gone:
+        name, codec, limits = parse_hello(frame, self.model_description, self.key)
+        if name in self.ended_sessions:
             raise FrameError(
                 "ended",
                 "this session has ended, and what it asked for is done",
@@ -268,15 +283,15 @@ class Host:
             )
         session = self.sessions.get(name)
         if session is None:
-            most = self.quotas.of(peer).sessions or (
-                max(1, self.most // 4) if peer else 0
+            most = self.quotas.for_client(peer).sessions or (
+                max(1, self.max_sessions // 4) if peer else 0
             )  # where clients are known, none takes all places
-            for one in sessions_to_evict(self.sessions, peer, most, self.most, self.idle):
-                self._leave(one)
+            for one in sessions_to_evict(self.sessions, peer, most, self.max_sessions, self.idle):
+                self._end_session(one)
             session = self.sessions[name] = Session(peer, codec, limits)
         elif session.peer != peer:
             raise FrameError("session", "the session is another client's")
-        session.codec, session.limits, session.seen = codec, limits, time.monotonic()
+        session.codec, session.limits, session.last_seen = codec, limits, time.monotonic()
         told: dict[str, Value] = {
             "protocol": PROTOCOL,
             "session": name,
@@ -285,21 +300,21 @@ class Host:
             "keeps": self.folder is not None,
         }
         told |= {
-            "limits": _listed(self.limits),
-            "length": self.runner.length,
+            "limits": _limits_to_list(self.limits),
+            "length": self.executor.max_length,
             "trains": self.main.optimizer is not None,
             "step": self.step,
         }
         told |= {
             "key": self.key,
-            "precision": self.runner.precision,
+            "precision": self.executor.precision,
             "average": self.rounds.average,
         }
-        return bytes_of(
-            Frame(Kind.WELCOME, 0, told | (self.training.told() if self.training else {}))
+        return frame_bytes(
+            Frame(Kind.WELCOME, 0, told | (self.training.to_dict() if self.training else {}))
         )
 
-    def _once(self, session: Session, frame: Frame) -> bytes:
+    def _execute_next(self, session: Session, frame: Frame) -> bytes:
         """Execute a request if it is the next one."""
         n = frame.number
         if n == session.done:
@@ -312,12 +327,12 @@ class Host:
             )
         if n > session.done + 1:
             raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
-        if self.rounds.is_new(session):
+        if self.rounds.needs_copy(session):
             self._admit(session, Cost(self.copy_bytes), "a copy of the backbone for this session")
         joins = self.rounds.join(session)
         if self.rounds.require_turn(session) and self.folder is not None:
-            self._try_to_keep()
-        learner = self.rounds.learner_of(session)
+            self._try_save()
+        learner = self.rounds.backbone_of(session)
         waited = bool(learner.gradients())
         try:
             match frame.kind:
@@ -326,56 +341,56 @@ class Host:
                 case Kind.BACKWARD:
                     answer = self._backward(session, frame)
                 case _:
-                    answer = reply(session, Kind.ACKNOWLEDGE, frame, {})
-                    self._count(session)
+                    answer = encode_reply(session, Kind.ACKNOWLEDGE, frame, {})
+                    self._count_loss(session)
         except BaseException:
             if joins:
-                session.learner = None  # a request that is refused changes nothing
+                session.backbone = None  # a request that is refused changes nothing
             if waited and not learner.gradients() and self.folder is not None:
                 # a step was undone: gradients of earlier requests are gone, and must not come back
                 # with a restart
-                self._try_to_keep()
+                self._try_save()
             raise
         session.done, session.check, session.reply = n, frame.check, answer
         if self.folder is None:
             session.saved = (
                 n  # nothing outlives this server, so that there is nothing to send again
             )
-        elif joins or self.step - max(self.kept_at, self.failed_at) >= self.every:
+        elif joins or self.step - max(self.saved_step, self.failed_save_step) >= self.save_every:
             # who is in a round must outlive the server, or rounds would end elsewhere when requests
             # are sent again
-            self._try_to_keep()
+            self._try_save()
         return answer
 
     def _forward(self, session: Session, frame: Frame) -> bytes:
         released = frame.values.get("release", [])
         if not isinstance(released, list) or not all(type(n) is int for n in released):
             raise FrameError("layout", '"release" is not a list of numbers')
-        still = {n: o for n, o in session.open.items() if n not in released}
-        if len(still) >= self.graphs:
+        still = {n: o for n, o in session.pending.items() if n not in released}
+        if len(still) >= self.max_open_passes:
             raise FrameError(
                 "graphs",
                 f"{len(still)} forward passes wait for their backward pass",
                 hint="call backward(), or use torch.no_grad()",
             )
-        cost = self.costs.of(frame, learns=True)
+        cost = self.costs.estimate_pass(frame, learns=True)
         self._admit(session, cost, "this pass", released=released)
-        passed = self.runner.opened(self.rounds.learner_of(session), frame)
+        passed = self.executor.forward(self.rounds.backbone_of(session), frame)
         passed.cost = cost
         assert passed.output is not None
-        answer = reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
-        session.open = still | {frame.number: passed}
+        answer = encode_reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
+        session.pending = still | {frame.number: passed}
         return answer
 
     def _backward(self, session: Session, frame: Frame) -> bytes:
         of = frame.values.get("of")
-        passed = session.open.get(of) if type(of) is int else None
+        passed = session.pending.get(of) if type(of) is int else None
         if passed is None:
             raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
         if frame.tensors.keys() != {"stream"}:
             raise FrameError("layout", 'a backward pass has one tensor, "stream"')
         if passed.cost is None:
-            cost = self.costs.of(passed.request, learns=True)
+            cost = self.costs.estimate_pass(passed.request, learns=True)
             self._admit(session, cost, "this pass")
             passed.cost = cost
         if nbytes(frame) > nbytes(
@@ -383,9 +398,9 @@ class Host:
         ):  # room for a gradient of the stream's size was made with the pass
             self._admit(session, Cost(nbytes(frame)), "this gradient")
         slope = frame.tensors["stream"]
-        learner = self.rounds.learner_of(session)
-        back, sums = self.runner.closed(learner, passed, slope)
-        answer = reply(session, Kind.GRADIENT, frame, back)
+        learner = self.rounds.backbone_of(session)
+        back, sums = self.executor.backward(learner, passed, slope)
+        answer = encode_reply(session, Kind.GRADIENT, frame, back)
         # Nothing is added to the parameters before the reply is there: a failed request changes
         # nothing.
         before = session.has_gradients
@@ -394,11 +409,11 @@ class Host:
         session.has_gradients = True
         try:
             if frame.values.get("step") is True:
-                self._count(session)
+                self._count_loss(session)
         except BaseException:
             session.has_gradients = before
             raise
-        del session.open[of]  # type: ignore[arg-type]
+        del session.pending[of]  # type: ignore[arg-type]
         return answer
 
     def _admit(
@@ -414,9 +429,9 @@ class Host:
         cache will hold.
         """
         if cache is None:
-            self._admit(session, self.costs.of(frame, learns=False), "this pass")
+            self._admit(session, self.costs.estimate_pass(frame, learns=False), "this pass")
             return 0
-        cost = self.costs.of_turn(frame, cache.length)
+        cost = self.costs.estimate_turn(frame, cache.length)
         self._admit(
             session,
             Cost(max(0, cost.held - cache.held), cost.working),
@@ -430,12 +445,12 @@ class Host:
         """Yield what clients hold, by client, as if a session had released these passes already."""
         return charges(
             self.sessions,
-            copy=self.copy_bytes,
-            left=len(self.rounds.left),
-            without=(session, released),
+            copy_bytes=self.copy_bytes,
+            departed=len(self.rounds.departed),
+            exclude=(session, released),
         )
 
-    def _count(self, session: Session) -> None:
+    def _count_loss(self, session: Session) -> None:
         """A loss has been gone through. After enough of them, a step is taken, and after enough of
         those, a mean.
         """
@@ -445,39 +460,41 @@ class Host:
                 "a step must follow a backward pass, got none since the last one",
                 hint="call backward() first",
             )
-        learner = self.rounds.learner_of(session)
+        learner = self.rounds.backbone_of(session)
         try:
-            stepped = learner.count()
+            stepped = learner.count_loss()
         except StepError as error:
             _log.warning("a step was undone, and its gradients dropped: %s", error)
             raise FrameError("nonfinite", str(error), hint=error.hint) from error
         session.has_gradients = False
         if stepped:
             self.step += 1
-            self.rounds.void(learner)
-            self.rounds.close()
+            self.rounds.invalidate_passes(learner)
+            self.rounds.try_close()
 
-    def _leave(self, name: str) -> None:
+    def _end_session(self, name: str) -> None:
         """Forget a session, except that it was there."""
         session = self.sessions.pop(name)
         if session.done:
-            self.gone[name] = session.peer
+            self.ended_sessions[name] = session.peer
             if (
-                len(self.gone) > _GONE
+                len(self.ended_sessions) > _MAX_ENDED_SESSIONS
             ):  # of the client that has the most: nobody makes the server forget another's
-                most = Counter(self.gone.values()).most_common(1)[0][0]
-                del self.gone[next(n for n, peer in self.gone.items() if peer == most)]
+                most = Counter(self.ended_sessions.values()).most_common(1)[0][0]
+                del self.ended_sessions[
+                    next(n for n, peer in self.ended_sessions.items() if peer == most)
+                ]
         self.rounds.leave(name, session)
 
     # What is kept
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write a checkpoint now, unless there is no folder."""
         with self.lock:
             if self.folder is not None:
                 self._keep()
 
-    def _try_to_keep(self) -> None:
+    def _try_save(self) -> None:
         """Write a checkpoint behind a request that is done. Where that fails the request stays
         done: clients are not told that it is saved, and keep what they need to send it again. The
         next try is after as many steps again.
@@ -485,7 +502,7 @@ class Host:
         try:
             self._keep()
         except CheckpointError as error:
-            self.failed_at = self.step
+            self.failed_save_step = self.step
             _log.warning(
                 "no checkpoint at step %d, and clients keep their journals: %s", self.step, error
             )
@@ -495,69 +512,73 @@ class Host:
         sessions = {name: s.to_dict() for name, s in self.sessions.items()}
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
         frames |= {
-            f"{name}/{n}": bytes_of(o.request)
+            f"{name}/{n}": frame_bytes(o.request)
             for name, s in self.sessions.items()
-            for n, o in s.open.items()
+            for n, o in s.pending.items()
         }
-        digest = str(self.about["digest"])
+        digest = str(self.model_description["digest"])
         copies = {
-            name: s.learner.saved() for name, s in self.sessions.items() if s.learner is not None
+            name: s.backbone.training_state()
+            for name, s in self.sessions.items()
+            if s.backbone is not None
         }
         left, trainer = (
-            dict(self.rounds.left),
-            self.training.optimizer if self.training else self.trainer,
+            dict(self.rounds.departed),
+            self.training.optimizer if self.training else self.optimizer_name,
         )
         checkpoint.save(
             self.folder,
-            checkpoint.Kept(
+            checkpoint.SplitCheckpoint(
                 digest,
                 self.step,
-                self.main.saved(),
+                self.main.training_state(),
                 copies,
                 left,
                 sessions,
                 frames,
-                self.gone,
+                self.ended_sessions,
                 trainer,
             ),
         )
-        self.kept_at = self.step
+        self.saved_step = self.step
         for session in self.sessions.values():
             session.saved = session.done
 
-    def _restore(self, kept: checkpoint.Kept) -> None:
-        if kept.digest != self.about["digest"]:
+    def _restore(self, kept: checkpoint.SplitCheckpoint) -> None:
+        if kept.digest != self.model_description["digest"]:
             raise CheckpointError(
                 f"{self.folder} holds another model's training", hint="name another folder"
             )
-        if (kept.copies or kept.left) and not self.rounds.average:
+        if (kept.copies or kept.departed) and not self.rounds.average:
             raise CheckpointError(
                 f"{self.folder} holds a training of copies that are averaged",
                 hint="go on with average set, or name another folder",
             )
-        if self.training is not None and kept.trainer not in ("", self.training.optimizer):
+        if self.training is not None and kept.optimizer_name not in ("", self.training.optimizer):
             raise CheckpointError(
-                f"{self.folder} holds a training with {kept.trainer}, and this one is with "
+                f"{self.folder} holds a training with {kept.optimizer_name}, and this one is with "
                 f"{self.training.optimizer}",
-                hint=f"go on with --optimizer {kept.trainer}, or name another folder",
+                hint=f"go on with --optimizer {kept.optimizer_name}, or name another folder",
             )
         try:
-            sessions = restored_sessions(kept.sessions, kept.frames, _OWN)
+            sessions = restore_sessions(kept.sessions, kept.frames, _STORED_LIMITS)
             if not kept.copies.keys() <= sessions.keys():
                 raise ValueError("a copy of the backbone belongs to no session")
-            for _, weights in kept.left.values():
-                self.main.require_trained(weights)
+            for _, weights in kept.departed.values():
+                self.main.require_valid_weights(weights)
         except (ValueError, FrameError) as error:
             raise CheckpointError(
                 f"{self.folder} is damaged: {error}", hint="restore it from a copy"
             ) from error
         self.main.restore(kept.main, self.folder)
-        self.step, self.kept_at, self.trainer = kept.step, kept.step, kept.trainer
-        self.rounds.left = {name: (n, dict(weights)) for name, (n, weights) in kept.left.items()}
-        self.gone = dict(kept.gone)
+        self.step, self.saved_step, self.optimizer_name = kept.step, kept.step, kept.optimizer_name
+        self.rounds.departed = {
+            name: (n, dict(weights)) for name, (n, weights) in kept.departed.items()
+        }
+        self.ended_sessions = dict(kept.ended_sessions)
         self.sessions.update(sessions)  # the rounds look at the same dict
         for name, copy in kept.copies.items():
-            learner = sessions[name].learner = self.rounds.copy()
+            learner = sessions[name].backbone = self.rounds.copy_main()
             learner.restore(copy, self.folder)
 
     def backbone(self) -> dict[str, Tensor]:
@@ -577,5 +598,5 @@ class Host:
         return self.main.blocks
 
 
-def _listed(limits: Limits) -> list[Value]:
+def _limits_to_list(limits: Limits) -> list[Value]:
     return [limits.payload, limits.table, limits.tensors, limits.axes]

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regauge.checkpoints.files import amount
+from regauge.checkpoints.files import format_bytes
 from regauge.errors import RegaugeError
 from regauge.split.protocol.frames import FrameError, nbytes
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FRACTION = (
     0.5  # of the available memory; the rest is for allocators, network buffers and other processes
 )
-SMALLEST = 1 << 20  # bytes of a budget; less is a typing error
+MIN_BUDGET = 1 << 20  # bytes of a budget; less is a typing error
 # a frame has at most a fourth of its client's budget, since a pass needs several times its bytes
 FRAME_SHARE = 4
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -59,16 +59,18 @@ class Budget:
     client: int
 
     def __post_init__(self) -> None:
-        if self.total < SMALLEST or not SMALLEST <= self.client <= self.total:
+        if self.total < MIN_BUDGET or not MIN_BUDGET <= self.client <= self.total:
             raise BudgetError(
-                f"memory budgets must be at least {amount(SMALLEST)}, and a client's at most "
+                f"memory budgets must be at least {format_bytes(MIN_BUDGET)}, and a client's at "
+                "most "
                 "the server's, "
-                f"got {amount(self.client)} per client and {amount(self.total)} for the server",
+                f"got {format_bytes(self.client)} per client and {format_bytes(self.total)} for "
+                "the server",
                 hint="raise --memory, or lower --client-memory",
             )
 
     @classmethod
-    def of(
+    def with_defaults(
         cls,
         total: int | None = None,
         client: int | None = None,
@@ -81,9 +83,9 @@ class Budget:
         """
         if total is None:
             total = max(
-                SMALLEST, int(FRACTION * (available_memory(device) - reserved)), client or 0
+                MIN_BUDGET, int(FRACTION * (available_memory(device) - reserved)), client or 0
             )
-        return cls(total, max(SMALLEST, total // 2) if client is None else client)
+        return cls(total, max(MIN_BUDGET, total // 2) if client is None else client)
 
     def share(self, peer: str) -> int:
         return self.client if peer else self.total
@@ -102,12 +104,15 @@ class Budget:
         if own_held + own_working > limit:
             used = own_held - new.held
             beside = (
-                f" beside {amount(used)} held by open passes, caches and replies" if used else ""
+                f" beside {format_bytes(used)} held by open passes, caches and replies"
+                if used
+                else ""
             )
             raise FrameError(
                 "memory",
-                f"{what} needs about {amount(new.held + own_working)}{beside}, and the memory "
-                f"budget of a client is {amount(limit)}",
+                f"{what} needs about {format_bytes(new.held + own_working)}{beside}, and the "
+                "memory "
+                f"budget of a client is {format_bytes(limit)}",
                 hint="use smaller batches or shorter texts, call backward() on open passes, "
                 "or raise "
                 f"{'--client-memory' if peer and self.client < self.total else '--memory'} on "
@@ -116,9 +121,9 @@ class Budget:
         if held + working > self.total:
             raise FrameError(
                 "busy",
-                f"{what} needs about {amount(new.held + new.working)}, and clients hold "
-                f"{amount(held - new.held)} of the server's memory budget of "
-                f"{amount(self.total)}",
+                f"{what} needs about {format_bytes(new.held + new.working)}, and clients hold "
+                f"{format_bytes(held - new.held)} of the server's memory budget of "
+                f"{format_bytes(self.total)}",
                 hint="try again later, or raise --memory on the server",
             )
 
@@ -126,9 +131,9 @@ class Budget:
 def charges(
     sessions: Mapping[str, Session],
     *,
-    copy: int = 0,
-    left: int = 0,
-    without: tuple[Session | None, Sequence[object]] = (None, ()),
+    copy_bytes: int = 0,
+    departed: int = 0,
+    exclude: tuple[Session | None, Sequence[object]] = (None, ()),
 ) -> Iterator[tuple[str, Cost]]:
     """Yield what clients hold, by client.
 
@@ -140,14 +145,17 @@ def charges(
         without: A session, and the numbers of its open passes that do not count.
     """
     for session in list(sessions.values()):  # metrics are read while requests are answered
-        yield session.peer, Cost(len(session.reply) + (0 if session.learner is None else copy))
-        for n, passed in list(session.open.items()):
-            if session is not without[0] or n not in without[1]:
+        yield (
+            session.peer,
+            Cost(len(session.reply) + (0 if session.backbone is None else copy_bytes)),
+        )
+        for n, passed in list(session.pending.items()):
+            if session is not exclude[0] or n not in exclude[1]:
                 yield session.peer, passed.cost or Cost(nbytes(passed.request))
         for cache in list(session.caches.values()):
             yield session.peer, Cost(cache.held)
-    if left:
-        yield "", Cost(left * copy)
+    if departed:
+        yield "", Cost(departed * copy_bytes)
 
 
 def available_memory(device: torch.device | None = None) -> int:

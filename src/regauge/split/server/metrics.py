@@ -17,20 +17,20 @@ from regauge.split.server.host import Host
 if TYPE_CHECKING:
     from regauge.split.server.network import Server
 
-CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def text_of(host: Host, server: Server | None = None) -> str:
+def render_metrics(host: Host, server: Server | None = None) -> str:
     """All numbers as they are now. The host's lock is not taken: a long step does not hold up
     whoever looks.
     """
     return "".join(
         f"# HELP {name} {what}\n# TYPE {name} {kind}\n{rows}"
-        for name, kind, what, rows in _families(host, server)
+        for name, kind, what, rows in _iter_metrics(host, server)
     )
 
 
-def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str, str]]:
+def _iter_metrics(host: Host, server: Server | None) -> Iterator[tuple[str, str, str, str]]:
     def one(name: str, kind: str, what: str, value: float) -> tuple[str, str, str, str]:
         return (
             f"regauge_split_{name}",
@@ -54,13 +54,15 @@ def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str
         "Requests answered, by kind and result (ok, or the code of the refusal).",
         lines,
     )
-    yield one("compute_seconds_total", "counter", "Seconds spent on requests.", host.seconds)
+    yield one(
+        "compute_seconds_total", "counter", "Seconds spent on requests.", host.compute_seconds
+    )
     yield one("sessions", "gauge", "Sessions that the server knows.", len(sessions))
     yield one(
         "passes_open",
         "gauge",
         "Forward passes that wait for their backward pass.",
-        sum(len(s.open) for s in sessions),
+        sum(len(s.pending) for s in sessions),
     )
     held = list(host.charges())
     yield one(
@@ -76,12 +78,12 @@ def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str
         "memory of the largest pass.",
         sum(c.held for _, c in held) + max((c.working for _, c in held), default=0),
     )
-    yield one("checkpoint_step", "gauge", "The step of the last checkpoint.", host.kept_at)
+    yield one("checkpoint_step", "gauge", "The step of the last checkpoint.", host.saved_step)
     if server is not None:
         yield one("received_bytes_total", "counter", "Bytes that came, in frames.", server.received)
         yield one("sent_bytes_total", "counter", "Bytes that went, in frames.", server.sent)
         yield one("streams", "gauge", "Streams that are open.", server.streams)
-    memory = _memory()
+    memory = _resident_bytes()
     if memory:
         yield (
             "process_resident_memory_bytes",
@@ -91,7 +93,7 @@ def _families(host: Host, server: Server | None) -> Iterator[tuple[str, str, str
         )
 
 
-def _memory() -> int:
+def _resident_bytes() -> int:
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -112,9 +114,9 @@ class Metrics:
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 found = self.path.partition("?")[0] == "/metrics"
-                body = text_of(host, server).encode() if found else b"look at /metrics\n"
+                body = render_metrics(host, server).encode() if found else b"look at /metrics\n"
                 self.send_response(200 if found else 404)
-                self.send_header("Content-Type", CONTENT)
+                self.send_header("Content-Type", CONTENT_TYPE)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

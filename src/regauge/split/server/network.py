@@ -25,22 +25,29 @@ from contextlib import suppress
 from typing import Any
 
 from regauge.errors import need
-from regauge.split.protocol.channel import CLIENT_OPTIONS, OPTIONS, Loop, Pace, Tls, require_private
+from regauge.split.protocol.channel import (
+    CLIENT_OPTIONS,
+    OPTIONS,
+    Loop,
+    Pace,
+    Tls,
+    require_private_address,
+)
 from regauge.split.protocol.frames import Assembler, Bytes, FrameError, Limits, decode
-from regauge.split.protocol.replies import refusal
+from regauge.split.protocol.replies import encode_error
 from regauge.split.protocol.transport import TransportError
 from regauge.split.server import health
 from regauge.split.server.client_list import ClientFile
-from regauge.split.server.connections import raise_open_files, server_options
-from regauge.split.server.flow_control import FlowControl, Held
+from regauge.split.server.connections import raise_open_file_limit, server_options
+from regauge.split.server.flow_control import FlowControl, StreamUsage
 from regauge.split.server.host import Host
 from regauge.split.server.memory import FRAME_SHARE
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
-BEAT = 1.0  # seconds between empty chunks while the server computes
-STALL = 60.0  # seconds in which nothing may come of a frame that has begun
-WAIT = 0.02  # seconds until a stream that has to wait looks again
-STREAMS = 256  # of one client at once
+HEARTBEAT_SECONDS = 1.0  # seconds between empty chunks while the server computes
+STALL_SECONDS = 60.0  # seconds in which nothing may come of a frame that has begun
+POLL_SECONDS = 0.02  # seconds until a stream that has to wait looks again
+MAX_STREAMS = 256  # of one client at once
 _log = logging.getLogger("regauge.split")
 
 
@@ -61,41 +68,43 @@ class Server:
         insecure: bool = False,
     ) -> None:
         need("grpc", "split")
-        require_private(address, tls, insecure)
+        require_private_address(address, tls, insecure)
         self.host, self.address, self.tls = host, address, tls
-        self.list = clients if isinstance(clients, ClientFile) else None
+        self.client_file = clients if isinstance(clients, ClientFile) else None
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
-        self.received = self.sent = self.streams = self.under_way = 0  # bytes, and what is open
-        self.waits: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
+        self.received = self.sent = self.streams = self.active_streams = (
+            0  # bytes, and what is open
+        )
+        self.read_timeouts: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
         share = min(host.limits.payload + host.limits.table, host.budget.client // FRAME_SHARE)
-        self.holdings = FlowControl(share, STREAMS, host.budget.total // FRAME_SHARE)
+        self.flow_control = FlowControl(share, MAX_STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
-        self.set_clients(clients.named if isinstance(clients, ClientFile) else clients)
+        self.set_clients(clients.quotas if isinstance(clients, ClientFile) else clients)
         self.server, self.port = Loop.run(self._start())
-        if self.list is not None:
-            self.list.follow(self._relist)
+        if self.client_file is not None:
+            self.client_file.follow(self._reload_clients)
 
     def set_clients(self, names: Collection[str] | None) -> None:
         """Accept these clients from now on, or everyone of the authority (None). The streams and
         sessions of all others end.
         """
         self.host.clients = None if names is None else frozenset(names)
-        Loop.get().call_soon_threadsafe(self._cut)
+        Loop.get().call_soon_threadsafe(self._end_unlisted_streams)
         ended = self.host.end_unlisted()
         if ended:
             _log.warning("no longer listed, and cut off: %s", ", ".join(ended))
 
-    def _relist(self) -> None:
-        assert self.list is not None
-        self.host.quotas.named = self.list.named
-        self.set_clients(self.list.named)
-        _log.info("the list of clients was read again: %d", len(self.list.named))
+    def _reload_clients(self) -> None:
+        assert self.client_file is not None
+        self.host.quotas.by_client = self.client_file.quotas
+        self.set_clients(self.client_file.quotas)
+        _log.info("the list of clients was read again: %d", len(self.client_file.quotas))
 
-    def _cut(self) -> None:
+    def _end_unlisted_streams(self) -> None:
         """End streams that wait for a client that is not listed. Those that are being answered end
         by themselves.
         """
-        for wait, peer in self.waits.items():
+        for wait, peer in self.read_timeouts.items():
             if self.host.clients is not None and peer not in self.host.clients:
                 with suppress(RuntimeError):  # it ends already
                     wait.reschedule(0.0)
@@ -103,9 +112,9 @@ class Server:
     async def _start(self) -> tuple[Any, int]:
         import grpc
 
-        server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_files())])
-        handler = grpc.stream_stream_rpc_method_handler(self._served)
-        healthy = health.handler(lambda: not self.is_stopping, SERVICE)
+        server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_file_limit())])
+        handler = grpc.stream_stream_rpc_method_handler(self._handle_stream)
+        healthy = health.make_handler(lambda: not self.is_stopping, SERVICE)
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy)
         )
@@ -128,29 +137,31 @@ class Server:
             ) from error
         return server, port
 
-    async def _served(self, incoming: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+    async def _handle_stream(
+        self, incoming: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[bytes]:
         """One client's stream, with what crosses counted. A server that stops lets a stream go when
         it has answered what is under way.
         """
         self.streams += 1
-        self.under_way += 1  # but for the times in which the stream waits for its client
+        self.active_streams += 1  # but for the times in which the stream waits for its client
         try:
-            peer = self._known(context)
-            with self.holdings.stream(peer) as held:
+            peer = self._require_client(context)
+            with self.flow_control.stream(peer) as held:
                 assembler = Assembler(self.host.limits)
-                async for piece in self._exchange(
-                    self._came(incoming, assembler, held, peer), assembler, held, peer
+                async for piece in self._answer_chunks(
+                    self._read_chunks(incoming, assembler, held, peer), assembler, held, peer
                 ):
                     self.sent += len(piece)
                     yield piece
         except FrameError as error:
-            yield refusal(error)
+            yield encode_error(error)
         finally:
             self.streams -= 1
-            self.under_way -= 1
+            self.active_streams -= 1
 
-    def _known(self, context: Any) -> str:
-        peer = _peer(context)
+    def _require_client(self, context: Any) -> str:
+        peer = _common_name(context)
         if (
             self.tls is not None and not peer
         ):  # all of them would be one, with each other's sessions
@@ -161,8 +172,8 @@ class Server:
         self.host.require_listed(peer)
         return peer
 
-    async def _came(
-        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str
+    async def _read_chunks(
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: StreamUsage, peer: str
     ) -> AsyncIterator[bytes]:
         """What the client sends, and an empty chunk for every second in which it is not read: it
         has used what it may, or holds too much.
@@ -171,30 +182,30 @@ class Server:
         beat = time.monotonic()
         while not self.is_stopping:
             self.host.require_listed(peer)
-            self.under_way -= 1
+            self.active_streams -= 1
             chunk: bytes | None = b""
             try:
-                if not self.holdings.may_go_on(held) or (
-                    assembler.is_between and self.host.quotas.wait(peer)
+                if not self.flow_control.may_read(held) or (
+                    assembler.is_empty and self.host.quotas.is_exhausted(peer)
                 ):
-                    await asyncio.sleep(WAIT)
-                    if time.monotonic() - beat < BEAT:
+                    await asyncio.sleep(POLL_SECONDS)
+                    if time.monotonic() - beat < HEARTBEAT_SECONDS:
                         continue
                     beat = time.monotonic()
                 else:
                     async with asyncio.timeout(
-                        None if assembler.is_between else STALL
+                        None if assembler.is_empty else STALL_SECONDS
                     ) as wait:  # half a frame is not held for ever
-                        self.waits[wait] = peer
+                        self.read_timeouts[wait] = peer
                         try:
                             chunk = await anext(source, None)
                         finally:
-                            del self.waits[wait]
+                            del self.read_timeouts[wait]
             except TimeoutError:
                 self.host.require_listed(peer)
                 return
             finally:
-                self.under_way += 1
+                self.active_streams += 1
             if chunk is None:
                 return
             if chunk:
@@ -202,8 +213,8 @@ class Server:
                 held.add(len(chunk))
             yield chunk
 
-    async def _exchange(
-        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: Held, peer: str
+    async def _answer_chunks(
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: StreamUsage, peer: str
     ) -> AsyncIterator[bytes]:
         loop, pace = asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
@@ -211,9 +222,9 @@ class Server:
                 yield b""
                 continue
             try:
-                for data in assembler.cut(chunk):
-                    work = loop.run_in_executor(self.pool, self._answered, data, peer)
-                    while not (await asyncio.wait([work], timeout=BEAT))[0]:
+                for data in assembler.split(chunk):
+                    work = loop.run_in_executor(self.pool, self._answer_frame, data, peer)
+                    while not (await asyncio.wait([work], timeout=HEARTBEAT_SECONDS))[0]:
                         yield b""
                     for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
@@ -222,16 +233,16 @@ class Server:
                     peer, held.size
                 )  # what is no request has crossed all the same
                 raise
-            if assembler.is_between:
+            if assembler.is_empty:
                 held.clear()
 
-    def _answered(self, data: Bytes, peer: str) -> bytes:
+    def _answer_frame(self, data: Bytes, peer: str) -> bytes:
         """In a thread of its own: reading a frame takes time too, in which others are to be
         heard.
         """
         return self.host.answer(decode(data, self.host.limits), peer)
 
-    def stop(self, grace: float = 5.0, hurry: threading.Event | None = None) -> None:
+    def stop(self, grace: float = 5.0, skip_grace: threading.Event | None = None) -> None:
         """Take no more, let what is under way end, and keep what is to be kept, also if this is
         interrupted. A second call does nothing.
 
@@ -241,18 +252,18 @@ class Server:
             return
         self.is_stopping = True
         try:
-            if self.list is not None:
-                self.list.stop()
+            if self.client_file is not None:
+                self.client_file.stop()
             with suppress(concurrent.futures.TimeoutError):
-                Loop.run(self._ended(grace, hurry or threading.Event()), grace + 5)
+                Loop.run(self._shut_down(grace, skip_grace or threading.Event()), grace + 5)
             self.pool.shutdown()
         finally:
-            self.host.keep()
+            self.host.save()
 
-    async def _ended(self, grace: float, hurry: threading.Event) -> None:
+    async def _shut_down(self, grace: float, hurry: threading.Event) -> None:
         until = time.monotonic() + grace
-        await asyncio.sleep(min(grace, 2 * health.BEAT))  # so that those who watch are told
-        while self.under_way and time.monotonic() < until and not hurry.is_set():
+        await asyncio.sleep(min(grace, 2 * health.POLL_SECONDS))  # so that those who watch are told
+        while self.active_streams and time.monotonic() < until and not hurry.is_set():
             await asyncio.sleep(0.01)
         await self.server.stop(0)
 
@@ -263,7 +274,7 @@ class Server:
         self.stop()
 
 
-def _peer(context: Any) -> str:
+def _common_name(context: Any) -> str:
     """The common name of the client's certificate, which the handshake has verified; "" without
     TLS.
     """
@@ -282,17 +293,17 @@ class Grpc:
         *,
         tls: Tls | None = None,
         insecure: bool = False,
-        silence: float = 60.0,
-        computing: float = 1800.0,
+        silence_timeout: float = 60.0,
+        compute_timeout: float = 1800.0,
         limits: Limits | None = None,
     ) -> None:
         need("grpc", "split")
-        require_private(address, tls, insecure)
+        require_private_address(address, tls, insecure)
         self.address, self.tls, self.limits = address, tls, limits or Limits()
-        self.silence, self.computing = silence, computing
+        self.silence_timeout, self.compute_timeout = silence_timeout, compute_timeout
         self.channel: Any = None
         self.stream: Any = None
-        self.pace, self.heard, self.moved = (
+        self.pace, self.last_activity, self.last_data = (
             Pace(),
             0.0,
             0.0,
@@ -301,22 +312,25 @@ class Grpc:
 
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
         with self.lock:
-            self.heard = self.moved = time.monotonic()
+            self.last_activity = self.last_data = time.monotonic()
             work = asyncio.run_coroutine_threadsafe(self._exchange(request), Loop.get())
             while True:
                 try:
                     return work.result(1.0)
                 except (concurrent.futures.TimeoutError, TimeoutError):
                     now = time.monotonic()
-                    if now - self.heard > self.silence or now - self.moved > self.computing:
-                        self._drop()  # ends the stream, and with it what waits for it
+                    if (
+                        now - self.last_activity > self.silence_timeout
+                        or now - self.last_data > self.compute_timeout
+                    ):
+                        self._cancel_stream()  # ends the stream, and with it what waits for it
 
     async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
         import grpc
 
         try:
             if self.stream is None or self.stream.done():
-                self.stream = self._open()
+                self.stream = self._open_stream()
             stream = self.stream
             if sum(map(len, request)) <= self.pace.size:
                 with suppress(
@@ -344,7 +358,7 @@ class Grpc:
                 self.stream.cancel()
             self.stream, self.pace = None, Pace()
             what = (
-                _said(error, self.tls is not None)
+                _describe_error(error, self.tls is not None)
                 if isinstance(error, grpc.aio.AioRpcError)
                 else str(error) or type(error).__name__
             )
@@ -353,7 +367,7 @@ class Grpc:
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
         for piece in self.pace.pieces(request):
             await stream.write(piece)
-            self.heard = self.moved = time.monotonic()
+            self.last_activity = self.last_data = time.monotonic()
 
     async def _receive(self, stream: Any) -> Bytes:
         import grpc
@@ -364,16 +378,16 @@ class Grpc:
             if piece is grpc.aio.EOF:
                 code = await stream.code()
                 raise TransportError(f"the server ended the stream ({code.name.lower()})")
-            self.heard = time.monotonic()
+            self.last_activity = time.monotonic()
             if piece:
-                self.moved = self.heard
-            found = list(assembler.cut(piece))
+                self.last_data = self.last_activity
+            found = list(assembler.split(piece))
             if found:
-                if len(found) > 1 or not assembler.is_between:
+                if len(found) > 1 or not assembler.is_empty:
                     raise TransportError("more came than a reply")
                 return found[0]
 
-    def _open(self) -> Any:
+    def _open_stream(self) -> Any:
         import grpc
 
         if self.channel is None:
@@ -388,7 +402,7 @@ class Grpc:
                 )
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
-    def _drop(self) -> None:
+    def _cancel_stream(self) -> None:
         async def drop() -> None:
             if self.stream is not None:
                 self.stream.cancel()
@@ -415,12 +429,12 @@ class Grpc:
         self.close()
 
 
-def _said(error: Any, with_tls: bool) -> str:
+def _describe_error(error: Any, with_tls: bool) -> str:
     """What gRPC says of a broken stream, in few words. Certificates that may not fit are named:
     nothing else would lead there.
     """
     details = (error.details() or "").lower()
-    for sign, words in _SIGNS.items():
+    for sign, words in _ERROR_TEXTS.items():
         if sign in details:
             # Of several addresses gRPC tells what became of the last: at another one a server may
             # have hung up on the certificate.
@@ -435,7 +449,7 @@ def _said(error: Any, with_tls: bool) -> str:
     return what
 
 
-_SIGNS = {
+_ERROR_TEXTS = {
     "bad_signature": "the server's certificate is not of this authority, has expired, or is for "
     "another name",
     "certificate_verify_failed": "the server's certificate is not of this authority, has "

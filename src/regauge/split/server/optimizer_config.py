@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,18 @@ from regauge.errors import RegaugeError
 from regauge.split.protocol.frames import Value
 
 SCHEDULES = ("constant", "linear", "cosine")
+# Names in the handshake, and the fields that they belong to.
+_WIRE_NAMES = {
+    "optimizer": "optimizer",
+    "rate": "lr",
+    "decay": "weight_decay",
+    "momentum": "momentum",
+    "schedule": "schedule",
+    "warmup": "warmup",
+    "steps": "steps",
+    "clip": "clip",
+    "accumulate": "accumulate",
+}
 
 
 class TrainingError(RegaugeError):
@@ -30,8 +43,8 @@ class OptimizerConfig:
     """
 
     optimizer: str = "adamw"
-    rate: float = 1e-3
-    decay: float = 0.0
+    lr: float = 1e-3
+    weight_decay: float = 0.0
     momentum: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -52,7 +65,7 @@ class OptimizerConfig:
                 f'there is no schedule "{self.schedule}"',
                 hint=f"choose from {', '.join(SCHEDULES)}",
             )
-        for name in ("rate", "decay", "momentum", "clip", "warmup", "steps", "accumulate"):
+        for name in ("lr", "weight_decay", "momentum", "clip", "warmup", "steps", "accumulate"):
             value, least = getattr(self, name), int(name == "accumulate")
             if not least <= value < math.inf:
                 raise TrainingError(
@@ -64,39 +77,33 @@ class OptimizerConfig:
                 hint="set steps to the number of all steps",
             )
 
-    def rate_at(self, step: int) -> float:
+    def lr_at(self, step: int) -> float:
         """The rate of a step, the first of which is 0. It needs no state, so that none has to be
         kept.
         """
         if step < self.warmup:
-            return self.rate * (step + 1) / self.warmup
+            return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
-            return self.rate
+            return self.lr
         done = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
-        return self.rate * (
+        return self.lr * (
             1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
         )
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.optimizer](list(parameters), self)
 
-    def told(self) -> dict[str, Value]:
+    def to_dict(self) -> dict[str, Value]:
         """For the handshake, so that a client can train its own parts likewise."""
-        shown = (
-            "optimizer",
-            "rate",
-            "decay",
-            "momentum",
-            "schedule",
-            "warmup",
-            "steps",
-            "clip",
-            "accumulate",
-        )
-        return {name: getattr(self, name) for name in shown}
+        return {wire: getattr(self, field) for wire, field in _WIRE_NAMES.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> OptimizerConfig:
+        """Build a configuration from the names of `to_dict`. Missing ones take their defaults."""
+        return cls(**{_WIRE_NAMES[name]: value for name, value in values.items()})
 
 
-def moments_of(
+def get_moments(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, torch.Tensor]]:
     """What an optimizer holds, by parameter and name."""
@@ -106,7 +113,7 @@ def moments_of(
     }
 
 
-def give_moments(
+def load_moments(
     optimizer: torch.optim.Optimizer,
     parameter: torch.nn.Parameter,
     moments: Mapping[str, torch.Tensor],
@@ -146,15 +153,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def _sgd(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, o.rate, momentum=o.momentum, weight_decay=o.decay)
+    return torch.optim.SGD(parameters, o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
 
 
 def _adam(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
+    return torch.optim.Adam(parameters, o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
 def _adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, o.rate, betas=o.betas, eps=o.eps, weight_decay=o.decay)
+    return torch.optim.AdamW(
+        parameters, o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+    )
 
 
 OPTIMIZERS: dict[

@@ -40,12 +40,12 @@ class _Bucket:
     next one waits for it.
     """
 
-    left: float
-    at: float
+    tokens: float
+    updated_at: float
 
-    def wait(self, rate: float, most: float, now: float) -> float:
-        self.left, self.at = min(most, self.left + (now - self.at) * rate), now
-        return 0.0 if self.left > 0 else -self.left / rate
+    def refill(self, rate: float, most: float, now: float) -> float:
+        self.tokens, self.updated_at = min(most, self.tokens + (now - self.updated_at) * rate), now
+        return 0.0 if self.tokens > 0 else -self.tokens / rate
 
 
 @dataclass
@@ -53,20 +53,20 @@ class Quotas:
     """The quota of every client, by name; `default` is for those that have none of their own."""
 
     default: Quota = field(default_factory=Quota)
-    named: Mapping[str, Quota] = field(default_factory=dict)
+    by_client: Mapping[str, Quota] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
-    held: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
+    buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
     lock: threading.Lock = field(
         default_factory=threading.Lock, repr=False, compare=False
     )  # requests and streams ask from threads of their own
 
-    def of(self, client: str) -> Quota:
-        return self.named.get(client, self.default)
+    def for_client(self, client: str) -> Quota:
+        return self.by_client.get(client, self.default)
 
     def take(self, client: str, size: int) -> None:
         """Count a request of so many bytes, or refuse it."""
         with self.lock:
-            for what, limit, each, _, wait in self._buckets(client):
+            for what, limit, each, _, wait in self._refill_buckets(client):
                 if wait is not None:
                     raise FrameError(
                         "busy",
@@ -78,31 +78,33 @@ class Quotas:
     def charge(self, client: str, size: int) -> None:
         """Count so many bytes that have crossed, request or not."""
         with self.lock:
-            for what, _, _, bucket, _ in self._buckets(client):
-                bucket.left -= 1.0 if what == "requests" else size
+            for what, _, _, bucket, _ in self._refill_buckets(client):
+                bucket.tokens -= 1.0 if what == "requests" else size
 
-    def wait(self, client: str) -> bool:
+    def is_exhausted(self, client: str) -> bool:
         """Has this client used what it may for now?"""
-        quota = self.of(client)
+        quota = self.for_client(client)
         if not quota.requests and not quota.bytes:
             return False
         with self.lock:
-            return any(wait is not None for *_, wait in self._buckets(client))
+            return any(wait is not None for *_, wait in self._refill_buckets(client))
 
-    def _buckets(self, client: str) -> Iterator[tuple[str, float, str, _Bucket, float | None]]:
+    def _refill_buckets(
+        self, client: str
+    ) -> Iterator[tuple[str, float, str, _Bucket, float | None]]:
         """What is counted, its limit, its bucket, and for how long that is empty yet."""
-        quota, now = self.of(client), self.clock()
+        quota, now = self.for_client(client), self.clock()
         for what, limit, rate, most, each in (
             ("requests", quota.requests, quota.requests, max(quota.requests, 1.0), "a second"),
             ("bytes", quota.bytes, quota.bytes / 60, quota.bytes, "a minute"),
         ):
             if rate:
-                bucket = self.held.setdefault((client, what), _Bucket(most, now))
-                wait = bucket.wait(rate, most, now)
-                yield what, limit, each, bucket, wait if wait > 0 or bucket.left <= 0 else None
+                bucket = self.buckets.setdefault((client, what), _Bucket(most, now))
+                wait = bucket.refill(rate, most, now)
+                yield what, limit, each, bucket, wait if wait > 0 or bucket.tokens <= 0 else None
 
 
-def require_room(client: str, sessions: int, most: int) -> None:
+def require_session_quota(client: str, sessions: int, most: int) -> None:
     """Refuse one more session than a client may have; 0 is without limit."""
     if most and sessions >= most:
         raise FrameError(

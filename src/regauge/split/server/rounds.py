@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from regauge.split.protocol.frames import FrameError
-from regauge.split.server.backbone import TrainableBackbone, mean
+from regauge.split.server.backbone import TrainableBackbone, weighted_mean
 from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.sessions import Session
 
@@ -40,52 +40,56 @@ class Rounds:
         *,
         average: int,
         away: float,
-        most: int,
+        max_sessions: int,
     ) -> None:
         if average < 0 or (average and main.optimizer is None):
             raise TrainingError(
                 "there is nothing to average where nothing is trained",
                 hint="give the server an optimizer and a rate",
             )
-        self.main, self.sessions, self.ready = main, sessions, ready
-        self.average, self.away, self.most = average, away, most
-        self.left: dict[
+        self.main, self.sessions, self.prepare = main, sessions, ready
+        self.average, self.away, self.max_sessions = average, away, max_sessions
+        self.departed: dict[
             str, tuple[int, dict[str, Tensor]]
         ] = {}  # what those who are gone have done in this round
         ready(main)
 
-    def learner_of(self, session: Session) -> TrainableBackbone:
-        return session.learner or self.main
+    def backbone_of(self, session: Session) -> TrainableBackbone:
+        return session.backbone or self.main
 
-    def learners(self) -> list[TrainableBackbone]:
-        return [self.main, *(s.learner for s in self.sessions.values() if s.learner is not None)]
+    def backbones(self) -> list[TrainableBackbone]:
+        return [self.main, *(s.backbone for s in self.sessions.values() if s.backbone is not None)]
 
-    def copy(self) -> TrainableBackbone:
+    def copy_main(self) -> TrainableBackbone:
         learner = self.main.copy()
-        self.ready(learner)
+        self.prepare(learner)
         return learner
 
-    def void(self, learner: TrainableBackbone) -> None:
+    def invalidate_passes(self, learner: TrainableBackbone) -> None:
         """The weights have changed: passes that are open are run again when their gradients
         come.
         """
         for session in self.sessions.values():
-            if self.learner_of(session) is learner:
-                for passed in session.open.values():
+            if self.backbone_of(session) is learner:
+                for passed in session.pending.values():
                     passed.output, passed.inputs = None, {}
 
-    def is_new(self, session: Session) -> bool:
+    def needs_copy(self, session: Session) -> bool:
         """Return whether `join` will make a copy for a session."""
-        return bool(self.average) and session.learner is None and len(self.left) < self.most
+        return (
+            bool(self.average)
+            and session.backbone is None
+            and len(self.departed) < self.max_sessions
+        )
 
     def join(self, session: Session) -> bool:
         """Make a session a member if it is none and there is room. Is it new?"""
         if not self.average:
             return False
         session.is_away = False
-        if not self.is_new(session):
+        if not self.needs_copy(session):
             return False
-        session.learner = self.copy()
+        session.backbone = self.copy_main()
         return True
 
     def require_turn(self, session: Session) -> bool:
@@ -93,15 +97,17 @@ class Rounds:
         are away: then the round ends. Has it, by this?
         """
         if not self.average or (
-            session.learner is not None and session.learner.since < self.average
+            session.backbone is not None and session.backbone.steps_since_mean < self.average
         ):
             return False
         late = [
-            s for s in self._members() if s.learner is not None and s.learner.since < self.average
+            s
+            for s in self._members()
+            if s.backbone is not None and s.backbone.steps_since_mean < self.average
         ]
         for other in late:
-            other.is_away = time.monotonic() - other.seen > self.away
-        if (late and not any(other.is_away for other in late)) or not self.close():
+            other.is_away = time.monotonic() - other.last_seen > self.away
+        if (late and not any(other.is_away for other in late)) or not self.try_close():
             raise FrameError(
                 "busy",
                 f"the round ends when {len(late)} more have taken {self.average} steps",
@@ -111,17 +117,19 @@ class Rounds:
 
     def leave(self, name: str, session: Session) -> None:
         """What a session that is no more has done in this round stays in the round."""
-        if session.learner is not None and session.learner.since:
-            self.left[name] = (
-                session.learner.since,
-                {n: p.detach().clone() for n, p in session.learner.masters.items()},
+        if session.backbone is not None and session.backbone.steps_since_mean:
+            self.departed[name] = (
+                session.backbone.steps_since_mean,
+                {n: p.detach().clone() for n, p in session.backbone.masters.items()},
             )
-        self.close()
+        self.try_close()
 
-    def close(self) -> bool:
+    def try_close(self) -> bool:
         """If all members have taken their steps, all copies become the mean."""
         if not self.average or any(
-            s.learner.since < self.average for s in self._members() if s.learner is not None
+            s.backbone.steps_since_mean < self.average
+            for s in self._members()
+            if s.backbone is not None
         ):
             return False
         try:
@@ -135,24 +143,24 @@ class Rounds:
             return False
         if not found:
             return False
-        for learner in self.learners():
+        for learner in self.backbones():
             learner.set_masters(found)
-            learner.since = 0
-            self.void(learner)
-        self.left = {}
+            learner.steps_since_mean = 0
+            self.invalidate_passes(learner)
+        self.departed = {}
         return True
 
     def mean(self) -> dict[str, Tensor]:
         """The mean of the round so far; empty where nothing was done in it. It is added up in the
         order of the sessions' names, always.
         """
-        held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.left)
+        held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.departed)
         held |= {
-            n: (s.learner.since, s.learner.masters)
+            n: (s.backbone.steps_since_mean, s.backbone.masters)
             for n, s in self.sessions.items()
-            if s.learner is not None and s.learner.since
+            if s.backbone is not None and s.backbone.steps_since_mean
         }
-        return mean([held[name] for name in sorted(held)]) if held else {}
+        return weighted_mean([held[name] for name in sorted(held)]) if held else {}
 
     def _members(self) -> list[Session]:
-        return [s for s in self.sessions.values() if s.learner is not None and not s.is_away]
+        return [s for s in self.sessions.values() if s.backbone is not None and not s.is_away]

@@ -14,7 +14,7 @@ from regauge.split.protocol.frames import CODECS, Frame, FrameError, Limits, Val
 from regauge.split.protocol.messages import PROTOCOL
 from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.memory import Cost
-from regauge.split.server.quotas import require_room
+from regauge.split.server.quotas import require_session_quota
 
 Tensor = torch.Tensor
 
@@ -55,10 +55,10 @@ class Session:
     saved: int = 0
     check: int = 0
     reply: bytes = b""
-    seen: float = 0.0
-    learner: TrainableBackbone | None = None  # of its own, where copies are averaged
+    last_seen: float = 0.0
+    backbone: TrainableBackbone | None = None  # of its own, where copies are averaged
     is_away: bool = False
-    open: dict[int, PendingForward] = field(default_factory=dict)
+    pending: dict[int, PendingForward] = field(default_factory=dict)
     caches: OrderedDict[str, Cache] = field(default_factory=OrderedDict)
     has_gradients: bool = False  # has it gone back through a pass since it last counted a loss?
 
@@ -141,7 +141,7 @@ def parse_hello(frame: Frame, about: Mapping[str, Value], key: str) -> tuple[str
         raise FrameError("codec", f"there is no codec {codec!r:.20}")
     if not is_limits(limits):
         raise FrameError("limit", "the client does not say what it is ready to take")
-    name = name_in(frame)
+    name = session_name(frame)
     if not is_session_name(name):
         raise FrameError("session", "a session's name is 32 letters and digits")
     return name, str(codec), Limits(*limits)
@@ -157,7 +157,7 @@ def is_session_name(name: str) -> bool:
     return len(name) == 32 and name.isascii() and name.isalnum()
 
 
-def restored_sessions(
+def restore_sessions(
     saved: Mapping[str, Mapping[str, Any]], frames: Mapping[str, bytes], limits: Limits
 ) -> dict[str, Session]:
     """Rebuild the sessions of a checkpoint, with their last replies and open passes.
@@ -180,20 +180,20 @@ def restored_sessions(
             raise ValueError(f'the frame "{place[:100]}" belongs to no session')
         frame = decode(data, limits)
         if number != "reply":
-            out[name].open[int(number)] = PendingForward(frame)
+            out[name].pending[int(number)] = PendingForward(frame)
     return out
 
 
-def name_in(frame: Frame) -> str:
+def session_name(frame: Frame) -> str:
     found = frame.values.get("session")
     if not isinstance(found, str):
         raise FrameError("session", 'the frame says no "session"')
     return found
 
 
-def session_of(sessions: Mapping[str, Session], frame: Frame, peer: str) -> Session:
+def find_session(sessions: Mapping[str, Session], frame: Frame, peer: str) -> Session:
     """The session that a frame names, if it is this client's."""
-    session = sessions.get(name_in(frame))
+    session = sessions.get(session_name(frame))
     if session is None or session.peer != peer:
         raise FrameError(
             "session", "there is no such session of this client's", hint="say HELLO first"
@@ -212,14 +212,14 @@ def sessions_to_evict(
     now = time.monotonic()
     for mine, bound in ((True, own), (False, most)):
         among = sorted(
-            (s.seen, n)
+            (s.last_seen, n)
             for n, s in sessions.items()
             if n not in out and (not mine or s.peer == peer)
         )
         last = among[: max(0, len(among) + 1 - bound)] if bound else []
         if any(now - seen < idle for seen, _ in last):
             if mine:
-                require_room(peer, len(among), own)
+                require_session_quota(peer, len(among), own)
             raise FrameError(
                 "full",
                 f"the server has {most} sessions, and takes no more",

@@ -346,7 +346,7 @@ class Bench:
         """The recipes of examples/recipes by both tools, as they are (in float16), and computed in
         float32.
         """
-        from regauge.merging.recipes import parse_recipe
+        from regauge.merging.recipe_yaml import parse_recipe
 
         here = self.folder / "picos"
         picos(here / "models")

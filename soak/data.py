@@ -84,7 +84,7 @@ def data_mutants(scale: float) -> Iterator[Outcome]:
                 path.write_bytes(data)
                 found = open_data(path.parent if path.suffix == ".png" else path)
                 if path.suffix == ".png":
-                    found["image"].array()
+                    found["image"].to_array()
                 if path.suffix == ".npz":  # its entries have checksums
                     return not any(values.any() for values in found.fields.values())
                 return True

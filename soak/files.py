@@ -734,7 +734,7 @@ def image(folder: Path) -> list[Kind]:
         path.parent.mkdir()
 
         def read(path: Path = path) -> bool:
-            return len(open_data(path.parent, size=8)["image"].array().shape) >= 3
+            return len(open_data(path.parent, size=8)["image"].to_array().shape) >= 3
 
         kinds.append(Kind(_png(pixels, ending), partial(_placed, path, read)))
     return kinds

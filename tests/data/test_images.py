@@ -119,7 +119,7 @@ def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, ("RGB", 16, 16), ("RGB", 16, 16)))
     read = read_examples(vit(), data, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
-    pixels = (torch.from_numpy(data["image"].array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    pixels = (torch.from_numpy(data["image"].to_array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
     assert torch.equal(
         read, torch.nn.functional.interpolate(pixels, (8, 8), mode="bilinear", align_corners=False)
     )
@@ -129,19 +129,19 @@ def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     ]
     assert torch.equal(
         read,
-        (torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5)
+        (torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5)
         / 0.5,
     )
 
 
 def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
     grey = open_data(photos(tmp_path, ("L", 8, 8), ("L", 8, 8)))
-    for one in (grey, Data("d", {"image": grey["image"].array(), "label": grey["label"]}, "")):
+    for one in (grey, Data("d", {"image": grey["image"].to_array(), "label": grey["label"]}, "")):
         read = read_examples(vit(), one, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
         assert torch.equal(
             read,
             (
-                torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255
+                torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255
                 - 0.5
             )
             / 0.5,
@@ -150,7 +150,7 @@ def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
 
 def test_a_grey_model_reads_colours_of_files_and_of_arrays_alike(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, ("RGB", 8, 8), ("RGB", 8, 8)))
-    array = Data("d", {"image": data["image"].array(), "label": data["label"]}, "")
+    array = Data("d", {"image": data["image"].to_array(), "label": data["label"]}, "")
     one, other = (
         read_examples(vit(num_channels=1), d, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
         for d in (data, array)
@@ -245,7 +245,7 @@ def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, *MIXED), size=(6, 10))
-    assert data["image"].array().shape == (4, 6, 10, 3)
+    assert data["image"].to_array().shape == (4, 6, 10, 3)
     assert data.digest != open_data(tmp_path, size=(10, 6)).digest
     assert size_of(vit(image_size=[32, 48])) == (32, 48)
     assert size_of(vit()) == (8, 8)

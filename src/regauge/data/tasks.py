@@ -219,8 +219,8 @@ def _map_examples(task: Parameters, data: Data) -> Examples:
     pictures, maps = conform_images(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
-        labels = torch.from_numpy(maps.array(rows).astype(np.int64)) - 1
-        return {"pixel_values": _normalize(pictures.array(rows), task)}, torch.where(
+        labels = torch.from_numpy(maps.to_array(rows).astype(np.int64)) - 1
+        return {"pixel_values": _normalize(pictures.to_array(rows), task)}, torch.where(
             labels < 0, -100, labels
         )
 

@@ -240,7 +240,7 @@ def regmean(g: MergeInput) -> TensorOrBlocks:
         return linear(g)
     weights, alpha = _require_positive_weights(g), float(g.shared["alpha"])
     matrices = [_shrink_gram(k.values, alpha) for k in known]
-    rows = [k.rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
+    rows = [k.to_rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
     if not all(bool(m.isfinite().all()) for m in matrices):
         raise MergeError(
             f'the inputs of "{g.name}" are not finite',
@@ -257,7 +257,7 @@ def regmean(g: MergeInput) -> TensorOrBlocks:
         (w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)),
         torch.zeros_like(mean),
     )
-    found: Tensor = known[0].like(mean + _solve_psd(total, left), g.tensors[0])
+    found: Tensor = known[0].from_rows(mean + _solve_psd(total, left), g.tensors[0])
     return found.to(g.out_dtype)
 
 

@@ -431,28 +431,28 @@ class _RemoteForward(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
         link, number = ctx.link, ctx.number
-        if not ctx.waits.end.alive:
+        if not ctx.waits.abandon.alive:
             raise CutError(
                 "this pass has had its backward pass",
                 hint="the server keeps no graph after it; run the model again",
             )
         # Where no other pass is open, this is the last of the loss. Otherwise that is known when
         # the engine is through.
-        is_last = link.alive == {number}
-        if not is_last and not link.stepping:
-            link.stepping = True
+        is_last = link.open_passes == {number}
+        if not is_last and not link.is_step_pending:
+            link.is_step_pending = True
             torch.autograd.Variable._execution_engine.queue_callback(link._send_step)
         try:
-            reply = link.log.ask(
+            reply = link.log.submit(
                 Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": grad_output})
             )
         except RegaugeError:
-            ctx.waits.end()  # it will have no other
-            link.stepping = False
+            ctx.waits.abandon()  # it will have no other
+            link.is_step_pending = False
             raise
-        ctx.waits.end.detach()
-        link.alive.discard(number)
-        link.stepping = link.stepping and not is_last
+        ctx.waits.abandon.detach()
+        link.open_passes.discard(number)
+        link.is_step_pending = link.is_step_pending and not is_last
         out: list[Tensor | None] = []
         for key, wanted, (shape, dtype, device) in zip(ctx.keys, ctx.wanted, ctx.like, strict=True):
             found = reply.tensors.get(key) if wanted else None

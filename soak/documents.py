@@ -70,6 +70,7 @@ VALUES: tuple[Any, ...] = (
 # Tokens that `json.dumps` does not write. The middle one nests deeper than a parser's stack.
 RAW = ("1" * 5000, "[" * 100_000, "[" * 3000 + "]" * 3000, "1e999", "-0", '"\\ud83d"', "")
 _MARK = "raw token "
+_RAW_BY_MARK = {f"{_MARK}{i}": token for i, token in enumerate(RAW)}
 
 
 def json_mutants(document: Any, seed: int, count: int) -> Iterator[bytes]:
@@ -90,8 +91,8 @@ def mutated(document: Any, seed: int, count: int) -> Iterator[Any]:
 
 def to_json(document: Any) -> bytes:
     text = json.dumps(document)
-    for i, token in enumerate(RAW):
-        text = text.replace(json.dumps(f"{_MARK}{i}"), token)
+    for mark, token in _RAW_BY_MARK.items():
+        text = text.replace(json.dumps(mark), token)
     return text.encode("utf-8", "surrogatepass")
 
 
@@ -107,8 +108,8 @@ def _inline(value: Any) -> str:
         return "{" + ", ".join(f"{json.dumps(k)} = {_inline(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_inline, value)) + "]"
-    if isinstance(value, str) and value.startswith(_MARK):
-        return RAW[int(value.removeprefix(_MARK))]
+    if isinstance(value, str) and value in _RAW_BY_MARK:
+        return _RAW_BY_MARK[value]
     return (
         str(value) if isinstance(value, float) else json.dumps(value)
     )  # nan and inf are words of TOML; null is not, and must be rejected

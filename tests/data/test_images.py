@@ -119,7 +119,9 @@ def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, ("RGB", 16, 16), ("RGB", 16, 16)))
     read = read_examples(vit(), data, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
-    pixels = (torch.from_numpy(data["image"].to_array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    pixels = (
+        torch.from_numpy(data["image"].to_array()).permute(0, 3, 1, 2).float() / 255 - 0.5
+    ) / 0.5
     assert torch.equal(
         read, torch.nn.functional.interpolate(pixels, (8, 8), mode="bilinear", align_corners=False)
     )
@@ -129,7 +131,10 @@ def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     ]
     assert torch.equal(
         read,
-        (torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5)
+        (
+            torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255
+            - 0.5
+        )
         / 0.5,
     )
 
@@ -141,7 +146,8 @@ def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
         assert torch.equal(
             read,
             (
-                torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255
+                torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float()
+                / 255
                 - 0.5
             )
             / 0.5,

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from regauge.core.canonical import canonical_json
 from regauge.core.rng import seed_key
 from regauge.errors import (
     CheckpointError,
@@ -117,6 +118,17 @@ def test_every_bit_is_authenticated(tmp_path: Path) -> None:
         assert isinstance(
             error, TamperedFileError if i >= START else LockError | TamperedFileError
         ) or "sealed by the key" in str(error)
+
+
+def test_a_header_with_a_lone_surrogate_is_rejected(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"text")
+    seal(tmp_path / "in", KEY, tmp_path / "sealed")
+    good = (tmp_path / "sealed").read_bytes()
+    length = int.from_bytes(good[START : START + 4], "little")
+    header = json.loads(good[START + 4 : START + 4 + length]) | {"key": "4db28193\ud80005"}
+    raw = canonical_json(header)
+    bad = good[:START] + len(raw).to_bytes(4, "little") + raw + good[START + 4 + length :]
+    assert isinstance(refused(tmp_path / "sealed", bad), TamperedFileError)
 
 
 def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:

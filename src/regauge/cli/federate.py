@@ -5,6 +5,7 @@ send.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -416,15 +417,21 @@ def federate(
 def _run_locally(
     engine: EngineName, source: Any, settings: Any, out: Path, **more: Any
 ) -> RunResult:
-
+    run: Callable[..., RunResult]
     if engine is EngineName.simulation:
-        from regauge.federated.flower import simulate as federated
+        from regauge.federated.flower import simulate
+
+        run = simulate
+    else:
+        from regauge.federated.runs import run_federated
+
+        run = run_federated
     with step_bar("round") as progress:
 
         def on_round(one: Round) -> None:
             progress(one.number, settings.rounds, describe_round(one))
 
-        return federated(source, settings, out, on_round=on_round, **more)
+        return run(source, settings, out, on_round=on_round, **more)
 
 
 def _run_deployment(

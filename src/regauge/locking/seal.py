@@ -232,6 +232,7 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
                 "salt": header["salt"],
             }
             salt = bytes.fromhex(header["salt"])
+            sealed_by = fields["key"].encode()  # fails on a lone surrogate, which JSON can hold
             if (
                 canonical_json(fields) != raw
                 or len(salt) != 32
@@ -241,7 +242,7 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
                 raise ValueError
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _tampered_error(path) from None
-        if not hmac.compare_digest(key.id.encode(), fields["key"].encode()):
+        if not hmac.compare_digest(key.id.encode(), sealed_by):
             raise WrongKeyError(
                 f"{path} was sealed by the key {fields['key'][:16]}, and this is {key.id}",
                 hint="give the key that sealed it",

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from support.mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]

@@ -42,7 +42,7 @@ def local(c: Crossing) -> torch.Tensor:
 
 
 def edges(g: Element):
-    return lambda c: c.restored(g, c.transform(g).run())
+    return lambda c: c.restore(g, c.transform(g).run())
 
 
 def attributes(model: torch.nn.Module) -> list[dict]:
@@ -280,10 +280,10 @@ def test_t5_rows_take_their_position_bias_along(name: str) -> None:
         assert distance(compute_outputs(model, inputs), expected) > 1e-3
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))
     for both in (
-        lambda c: c.transform(g).moved(r),
-        lambda c: c.transform(r).moved(g),
+        lambda c: c.transform(g).transform(r),
+        lambda c: c.transform(r).transform(g),
     ):  # the bias is made by moved blocks, whichever comes first
-        with cut(model).route(lambda c, both=both: c.restored(g, c.restored(r, both(c).run()))):
+        with cut(model).route(lambda c, both=both: c.restore(g, c.restore(r, both(c).run()))):
             assert distance(compute_outputs(model, inputs), expected) < 1e-9
 
 

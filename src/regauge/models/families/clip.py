@@ -54,11 +54,12 @@ def spec(c: Config, names: Names) -> Spec:
     if names.has("embeddings.patch_embedding."):
         base = names.prefix("vision_model.")
         vision = Config({**VISION, **c("vision_config", c.values)})
+        positions = vision.position_rows(1)
         d.spaces["stream.vision"] = Space(vision.hidden_size, Permutation(), why=PRE_NORM)
         d.embed |= {
             f"{base}embeddings.class_embedding": "stream.vision",
-            f"{base}embeddings.patch_embedding.weight": f"stream.vision {vision.patch()}",
-            f"{base}embeddings.position_embedding.weight": f"{vision.places(1)} stream.vision",
+            f"{base}embeddings.patch_embedding.weight": f"stream.vision {vision.patch_axes()}",
+            f"{base}embeddings.position_embedding.weight": f"{positions} stream.vision",
             **norm(f"{base}pre_layrnorm", "stream.vision"),
         }
         add_tower(d, vision, base, "vision", fold=False)

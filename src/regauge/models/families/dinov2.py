@@ -32,8 +32,8 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
-        f"{base}embeddings.position_embeddings": f"_1 {c.places(1)} stream",
-        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
+        f"{base}embeddings.position_embeddings": f"_1 {c.position_rows(1)} stream",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch_axes()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
     if names.has("mask_token"):

@@ -49,7 +49,7 @@ def spec(c: Config, names: Names) -> Spec:
     words = V4 if names.has("attention.self.query") else V5
     d = Draft("swin", buffers=(r".*\.relative_position_index",))
     d.embed = {
-        f"{base}embeddings.patch_embeddings.projection.weight": f"stream.0 {c.patch()}",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream.0 {c.patch_axes()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream.0",
         **norm(f"{base}embeddings.norm", "stream.0"),
     }

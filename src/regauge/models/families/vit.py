@@ -49,8 +49,8 @@ def spec(c: Config, names: Names) -> Spec:
     d.embed = {
         f"{base}embeddings.cls_token": "_ _ stream",
         f"{base}embeddings.position_embeddings": "_1 "
-        f"{c.places(2 if c.model_type == 'deit' else 1)} stream",
-        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch()}",
+        f"{c.position_rows(2 if c.model_type == 'deit' else 1)} stream",
+        f"{base}embeddings.patch_embeddings.projection.weight": f"stream {c.patch_axes()}",
         f"{base}embeddings.patch_embeddings.projection.bias": "stream",
     }
     for token in ("mask_token", "distillation_token"):

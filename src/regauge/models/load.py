@@ -269,9 +269,9 @@ def _load_transformers(
             model_class.from_pretrained,
             folder,
             dtype=torch_dtype,
-            ignore_mismatched_sizes=True,
+            ignore_mismatched_sizes=True,  # mismatches are reported by _require_complete
             **options,
-        )  # faults are reported by _require_whole
+        )
         model, report = load()
         for option in _optional_parts(model_class) if report["missing_keys"] else ():
             smaller_model, smaller_report = load(**{option: False})

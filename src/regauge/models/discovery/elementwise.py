@@ -244,9 +244,8 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
     """
 
     def rule(w: Walk, node: Node) -> Any:
-        if isinstance(
-            get_argument(node, 1, "other"), fx.Node
-        ):  # elementwise maximum of two tensors
+        # the elementwise maximum of two tensors
+        if isinstance(get_argument(node, 1, "other"), fx.Node):
             return pointwise("pointwise")(w, node)
         if isinstance(node.meta["val"], tuple | list):  # values and indices
             from regauge.models.discovery.rules import unsupported

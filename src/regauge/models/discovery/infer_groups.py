@@ -208,7 +208,7 @@ def _choose_rotary_group(
     anything else restricts it.
     """
     if len(layouts) > 1 or kind.atom.size % 2:
-        kind.note = "rotary positions of two layouts meet on it"
+        kind.note = "rotary positions of two layouts are applied to it"
         return
     layout = "half" if "half" in layouts else "interleaved"
     if not restricted and scale is not None and all(scale):
@@ -329,9 +329,8 @@ def _assign_parents(
             and kinds[a].occurrences
         ]
         candidates = [a for a in (*free, *fixed) if a in together.get(kind.atom, ())]
-        outer = [
-            a for a in candidates if kind.atom not in preceding.get(a, [])
-        ]  # of two that always occur together, the outer one is the parent
+        # of two that always occur together, the outer one is the parent
+        outer = [a for a in candidates if kind.atom not in preceding.get(a, [])]
         outer = [
             a
             for a in outer

@@ -57,9 +57,8 @@ def index(w: Walk, node: Node) -> Value:
     else:
         new = [w.new_frozen_axis(n, LOOKED_UP) for n in out[first : first + rank]]
     axes[first:first] = new
-    per_expert = x.is_weight and all(
-        v.indexed_axis is not None for v in values
-    )  # each token's expert
+    # the weights of each token's expert
+    per_expert = x.is_weight and all(v.indexed_axis is not None for v in values)
     return Value(tuple(axes), source=x.source if per_expert else None, is_weight=per_expert)
 
 

@@ -67,10 +67,8 @@ _SMALL_SIZES = {
     **dict.fromkeys(("head_dim", "d_kv", "projection_dim"), _WIDTH),
 }
 _WIDTH_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
-_EMBED_KEYS = (
-    "word_embed_proj_dim",
-    "embedding_size",
-)  # width of the word embeddings, before a projection
+# The width of the word embeddings, before a projection.
+_EMBED_KEYS = ("word_embed_proj_dim", "embedding_size")
 
 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:

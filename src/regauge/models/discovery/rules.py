@@ -82,9 +82,7 @@ RESTRICTIONS: dict[str, RestrictionEffect] = {
         "multiplies coordinate by coordinate",
         "keeps permutations, and scales that cancel",
     ),
-    "batch": RestrictionEffect(
-        False, False, "none", "is batched over it", "keeps any order of them"
-    ),
+    "batch": RestrictionEffect(False, False, "none", "is batched over it", "keeps any order"),
     "ones": RestrictionEffect(
         False,
         False,
@@ -96,7 +94,7 @@ RESTRICTIONS: dict[str, RestrictionEffect] = {
         False, True, "orthogonal", "takes the norm", "keeps orthogonal matrices"
     ),
     "rms-batch": RestrictionEffect(
-        False, False, "none", "is computed for each of its indices", "keeps any order of them"
+        False, False, "none", "is computed for each of its indices", "keeps any order"
     ),
     "gain": RestrictionEffect(
         True,

@@ -37,9 +37,8 @@ def view(w: Walk, node: Node) -> Value:
         if split is not None:
             return split
     old = [a for a in x.axes if a.size != 1]
-    if [a.size for a in old] == [
-        n for n in new if n != 1
-    ]:  # only axes of size 1 are added or removed
+    # only axes of size 1 are added or removed
+    if [a.size for a in old] == [n for n in new if n != 1]:
         rest = iter(old)
         return with_axes(x, [w.follow(next(rest)) if n != 1 else Axis(atom(1)) for n in new])
     axes = [Axis(atom(n)) for n in new]

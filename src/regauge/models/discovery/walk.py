@@ -115,9 +115,8 @@ class Walk:
     gains: list[Gain] = field(default_factory=list)
     # (a, b): wherever axis a occurs, an index into axis b has been selected
     implied: list[tuple[Axis, Axis]] = field(default_factory=list)
-    gain_axes: dict[str, int] = field(
-        default_factory=dict
-    )  # the axis of a weight that a gain folds into
+    # the axis of a weight that a gain folds into
+    gain_axes: dict[str, int] = field(default_factory=dict)
     unsupported: dict[str, fx.Node] = field(default_factory=dict)
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
     first_use: dict[str, int] = field(default_factory=dict)
@@ -133,7 +132,7 @@ class Walk:
             return self._zero_value(node)
         value = self.values[node]
         if isinstance(value, list):
-            raise TypeError(f"{node} is several tensors")
+            raise TypeError(f"{node} has several outputs")
         return self.collapse(value) if value.cases else value
 
     def _alias_value(self, node: fx.Node) -> Value:

@@ -281,7 +281,9 @@ def attention(
             hint="config.json: num_attention_heads, num_key_value_heads",
         )
     group = qk or GeneralLinear()
-    why = _QK_WHY.get(type(group), "a dot product is invariant under inverse changes of both sides")
+    why = _QK_WHY.get(
+        type(group), "a dot product is invariant under inverse changes of basis of both sides"
+    )
     qk_space, vo_space = f"qk.{label}", f"vo.{label}"
     if kv == heads:
         head = shared or f"head.{label}"

@@ -298,6 +298,7 @@ class Cut:
             return self.model(*args, **inputs)
 
     def _results(self, results: Tensor | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Return the streams by boundary name."""
         if isinstance(results, torch.Tensor):
             if len(self.boundaries) > 1:
                 raise CutError(
@@ -309,6 +310,7 @@ class Cut:
         return results or {}
 
     def _per_boundary(self, fn: Fn | Mapping[str, Fn]) -> dict[str, Fn]:
+        """Return the function of each boundary that is routed."""
         names = [b.name for b in self.boundaries]
         if not isinstance(fn, Mapping):
             return dict.fromkeys(names, fn)

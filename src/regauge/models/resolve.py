@@ -104,6 +104,7 @@ def _has_class_name(config: Mapping[str, Any]) -> bool:
 
 
 def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
+    """Return the spec of a source's family."""
     from regauge.checkpoints.reader import Checkpoint
 
     if isinstance(source, Checkpoint):
@@ -165,6 +166,7 @@ def _mlp_kind(block: Any) -> str:
 
 
 def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:
+    """Return the spec of a checkpoint's family."""
     config = config or checkpoint.config
     if config is None:
         raise SpecError(
@@ -180,6 +182,7 @@ def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None
 def _spec_from_config(
     config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str
 ) -> Spec:
+    """Build a spec, and convert errors of nonsensical values into a SpecError."""
     try:
         return spec_from(config, tensors)
     except RegaugeError:
@@ -193,6 +196,7 @@ def _spec_from_config(
 
 
 def _config_to_dict(config: Any) -> dict[str, Any]:
+    """Return a config as a dict."""
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_dict") and not isinstance(config, type):

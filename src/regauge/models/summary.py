@@ -114,6 +114,7 @@ def _is_folded(checkpoint: Checkpoint, folded: Spec) -> bool:
 
 
 def _values(checkpoint: Checkpoint, name: str) -> Any:
+    """Return the values of a tensor as a NumPy array."""
     bits, dtype = checkpoint.bits[name], checkpoint.entries[name].dtype
     if dtype == "BF16":  # the upper half of a float32
         return (bits.astype("<u4") << 16).view("<f4")
@@ -121,6 +122,7 @@ def _values(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _summarize_run(spec: Spec, folded: Spec, run: SpaceRun) -> dict[str, Any]:
+    """Return the summary of a run of spaces."""
     first = run.members[0]
     space = spec.spaces[first]
     copies = sum(spec.count(m) for m in run.members)
@@ -215,6 +217,7 @@ def format_summary(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str
 
 
 def _format_why(space: dict[str, Any]) -> str:
+    """Format the reason of a space's group."""
     folded = f"; folded: {space['folded']}" if space["folded"] else ""
     over = f" (one per index of {space['over']})" if space["over"] else ""
     return f"{space['why']}{folded}{over}"

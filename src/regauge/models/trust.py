@@ -66,6 +66,7 @@ def without_code(config: Mapping[str, Any], where: object = "the model") -> dict
 
 
 def _without_code(key: str, value: Any, where: object) -> Any:
+    """Copy a value without the fields that select custom code."""
     if key in ("architecture", "backbone"):
         _check_timm_name(key, value, where)
     elif key in ("model_args", "backbone_kwargs") and isinstance(value, Mapping):

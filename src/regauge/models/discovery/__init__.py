@@ -164,6 +164,7 @@ def discover_model(module: torch.nn.Module) -> Discovery:
 
 
 def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
+    """Verify a spec on a small twin of a module, and find its boundaries."""
     small = make_twin(module)
     inputs = example_inputs(small)
     small_spec, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)

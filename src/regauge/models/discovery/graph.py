@@ -186,6 +186,7 @@ def _make_concrete(program: torch.export.ExportedProgram, kwargs: Mapping[str, A
 
 
 def _build_graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
+    """Convert an exported program to a graph."""
     from regauge.models.discovery.constants import evaluate_constants
 
     signature = program.graph_signature

@@ -135,6 +135,7 @@ class Scales:
         return self.leaves[axis]
 
     def _occurrences(self, axes: Sequence[Axis | None]) -> list[tuple[Atom, Variable]]:
+        """Return the atoms of axes, each with its variable."""
         return [
             (a, (axis, i))
             for axis in axes
@@ -143,6 +144,7 @@ class Scales:
         ]
 
     def _require_zero(self, expression: Expression) -> None:
+        """Require an expression to be zero in all three systems."""
         self.scales.require_zero(expression)
         self.signs.require_zero(expression)
         self.stars.require_zero(expression)

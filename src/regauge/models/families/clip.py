@@ -1,5 +1,5 @@
-"""CLIP: two pre-norm towers, each with a stream of its own, that meet in a joint space `proj`,
-where only angles count.
+"""CLIP: two pre-norm towers, each with its own stream, that meet in a joint space `proj`, where
+only angles matter.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Llama and its like (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary positions,
-grouped queries and a gated FFN.
+"""Llama and similar models (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary
+positions, grouped queries and a gated FFN.
 """
 
 from __future__ import annotations

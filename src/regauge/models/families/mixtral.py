@@ -1,7 +1,7 @@
-"""Mixtral: Llama with experts. Experts come in any order, and each has a gated FFN of its own.
+"""Mixtral: Llama with experts. Experts come in any order, and each has its own gated FFN.
 
-In memory the experts are fused, one tensor for all; on disk there is one tensor for each, which the
-braces read as a stack.
+In memory the experts are fused, one tensor for all; on disk each expert has its own tensors, which
+the braces in a name denote as a stack.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""timm's vit_*, deit_* and deit3_*: pre-norm encoders with fused qkv; LayerScale, registers and the
-rest where the tensors say so.
+"""timm's vit_*, deit_* and deit3_*: pre-norm encoders with fused qkv; LayerScale, registers and
+other parts if the tensors contain them.
 
 timm's config.json names an architecture and little more, so widths and depths come from the
 tensors. The number of heads is in no shape: it comes from the config (`num_heads`, or `model_args`)

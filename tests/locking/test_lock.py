@@ -304,7 +304,7 @@ def test_a_config_without_sense_is_found() -> None:
     spaces: Any = {
         n: replace(s, size=float("nan")) if n == "ffn.0" else s for n, s in spec.spaces.items()
     }
-    with pytest.raises(SpecError, match="must be a positive integer"):
+    with pytest.raises(SpecError, match="positive whole number"):
         unlock(replace(spec, spaces=spaces), locked, record, KEY)
 
 

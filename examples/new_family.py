@@ -50,7 +50,7 @@ def spec(c: Config, names: Names) -> Spec:
             foldable_norm(block, at + "input_layernorm", at + "attention.query_key_value"),
             foldable_norm(block, at + "post_attention_layernorm", at + "mlp.dense_h_to_4h"),
         ]
-    head = "lm_head" if names.starts("lm_head.") else "embed_out"  # newer and older versions
+    head = "lm_head" if names.has_prefix("lm_head.") else "embed_out"  # newer and older versions
     words = linear(head, c.axis("vocab_size"), "stream", bias=False)
     d.head = norm("gpt_neox.final_layer_norm") | words
     d.norms.append(foldable_norm(d.head, "gpt_neox.final_layer_norm", head))

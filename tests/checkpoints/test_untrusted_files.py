@@ -74,7 +74,7 @@ def test_configs_of_the_wrong_types(tmp_path: Path, name: str, changes: dict[str
         ({"n_layer": 100_000}, "n_layer"),
         (
             {"vocab_size": 100_000_000},
-            "describes a GPT2LMHeadModel of .* parameters, and the weights are",
+            "describes a GPT2LMHeadModel of .* parameters, but the checkpoint has",
         ),
     ],
 )

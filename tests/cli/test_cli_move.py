@@ -260,7 +260,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "senseless config": (
         lambda f: reconfigure(f, hidden_size="wide"),
-        "cannot be understood as a llama",
+        "is not a valid llama config",
     ),
     "incomplete config": (
         lambda f: (f / "config.json").write_text('{"model_type": "llama"}'),

@@ -121,13 +121,13 @@ def test_images_and_patches_that_are_not_square() -> None:
 )
 def test_counts_that_would_take_forever_are_refused(name: str, change: dict) -> None:
     model = build(name)
-    with pytest.raises(SpecError, match="is 1000000000; with these tensors it is at most 1000"):
+    with pytest.raises(SpecError, match="must be at most 1000, got 1000000000"):
         spec_from({**config_of(model), **change}, model.state_dict())
 
 
 def test_queries_that_cannot_share_their_keys() -> None:
     model = build("llama")
-    with pytest.raises(SpecError, match="5 heads cannot share 2 key-value heads"):
+    with pytest.raises(SpecError, match="must be a multiple of 2 key-value heads, got 5"):
         spec_from({**config_of(model), "num_attention_heads": 5}, model.state_dict())
 
 

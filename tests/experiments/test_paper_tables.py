@@ -276,7 +276,7 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(
 
     def wrong(crossing: Any, *, columns: Any = None, shuffle: Any = None) -> Any:
         z = right(crossing, columns=columns, shuffle=shuffle)
-        return z if shuffle is None else crossing.restored(shuffle, z)
+        return z if shuffle is None else crossing.restore(shuffle, z)
 
     monkeypatch.setattr(permuted, "run_permuted", wrong)
     failed = {f.id for f in only("table3", "text", tmp_path).failed}

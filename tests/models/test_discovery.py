@@ -419,7 +419,7 @@ def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
 def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> None:
     spec = regauge.discover(Hidden(torch.special.bessel_j0), ROWS)
     assert spec.spaces == {}
-    assert spec.notes == ("no rule for special_bessel_j0: nothing acts on what they touch",)
+    assert spec.notes == ("no rule for special_bessel_j0: nothing acts on axes that they touch",)
 
 
 def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -430,7 +430,7 @@ def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.Monkey
     monkeypatch.setitem(RULES, "gelu", elementwise.pointwise("odd"))
     found = discovery_of(Hidden(F.gelu), ROWS)
     assert groups(found.spec) == {"up": "permutation"}
-    assert found.dropped == ('"up" does not keep signed, as the rules said, but permutation',)
+    assert found.dropped == ('"up" has the group permutation, not signed as inferred',)
     monkeypatch.setitem(RULES, "cos", elementwise.neg)
     found = discovery_of(Hidden(lambda x: torch.cos(x).cumsum(-1)), ROWS)
     assert found.spec.spaces == {}
@@ -438,7 +438,7 @@ def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.Monkey
 
 def test_inputs_may_be_given_by_place_and_what_cannot_be_traced_is_told() -> None:
     assert groups(regauge.discover(Hidden(F.gelu), (ROWS,))) == {"up": "permutation"}
-    with pytest.raises(DiscoveryError, match="takes 1 arguments, 2 were given"):
+    with pytest.raises(DiscoveryError, match="takes 1 arguments, got 2"):
         regauge.discover(Hidden(F.gelu), (ROWS, ROWS))
     with pytest.raises(DiscoveryError, match=r"torch\.export cannot trace Hidden"):
         regauge.discover(Hidden(lambda x: x if float(x.sum()) > 0 else -x), ROWS)

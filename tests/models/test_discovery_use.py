@@ -85,7 +85,7 @@ def test_a_saved_folder_is_inspected_and_moved_by_the_names_in_its_files(
         )
         == 0
     )
-    assert "it is looked up by number" in capsys.readouterr().out
+    assert "it is looked up by index" in capsys.readouterr().out
     assert (
         run(["move", str(folder / "plain"), "--random", "--seed", "1", "-o", str(folder / "moved")])
         == 0
@@ -179,7 +179,7 @@ def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
     assert "no embedding or head" in str(caught.value.hint)
     torch.manual_seed(0)
     with pytest.raises(
-        CutError, match="no list of blocks that hand a stream"
+        CutError, match="no list of blocks that pass a stream"
     ):  # ALBERT calls one block again and again
         cut(FURTHER["albert"]().eval())
 

@@ -125,7 +125,8 @@ def _describe_group(spec: Spec, name: str) -> str:
 
 def _reason_to_dict(reason: Any) -> dict[str, Any]:
     places = [
-        {"file": p.file, "line": p.line, "code": p.code, "module": p.module} for p in reason.places
+        {"file": p.file, "line": p.line, "code": p.code, "module": p.module}
+        for p in reason.locations
     ]
     return {
         "operator": reason.operator_name,

@@ -1,21 +1,20 @@
-"""The cut: embed | backbone | head of an unmodified model of the transformers library or timm.
+"""The cut of an unmodified model of transformers or timm into embedding, backbone and head.
 
-The backbone is the model's own loop over its blocks. A *route* hands that loop to a function: every
-block is called as ever, but the first ones only note what they were given and pass the stream on,
-and the last one calls `fn(crossing)`, whose result leaves the backbone in their place. The crossing
-holds what the blocks were given, by the names of their forward's arguments, and `crossing.run()`
-runs the real blocks.
+The backbone is the model's own loop over its blocks. A *route* passes that loop to a function:
+every block is called as usual, but all except the last only record their arguments and return the
+stream unchanged, and the last one returns `fn(crossing)`. The crossing holds the recorded
+arguments, by the names of the forward's parameters, and `crossing.run()` runs the real blocks.
 
-    with cut(model).route(lambda c: c.run()):                            # nothing changes, bit for
-    bit
+    # bit for bit the same
+    with cut(model).route(lambda c: c.run()):
         model(**inputs)
-    with cut(locked).route(lambda c: c.restored(g, c.moved(g).run())):   # the edges of a locked
-    backbone
+    # the edges of a locked backbone
+    with cut(locked).route(lambda c: c.restore(g, c.transform(g).run())):
         locked.generate(**inputs)
 
-Modules, parameters, hooks and the state dict stay as they are: only the slot that torch keeps for a
-compiled call is taken, which neither deepcopy nor pickle carries along. So a copy of a routed model
-is not routed.
+Modules, parameters, hooks and the state dict are unchanged: a route uses only the slot that torch
+has for a compiled call, which neither deepcopy nor pickle copies. So a copy of a routed model is
+not routed.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from regauge.models.resolve import config_of, discover_unknown
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
 
-# Spaces of activations alone: no weight has them, so a model's spec does not either.
+# Spaces of activations alone: no weight has them, and so a model's spec does not contain them.
 TOKEN_SPACES = frozenset({"token", "source"})
 
 
 @dataclass(frozen=True)
 class Call:
-    """How one block was called: (argument, key into the crossing's inputs), by place and by
-    name.
+    """The arguments of one block, positional and by keyword, as (argument, key into the crossing's
+    inputs).
     """
 
     args: tuple[tuple[str, str], ...]
@@ -55,11 +54,19 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """What the blocks of one backbone were given in one pass, before any of them ran.
+    """The inputs of a backbone's blocks in one forward pass, before any block runs.
 
-    `inputs` goes by the argument's name; a value that only later blocks are given (Gemma 2 has two
-    masks) goes by "name@block". Tensors that the boundary gives axes for are moved by `moved`;
-    everything else (caches, flags) crosses as it is.
+    Tensors for which the boundary declares axes are transformed by `transform`; everything else
+    (caches, flags) crosses unchanged.
+
+    Attributes:
+        boundary: where the model is cut.
+        inputs: the arguments by name; a value that only later blocks receive (Gemma 2 has two
+            masks) is stored under "name@block".
+        calls: the arguments of each block.
+        blocks: the blocks.
+        callables: the functions that run the blocks.
+        derived: inputs that were computed by the blocks here, and so are already transformed.
     """
 
     boundary: Boundary
@@ -71,16 +78,16 @@ class Crossing:
 
     @property
     def stream(self) -> Tensor:
-        """The stream where it enters the backbone."""
+        """Return the stream at the entry of the backbone."""
         return self.inputs[self.boundary.stream]  # type: ignore[no-any-return]
 
     def axes(self, key: str) -> str | None:
-        """The axes of an input, or None if it crosses as it is."""
+        """Return the axes of an input, or None if it crosses unchanged."""
         return self.boundary.enter.get(key.partition("@")[0])
 
     @property
     def tensors(self) -> dict[str, Any]:
-        """The inputs that have axes and are there: tensors, or tuples of tensors (rotary
+        """Return the inputs that have axes and are not None: tensors, or tuples of tensors (rotary
         tables).
         """
         return {
@@ -90,27 +97,31 @@ class Crossing:
         }
 
     def with_inputs(self, **inputs: Any) -> Crossing:
-        """The same crossing with other values for some inputs."""
+        """Return the crossing with some inputs replaced.
+
+        Raises:
+            CutError: the blocks have no such argument.
+        """
         unknown = inputs.keys() - self.inputs.keys()
         if unknown:
             raise CutError(
-                f'the blocks were given no "{min(unknown)}"',
-                hint=f"they were given {', '.join(self.inputs)}",
+                f'the blocks have no argument "{min(unknown)}"',
+                hint=f"their arguments are {', '.join(self.inputs)}",
             )
         return replace(self, inputs={**self.inputs, **inputs})
 
     def run(self, **inputs: Any) -> Tensor:
-        """Run the real blocks here, with these inputs replaced, and return the stream where it
-        leaves them.
+        """Run the blocks locally, with some inputs replaced, and return the stream that leaves
+        them.
         """
         values = {**self.with_inputs(**inputs).inputs}
         z: Any = values[self.boundary.stream]
         carried: dict[str, Any] = {}
         for block, call in zip(self.callables, self.calls, strict=True):
-            given = {**values, self.boundary.stream: z}
-            args = [carried.get(name, given[key]) for name, key in call.args]
+            arguments = {**values, self.boundary.stream: z}
+            args = [carried.get(name, arguments[key]) for name, key in call.args]
             result = block(
-                *args, **{name: carried.get(name, given[key]) for name, key in call.kwargs}
+                *args, **{name: carried.get(name, arguments[key]) for name, key in call.kwargs}
             )
             z = result
             if self.boundary.returns:
@@ -123,12 +134,15 @@ class Crossing:
         return z  # type: ignore[no-any-return]
 
     def transform(self, g: Element) -> Crossing:
-        """Every input with axes moved by an element.
+        """Transform every input that has axes by an element.
 
-        Spaces that the element's spec does not have stay as they are: an element of the model
-        leaves the tokens alone, and one whose spec has only `token` moves rows, masks, position ids
-        and rotary tables together. That needs the mask: models that leave a causal one to the
-        kernel (sdpa, flash) must be given it as a 4-D tensor, or be set to eager attention.
+        Spaces that the element's spec lacks are left unchanged: an element of the model leaves the
+        tokens alone, and one whose spec has only `token` permutes rows, masks, position ids and
+        rotary tables together. That requires an explicit mask: models that leave a causal one to
+        the kernel (sdpa, flash) must receive it as a 4-D tensor, or use eager attention.
+
+        Raises:
+            CutError: the tokens cannot be permuted here, or an input lacks the declared axes.
         """
         if "token" not in g.members:
             return replace(
@@ -139,77 +153,78 @@ class Crossing:
                 },
             )
         if not any("token" in ax.spaces(axes) for axes in self.boundary.enter.values()):
-            raise CutError(
-                f'nothing that crosses at "{self.boundary.blocks}" has tokens that may change '
-                "places"
-            )
-        here = self._explicit()
+            raise CutError(f'no input of "{self.boundary.blocks}" has tokens that may be permuted')
+        explicit = self._explicit()
         return replace(
-            here,
+            explicit,
             inputs={
-                key: _transform(g, value, here.axes(key)) for key, value in here.inputs.items()
+                key: _transform(g, value, explicit.axes(key))
+                for key, value in explicit.inputs.items()
             },
         )
 
     def _explicit(self) -> Crossing:
-        """The same crossing with everything that the blocks would make from the order of their
+        """Return the crossing with everything that the blocks would compute from the order of their
         rows.
 
-        It is made by the blocks that are here, and so is as moved as they are already.
+        It is computed by the blocks here, and so is transformed already if they are.
         """
-        made: dict[str, Any] = {}
+        derived: dict[str, Any] = {}
         for name, make in self.boundary.implicit.items():
-            given = [v for key, v in self.inputs.items() if key.partition("@")[0] == name]
-            if given and all(v is not None for v in given):
+            values = [v for key, v in self.inputs.items() if key.partition("@")[0] == name]
+            if values and all(v is not None for v in values):
                 continue
             if make is None:
                 raise CutError(
-                    f'the blocks make "{name}" from the order of their rows, so the rows cannot '
-                    "move",
+                    f'the blocks compute "{name}" from the order of their rows, so the rows '
+                    "cannot be permuted",
                     hint="pass the model a 4-D mask, or call model.set_attn_implementation('eager')"
                     if name == "attention_mask"
                     else None,
                 )
-            made[name] = make(self.blocks[0], self.inputs)
-        return replace(self, inputs={**self.inputs, **made}, derived=self.derived | made.keys())
+            derived[name] = make(self.blocks[0], self.inputs)
+        return replace(
+            self, inputs={**self.inputs, **derived}, derived=self.derived | derived.keys()
+        )
 
     def restore(self, g: Element, z: Tensor) -> Tensor:
-        """The stream that a moved backbone returned, as the head expects it."""
+        """Return the stream that a transformed backbone returned, as the head expects it."""
         return _transform(~g, z, self.boundary.leave)  # type: ignore[no-any-return]
 
 
 def _transform(g: Element, value: Any, axes: str | None) -> Any:
+    """Transform a tensor, or each of a tuple of tensors, by an element."""
     if axes is None or value is None:
         return value
     if isinstance(value, tuple | list):
         return type(value)(_transform(g, v, axes) for v in value)
     if not isinstance(value, torch.Tensor):
-        raise CutError(f"only tensors have axes; {axes!r} was given a {type(value).__name__}")
+        raise CutError(f"an input with axes {axes!r} must be a tensor, got {type(value).__name__}")
     terms = ax.parse(axes).terms
     if len(terms) != value.dim():
         raise CutError(
-            f"a tensor of shape {list(value.shape)} crosses where the boundary says {axes!r}",
+            f"an input with axes {axes!r} has shape {list(value.shape)}",
             hint="masks cross as 4-D tensors; pass one to the model, or choose "
             "attn_implementation='eager' or 'sdpa'",
         )
     sizes = g.spec.sizes
-    strange = ax.spaces(axes) - sizes.keys() - TOKEN_SPACES
-    if strange and not sizes.keys() <= TOKEN_SPACES:
+    unknown = ax.spaces(axes) - sizes.keys() - TOKEN_SPACES
+    if unknown and not sizes.keys() <= TOKEN_SPACES:
         raise CutError(
-            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have',
-            hint="draw the element from this model's spec",
+            f'the boundary uses the space "{min(unknown)}", which the element\'s spec lacks',
+            hint="sample the element from this model's spec",
         )
-    known = ax.Axes(
+    masked = ax.Axes(
         tuple(
             ax.Hole() if n == 1 and ax.size(t, sizes) != 1 else t
             for t, n in zip(_mask_unknown(terms, sizes), value.shape, strict=True)
         )
     )
-    return act(g, value, str(known)) if ax.spaces(str(known)) else value
+    return act(g, value, str(masked)) if ax.spaces(str(masked)) else value
 
 
 def _mask_unknown(terms: Sequence[ax.Term], sizes: Mapping[str, int]) -> tuple[ax.Term, ...]:
-    """The terms, with `_` for every space that the sizes do not name."""
+    """Replace every space that `sizes` does not contain by `_`."""
     out: list[ax.Term] = []
     for term in terms:
         match term:
@@ -229,32 +244,35 @@ def _mask_unknown(terms: Sequence[ax.Term], sizes: Mapping[str, int]) -> tuple[a
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """A model and where it is cut. Encoder-decoders and CLIP have several boundaries, known by
-    name; others one, named "".
+    """A model and its boundaries. Encoder-decoders and CLIP have several, identified by name; other
+    models have one, named "".
     """
 
     model: torch.nn.Module
     boundaries: tuple[Boundary, ...]
 
     def route(self, fn: Fn | Mapping[str, Fn]) -> Route:
-        """Hand the backbone to `fn(crossing) -> stream` until the returned route is removed, or for
-        the length of a `with` block.
+        """Route the backbone through `fn(crossing) -> stream` until the route is removed.
 
-        With several boundaries `fn` serves them all (`crossing.boundary.name` tells them apart), or
-        a mapping names some; the others run as ever. Routes nest: a later one sees the earlier as
-        its blocks.
+        Args:
+            fn: one function for all boundaries (`crossing.boundary.name` distinguishes them), or a
+                mapping from boundary names to functions; boundaries that it omits run as usual.
+
+        Returns:
+            The route; use it as a context manager, or call `remove()`. Routes nest: a later one
+            uses the earlier one as its blocks.
         """
         return Route(self, self._per_boundary(fn))
 
     def embed(
         self, *args: Any, results: Tensor | Mapping[str, Tensor] | None = None, **inputs: Any
     ) -> Crossing:
-        """The model's first part: everything up to the backbone. With several boundaries, the next
-        one that `results` has no stream for.
+        """Run the first part of the model, up to the backbone. With several boundaries, stop at the
+        first one for which `results` has no stream.
         """
-        done = self._results(results)
+        streams = self._results(results)
         routes: dict[str, Fn] = {
-            b.name: _return_stream(done[b.name]) if b.name in done else _raise_crossing
+            b.name: _return_stream(streams[b.name]) if b.name in streams else _raise_crossing
             for b in self.boundaries
         }
         try:
@@ -268,18 +286,19 @@ class Cut:
         )
 
     def backbone(self, crossing: Crossing) -> Tensor:
-        """The model's second part, on this machine."""
+        """Run the second part of the model locally."""
         return crossing.run()
 
     def head(self, results: Tensor | Mapping[str, Tensor], *args: Any, **inputs: Any) -> Any:
-        """The model's last part, given the stream that left each backbone. It calls the model, and
-        so computes embed again without using it.
+        """Run the last part of the model on the stream that left each backbone. This calls the
+        whole model, so the embedding is computed again and discarded.
         """
-        done = self._results(results)
-        with self.route({name: _return_stream(z) for name, z in done.items()}):
+        streams = self._results(results)
+        with self.route({name: _return_stream(z) for name, z in streams.items()}):
             return self.model(*args, **inputs)
 
     def _results(self, results: Tensor | Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Return the streams by boundary name."""
         if isinstance(results, torch.Tensor):
             if len(self.boundaries) > 1:
                 raise CutError(
@@ -291,6 +310,7 @@ class Cut:
         return results or {}
 
     def _per_boundary(self, fn: Fn | Mapping[str, Fn]) -> dict[str, Fn]:
+        """Return the function of each boundary that is routed."""
         names = [b.name for b in self.boundaries]
         if not isinstance(fn, Mapping):
             return dict.fromkeys(names, fn)
@@ -302,7 +322,9 @@ class Cut:
 
 
 class _CrossingReachedError(BaseException):
-    """Carries a crossing out of the model. No Exception, so that nothing on the way swallows it."""
+    """Carries a crossing out of the model. Not an Exception, so that no handler on the way catches
+    it.
+    """
 
     def __init__(self, crossing: Crossing) -> None:
         super().__init__()
@@ -323,11 +345,21 @@ def cut(
     *,
     boundaries: Sequence[Boundary] | None = None,
 ) -> Cut:
-    """Where a model is cut: as the family of its config says (its own, or a given one), or at given
-    boundaries for a module of your own.
+    """Find where a model is cut.
 
-    A model that no family knows is cut where its graph shows that blocks hand a stream on
+    A model of no known family is cut where its graph shows blocks that pass a stream on
     (`regauge.models.discovery`).
+
+    Args:
+        model: a live module.
+        config: a config to use instead of the model's own.
+        boundaries: the boundaries of a custom module.
+
+    Raises:
+        CutError: the model has no blocks at its boundaries, or no boundaries.
+
+    Example:
+        >>> # crossing = regauge.cut(model).embed(**inputs)
     """
     if boundaries is None:
         try:
@@ -337,23 +369,23 @@ def cut(
             boundaries = discover_unknown(model, unknown).boundaries
             if not boundaries:
                 raise CutError(
-                    f"this {type(model).__name__} has no list of blocks that hand a stream from "
-                    "one to the next, so that it could be cut there",
+                    f"this {type(model).__name__} has no list of blocks that pass a stream on, so "
+                    "it cannot be cut",
                     hint="pass boundaries=[Boundary(...)] (docs/cut.md)",
                 ) from unknown
-    here = tuple(b for b in boundaries if _get_submodule(model, b.blocks) is not None)
-    if not here:
+    present = tuple(b for b in boundaries if _get_submodule(model, b.blocks) is not None)
+    if not present:
         tried = " or ".join(b.blocks for b in boundaries)
         why = (
             f"has no blocks at {tried}"
             if boundaries
-            else "is of a kind that its family does not cut"
+            else "cannot be cut: its family defines no boundary for it"
         )
         raise CutError(
             f"this {type(model).__name__} {why}",
-            hint="pass boundaries=[Boundary(...)] for a module of your own",
+            hint="pass boundaries=[Boundary(...)] for a custom module",
         )
-    return Cut(model, here)
+    return Cut(model, present)
 
 
 def _get_submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
@@ -364,29 +396,30 @@ def _get_submodule(model: torch.nn.Module, path: str) -> torch.nn.Module | None:
 
 
 class Route:
-    """An installed route. `remove()` takes it away; as a context manager it removes itself."""
+    """An installed route. `remove()` uninstalls it; as a context manager it removes itself."""
 
     def __init__(self, cut: Cut, fns: Mapping[str, Fn]) -> None:
         self._passes: list[_BlockStubs] = []
         config = getattr(cut.model, "config", None)
-        drops = any(
+        has_layerdrop = any(
             getattr(config, name, 0)
             for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
         )
         for boundary in cut.boundaries:
             if boundary.name in fns:
-                found = _get_submodule(cut.model, boundary.blocks)
-                listed = isinstance(found, torch.nn.ModuleList | torch.nn.Sequential)
-                blocks = tuple(found) if listed else (found,)  # type: ignore[arg-type]
+                container = _get_submodule(cut.model, boundary.blocks)
+                is_list = isinstance(container, torch.nn.ModuleList | torch.nn.Sequential)
+                blocks = tuple(container) if is_list else (container,)  # type: ignore[arg-type]
                 if len({id(b) for b in blocks}) < len(blocks):
                     raise CutError(
-                        f'one block stands twice in "{boundary.blocks}"',
-                        hint="a route needs blocks of their own; copy the shared one",
+                        f'a block occurs twice in "{boundary.blocks}"',
+                        hint="a route needs distinct blocks; copy the shared one",
                     )
-                self._passes.append(_BlockStubs(boundary, blocks, fns[boundary.name], drops))  # type: ignore[arg-type]
+                stubs = _BlockStubs(boundary, blocks, fns[boundary.name], has_layerdrop)  # type: ignore[arg-type]
+                self._passes.append(stubs)
 
     def remove(self) -> None:
-        """Give the blocks back. A second call does nothing."""
+        """Restore the blocks. A second call has no effect."""
         while self._passes:
             self._passes[-1].remove()
             self._passes.pop()
@@ -399,12 +432,17 @@ class Route:
 
 
 class _BlockStubs:
-    """The stand-ins of one boundary's blocks. What one pass has noted so far is kept per thread."""
+    """The stubs of one boundary's blocks. The arguments recorded in one pass are thread-local."""
 
     def __init__(
-        self, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], fn: Fn, drops: bool
+        self, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], fn: Fn, has_layerdrop: bool
     ) -> None:
-        self.boundary, self.blocks, self.fn, self.has_layerdrop = boundary, blocks, fn, drops
+        self.boundary, self.blocks, self.fn, self.has_layerdrop = (
+            boundary,
+            blocks,
+            fn,
+            has_layerdrop,
+        )
         self.signatures = [inspect.signature(b.forward) for b in blocks]
         self.previous = [b._compiled_call_impl for b in blocks]
         self.callables = tuple(
@@ -415,8 +453,8 @@ class _BlockStubs:
             torch.compiler.disable(_make_stub(self, i))  # type: ignore[no-untyped-call]
             for i in range(len(blocks))
         ]
-        # torch.compile passes by `__call__`, and with it the stubs, unless the instance has a
-        # forward of its own.
+        # torch.compile bypasses `__call__`, and with it the stubs, unless the instance has its own
+        # forward.
         self.marked = [b for b in blocks if "forward" not in b.__dict__]
         for block, stub in zip(blocks, self.stubs, strict=True):
             block._compiled_call_impl = stub
@@ -424,11 +462,12 @@ class _BlockStubs:
             block.forward = block.forward
 
     def remove(self) -> None:
+        """Restore the blocks."""
         for block, stub in zip(self.blocks, self.stubs, strict=True):
             if block._compiled_call_impl is not stub:
                 raise CutError(
-                    "another route was laid over this one",
-                    hint="remove routes in the reverse of the order in which they were made",
+                    "another route was installed over this one",
+                    hint="remove routes in the reverse order of their creation",
                 )
         for block, before in zip(self.blocks, self.previous, strict=True):
             del block._compiled_call_impl
@@ -438,6 +477,7 @@ class _BlockStubs:
             del block.forward
 
     def call(self, i: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record the arguments of block `i`; at the last block, call the route's function."""
         block = self.blocks[i]
         if block.training and getattr(block, "gradient_checkpointing", False):
             raise CutError(
@@ -446,63 +486,60 @@ class _BlockStubs:
             )
         if block.training and self.has_layerdrop:
             raise CutError(
-                "layer dropping skips blocks, and with them the route",
+                "layerdrop skips blocks, and with them the route",
                 hint="set layerdrop to 0, or call model.eval()",
             )
-        noted: list[tuple[inspect.BoundArguments, int]] = (
+        recorded: list[tuple[inspect.BoundArguments, int]] = (
             [] if i == 0 else getattr(self.recorded, "calls", [])
         )
-        if len(noted) != i:
+        if len(recorded) != i:
             raise CutError(
-                f'block {i} of "{self.boundary.blocks}" was called before block {len(noted)}'
+                f'block {i} of "{self.boundary.blocks}" was called before block {len(recorded)}'
             )
-        noted.append((self.signatures[i].bind(*args, **kwargs), len(args)))
-        self.recorded.calls = noted
-        z = self._stream(noted[-1][0])
-        if i > 0 and z is not self._stream(noted[0][0]):
+        recorded.append((self.signatures[i].bind(*args, **kwargs), len(args)))
+        self.recorded.calls = recorded
+        z = self._stream(recorded[-1][0])
+        if i > 0 and z is not self._stream(recorded[0][0]):
             raise CutError(
                 f'the model changes the stream between the blocks of "{self.boundary.blocks}"',
                 hint="cut it around a larger module",
             )
         if i + 1 == len(self.blocks):
             self.recorded.calls = []
-            z = self.fn(self._crossing(noted))
+            z = self.fn(self._crossing(recorded))
             if not isinstance(z, torch.Tensor):
-                raise CutError(
-                    f"a route's function returns the stream, a tensor, not a {type(z).__name__}"
-                )
+                raise CutError(f"a route's function must return a tensor, got {type(z).__name__}")
         return (z, *(None for _ in self.boundary.returns[1:])) if self.boundary.returns else z
 
     def _stream(self, bound: inspect.BoundArguments) -> Any:
         return bound.arguments[self.boundary.stream]
 
-    def _crossing(self, noted: list[tuple[inspect.BoundArguments, int]]) -> Crossing:
+    def _crossing(self, recorded: list[tuple[inspect.BoundArguments, int]]) -> Crossing:
+        """Build the crossing from the recorded arguments."""
         inputs: dict[str, Any] = {}
         calls = []
         carried = {self.boundary.stream, *self.boundary.returns[1:]}
-        for i, (bound, places) in enumerate(noted):
-            given = _bound_arguments(bound)
+        for i, (bound, n_positional) in enumerate(recorded):
+            arguments = _bound_arguments(bound)
             keys = {}
-            for name, value in given.items():
+            for name, value in arguments.items():
                 keys[name] = (
                     name if i > 0 and name in carried else _input_key(inputs, name, value, i)
                 )
             pairs = tuple(keys.items())
-            calls.append(Call(pairs[:places], pairs[places:]))
+            calls.append(Call(pairs[:n_positional], pairs[n_positional:]))
         return Crossing(self.boundary, inputs, tuple(calls), self.blocks, self.callables)
 
 
-def _make_stub(passing: _BlockStubs, i: int) -> Callable[..., Any]:
+def _make_stub(stubs: _BlockStubs, i: int) -> Callable[..., Any]:
     def stub(*args: Any, **kwargs: Any) -> Any:
-        return passing.call(i, args, kwargs)
+        return stubs.call(i, args, kwargs)
 
     return stub
 
 
 def _bound_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """The arguments by name, in the order of the signature, those of `**kwargs` under their own
-    names.
-    """
+    """Return the arguments by name, in the order of the signature, with `**kwargs` expanded."""
     out: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
@@ -513,9 +550,7 @@ def _bound_arguments(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _input_key(inputs: dict[str, Any], name: str, value: Any, block: int) -> str:
-    """The key under which this value of this argument is kept; a value that an earlier block was
-    given is kept once.
-    """
+    """Return the key of an argument's value; equal values of several blocks are stored once."""
     for key in inputs:
         if key.partition("@")[0] == name and _is_same(inputs[key], value):
             return key

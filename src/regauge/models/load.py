@@ -1,5 +1,5 @@
-"""From a checkpoint to a live module: the class that its config names, of the transformers library
-or timm, with its weights in a chosen dtype.
+"""Loading of a checkpoint as a live module: the class that its config names, of transformers or
+timm, in a chosen dtype.
 """
 
 from __future__ import annotations
@@ -26,23 +26,29 @@ if TYPE_CHECKING:
 
 _HINTS = {
     "mismatched_keys": "config.json contradicts the weights",
-    "missing_keys": "fetch the weights again if some are lost, or name the class that they are "
-    'of in config.json ("architectures")',
+    "missing_keys": "download the weights again if some are lost, or name their class in "
+    'config.json ("architectures")',
     "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), '
     "and check its number of layers",
 }
-# that a config may speak of where the checkpoint has fewer tensors: a part of a split model has no
-# layers
+# Smallest limit on the counts of a config: a part of a split model may have fewer tensors than the
+# config has layers.
 _MIN_COUNT_LIMIT = 500
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
 
 def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> torch.nn.Module:
-    """The model of a checkpoint (a folder, a .safetensors file with its config beside it, a hub
-    id), in evaluation mode.
+    """Load the model of a checkpoint, in evaluation mode. No code of the checkpoint is run.
 
-    `dtype` is that of the stored weights unless given. No code of the checkpoint is run.
+    Args:
+        source: a folder, a .safetensors file with its config beside it, a hub id, or an open
+            checkpoint.
+        dtype: "float64", "float32", "bfloat16" or "float16"; by default that of the stored weights.
+
+    Raises:
+        CheckpointError: the config and the weights contradict each other, or the dtype is unknown.
+        UnknownModelError: the config is missing, or names no class of transformers or timm.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     require_numel(
@@ -54,31 +60,47 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
 
 
 def require_numel(module: torch.nn.Module, stored: int, where: object) -> None:
-    """Raise if a module, as its config describes it, is much larger than the checkpoint it is for:
-    its memory would be allocated first, and the misfit be found afterwards. A checkpoint leaves out
-    what is tied and what a task's head adds.
+    """Raise if a module is much larger than the checkpoint it is built for.
+
+    Its memory would be allocated before the mismatch is found. Tied weights and the head of a task
+    may be missing from a checkpoint.
+
+    Args:
+        module: the module, as its config describes it.
+        stored: the number of parameters in the checkpoint.
+        where: the checkpoint, for error messages.
+
+    Raises:
+        CheckpointError: the module is too large.
     """
     described = sum(p.numel() for p in module.parameters())
     if described > 4 * stored + 10_000_000:
         raise CheckpointError(
             f"the config of {where} describes a {type(module).__name__} of {described:,} "
-            f"parameters, and the weights are {stored:,}",
-            hint="config.json contradicts the weights: is it theirs?",
+            f"parameters, but the checkpoint has {stored:,}",
+            hint="config.json contradicts the weights; use the one that belongs to them",
         )
 
 
 def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """Another model of this one's class and config, with weights drawn from a seed, as before any
-    training. The process's own random numbers stay as they are. For classes of the transformers
-    library.
+    """Build a model of the same class and config with newly initialized weights.
+
+    The global random state is unchanged. Supports classes of transformers.
+
+    Args:
+        model: the model to copy.
+        seed: the random seed of the initialization.
+
+    Raises:
+        UnknownModelError: the model has no config.
     """
     import torch
 
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "post_init"):
         raise UnknownModelError(
-            f"{type(model).__name__} has no config to be made anew from",
-            hint="draw its weights with the library that made it, and save them",
+            f"{type(model).__name__} has no config to be reinitialized from",
+            hint="initialize its weights with the library that defines it, and save them",
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -87,8 +109,8 @@ def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
-    """The module of a checkpoint without its weights, on torch's meta device: enough to know what
-    it reads, before anything large is loaded.
+    """Build the module of a checkpoint without weights, on the meta device: enough to know its
+    inputs before anything large is loaded.
     """
     import torch
 
@@ -98,10 +120,10 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
     with torch.device("meta"):
         if _is_timm(config):
             return _build_timm_for(checkpoint, config)
-        kind = _class_of(checkpoint, config)
-        with _as_checkpoint_error(checkpoint, kind.__name__):
-            model: torch.nn.Module = kind(
-                kind.config_class.from_dict(without_code(config, checkpoint.path))
+        model_class = _class_of(checkpoint, config)
+        with _as_checkpoint_error(checkpoint, model_class.__name__):
+            model: torch.nn.Module = model_class(
+                model_class.config_class.from_dict(without_code(config, checkpoint.path))
             )
             return model.eval()
 
@@ -109,23 +131,30 @@ def load_empty(source: str | Path | Checkpoint) -> torch.nn.Module:
 def load_part(
     source: str | Path | Checkpoint, part: Part, dtype: str | None = None, device: str = "cpu"
 ) -> torch.nn.Module:
-    """A model of which only the edges (embedding and head) or only the backbone is there: the rest
-    is on torch's meta device, and need not be in the checkpoint. What is in it is read and let go
+    """Load only the edges (embedding and head) or only the backbone of a model.
+
+    The rest is on the meta device and need not be in the checkpoint; if it is, it is read and freed
     at once.
+
+    Args:
+        source: a checkpoint, as in `load_model`.
+        part: "edges" or "backbone".
+        dtype: as in `load_model`.
+        device: the device of the part.
     """
     from regauge.models.cut import cut
 
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     model, report = _load(checkpoint, dtype)
-    where = cut(model, checkpoint.config)
-    paths = tuple(f"{b.blocks}." for b in where.boundaries)
-    wanted = {
+    boundaries = cut(model, checkpoint.config).boundaries
+    paths = tuple(f"{b.blocks}." for b in boundaries)
+    missing = {
         name
         for name in report.get("missing_keys") or ()
         if name.startswith(paths) == (part == "backbone")
     }
-    _require_complete(checkpoint, type(model).__name__, {**report, "missing_keys": wanted})
-    blocks = [model.get_submodule(b.blocks) for b in where.boundaries]
+    _require_complete(checkpoint, type(model).__name__, {**report, "missing_keys": missing})
+    blocks = [model.get_submodule(b.blocks) for b in boundaries]
     if part == "edges":
         for block in blocks:
             block.to("meta")
@@ -135,40 +164,41 @@ def load_part(
     return model
 
 
-def _move_to_meta(module: torch.nn.Module, kept: set[int]) -> None:
-    """Put a module on the meta device, but for some parts of it."""
+def _move_to_meta(module: torch.nn.Module, excluded: set[int]) -> None:
+    """Move a module to the meta device, except some submodules."""
     import torch
 
-    tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-    for held in tables:
-        for name, t in held.items():
-            if t is not None:
-                empty = t.detach().to("meta")
-                held[name] = (
-                    torch.nn.Parameter(empty, t.requires_grad)
-                    if isinstance(t, torch.nn.Parameter)
+    registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+    for table in registries:
+        for name, tensor in table.items():
+            if tensor is not None:
+                empty = tensor.detach().to("meta")
+                table[name] = (
+                    torch.nn.Parameter(empty, tensor.requires_grad)
+                    if isinstance(tensor, torch.nn.Parameter)
                     else empty
                 )
     for child in module.children():
-        if id(child) not in kept:
-            _move_to_meta(child, kept)
+        if id(child) not in excluded:
+            _move_to_meta(child, excluded)
 
 
 def _move_to_device(model: torch.nn.Module, device: str) -> None:
-    """`to(device)` for what is not on the meta device."""
+    """Move everything that is not on the meta device."""
     if device != "cpu":
-        for t in (*model.parameters(), *model.buffers()):
-            if not t.is_meta:
-                t.data = t.data.to(device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
 
 
 def _load(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, Any]:
-    """The model, and what its class and its checkpoint do not have in common."""
+    """Load the model, and report the keys in which its class and checkpoint differ."""
     config = _config_of(checkpoint)
     check_counts(config, max(_MIN_COUNT_LIMIT, len(checkpoint)))
     if dtype is not None and dtype not in DTYPES:
         raise CheckpointError(
-            f'there is no dtype "{dtype}" here', hint=f"choose from {', '.join(DTYPES)}"
+            f'dtype must be one of {", ".join(DTYPES)}, got "{dtype}"',
+            hint="omit it for the dtype of the stored weights",
         )
     return (_load_timm if _is_timm(config) else _load_transformers)(checkpoint, config, dtype)
 
@@ -176,8 +206,8 @@ def _load(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, A
 def _config_of(checkpoint: Checkpoint) -> Any:
     if checkpoint.config is None:
         raise UnknownModelError(
-            f"{checkpoint.path} has no config.json, so that no class can be built for it",
-            hint="put config.json beside it; for a module of your own use "
+            f"{checkpoint.path} has no config.json, so no class can be built for it",
+            hint="put config.json beside it; for a custom module use "
             "regauge.verify(module, spec=..., boundaries=...) in Python",
         )
     return checkpoint.config
@@ -188,127 +218,134 @@ def _is_timm(config: Any) -> bool:
 
 
 def _class_of(checkpoint: Checkpoint, config: Any) -> Any:
-    """The class of the transformers library that a config names."""
-    kind = library_class(config, checkpoint.path)
-    expected, name = kind.config_class.model_type, kind.__name__
-    if expected != config.get(
-        "model_type"
-    ):  # built from a config that is not its own, a class takes sizes of its own
+    """Return the class of transformers that a config names."""
+    model_class = library_class(config, checkpoint.path)
+    expected, name = model_class.config_class.model_type, model_class.__name__
+    # built from the config of another class, a class falls back to its default sizes
+    if expected != config.get("model_type"):
         raise UnknownModelError(
             f"the config of {checkpoint.path} names the class {name} and the model_type "
-            f'"{config.get("model_type")}", which is not that of the class',
-            hint=f'the model_type of a {name} is "{expected}"',
+            f'"{config.get("model_type")}", which must be "{expected}"',
+            hint="compare config.json with the original",
         )
-    return kind
+    return model_class
 
 
 @contextlib.contextmanager
 def _as_checkpoint_error(checkpoint: Checkpoint, name: str) -> Iterator[None]:
-    """Whatever a class runs into is told as the checkpoint's fault, in one line."""
+    """Convert any exception of a class into a CheckpointError of one line."""
     try:
         with quiet(), code_disabled():
             yield
     except RegaugeError:
         raise
-    except Exception as error:  # a class raises whatever its layers run into
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # model classes raise exceptions of any type
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{checkpoint.path} cannot be loaded as a {name}: {first}",
-            hint="regauge inspect shows what does not fit",
+            f"{checkpoint.path} cannot be loaded as a {name}: {message}",
+            hint="run regauge inspect for the mismatches",
         ) from error
 
 
 def _load_transformers(
     checkpoint: Checkpoint, config: Any, dtype: str | None
 ) -> tuple[torch.nn.Module, Any]:
+    """Load a model of transformers."""
     import torch
 
-    kind = _class_of(checkpoint, config)
+    model_class = _class_of(checkpoint, config)
     with (
-        _as_checkpoint_error(checkpoint, kind.__name__),
+        _as_checkpoint_error(checkpoint, model_class.__name__),
         _sanitized_folder(checkpoint, config) as folder,
     ):
-        chosen = "auto" if dtype is None else getattr(torch, dtype)
-        how = {
+        torch_dtype = "auto" if dtype is None else getattr(torch, dtype)
+        options = {
             "local_files_only": True,
             "use_safetensors": True,
             "trust_remote_code": False,
             "output_loading_info": True,
         }
         load = partial(
-            kind.from_pretrained, folder, dtype=chosen, ignore_mismatched_sizes=True, **how
-        )  # faults are reported by _require_whole
+            model_class.from_pretrained,
+            folder,
+            dtype=torch_dtype,
+            ignore_mismatched_sizes=True,  # mismatches are reported by _require_complete
+            **options,
+        )
         model, report = load()
-        for switch in _optional_parts(kind) if report["missing_keys"] else ():
-            smaller, less = load(**{switch: False})
-            absent = set(report["missing_keys"]) - set(less["missing_keys"])
-            if absent and not less["unexpected_keys"]:
-                model, report = smaller, less
-                text = (
+        for option in _optional_parts(model_class) if report["missing_keys"] else ():
+            smaller_model, smaller_report = load(**{option: False})
+            absent = set(report["missing_keys"]) - set(smaller_report["missing_keys"])
+            if absent and not smaller_report["unexpected_keys"]:
+                model, report = smaller_model, smaller_report
+                message = (
                     f'{checkpoint.path} has no "{min(absent)}"{_and_more(absent)}: the '
-                    f"{kind.__name__} is built without this optional part"
+                    f"{model_class.__name__} is built without this optional part"
                 )
-                warnings.warn(f"{text} ({switch}=False)", RegaugeWarning, stacklevel=2)
+                warnings.warn(f"{message} ({option}=False)", RegaugeWarning, stacklevel=2)
     model.name_or_path = model.config.name_or_path = str(checkpoint.path)
     return model.eval(), report
 
 
-def _optional_parts(kind: Any) -> list[str]:
-    """Return the switches with which a class is built without a part, such as BertModel's
+def _optional_parts(model_class: Any) -> list[str]:
+    """Return the options with which a class is built without a part, such as BertModel's
     `add_pooling_layer`: sentence encoders lack that one.
     """
-    parameters = inspect.signature(kind.__init__).parameters.values()
+    parameters = inspect.signature(model_class.__init__).parameters.values()
     return [p.name for p in parameters if p.name.startswith("add_") and p.default is True]
 
 
-def _and_more(found: Collection[Any]) -> str:
-    return f" and {len(found) - 1} more" if len(found) > 1 else ""
+def _and_more(items: Collection[Any]) -> str:
+    """Return the number of further items as text."""
+    return f" and {len(items) - 1} more" if len(items) > 1 else ""
 
 
 def _require_complete(checkpoint: Checkpoint, name: Any, report: Any) -> None:
-    """Weights that are missing would be drawn at random, and those left over be ignored: neither is
-    the model that was given.
+    """Raise if weights are missing, unexpected or of another shape.
+
+    transformers would initialize missing weights at random and ignore unexpected ones: neither is
+    the model of the checkpoint.
     """
-    for key, what in (
-        ("mismatched_keys", "has another size for"),
+    for key, problem in (
+        ("mismatched_keys", "has a different shape for"),
         ("missing_keys", "has no"),
-        ("unexpected_keys", "has, and the class has not,"),
+        ("unexpected_keys", "has an unexpected tensor"),
     ):
-        found = sorted(report.get(key) or (), key=str)
-        if not found:
+        names = sorted(report.get(key) or (), key=str)
+        if not names:
             continue
-        first, more = found[0], _and_more(found)
+        first, others = names[0], _and_more(names)
         if isinstance(first, tuple):  # a name, its size in the file, and that in the class
-            first, has, wants = first
-            more = f", {list(has)} and not {list(wants)}{more}"
+            first, stored, expected = first
+            others = f": {list(stored)}, expected {list(expected)}{others}"
         raise CheckpointError(
-            f'as a {name}, {checkpoint.path} {what} "{first}"{more}', hint=_HINTS[key]
+            f'as a {name}, {checkpoint.path} {problem} "{first}"{others}', hint=_HINTS[key]
         )
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without the transformers library's own talk and bars: progress is told by whoever loads a
-    model.
-    """
-    from transformers.utils import logging as talk
+    """Suppress the log messages and progress bars of transformers."""
+    from transformers.utils import logging as library_logging
 
-    level, bars = talk.get_verbosity(), talk.is_progress_bar_enabled()
-    talk.set_verbosity(logging.ERROR)
-    talk.disable_progress_bar()  # type: ignore[no-untyped-call]
+    level, bars = library_logging.get_verbosity(), library_logging.is_progress_bar_enabled()
+    library_logging.set_verbosity(logging.ERROR)
+    library_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        talk.set_verbosity(level)
+        library_logging.set_verbosity(level)
         if bars:
-            talk.enable_progress_bar()  # type: ignore[no-untyped-call]
+            library_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
 def _sanitized_folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Path]:
-    """Make the folder that the library loads from: links to the weights, the config without custom
-    code, and nothing else that lies beside the weights (Python files, adapters, pickles). Tensors
-    that are not stored as they are read (a model with its adapter) are written there.
+    """Create the folder that the library loads from.
+
+    It holds links to the weights, the config without custom code, and nothing else that lies beside
+    the weights (Python files, adapters, pickles). Tensors that are not read as stored (a model with
+    its adapter) are written there.
     """
     with tempfile.TemporaryDirectory(prefix="regauge-") as temporary:
         folder = Path(temporary)
@@ -336,14 +373,15 @@ def _sanitized_folder(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iter
 def _load_timm(
     checkpoint: Checkpoint, config: Any, dtype: str | None
 ) -> tuple[torch.nn.Module, Any]:
+    """Load a model of timm."""
     import torch
 
     model = _build_timm_for(checkpoint, config)
     with _as_timm_error(checkpoint, config):
-        found = model.load_state_dict(dict(checkpoint), strict=False)
-    stored = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
-    report = {"missing_keys": found.missing_keys, "unexpected_keys": found.unexpected_keys}
-    return model.to(stored if dtype is None else getattr(torch, dtype)), report
+        result = model.load_state_dict(dict(checkpoint), strict=False)
+    stored_dtype = next(t.dtype for t in checkpoint.values() if t.is_floating_point())
+    report = {"missing_keys": result.missing_keys, "unexpected_keys": result.unexpected_keys}
+    return model.to(stored_dtype if dtype is None else getattr(torch, dtype)), report
 
 
 def _build_timm_for(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
@@ -352,8 +390,13 @@ def _build_timm_for(checkpoint: Checkpoint, config: Any) -> torch.nn.Module:
 
 
 def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.nn.Module:
-    """The module of timm that a config describes, with weights of its own making. Whatever timm
-    runs into is raised as it is.
+    """Build the timm module that a config describes, with newly initialized weights.
+
+    Exceptions of timm are not converted.
+
+    Args:
+        config: the contents of config.json.
+        where: the checkpoint, for error messages.
     """
     need("timm", "timm")
     import timm
@@ -370,12 +413,13 @@ def build_timm(config: Mapping[str, Any], where: object = "the model") -> torch.
 
 @contextlib.contextmanager
 def _as_timm_error(checkpoint: Checkpoint, config: Any) -> Iterator[None]:
+    """Convert exceptions of timm into a CheckpointError."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
-        first = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines()
         raise CheckpointError(
             f"{checkpoint.path} cannot be loaded as a {config['architecture']}: "
-            f"{' '.join(first[:2])}",
-            hint="is config.json of these weights?",
+            f"{' '.join(lines[:2])}",
+            hint="use the config.json that belongs to the weights",
         ) from error

@@ -1,4 +1,4 @@
-"""From whatever a user holds to its spec: a live module, a checkpoint, a config."""
+"""Resolution of a live module, a checkpoint or a config to its spec."""
 
 from __future__ import annotations
 
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from regauge.checkpoints.reader import Checkpoint
     from regauge.models.discovery import Discovery
 
+# Raised by a family for a config with nonsensical values.
+_CONFIG_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+
 
 def spec_of(
     source: torch.nn.Module | Checkpoint | str | Path | Mapping[str, Any] | object,
@@ -24,15 +27,21 @@ def spec_of(
     config: Mapping[str, Any] | None = None,
     discover: bool = True,
 ) -> Spec:
-    """The spec of a model: what its family says, or, if there is none, what can be read off its
-    graph (unless not to `discover`).
+    """Return the spec of a model: that of its family, or else one discovered from its graph.
 
-    `source` is a live module of the transformers library or timm; a checkpoint, by path or hub id
-    or opened; or a config, as a dict or as the library's own object (its class is then built
-    without memory, for the names of its tensors). `config` stands in for a module's or a
-    checkpoint's own.
+    Args:
+        source: a live module of transformers or timm; a checkpoint (a path, a hub id, or opened);
+            or a config, as a dict or as the library's object (its class is then built without
+            memory, for the names of its tensors).
+        config: a config to use instead of that of the module or checkpoint.
+        discover: whether to discover the spec of a model of no known family.
 
-    >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
+    Raises:
+        UnknownModelError: no family describes the model, and it cannot be discovered.
+        SpecError: the config contradicts its family or the tensors.
+
+    Example:
+        >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
     """
     from regauge.checkpoints.reader import open_checkpoint
 
@@ -49,8 +58,8 @@ def spec_of(
 def discover_unknown(
     source: Any, unknown: UnknownModelError, config: Mapping[str, Any] | None = None
 ) -> Discovery:
-    """The symmetry of a model that no family describes, read off its graph; `unknown` says so, and
-    is raised where there is no graph to be had.
+    """Discover the symmetry of a model that no family describes. `unknown` is that error; it is
+    raised if the model cannot be traced.
     """
     import torch
 
@@ -66,29 +75,27 @@ def discover_unknown(
             ):
                 raise unknown
             return discover_model(source)
-        said = (
+        fields = (
             (config or source.config or {})
             if isinstance(source, Checkpoint)
             else _config_to_dict(source)
         )
-        if not _has_class_name(said):
+        if not _has_class_name(fields):
             raise unknown
         entries = source.entries if isinstance(source, Checkpoint) else {}
         return discover_config(
-            said, sum(e.numel for e in entries.values()), entries, cache=default_folder()
+            fields, sum(e.numel for e in entries.values()), entries, cache=default_folder()
         )
     except UnknownModelError:
         raise
     except RegaugeError as error:
         hint = f"{error.hint}; or: {unknown.hint}" if error.hint else unknown.hint
-        raise UnknownModelError(
-            f"{unknown}\n  and it could not be discovered: {error}", hint=hint
-        ) from error
+        raise UnknownModelError(f"{unknown}\n  and discovery failed: {error}", hint=hint) from error
 
 
 def _has_class_name(config: Mapping[str, Any]) -> bool:
-    """Return whether a config names a class to build: of the transformers library in a list, or
-    timm's by itself.
+    """Return whether a config names a class to build: one of transformers in a list, or one of
+    timm.
     """
     names = config.get("architectures")
     if names:
@@ -97,6 +104,7 @@ def _has_class_name(config: Mapping[str, Any]) -> bool:
 
 
 def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
+    """Return the spec of a source's family."""
     from regauge.checkpoints.reader import Checkpoint
 
     if isinstance(source, Checkpoint):
@@ -107,58 +115,63 @@ def _spec_of_family(source: Any, config: Mapping[str, Any] | None) -> Spec:
         return _spec_from_config(
             config or config_of(source), source.state_dict(), type(source).__name__
         )
-    found = _config_to_dict(source)
-    module = _build_meta_module(found)
+    fields = _config_to_dict(source)
+    module = _build_meta_module(fields)
     return _spec_from_config(
-        {**found, "architectures": [type(module).__name__]}, module.state_dict(), "the config"
+        {**fields, "architectures": [type(module).__name__]}, module.state_dict(), "the config"
     )
 
 
 def config_of(module: torch.nn.Module) -> dict[str, Any]:
-    """A live module's config, as its config.json would have it."""
+    """Return a live module's config as its config.json would be.
+
+    Raises:
+        UnknownModelError: the module has neither a config nor a pretrained_cfg.
+    """
     config = getattr(module, "config", None)
     if config is not None:
         return {**_config_to_dict(config), "architectures": [type(module).__name__]}
-    timm = getattr(module, "pretrained_cfg", None)
-    if timm:
+    timm_config = getattr(module, "pretrained_cfg", None)
+    if timm_config:
         heads = [
             m.num_heads for m in module.modules() if isinstance(getattr(m, "num_heads", None), int)
         ]
         first: Any = next(iter(getattr(module, "blocks", [])), None)
-        live = {
+        overrides = {
             "num_heads": heads[0] if heads else None,
             "global_pool": getattr(module, "global_pool", None),
             "no_embed_class": getattr(module, "no_embed_class", None),
         }
         return {
-            **_config_to_dict(timm),
-            **live,
+            **_config_to_dict(timm_config),
+            **overrides,
             "block_fn": type(first).__name__,
             "norm_layer": type(getattr(first, "norm1", None)).__name__,
             "mlp_layer": _mlp_kind(first),
         }
     raise UnknownModelError(
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is "
-        "not known",
-        hint="read its spec off its graph, regauge.discover(module, example_inputs), or write a "
+        "unknown",
+        hint="discover its spec with regauge.discover(module, example_inputs), or write a "
         "spec file (docs/adding-a-model.md)",
     )
 
 
 def _mlp_kind(block: Any) -> str:
-    """The kind of a live timm block's FFN. One class has the gate first or last: as timm names it,
-    the former is a SwiGLU.
+    """Return the kind of a live timm block's FFN. One class has the gate first or last: timm calls
+    the former SwiGLU.
     """
     mlp = getattr(block, "mlp", None)
     return "swiglu" if getattr(mlp, "gate_last", True) is False else type(mlp).__name__
 
 
 def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None) -> Spec:
+    """Return the spec of a checkpoint's family."""
     config = config or checkpoint.config
     if config is None:
         raise SpecError(
-            f"{checkpoint.path} has no config.json, so its family is not known",
-            hint="put config.json beside it, or describe the model in a spec file and give it "
+            f"{checkpoint.path} has no config.json, so its family is unknown",
+            hint="put config.json beside it, or describe the model in a spec file and pass it "
             "with --spec",
         )
     return _spec_from_config(
@@ -169,38 +182,34 @@ def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None
 def _spec_from_config(
     config: Mapping[str, Any], tensors: Mapping[str, Shaped | Sequence[int]], where: str
 ) -> Spec:
+    """Build a spec, and convert errors of nonsensical values into a SpecError."""
     try:
         return spec_from(config, tensors)
     except RegaugeError:
         raise
-    except (
-        TypeError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        AttributeError,
-    ) as error:  # a config whose values make no sense
+    except _CONFIG_ERRORS as error:
         kind = config.get("model_type") or config.get("architecture")
         raise SpecError(
-            f"{where} cannot be understood as a {kind}: {error}",
+            f"{where} is not a valid {kind} config: {error}",
             hint="compare it with the model's original config.json",
         ) from error
 
 
 def _config_to_dict(config: Any) -> dict[str, Any]:
+    """Return a config as a dict."""
     if isinstance(config, Mapping):
         return dict(config)
     if hasattr(config, "to_dict") and not isinstance(config, type):
         return dict(config.to_dict())
     raise UnknownModelError(
-        f"a spec is not read from {config!r:.100}",
-        hint="give a module of transformers or timm, a checkpoint or its path, or a config as a "
+        f"cannot read a spec from {config!r:.100}",
+        hint="pass a module of transformers or timm, a checkpoint or its path, or a config as a "
         "dict or as the library's object",
     )
 
 
 def _build_meta_module(config: Mapping[str, Any]) -> torch.nn.Module:
-    """The module that a config describes, on the meta device: all its names and shapes, none of its
+    """Build the module that a config describes on the meta device: all names and shapes, no
     weights.
     """
     import torch
@@ -208,26 +217,26 @@ def _build_meta_module(config: Mapping[str, Any]) -> torch.nn.Module:
     check_counts(config)
     if family_of(config).architectures:
         raise SpecError(
-            "timm's configs do not say what a model's tensors are",
-            hint="give the live module, or the checkpoint",
+            "a timm config does not determine a model's tensors",
+            hint="pass the live module or the checkpoint",
         )
     try:
         import transformers
 
-        given = {k: v for k, v in without_code(config).items() if k != "architectures"}
+        fields = {k: v for k, v in without_code(config).items() if k != "architectures"}
         with code_disabled(), torch.device("meta"):
-            made = transformers.AutoConfig.for_model(**given)
+            library_config = transformers.AutoConfig.for_model(**fields)
             if config.get("architectures"):
-                module: torch.nn.Module = library_class(config, "the config")(made)
+                module: torch.nn.Module = library_class(config, "the config")(library_config)
             else:
                 base: Any = transformers.AutoModel
-                module = base.from_config(made, trust_remote_code=False)
+                module = base.from_config(library_config, trust_remote_code=False)
     except CustomCodeError:
         raise
-    except Exception as error:  # transformers raises whatever its layers run into
+    except Exception as error:  # transformers raises exceptions of any type
         raise SpecError(
             f"transformers cannot build a {config['model_type']} from the config: {error}",
-            hint="compare it with the model's original config.json, or give the module or the "
+            hint="compare it with the model's original config.json, or pass the module or the "
             "checkpoint itself",
         ) from error
     return module

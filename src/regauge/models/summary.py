@@ -1,4 +1,4 @@
-"""What a model's symmetry is, as data and as text."""
+"""Summary of a model's symmetry, as JSON data and as text."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class SpaceRun:
-    """Spaces alike in all but their layer: `ffn.0..31`."""
+    """Spaces that differ only in their layer: `ffn.0..31`."""
 
     name: str
     members: tuple[str, ...]
 
 
 def group_spaces(spec: Spec) -> list[SpaceRun]:
-    """Spaces that say the same, joined over consecutive layers. A parent of the same layer counts
-    as the same.
-    """
-    found: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
+    """Group spaces that differ only in their layer; parents of the same layer count as equal."""
+    groups: dict[tuple[Any, ...], list[tuple[int, str]]] = {}
     for name, space in spec.spaces.items():
         match = re.fullmatch(r"(.*?)(\d+)", name)
         prefix, layer = (match.group(1), int(match.group(2))) if match else (name, -1)
@@ -46,12 +44,12 @@ def group_spaces(spec: Spec) -> list[SpaceRun]:
             spec.count(name),
             name in spec.visible,
         )
-        found.setdefault(key, []).append((layer, name))
-    out: list[SpaceRun] = []
-    for (prefix, *_), entries in found.items():
+        groups.setdefault(key, []).append((layer, name))
+    runs: list[SpaceRun] = []
+    for (prefix, *_), entries in groups.items():
         entries.sort()
         if entries[0][0] < 0:
-            out.append(SpaceRun(entries[0][1], (entries[0][1],)))
+            runs.append(SpaceRun(entries[0][1], (entries[0][1],)))
             continue
         label, start = "", 0
         for i in range(1, len(entries) + 1):
@@ -61,12 +59,12 @@ def group_spaces(spec: Spec) -> list[SpaceRun]:
                     str(first) if first == last else f"{first}..{last}"
                 )
                 start = i
-        out.append(SpaceRun(prefix + label, tuple(name for _, name in entries)))
-    return out
+        runs.append(SpaceRun(prefix + label, tuple(name for _, name in entries)))
+    return runs
 
 
 def summarize(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
-    """Everything that `inspect` says, as JSON."""
+    """Return the output of `regauge inspect` as JSON data."""
     entries = stored_tensors(spec)
     covered = [n for n in checkpoint if n in entries]
     numel = {n: e.numel for n, e in checkpoint.entries.items()}
@@ -106,8 +104,8 @@ def summarize(checkpoint: Checkpoint, spec: Spec) -> dict[str, Any]:
 
 
 def _is_folded(checkpoint: Checkpoint, folded: Spec) -> bool:
-    """Has every gain the value that folding gives it? Read off the bits: norms are small, and no
-    torch is loaded.
+    """Return whether every gain has the value that folding gives it. Compares raw bits, so that
+    torch is not loaded.
     """
     return bool(folded.fixed) and all(
         name in checkpoint and bool((_values(checkpoint, name) == value).all())
@@ -116,6 +114,7 @@ def _is_folded(checkpoint: Checkpoint, folded: Spec) -> bool:
 
 
 def _values(checkpoint: Checkpoint, name: str) -> Any:
+    """Return the values of a tensor as a NumPy array."""
     bits, dtype = checkpoint.bits[name], checkpoint.entries[name].dtype
     if dtype == "BF16":  # the upper half of a float32
         return (bits.astype("<u4") << 16).view("<f4")
@@ -123,9 +122,10 @@ def _values(checkpoint: Checkpoint, name: str) -> Any:
 
 
 def _summarize_run(spec: Spec, folded: Spec, run: SpaceRun) -> dict[str, Any]:
+    """Return the summary of a run of spaces."""
     first = run.members[0]
     space = spec.spaces[first]
-    times = sum(spec.count(m) for m in run.members)
+    copies = sum(spec.count(m) for m in run.members)
     return {
         "name": run.name,
         "members": list(run.members),
@@ -141,13 +141,14 @@ def _summarize_run(spec: Spec, folded: Spec, run: SpaceRun) -> dict[str, Any]:
         else str(folded.spaces[first].group),
         "why": space.why,
         "visible": first in spec.visible,
-        "copies": times,
-        "bits": space.group.bits(space.size) * times,
-        "dimensions": space.group.dim(space.size) * times,
+        "copies": copies,
+        "bits": space.group.bits(space.size) * copies,
+        "dimensions": space.group.dim(space.size) * copies,
     }
 
 
 def format_summary(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str:
+    """Format a summary as text; `tensors` are rows of `tensor_rows`."""
     parameters = facts["parameters"]
     files = f"{facts['files']} file{'s' * (facts['files'] != 1)}, {format_bytes(facts['bytes'])}"
     lines = [
@@ -188,22 +189,22 @@ def format_summary(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str
         f"(10^{facts['bits'] * math.log10(2):,.0f}), {facts['dimensions']:,} continuous parameters"
     )
     if facts["visible"]:
-        shown = ", ".join(f"{name} [{text}]" for name, text in facts["outputs"].items())
+        outputs = ", ".join(f"{name} [{text}]" for name, text in facts["outputs"].items())
         lines.append(
-            f"visible at the outputs: {', '.join(facts['visible'])} in {shown}; moving it moves "
-            "what callers get"
+            f"visible at the outputs: {', '.join(facts['visible'])} in {outputs}; transforming it "
+            "changes the outputs"
         )
     folds = facts["folds"]
     if folds["norms"] or folds["scales"]:
-        what, then = (
+        label, verb = (
             ("folded already", "is, with --fold,") if folds["done"] else ("folding", "would be")
         )
-        larger = "; ".join(
-            f"{s['name']} {then} {s['folded']}" for s in facts["spaces"] if s["folded"]
+        gained = "; ".join(
+            f"{s['name']} {verb} {s['folded']}" for s in facts["spaces"] if s["folded"]
         )
         lines.append(
-            f"{what} ({folds['norms']} norms, {folds['scales']} scales): "
-            f"{larger or 'gives no larger group'}"
+            f"{label} ({folds['norms']} norms, {folds['scales']} scales): "
+            f"{gained or 'gives no gained group'}"
         )
     for alias, target in facts["ties"].items():
         lines.append(f"tied: {alias} repeats {target}")
@@ -216,19 +217,21 @@ def format_summary(facts: dict[str, Any], tensors: list[tuple[str, ...]]) -> str
 
 
 def _format_why(space: dict[str, Any]) -> str:
+    """Format the reason of a space's group."""
     folded = f"; folded: {space['folded']}" if space["folded"] else ""
-    over = f" (one per place of {space['over']})" if space["over"] else ""
+    over = f" (one per index of {space['over']})" if space["over"] else ""
     return f"{space['why']}{folded}{over}"
 
 
 def tensor_rows(spec: Spec, checkpoint: Checkpoint) -> Iterator[tuple[str, ...]]:
+    """Yield the name, shape and axes of every tensor."""
     for name, entry in stored_tensors(spec).items():
         if name in checkpoint:
             yield name, "x".join(map(str, checkpoint.shapes[name])), entry.axes
 
 
 def format_count(n: int) -> str:
-    """A number as people say it: 15.2 M."""
+    """Format a number with a unit: 15.2 M."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
             return f"{n / size:.3g} {unit}"
@@ -236,9 +239,7 @@ def format_count(n: int) -> str:
 
 
 def format_columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows as aligned text; the columns in `right` are flush right, the last one is left as long as
-    it is.
-    """
+    """Align rows as text. Columns in `right` are right-aligned; the last column is not padded."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:

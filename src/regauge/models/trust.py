@@ -1,10 +1,10 @@
-"""What a checkpoint's config may select: classes of the transformers library and timm, and no other
-code or file.
+"""Restrictions on what a checkpoint's config may select: classes of transformers and timm, and no
+other code or file.
 
-transformers runs Python code that lies beside the weights if the user agrees, and asks on standard
-input where `trust_remote_code` was not passed. regauge never agrees: `without_code` removes what
-selects code, `library_class` accepts only classes of the library, and `code_disabled` turns a
-question that is asked nevertheless into an error.
+transformers runs Python code that lies beside the weights if the user agrees, and prompts on
+standard input if `trust_remote_code` was not passed. regauge never agrees: `without_code` removes
+the fields that select code, `library_class` accepts only classes of the library, and
+`code_disabled` turns a prompt into an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from regauge.errors import CheckpointError, CustomCodeError, UnknownModelError, need
 
-# Each names code, or a file that is loaded in place of the weights. An attention or expert
+# Fields that name code, or a file that is loaded in place of the weights. An attention or expert
 # implementation with a slash is a kernel that is fetched from the hub and run; which one computes
 # is not a property of the weights.
 _SELECTORS = frozenset(
@@ -66,6 +66,7 @@ def without_code(config: Mapping[str, Any], where: object = "the model") -> dict
 
 
 def _without_code(key: str, value: Any, where: object) -> Any:
+    """Copy a value without the fields that select custom code."""
     if key in ("architecture", "backbone"):
         _check_timm_name(key, value, where)
     elif key in ("model_args", "backbone_kwargs") and isinstance(value, Mapping):
@@ -129,9 +130,9 @@ def library_class(config: Mapping[str, Any], where: object) -> Any:
             f'the config of {where} names no class ("architectures")',
             hint="regauge loads classes of the transformers library and timm only",
         )
-    kind = getattr(transformers, name, None) if name.isidentifier() else None
-    if _is_model_class(kind):
-        return kind
+    model_class = getattr(transformers, name, None) if name.isidentifier() else None
+    if _is_model_class(model_class):
+        return model_class
     if name.startswith("Auto"):
         raise _custom_code(where, f'"architectures" must name one model class, got {name}')
     if config.get("auto_map"):
@@ -165,12 +166,11 @@ def _custom_code(where: object, why: str) -> CustomCodeError:
 
 @contextmanager
 def code_disabled() -> Iterator[None]:
-    """Make the transformers library raise instead of asking on standard input whether custom code
-    may run.
+    """Make transformers raise instead of prompting on standard input whether custom code may run.
 
-    `trust_remote_code=False` is not passed on by every class that loads another one (RagTokenizer,
-    for example). The library raises where its time for an answer is 0. Nested and concurrent uses
-    are counted; the last one restores the value.
+    Not every class that loads another one passes `trust_remote_code=False` on (RagTokenizer, for
+    example). The library raises if its timeout for an answer is 0. Nested and concurrent uses are
+    counted; the last one restores the value.
     """
     from transformers import dynamic_module_utils as dynamic
 

@@ -1,13 +1,17 @@
-"""The symmetry of any torch module, found by reading its graph: trace, walk, read, assemble, prove.
+"""Discovery of a module's symmetry from its traced graph: trace, walk, infer, assemble, prove.
 
-graph         torch.export: the operators, and where they stand in the source walk, terms   every
-axis gets a term; operators unify them, one rule each (rules: the table; shapes, elementwise,
-contractions, rotary) scales        which scales and signs run through reading       the largest
-group that every restriction keeps assembling    an ordinary spec, with readable names (naming), and
-what folds (folds) proving       verified by random elements in strict float64, on a small twin
-(models) where the module itself is too large boundaries    where the model can be cut: lists of
-blocks that hand a stream on explaining    why a group is not larger, operator by operator storing
-the same on the names of a checkpoint, which may be others keeping       what was discovered, kept
+Modules:
+    graph           the operators of a module and their source lines, by torch.export
+    walk, terms     one term per axis; operators unify terms, by one rule each
+    rules           the table of rules (shapes, elementwise, contractions, lookups, rotary, cases)
+    scales          which scales and signs pass through the network
+    infer_groups    the largest group that every restriction preserves
+    assemble        an ordinary spec with readable names (names) and foldable gains (folds)
+    proof           verification by random elements in float64, on a small twin (models) if needed
+    boundaries      where the model can be cut: lists of blocks that pass a stream on
+    explain         the operators that keep a group from being larger
+    stored_names    the spec under the tensor names of a checkpoint
+    cache           discoveries on disk
 """
 
 from __future__ import annotations
@@ -57,28 +61,42 @@ Inputs = Mapping[str, Any] | torch.Tensor | tuple[Any, ...]
 
 
 def discover(module: torch.nn.Module, example_inputs: Inputs, *, cache: Path | None = None) -> Spec:
-    """The spec of any module, read off its graph and verified.
+    """Discover the spec of any module from its graph, and verify it.
 
-    `example_inputs` are what forward is called with: a dict by name, or positional arguments. Every
-    group is verified by a random element in strict float64 on a copy with random weights; what
-    fails is dropped, and `spec.notes` say so. A module on the meta device, or one of more than 150
-    million parameters, is verified on a small twin of its class, made from its config. `cache` is a
-    folder to keep what was found, by class and config.
+    Every group is verified with a random element in float64, on a copy with random weights. Groups
+    that fail are made smaller or dropped, and `spec.notes` names them. A module on the meta device,
+    or one of more than 150 million parameters, is verified on a small twin of its class that is
+    built from its config.
 
-    >>> # spec = regauge.discover(model, {"input_ids": ids})
+    Args:
+        module: the module to trace.
+        example_inputs: the inputs of forward: a dict by name, a tensor, or a tuple of positional
+            arguments.
+        cache: a folder in which discoveries are cached by class and config.
+
+    Returns:
+        The spec. `discovery_of` also returns the reasons and the errors.
+
+    Raises:
+        DiscoveryError: torch.export cannot trace the module.
+
+    Example:
+        >>> # spec = regauge.discover(model, {"input_ids": ids})
     """
     return discovery_of(module, example_inputs, cache=cache).spec
 
 
-def discovery_of(module: torch.nn.Module, given: Inputs, *, cache: Path | None = None) -> Discovery:
-    """What `discover` does, with the reasons and the errors."""
-    inputs = to_kwargs(module, given)
+def discovery_of(
+    module: torch.nn.Module, example_inputs: Inputs, *, cache: Path | None = None
+) -> Discovery:
+    """Discover a module like `discover`, and return the reasons and errors with the spec."""
+    inputs = to_kwargs(module, example_inputs)
     key = cache_key(module, inputs) if cache is not None else None
     if cache is not None and key is not None:
-        kept = load(cache, key)
-        if kept is not None:
-            return kept
-    spec, reading, names = assemble(
+        cached = load(cache, key)
+        if cached is not None:
+            return cached
+    spec, inference, names = assemble(
         walk(trace(module, inputs, buffers_of(module) if is_on_meta(module) else {})),
         module,
         type(module).__name__,
@@ -86,19 +104,19 @@ def discovery_of(module: torch.nn.Module, given: Inputs, *, cache: Path | None =
     if is_on_meta(module) or (
         count_parameters(module) > MAX_PARAMETERS and getattr(module, "config", None) is not None
     ):
-        proof, cuts, where = _prove_twin(spec, module)
+        proof, boundaries, where = _prove_twin(spec, module)
     else:
-        twin, given = randomized_copy(module), to_float64(inputs)
-        proof, where = prove(spec, twin, given), "the module itself"
-        cuts = find_boundaries(proof.spec, twin, given)
-    told, frozen = _explain_axes(reading, names)
-    spec = with_backbone(proof.spec, [b.blocks for b in cuts])
-    found = Discovery(
-        spec, proof.error, proof.folded_error, told, frozen, where, proof.dropped, cuts
+        twin, twin_inputs = randomized_copy(module), to_float64(inputs)
+        proof, where = prove(spec, twin, twin_inputs), "the module itself"
+        boundaries = find_boundaries(proof.spec, twin, twin_inputs)
+    reasons, frozen = _explain_axes(inference, names)
+    spec = with_backbone(proof.spec, [b.blocks for b in boundaries])
+    discovery = Discovery(
+        spec, proof.error, proof.folded_error, reasons, frozen, where, proof.dropped, boundaries
     )
     if cache is not None and key is not None:
-        save(cache, key, found)
-    return found
+        save(cache, key, discovery)
+    return discovery
 
 
 def discover_config(
@@ -108,78 +126,86 @@ def discover_config(
     *,
     cache: Path | None = None,
 ) -> Discovery:
-    """The symmetry of the model that a config.json describes; without memory for its weights if it
-    has too many parameters.
+    """Discover the symmetry of the model that a config.json describes.
 
-    `names`: those of its tensors in a checkpoint, where the library may store them under other
-    names than the live model has.
+    A model with too many parameters is traced without memory for its weights.
+
+    Args:
+        config: the contents of config.json.
+        parameters: the number of parameters in the checkpoint, or 0 if unknown.
+        names: the tensor names of the checkpoint; the library may store tensors under other names
+            than the live model has.
+        cache: a folder in which discoveries are cached.
     """
     module = build(config, "meta")
     if parameters:
         require_numel(module, parameters, "the model")
     if parameters <= MAX_PARAMETERS:
         module = build(config)
-    found = discovery_of(module, example_inputs(module), cache=cache)
-    spec, to = stored_spec(found.spec, module, names)
+    discovery = discovery_of(module, example_inputs(module), cache=cache)
+    spec, renamed = stored_spec(discovery.spec, module, names)
     frozen = {
-        (axis if n is None else f"{n}[{axis.rpartition('[')[2]}"): told
-        for axis, told in found.frozen.items()
-        for n in _stored_names(axis, to)
+        (axis if name is None else f"{name}[{axis.rpartition('[')[2]}"): reasons
+        for axis, reasons in discovery.frozen.items()
+        for name in _stored_names(axis, renamed)
     }
-    return replace(found, spec=spec, frozen=frozen)
+    return replace(discovery, spec=spec, frozen=frozen)
 
 
-def _stored_names(axis: str, to: Mapping[str, Sequence[str]]) -> Sequence[str | None]:
-    return to.get(axis.rpartition("[")[0], [None])
+def _stored_names(axis: str, renamed: Mapping[str, Sequence[str]]) -> Sequence[str | None]:
+    return renamed.get(axis.rpartition("[")[0], [None])
 
 
 def discover_model(module: torch.nn.Module) -> Discovery:
-    """The symmetry of a live model of the transformers library or timm, which say what they are
-    given; kept in the user's cache.
+    """Discover the symmetry of a live model of transformers or timm, with example inputs from its
+    config; cached in the user's cache folder.
     """
     return discovery_of(module, example_inputs(module), cache=default_folder())
 
 
 def _prove_twin(spec: Spec, module: torch.nn.Module) -> tuple[Proof, tuple[Boundary, ...], str]:
+    """Verify a spec on a small twin of a module, and find its boundaries."""
     small = make_twin(module)
     inputs = example_inputs(small)
-    described, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)
+    small_spec, _, _ = assemble(walk(trace(small, inputs)), small, type(small).__name__)
     where = f"a twin of {count_parameters(small):,} parameters"
-    twin, given = randomized_copy(small), to_float64(inputs)
-    proof = prove(described, twin, given)
+    twin, twin_inputs = randomized_copy(small), to_float64(inputs)
+    proof = prove(small_spec, twin, twin_inputs)
     return (
-        transfer_proof(spec, described, proof, where),
-        find_boundaries(proof.spec, twin, given),
+        transfer_proof(spec, small_spec, proof, where),
+        find_boundaries(proof.spec, twin, twin_inputs),
         where,
     )
 
 
 def _explain_axes(
-    reading: GroupInference, names: Mapping[Atom, str]
+    inference: GroupInference, names: Mapping[Atom, str]
 ) -> tuple[dict[str, Sequence[Reason]], dict[str, Sequence[Reason]]]:
-    """Reasons by space, and by the axes of parameters on which nothing acts."""
-    told: dict[str, Sequence[Reason]] = {
-        name: collect_reasons(reading.kinds[atom].restrictions) for atom, name in names.items()
+    """Return the reasons by space, and by the axes of parameters on which nothing acts."""
+    by_space: dict[str, Sequence[Reason]] = {
+        name: collect_reasons(inference.kinds[atom].restrictions) for atom, name in names.items()
     }
     owner = {
-        axis: (name, i) for name, axes in reading.parameters.items() for i, axis in enumerate(axes)
+        axis: (name, i)
+        for name, axes in inference.parameters.items()
+        for i, axis in enumerate(axes)
     }
     frozen: dict[str, list[Reason]] = {}
-    for kind in reading.kinds.values():
+    for kind in inference.kinds.values():
         if kind.is_frozen and kind.atom not in names:
             for axis, _ in kind.occurrences:
                 name, i = owner[axis]
                 frozen.setdefault(f"{name}[{i}]", []).extend(
                     collect_reasons([r for r in kind.restrictions if r.kind == "frozen"])
                 )
-    return told, {name: list(dict.fromkeys(found)) for name, found in frozen.items()}
+    return by_space, {name: list(dict.fromkeys(listed)) for name, listed in frozen.items()}
 
 
-def to_kwargs(module: torch.nn.Module, given: Inputs) -> dict[str, Any]:
-    """Inputs as keyword arguments of forward."""
-    if isinstance(given, Mapping):
-        return dict(given)
-    values = given if isinstance(given, tuple) else (given,)
+def to_kwargs(module: torch.nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Convert inputs to keyword arguments of forward."""
+    if isinstance(inputs, Mapping):
+        return dict(inputs)
+    values = inputs if isinstance(inputs, tuple) else (inputs,)
     names = [
         p.name
         for p in inspect.signature(module.forward).parameters.values()
@@ -187,7 +213,6 @@ def to_kwargs(module: torch.nn.Module, given: Inputs) -> dict[str, Any]:
     ]
     if len(names) < len(values):
         raise DiscoveryError(
-            f"{type(module).__name__}.forward takes {len(names)} arguments, {len(values)} were "
-            "given"
+            f"{type(module).__name__}.forward takes {len(names)} arguments, got {len(values)}"
         )
     return dict(zip(names, values, strict=False))

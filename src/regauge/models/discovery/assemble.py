@@ -1,4 +1,4 @@
-"""From a reading to a spec: axes strings, parts, outputs, and why each group is not larger."""
+"""From inferred groups to a spec: axes strings, parts, outputs, and the reasons for each group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from regauge.models.discovery.names import name_kinds, side_of
 from regauge.models.discovery.terms import Atom, Sum, Term, factors, find, parts
 from regauge.models.discovery.walk import Axis, Value, Walk
 
-# Outputs that hand out an inner value as it is: a space may be seen there. On all others, what
-# nothing reads is what callers see.
+# Outputs that return an inner value unchanged: a space may be visible there. On all others, axes
+# that nothing reads are frozen, since callers depend on them.
 _INNER_OUTPUTS = re.compile(
     r".*(hidden_state|hidden_states|embeds|embeddings?|pooler_output|features)$"
 )
@@ -29,8 +29,10 @@ _IGNORED_OUTPUTS = ("encoder_last_hidden_state", "loss")
 def assemble(
     w: Walk, module: torch.nn.Module, family: str
 ) -> tuple[Spec, GroupInference, dict[Atom, str]]:
-    """The spec of a walked module. Names of spaces come back too, by the kinds of coordinates that
-    they stand for.
+    """Build the spec of a walked module.
+
+    Returns:
+        The spec, the inferred groups, and the names of spaces by atom.
     """
     outputs = {
         n: v
@@ -42,31 +44,33 @@ def assemble(
     norms, scales = find_folds(w, list(outputs.values()))
     values = {name: w.value(node) for name, node in outputs.items()}
     closed = _caller_visible_axes(w, values)
-    reading = infer_groups(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
-    sided = (
+    inference = infer_groups(w, {n.gain for n in norms} | {s.gain for s in scales}, closed)
+    has_sides = (
         len(
             {
                 side
-                for n in reading.parameters
+                for n in inference.parameters
                 if (side := side_of([n])) and re.search(r"\.\d+\.", n)
             }
         )
         > 1
     )
-    names = name_kinds(reading, sided)
-    tensors = {name: format_axes(reading, names, axes) for name, axes in reading.parameters.items()}
+    names = name_kinds(inference, has_sides)
+    tensors = {
+        name: format_axes(inference, names, axes) for name, axes in inference.parameters.items()
+    }
     state = dict(module.state_dict(keep_vars=True))
-    for alike in _tie_groups(w.graph.ties):  # a name that nothing reads is what the others are
-        known = next((n for n in alike if n in w.first_use), None)
-        for name in alike:
+    for tied in _tie_groups(w.graph.ties):  # unused names have the axes of the used one
+        used = next((n for n in tied if n in w.first_use), None)
+        for name in tied:
             if name not in w.first_use:
-                tensors[name] = tensors[known] if known is not None else _holes(state[name].shape)
+                tensors[name] = tensors[used] if used is not None else _holes(state[name].shape)
     for name in w.graph.unused:
         tensors.setdefault(name, _holes(state[name].shape))
     parameters = {n for n, _ in module.named_parameters(remove_duplicate=False)}
     buffers = [n for n in state if n not in parameters and n not in tensors]
     tensors = {n: tensors[n] for n in state if n in tensors}
-    spaces = {names[k.atom]: _make_space(k, names) for k in _sort_kinds(reading, names)}
+    spaces = {names[k.atom]: _make_space(k, names) for k in _sort_kinds(inference, names)}
     spec = Spec(
         family=family,
         spaces=spaces,
@@ -74,7 +78,7 @@ def assemble(
         parts=_assign_parts(w, tensors),
         ties={a: t for a, t in w.graph.ties.items() if a in tensors and t in tensors},
         outputs={
-            name: " ".join(str(_open_axis(_axis_term(reading, names, a))) for a in v.axes)
+            name: " ".join(str(_open_axis(_axis_term(inference, names, a))) for a in v.axes)
             for name, v in values.items()
         },
         norms=tuple(
@@ -86,7 +90,7 @@ def assemble(
         buffers=tuple(re.escape(n) for n in buffers),
         notes=_make_notes(w),
     )
-    return spec, reading, names
+    return spec, inference, names
 
 
 def _holes(shape: Sequence[int]) -> str:
@@ -94,17 +98,20 @@ def _holes(shape: Sequence[int]) -> str:
 
 
 def _tie_groups(ties: Mapping[str, str]) -> list[list[str]]:
-    out: dict[str, list[str]] = {}
+    """Return the names of each tied parameter."""
+    groups: dict[str, list[str]] = {}
     for alias, target in ties.items():
-        out.setdefault(target, [target]).append(alias)
-    return list(out.values())
+        groups.setdefault(target, [target]).append(alias)
+    return list(groups.values())
 
 
 def _caller_visible_axes(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str]:
-    """Axes of outputs that nothing inside reads: callers see them as they are."""
+    """Return the axes of outputs that nothing inside the module reads, with the reason for freezing
+    them.
+    """
     from regauge.models.discovery.terms import leaves
 
-    read = {
+    contracted = {
         id(a)
         for r in w.relations
         if r.kind == "contract"
@@ -114,8 +121,10 @@ def _caller_visible_axes(w: Walk, values: Mapping[str, Value]) -> dict[Axis, str
     out = {}
     for name, value in values.items():
         for axis in value.axes:
-            if not _INNER_OUTPUTS.match(name) and not any(id(a) in read for a in leaves(axis.term)):
-                out[axis] = f'callers see it in "{name}"'
+            if not _INNER_OUTPUTS.match(name) and not any(
+                id(a) in contracted for a in leaves(axis.term)
+            ):
+                out[axis] = f'it is returned in "{name}"'
     return out
 
 
@@ -124,38 +133,44 @@ def _is_worth_folding(
     spaces: Mapping[str, Space],
     gain: str,
     readers: Sequence[str],
-    reading: Mapping[str, int],
+    gain_axes: Mapping[str, int],
 ) -> bool:
-    """Is anything gained by folding (a space becomes larger), and do the readers show where the
-    gain goes?
+    """Return whether folding a gain makes a space larger, and the readers show which axis it folds
+    into.
     """
-    wanted = {leaf.space for term in ax.parse(tensors[gain]).terms for leaf in ax.leaves(term)}
+    gain_spaces = {leaf.space for term in ax.parse(tensors[gain]).terms for leaf in ax.leaves(term)}
 
     def reads(name: str) -> bool:
         for i, term in enumerate(ax.parse(tensors[name]).terms):
-            found = list(ax.leaves(term))
-            if found and {f.space for f in found} == wanted and all(f.star for f in found):
-                return reading.get(name, i) == i
+            term_leaves = list(ax.leaves(term))
+            if (
+                term_leaves
+                and {f.space for f in term_leaves} == gain_spaces
+                and all(f.star for f in term_leaves)
+            ):
+                return gain_axes.get(name, i) == i
         return False
 
-    larger = any(spaces[name].folded is not None for name in wanted)
+    larger = any(spaces[name].folded is not None for name in gain_spaces)
     return len(ax.parse(tensors[gain]).terms) == 1 and larger and all(reads(r) for r in readers)
 
 
-def format_axes(reading: GroupInference, names: Mapping[Atom, str], axes: Sequence[Axis]) -> str:
-    return " ".join(str(_axis_term(reading, names, axis)) for axis in axes)
+def format_axes(inference: GroupInference, names: Mapping[Atom, str], axes: Sequence[Axis]) -> str:
+    """Write axes in the notation of specs."""
+    return " ".join(str(_axis_term(inference, names, axis)) for axis in axes)
 
 
-def _axis_term(reading: GroupInference, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
-    place = iter(range(10**9))
+def _axis_term(inference: GroupInference, names: Mapping[Atom, str], axis: Axis) -> ax.Term:
+    """Convert the term of an axis to the notation of specs."""
+    positions = iter(range(10**9))
 
-    def one(atom: Atom) -> ax.Term:
-        i = next(place)
-        kind = reading.kinds.get(atom)
+    def leaf(atom: Atom) -> ax.Term:
+        i = next(positions)
+        kind = inference.kinds.get(atom)
         if (
             kind is None
             or atom not in names
-            or (kind.is_frozen and not any(k.over is atom for k in reading.kinds.values()))
+            or (kind.is_frozen and not any(k.over is atom for k in inference.kinds.values()))
         ):
             return ax.Hole(atom.size)
         e = kind.exponents.get(
@@ -167,10 +182,10 @@ def _axis_term(reading: GroupInference, names: Mapping[Atom, str], axis: Axis) -
         return ax.Leaf(names[atom], star=e < 0, bar=barred)
 
     def term(t: Term) -> ax.Term:
-        listed = [_sum(f) if isinstance(f, Sum) else one(f) for f in factors(t)]
-        return _join_factors(listed)
+        converted = [direct_sum(f) if isinstance(f, Sum) else leaf(f) for f in factors(t)]
+        return _join_factors(converted)
 
-    def _sum(s: Sum) -> ax.Term:
+    def direct_sum(s: Sum) -> ax.Term:
         terms = [term(find(t)) for t in parts(s)]
         joined: list[ax.Term] = []
         for t in terms:
@@ -184,8 +199,8 @@ def _axis_term(reading: GroupInference, names: Mapping[Atom, str], axis: Axis) -
 
 
 def _open_axis(term: ax.Term) -> ax.Term:
-    """An axis of an output, of any length: as many rows or tokens as a caller gives. Of several
-    holes side by side the last is the open one.
+    """Give an axis of an output any length, for any number of rows or tokens. Of several adjacent
+    holes the last is open.
     """
     match term:
         case ax.Hole():
@@ -206,9 +221,10 @@ def _open_axis(term: ax.Term) -> ax.Term:
             return term
 
 
-def _join_factors(listed: list[ax.Term]) -> ax.Term:
+def _join_factors(factors: list[ax.Term]) -> ax.Term:
+    """Build a product, with adjacent holes merged."""
     out: list[ax.Term] = []
-    for t in listed:
+    for t in factors:
         if isinstance(t, ax.Hole) and out and isinstance(out[-1], ax.Hole):
             out[-1] = ax.Hole((out[-1].size or 1) * (t.size or 1))
         else:
@@ -227,6 +243,7 @@ def _join_factors(listed: list[ax.Term]) -> ax.Term:
 
 
 def _make_space(kind: Kind, names: Mapping[Atom, str]) -> Space:
+    """Build the space of a kind."""
     return Space(
         kind.atom.size,
         kind.group,
@@ -236,8 +253,8 @@ def _make_space(kind: Kind, names: Mapping[Atom, str]) -> Space:
     )
 
 
-def _sort_kinds(reading: GroupInference, names: Mapping[Atom, str]) -> list[Kind]:
-    """Kinds in the order of their names: the stream first, then layer by layer."""
+def _sort_kinds(inference: GroupInference, names: Mapping[Atom, str]) -> list[Kind]:
+    """Sort kinds by name: the stream first, then layer by layer."""
 
     def key(kind: Kind) -> tuple[bool, tuple[int, ...], str]:
         name = names[kind.atom]
@@ -247,44 +264,44 @@ def _sort_kinds(reading: GroupInference, names: Mapping[Atom, str]) -> list[Kind
             name,
         )
 
-    return sorted((reading.kinds[a] for a in names), key=key)
+    return sorted((inference.kinds[a] for a in names), key=key)
 
 
 def _assign_parts(w: Walk, tensors: Mapping[str, str]) -> dict[str, str]:
-    """The blocks are the parameters of the longest numbered lists of modules; what is read before
-    them embeds, the rest is the head.
+    """Assign each tensor to a part. The backbone is the parameters of the longest numbered lists of
+    modules; parameters that are read before them are the embedding, the others the head.
     """
     prefixes = Counter(
         m.group(1) for n in tensors for m in [re.match(r"(.*?\.)\d+\.", f".{n}")] if m
     )
     lists = {
-        p for p, times in prefixes.items() if times >= 2 and times * 4 >= max(prefixes.values())
+        p for p, number in prefixes.items() if number >= 2 and number * 4 >= max(prefixes.values())
     }
-    first = w.first_use
+    first_use = w.first_use
 
-    def inside(name: str) -> bool:
-        found = re.match(r"(.*?\.)\d+\.", f".{name}")
-        return found is not None and found.group(1) in lists
+    def is_in_list(name: str) -> bool:
+        match = re.match(r"(.*?\.)\d+\.", f".{name}")
+        return match is not None and match.group(1) in lists
 
-    start = min((first[n] for n in tensors if inside(n) and n in first), default=0)
+    start = min((first_use[n] for n in tensors if is_in_list(n) and n in first_use), default=0)
 
     def part(name: str) -> str:
-        if inside(name) or not lists:
+        if is_in_list(name) or not lists:
             return "backbone"
-        return "embed" if first.get(name, start) < start else "head"
+        return "embed" if first_use.get(name, start) < start else "head"
 
     return {n: part(n) for n in tensors}
 
 
 def _make_notes(w: Walk) -> tuple[str, ...]:
+    """Return notes on unsupported operators and unused parameters."""
     notes = []
     if w.unsupported:
-        notes.append(
-            f"no rule for {', '.join(sorted(w.unsupported))}: nothing acts on what they touch"
-        )
+        names = ", ".join(sorted(w.unsupported))
+        notes.append(f"no rule for {names}: nothing acts on axes that they touch")
     if w.graph.unused:
         names = ", ".join(w.graph.unused[:3]) + (
             f" and {len(w.graph.unused) - 3} more" if len(w.graph.unused) > 3 else ""
         )
-        notes.append(f"not read on the example inputs, and so left alone: {names}")
+        notes.append(f"unused on the example inputs, left unchanged: {names}")
     return tuple(notes)

@@ -1,5 +1,5 @@
-"""What was discovered, kept: by the class of a model, its config and inputs, the libraries that
-trace it, and these rules themselves.
+"""Cached discoveries, by class, config and inputs of a model, the versions of the libraries that
+trace it, and the source of the rules.
 """
 
 from __future__ import annotations
@@ -23,16 +23,23 @@ from regauge.models.discovery.graph import SourceLocation
 from regauge.models.families.family import Boundary
 
 VERSION = 2
-# What a config says of where a model comes from, and nothing of what it computes.
+# Fields of a config that describe the origin of a model and do not affect its function.
 _IGNORED_KEYS = ("regauge_lock", "_name_or_path", "dtype", "torch_dtype", "transformers_version")
 
 
 @dataclass(frozen=True)
 class Discovery:
-    """What was found: the spec, the largest error of its verification (and of that with norms
-    folded), why each space has the group it has, why the other axes of parameters have none, what
-    it was verified on, and where the model can be cut (nowhere, if no list of blocks hands a stream
-    on).
+    """The result of discovery.
+
+    Attributes:
+        spec: the verified spec.
+        error: the largest error of the verification.
+        folded_error: the same with norms folded; None if nothing can be folded.
+        reasons: for each space, the operators that exclude a larger group.
+        frozen: for each axis of a parameter on which nothing acts, the reasons.
+        verified_on: the module that was used for verification.
+        dropped: inferred symmetries that did not hold.
+        boundaries: where the model can be cut; empty if no list of blocks passes a stream on.
     """
 
     spec: Spec
@@ -46,14 +53,15 @@ class Discovery:
 
 
 def default_folder() -> Path:
+    """Return the folder of discoveries in the user's cache."""
     from regauge.checkpoints.environment import default_cache
 
     return default_cache().parent / "discovered"
 
 
 def cache_key(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
-    """What a discovery is known by; None for a module without a config, which its class alone does
-    not describe.
+    """Return the cache key of a discovery; None for a module without a config, which its class
+    alone does not determine.
     """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
@@ -63,12 +71,12 @@ def cache_key(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
     shapes = {
         k: [list(v.shape), str(v.dtype)] for k, v in inputs.items() if isinstance(v, torch.Tensor)
     }
-    others = sorted((k, repr(v)) for k, v in inputs.items() if not isinstance(v, torch.Tensor))
+    scalars = sorted((k, repr(v)) for k, v in inputs.items() if not isinstance(v, torch.Tensor))
     kernels = str(getattr(config, "_attn_implementation", ""))
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
-    said = {k: v for k, v in config.to_dict().items() if k not in _IGNORED_KEYS}
+    class_name = f"{type(module).__module__}.{type(module).__qualname__}"
+    fields = {k: v for k, v in config.to_dict().items() if k not in _IGNORED_KEYS}
     text = json.dumps(
-        [VERSION, kind, said, kernels, shapes, others, versions(), _rules_hash()],
+        [VERSION, class_name, fields, kernels, shapes, scalars, versions(), _rules_hash()],
         sort_keys=True,
         default=str,
     )
@@ -76,7 +84,7 @@ def cache_key(module: torch.nn.Module, inputs: Mapping[str, Any]) -> str | None:
 
 
 def _rules_hash() -> str:
-    """These rules, as a hash: other rules find other things."""
+    """Return a hash of the source of discovery: a change of the rules invalidates the cache."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
@@ -84,53 +92,53 @@ def _rules_hash() -> str:
 
 
 def load(folder: Path, key: str) -> Discovery | None:
-    """What was kept under a key, or None if nothing was, or nothing that can be read."""
+    """Load a discovery; None if it is missing or unreadable."""
     try:
-        kept = load_json((folder / f"{key}.json").read_text(encoding="utf-8"))
-        told = [
-            {n: [_reason_from_list(r) for r in rs] for n, rs in kept[part].items()}
+        document = load_json((folder / f"{key}.json").read_text(encoding="utf-8"))
+        explanations = [
+            {n: [_reason_from_list(r) for r in rs] for n, rs in document[part].items()}
             for part in ("reasons", "frozen")
         ]
-        spec = parse_spec(kept["spec"], str(folder / key))
-        cuts = tuple(Boundary(**{**b, "returns": tuple(b["returns"])}) for b in kept["boundaries"])
+        spec = parse_spec(document["spec"], str(folder / key))
+        boundaries = tuple(
+            Boundary(**{**b, "returns": tuple(b["returns"])}) for b in document["boundaries"]
+        )
         return Discovery(
             spec,
-            kept["error"],
-            kept["folded_error"],
-            told[0],
-            told[1],
-            kept["verified_on"],
-            tuple(kept["dropped"]),
-            cuts,
+            document["error"],
+            document["folded_error"],
+            explanations[0],
+            explanations[1],
+            document["verified_on"],
+            tuple(document["dropped"]),
+            boundaries,
         )
     except (OSError, ValueError, KeyError, TypeError, RegaugeError):
         return None
 
 
-def save(folder: Path, key: str, found: Discovery) -> None:
-    """Keep a discovery. A folder that cannot be written to is no error: it will be discovered
-    again.
-    """
-    parts = {
-        name: {n: [_reason_to_list(r) for r in rs] for n, rs in told.items()}
-        for name, told in (("reasons", found.reasons), ("frozen", found.frozen))
+def save(folder: Path, key: str, discovery: Discovery) -> None:
+    """Save a discovery. Errors of the file system are ignored: discovery can be repeated."""
+    explanations = {
+        name: {n: [_reason_to_list(r) for r in rs] for n, rs in by_name.items()}
+        for name, by_name in (("reasons", discovery.reasons), ("frozen", discovery.frozen))
     }
-    more: dict[str, Any] = {
-        "error": found.error,
-        "folded_error": found.folded_error,
-        "verified_on": found.verified_on,
-        "dropped": list(found.dropped),
+    fields: dict[str, Any] = {
+        "error": discovery.error,
+        "folded_error": discovery.folded_error,
+        "verified_on": discovery.verified_on,
+        "dropped": list(discovery.dropped),
     }
-    more["boundaries"] = [
+    fields["boundaries"] = [
         {k: getattr(b, k) for k in ("name", "blocks", "enter", "leave", "returns")}
-        for b in found.boundaries
+        for b in discovery.boundaries
     ]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(
             folder / f"{key}.json",
             json.dumps(
-                {"version": VERSION, "spec": dump_spec(found.spec), **parts, **more}
+                {"version": VERSION, "spec": dump_spec(discovery.spec), **explanations, **fields}
             ).encode(),
         )
     except (OSError, RegaugeError):
@@ -147,6 +155,6 @@ def _reason_to_list(reason: Reason) -> list[Any]:
     ]
 
 
-def _reason_from_list(kept: Sequence[Any]) -> Reason:
-    name, kind, does, keeps, places = kept
-    return Reason(name, kind, does, keeps, tuple(SourceLocation(*p) for p in places))
+def _reason_from_list(values: Sequence[Any]) -> Reason:
+    name, kind, effect, preserves, locations = values
+    return Reason(name, kind, effect, preserves, tuple(SourceLocation(*p) for p in locations))

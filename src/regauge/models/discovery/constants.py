@@ -1,8 +1,8 @@
-"""Numbers that a module makes itself, from nothing that it is given or has learnt: computed once,
-to see along which axes they differ.
+"""Values that a module computes from constants alone, evaluated to find the axes along which they
+differ.
 
-A mask of ones, a bias of zeros or positions that are compared with themselves restrict nothing,
-however they are written.
+A mask of ones, a bias of zeros, or positions compared with themselves restrict nothing, however
+they are written.
 """
 
 from __future__ import annotations
@@ -17,49 +17,54 @@ from torch.utils import _pytree
 from regauge.models.discovery.graph import mutates, operator_name
 
 _MAX_NUMEL = 1 << 22
-# What is not the same twice.
+# Operators whose result is not reproducible.
 _RANDOM = ("rand", "normal", "bernoulli", "uniform", "empty", "new_empty", "multinomial", "dropout")
 
 
 def evaluate_constants(
-    nodes: Iterable[fx.Node], held: Mapping[fx.Node, torch.Tensor]
+    nodes: Iterable[fx.Node], constants: Mapping[fx.Node, torch.Tensor]
 ) -> dict[fx.Node, torch.Tensor]:
-    """The values of all nodes that depend on constants alone. `held`: those of the constants that
-    no checkpoint stores.
+    """Evaluate all nodes that depend on constants alone.
+
+    Args:
+        nodes: the nodes of a graph, in order.
+        constants: the values of constants that no checkpoint stores.
     """
-    known: dict[fx.Node, Any] = dict(held)
+    values: dict[fx.Node, Any] = dict(constants)
     for node in nodes:
-        if node.op != "call_function" or any(n not in known for n in node.all_input_nodes):
+        if node.op != "call_function" or any(n not in values for n in node.all_input_nodes):
             continue
-        if mutates(node):  # whatever shares its numbers is not known any more
-            written = _storage(known.get(node.args[0]))  # type: ignore[arg-type]
-            known = {n: v for n, v in known.items() if written is None or _storage(v) != written}
+        if mutates(node):  # drop everything that shares its storage
+            storage = _storage(values.get(node.args[0]))  # type: ignore[arg-type]
+            values = {n: v for n, v in values.items() if storage is None or _storage(v) != storage}
             continue
         if (
             not operator_name(node).startswith(_RANDOM)
             and _numel(node.meta.get("val")) <= _MAX_NUMEL
         ):
-            value = _evaluate(node, known)
+            value = _evaluate(node, values)
             if value is not None:
-                known[node] = value
-    return {n: v for n, v in known.items() if isinstance(v, torch.Tensor)}
+                values[node] = value
+    return {n: v for n, v in values.items() if isinstance(v, torch.Tensor)}
 
 
-def _evaluate(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    def here(value: Any) -> Any:
+def _evaluate(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+    """Run one operator on the CPU; None if that fails."""
+
+    def resolve(value: Any) -> Any:
         return (
-            known[value]
+            values[value]
             if isinstance(value, fx.Node)
             else torch.device("cpu")
             if isinstance(value, torch.device)
             else value
         )
 
-    args, kwargs = _pytree.tree_map(here, (tuple(node.args), dict(node.kwargs)))
+    args, kwargs = _pytree.tree_map(resolve, (tuple(node.args), dict(node.kwargs)))
     try:
         with torch.no_grad():
             return node.target(*args, **kwargs)  # type: ignore[operator]
-    except Exception:  # an operator that cannot be run like this: its value stays unknown
+    except Exception:  # its value stays unknown
         return None
 
 
@@ -76,5 +81,5 @@ def _storage(value: Any) -> int | None:
 
 
 def is_uniform(value: torch.Tensor, dim: int) -> bool:
-    """Are the numbers the same all along an axis?"""
+    """Return whether the values are constant along an axis."""
     return bool((value == value.narrow(dim, 0, 1)).all())

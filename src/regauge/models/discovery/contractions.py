@@ -12,7 +12,7 @@ from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.terms import atom
 from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 
-NEIGHBOURS = "neighbouring places are mixed along it"
+NEIGHBOURS = "neighbouring positions are mixed along it"
 
 
 def linear(w: Walk, node: Node) -> Value:
@@ -25,16 +25,17 @@ def linear(w: Walk, node: Node) -> Value:
 
 
 def _add_bias(w: Walk, node: Any, out: Axis) -> None:
+    """Equate the axis of a bias with the output axis."""
     if isinstance(node, fx.Node):
         w.equate([w.value(node).axes[-1]], [out])
 
 
 def addmm(w: Walk, node: Node) -> Value:
-    """b + x W: addmm, baddbmm."""
+    """addmm, baddbmm: b + x W."""
     out = _product(w, node, node.args[1], node.args[2])
-    added = w.value(node.args[0])
-    own = [None] * (len(out.axes) - len(added.axes)) + list(added.axes)
-    for a, b in zip(own, out.axes, strict=True):
+    bias = w.value(node.args[0])
+    aligned = [None] * (len(out.axes) - len(bias.axes)) + list(bias.axes)
+    for a, b in zip(aligned, out.axes, strict=True):
         if a is None or a.uniform or a.size != b.size:
             w.restrict(b, "shift")
         else:
@@ -43,88 +44,91 @@ def addmm(w: Walk, node: Node) -> Value:
 
 
 def matmul(w: Walk, node: Node) -> Value:
-    """matmul, mm, bmm: the last axis of one against the last but one of the other; those in front
-    are run through side by side.
+    """matmul, mm, bmm: contract the last axis of one operand with the second-to-last of the other;
+    leading axes are batched.
     """
     return _product(w, node, node.args[0], node.args[1])
 
 
 def _product(w: Walk, node: Node, left: Any, right: Any) -> Value:
+    """Multiply two matrices or vectors."""
     a, b = w.value(left), w.value(right)
-    vector = len(b.axes) == 1
+    is_vector = len(b.axes) == 1
     if len(a.axes) == 1:  # a vector
         a = Value((Axis(atom(1)), *a.axes), is_weight=a.is_weight)
         axes = _product_axes(w, a, b)
         return Value(tuple(axes[:-2] + axes[-1:]))
-    b = Value((*b.axes, Axis(atom(1)))) if vector else b
+    b = Value((*b.axes, Axis(atom(1)))) if is_vector else b
     axes = _product_axes(w, a, b)
-    return Value(tuple(axes[:-1] if vector else axes))
+    return Value(tuple(axes[:-1] if is_vector else axes))
 
 
 def _product_axes(w: Walk, a: Value, b: Value) -> list[Axis]:
+    """Contract two matrices and return the axes of the product."""
     w.contract(a.axes[-1], b.axes[-2])
-    both = not a.is_weight and not b.is_weight
-    axes = _broadcast_batch(w, a.axes[:-2], b.axes[:-2], both)
-    if both:
+    activations = not a.is_weight and not b.is_weight
+    axes = _broadcast_batch(w, a.axes[:-2], b.axes[:-2], activations)
+    if activations:
         w.add_role(a.axes[-1], "contracted")
         w.add_role(b.axes[-1], "free")
     return [*axes, w.follow(a.axes[-2]), w.follow(b.axes[-1])]
 
 
 def _broadcast_batch(
-    w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], both: bool
+    w: Walk, left: tuple[Axis, ...], right: tuple[Axis, ...], activations: bool
 ) -> list[Axis]:
+    """Broadcast the batch axes of two operands. `activations`: neither operand is a weight."""
     n = max(len(left), len(right))
-    p: list[Axis | None] = [None] * (n - len(left)) + list(left)
-    q: list[Axis | None] = [None] * (n - len(right)) + list(right)
+    lefts: list[Axis | None] = [None] * (n - len(left)) + list(left)
+    rights: list[Axis | None] = [None] * (n - len(right)) + list(right)
     out = []
-    for x, y in zip(p, q, strict=True):
-        one = [a for a in (x, y) if a is not None and a.size != 1]
-        if not one:
+    for x, y in zip(lefts, rights, strict=True):
+        present = [a for a in (x, y) if a is not None and a.size != 1]
+        if not present:
             out.append(Axis(atom(1)))
             continue
-        axis = Axis(one[0].term)
-        for a in one:
+        axis = Axis(present[0].term)
+        for a in present:
             w.equate([a], [axis], kind="batch")
-            if len(one) == 2:
+            if len(present) == 2:
                 w.restrict(a, "batch")
-        if len(one) == 2:
+        if len(present) == 2:
             w.restrict(axis, "batch")
-            if both:
+            if activations:
                 w.add_role(axis, "head")
         else:
-            w.equate([one[0]], [axis])
+            w.equate([present[0]], [axis])
         out.append(axis)
     return out
 
 
 def einsum(w: Walk, node: Node) -> Value:
-    """Two operands with one letter for each axis."""
-    equation, given = str(node.args[0]).replace(" ", ""), list(node.args[1])
+    """Contract two operands with one letter per axis."""
+    equation, nodes = str(node.args[0]).replace(" ", ""), list(node.args[1])
     inputs, _, output = equation.partition("->")
     letters = inputs.split(",")
-    values = [w.value(n) for n in given]
-    plain = "." not in equation and all(
+    values = [w.value(n) for n in nodes]
+    is_simple = "." not in equation and all(
         len(t) == len(set(t)) == len(v.axes) for t, v in zip(letters, values, strict=True)
     )
-    if not plain or len(values) != 2 or not output:
+    if not is_simple or len(values) != 2 or not output:
         from regauge.models.discovery.rules import unsupported
 
         frozen: Value = unsupported(w, node)
         return frozen
     a, b = (dict(zip(t, v.axes, strict=True)) for t, v in zip(letters, values, strict=True))
-    both = not values[0].is_weight and not values[1].is_weight
+    activations = not values[0].is_weight and not values[1].is_weight
     out = []
     for letter in {*a, *b} - set(output):
         if letter in a and letter in b:
             w.contract(a[letter], b[letter])
-            if both:
+            if activations:
                 w.add_role(a[letter], "contracted")
         else:
             w.restrict(a.get(letter) or b[letter], "ones", detail="einsum")
     for letter in output:
         if letter in a and letter in b:
-            (axis,) = _broadcast_batch(w, (a[letter],), (b[letter],), both)
+            (axis,) = _broadcast_batch(w, (a[letter],), (b[letter],), activations)
             out.append(axis)
         else:
             out.append(w.follow(a.get(letter) or b[letter]))
@@ -132,7 +136,7 @@ def einsum(w: Walk, node: Node) -> Value:
 
 
 def attention(w: Walk, node: Node) -> Value:
-    """softmax(q k^T + mask) v in one operator, queries grouped or not."""
+    """softmax(q k^T + mask) v in one operator, with grouped queries or not."""
     q, k, v = (w.value(n) for n in node.args[:3])
     w.contract(q.axes[-1], k.axes[-1])
     w.add_role(q.axes[-1], "contracted")
@@ -145,7 +149,7 @@ def attention(w: Walk, node: Node) -> Value:
         for other in (k.axes[i], v.axes[i]):
             if other.size == a.size:
                 w.equate([other], [out], kind="batch")
-            elif other.size > 1:  # grouped queries: some of them for each key
+            elif other.size > 1:  # grouped queries: several per key
                 rep = Axis(atom(a.size // other.size))
                 w.equate([other, rep], [out], kind="batch")
                 w.restrict(rep, "batch")
@@ -163,14 +167,14 @@ def attention(w: Walk, node: Node) -> Value:
                 w.restrict(a, "batch")
     elif get_argument(node, 5, "is_causal", False):
         for a in (q.axes[-2], k.axes[-2]):
-            w.freeze(a, "attention looks back only")
+            w.freeze(a, "attention is causal")
     out = w.follow(v.axes[-1])
     w.add_role(out, "free")
     return Value((*batch, w.follow(q.axes[-2]), out))
 
 
 def convolution(w: Walk, node: Node) -> Value:
-    """Channels are contracted, in groups or not; along the others neighbours are mixed."""
+    """Contract the channels, in groups or not; freeze the spatial axes."""
     x, weight = w.value(node.args[0]), w.value(node.args[1])
     transposed = "transpose" in operator_name(node)
     groups = (
@@ -179,80 +183,91 @@ def convolution(w: Walk, node: Node) -> Value:
         else int(node.args[8])
     )
     spatial = len(weight.axes) - 2
-    channel = len(x.axes) - spatial - 1
-    for a in (*x.axes[channel + 1 :], *weight.axes[2:]):
+    channel_dim = len(x.axes) - spatial - 1
+    for a in (*x.axes[channel_dim + 1 :], *weight.axes[2:]):
         w.freeze(a, NEIGHBOURS)
     into, out = (weight.axes[0], weight.axes[1]) if transposed else (weight.axes[1], weight.axes[0])
     if groups == 1:
-        w.contract(x.axes[channel], into)
-        made = w.follow(out)
-    elif groups == x.axes[channel].size == out.size and not transposed:  # each channel by itself
-        made = Axis(x.axes[channel].term)
-        w.equate([x.axes[channel]], [made])
-        w.equate([out], [made], kind="gain")
+        w.contract(x.axes[channel_dim], into)
+        out_axis = w.follow(out)
+    elif groups == x.axes[channel_dim].size == out.size and not transposed:  # depthwise
+        out_axis = Axis(x.axes[channel_dim].term)
+        w.equate([x.axes[channel_dim]], [out_axis])
+        w.equate([out], [out_axis], kind="gain")
         w.restrict(out, "still")
-        w.restrict(made, "gain", detail=weight.source or "")
+        w.restrict(out_axis, "gain", detail=weight.source or "")
     elif not transposed:
         group = Axis(atom(groups))
         w.restrict(group, "batch")
-        inside, outside = Axis(atom(x.axes[channel].size // groups)), Axis(atom(out.size // groups))
-        w.equate([x.axes[channel]], [group, inside])
-        w.equate([out], [group, outside])
-        w.contract(inside, into)
-        made = Axis(out.term)
-        w.equate([out], [made])
+        group_in, group_out = (
+            Axis(atom(x.axes[channel_dim].size // groups)),
+            Axis(atom(out.size // groups)),
+        )
+        w.equate([x.axes[channel_dim]], [group, group_in])
+        w.equate([out], [group, group_out])
+        w.contract(group_in, into)
+        out_axis = Axis(out.term)
+        w.equate([out], [out_axis])
     else:
-        w.freeze(x.axes[channel], "a grouped transposed convolution reads it")
+        w.freeze(x.axes[channel_dim], "a grouped transposed convolution reads it")
         w.freeze(out, "a grouped transposed convolution writes it")
-        made = w.new_frozen_axis(shape(node)[channel], NEIGHBOURS)
+        out_axis = w.new_frozen_axis(shape(node)[channel_dim], NEIGHBOURS)
     bias = get_argument(node, 2, "bias")
     if isinstance(bias, fx.Node):
-        w.equate([w.value(bias).axes[0]], [made])
+        w.equate([w.value(bias).axes[0]], [out_axis])
     axes = [
-        *(w.follow(a) for a in x.axes[:channel]),
-        made,
-        *(w.new_frozen_axis(n, NEIGHBOURS) for n in shape(node)[channel + 1 :]),
+        *(w.follow(a) for a in x.axes[:channel_dim]),
+        out_axis,
+        *(w.new_frozen_axis(n, NEIGHBOURS) for n in shape(node)[channel_dim + 1 :]),
     ]
     return Value(tuple(axes))
 
 
 def pool(kind: str) -> Callable[[Walk, Node], Any]:
-    """Pooling and resizing over places: channels pass, or (the largest of some) keep positive
-    scales.
+    """Return the rule of pooling and resizing over positions: channels pass, or (max pooling)
+    preserve positive scales.
     """
 
     def rule(w: Walk, node: Node) -> Any:
         x = w.value(node.args[0])
-        several = isinstance(node.meta["val"], tuple | list)
-        new = tuple(node.meta["val"][0].shape) if several else shape(node)
+        has_indices = isinstance(node.meta["val"], tuple | list)
+        new = tuple(node.meta["val"][0].shape) if has_indices else shape(node)
         spatial = {"1": 1, "3": 3}.get(
             next((c for c in operator_name(node) if c.isdigit()), "2"), 2
         )
-        at = len(x.axes) - spatial
-        for a in x.axes[at:]:
+        first_spatial = len(x.axes) - spatial
+        for a in x.axes[first_spatial:]:
             w.freeze(a, NEIGHBOURS)
-        axes = [w.follow(a) for a in x.axes[:at]]
+        axes = [w.follow(a) for a in x.axes[:first_spatial]]
         for a in axes:
             if kind:
                 w.restrict(a, kind, detail=operator_name(node))
-        value = Value((*axes, *(w.new_frozen_axis(n, NEIGHBOURS) for n in new[at:])))
-        return [value, value] if several else value
+        value = Value((*axes, *(w.new_frozen_axis(n, NEIGHBOURS) for n in new[first_spatial:])))
+        return [value, value] if has_indices else value
 
     return rule
 
 
 def layer_norm(w: Walk, node: Node) -> Value:
-    size = node.args[1]
+    """layer_norm: a mean and a variance."""
+    normalized_shape = node.args[1]
     return _norm(
-        w, node, len(size), "ones", get_argument(node, 2, "weight"), get_argument(node, 3, "bias")
+        w,
+        node,
+        len(normalized_shape),
+        "ones",
+        get_argument(node, 2, "weight"),
+        get_argument(node, 3, "bias"),
     )
 
 
 def rms_norm(w: Walk, node: Node) -> Value:
+    """rms_norm: a norm without a mean."""
     return _norm(w, node, len(node.args[1]), "rms", get_argument(node, 2, "weight"), None)
 
 
 def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Value:
+    """Restrict the normalized axes and record the gain."""
     x = w.value(node.args[0])
     start = len(x.axes) - rank
     axes = [w.follow(a) for a in x.axes]
@@ -274,11 +289,11 @@ def _norm(w: Walk, node: Node, rank: int, kind: str, gain: Any, bias: Any) -> Va
 
 
 def group_norm(w: Walk, node: Node) -> Value:
-    """Channels in groups, each with a mean and a spread of its own."""
+    """Normalize channels in groups, each with its own mean and variance."""
     x, groups = w.value(node.args[0]), int(node.args[1])
     axes = [w.follow(a) for a in x.axes]
-    group, inside = Axis(atom(groups)), Axis(atom(x.axes[1].size // groups))
-    w.equate([axes[1]], [group, inside])
+    group, channel = Axis(atom(groups)), Axis(atom(x.axes[1].size // groups))
+    w.equate([axes[1]], [group, channel])
     w.restrict(axes[1], "ones", detail="group_norm")
     if groups > 1:
         w.restrict(group, "batch")
@@ -298,18 +313,18 @@ def group_norm(w: Walk, node: Node) -> Value:
 
 
 def batch_norm(w: Walk, node: Node) -> Any:
-    """In evaluation mode: stored means and spreads, one for each channel. They hold the scale in
-    front of it; the gain carries the one behind.
+    """Normalize by stored means and variances, one per channel (evaluation mode). They absorb the
+    scale of the input; the gain carries that of the output.
     """
     x = w.value(node.args[0])
     before, out = x.axes[1], Axis(x.axes[1].term)
     w.equate([before], [out], kind="mask")
     w.restrict(before, "pointwise", detail="batch_norm")
-    named = [
+    arguments = [
         get_argument(node, i, name)
         for i, name in ((1, "weight"), (2, "bias"), (3, "running_mean"), (4, "running_var"))
     ]
-    for i, n in enumerate(named):
+    for i, n in enumerate(arguments):
         if isinstance(n, fx.Node):
             a = w.value(n).axes[0]
             w.equate([a], [out if i < 2 else before], kind="same" if i < 3 else "mask")

@@ -1,4 +1,4 @@
-"""Rules for operators that act number by number: sums, products, activations, masks."""
+"""Rules for elementwise operators and reductions: sums, products, activations, masks."""
 
 from __future__ import annotations
 
@@ -15,85 +15,86 @@ from regauge.models.discovery.walk import Axis, Gain, Node, Value, Walk, shape
 
 
 def _operands(w: Walk, node: Node, args: Any) -> list[tuple[Value, list[Axis | None]]]:
-    """Each tensor operand with its axes aligned to the result's; None where it is the same all
-    along an axis.
+    """Return each tensor operand with its axes aligned to the result's; None where the operand is
+    constant along an axis.
     """
     rank = len(shape(node))
     out = []
     for a in args:
         if isinstance(a, fx.Node):
             v = w.value(a)
-            own: list[Axis | None] = [
+            aligned: list[Axis | None] = [
                 x if not x.uniform and (x.size != 1) else None for x in v.axes
             ]
-            absent: list[Axis | None] = [None] * (rank - len(own))
-            out.append((v, absent + own))
+            absent: list[Axis | None] = [None] * (rank - len(aligned))
+            out.append((v, absent + aligned))
     return out
 
 
 def add(w: Walk, node: Node) -> Value:
-    """Sums: what is added must move alike. Adding the same number at every place keeps permutations
-    only.
+    """Add: the operands are transformed alike. Adding the same number at every coordinate preserves
+    only orthogonal matrices that preserve the all-ones vector.
     """
     x, y = get_argument(node, 0, "self"), get_argument(node, 1, "other")
     operands = _operands(w, node, (x, y))
-    numbers = len(operands) < 2
-    if numbers and not isinstance(x, fx.Node):
+    has_number = len(operands) < 2
+    if has_number and not isinstance(x, fx.Node):
         x, y = y, x
     if (
-        numbers
+        has_number
         and operator_name(node) == "add"
         and operands[0][0].is_weight
         and isinstance(y, int | float)
     ):
         v = operands[0][0]
-        return replace(with_axes(v, v.axes), shift=v.shift + float(y))  # 1 + w is a gain as w is
-    return _broadcast_sum(w, node, operands, numbers)
+        return replace(with_axes(v, v.axes), shift=v.shift + float(y))  # 1 + w is a gain, as w is
+    return _broadcast_sum(w, node, operands, has_number)
 
 
 def _broadcast_sum(
     w: Walk,
     node: Node,
     operands: list[tuple[Value, list[Axis | None]]],
-    numbers: bool,
+    has_number: bool,
     kind: str = "shift",
 ) -> Value:
+    """Equate the operands axis by axis, and restrict axes along which an operand is constant."""
     axes = []
     for i, n in enumerate(shape(node)):
-        present = [a for _, own in operands if (a := own[i]) is not None]
+        present = [a for _, aligned in operands if (a := aligned[i]) is not None]
         if not present:
             axes.append(Axis(atom(n), uniform=True))
             continue
         out = Axis(present[0].term)
         for a in present:
             w.equate([a], [out])
-        if numbers or len(present) < len(operands):
+        if has_number or len(present) < len(operands):
             w.restrict(out, kind)
         axes.append(out)
     return Value(tuple(axes), is_weight=all(v.is_weight for v, _ in operands))
 
 
 def mul(w: Walk, node: Node) -> Value:
-    """Products. A factor that is the same all along an axis is linear there; one that differs
+    """Multiply or divide. A factor that is constant along an axis is linear there; one that varies
     multiplies scales; a parameter is a gain.
     """
     x, y = get_argument(node, 0, "self"), get_argument(node, 1, "other")
-    divided = operator_name(node).startswith("div")
-    if x is y and not divided:
+    is_division = operator_name(node).startswith("div")
+    if x is y and not is_division:
         return square(w, node)
     operands = _operands(w, node, (x, y))
     if len(operands) == 1:
-        v, own = operands[0]
-        if divided and not isinstance(x, fx.Node):
+        v, aligned = operands[0]
+        if is_division and not isinstance(x, fx.Node):
             return pointwise("pointwise")(w, node)
         return (
             with_axes(v, [w.follow(a) for a in v.axes])
             if v.is_weight
-            else _follow_axes(w, node, own)
+            else _follow_axes(w, node, aligned)
         )
     (a, left), (b, right) = operands
     gain = None
-    if a.is_weight != b.is_weight and not (divided and a.is_weight):
+    if a.is_weight != b.is_weight and not (is_division and a.is_weight):
         gain = a if a.is_weight else b
     axes = []
     for i, n in enumerate(shape(node)):
@@ -101,11 +102,11 @@ def mul(w: Walk, node: Node) -> Value:
         if p is None and q is None:
             axes.append(Axis(atom(n), uniform=True))
         elif p is None or q is None:
-            one = p if p is not None else q
-            assert one is not None
-            if p is None and divided:
-                w.restrict(one, "pointwise")
-            axes.append(w.follow(one))
+            present = p if p is not None else q
+            assert present is not None
+            if p is None and is_division:
+                w.restrict(present, "pointwise")
+            axes.append(w.follow(present))
         elif gain is not None:
             value, factor = (q, p) if gain is a else (p, q)
             out = Axis(value.term)
@@ -116,37 +117,39 @@ def mul(w: Walk, node: Node) -> Value:
             axes.append(out)
         else:
             out = Axis(p.term)
-            w.multiply(p, q, out, sign=-1 if divided else 1)
+            w.multiply(p, q, out, sign=-1 if is_division else 1)
             w.restrict(out, "product")
             axes.append(out)
-    if gain is not None and gain.source is not None and not divided:
+    if gain is not None and gain.source is not None and not is_division:
         into = y if gain is a else x
         w.gains.append(Gain(gain.source, None, node, into, neutral=1.0 - gain.shift))
     return Value(tuple(axes), is_weight=a.is_weight and b.is_weight)
 
 
-def _follow_axes(w: Walk, node: Node, own: list[Axis | None]) -> Value:
+def _follow_axes(w: Walk, node: Node, aligned: list[Axis | None]) -> Value:
+    """Return a value whose axes follow those of its only operand."""
     return Value(
         tuple(
             Axis(atom(n), uniform=True) if a is None else w.follow(a)
-            for a, n in zip(own, shape(node), strict=True)
+            for a, n in zip(aligned, shape(node), strict=True)
         )
     )
 
 
 def neg(w: Walk, node: Node) -> Value:
+    """Negate."""
     return replace(w.value(node.args[0]), source=None)
 
 
 def pointwise(kind: str) -> Callable[[Walk, Node], Value]:
-    """A function of each number by itself. `kind` says what it keeps besides permutations."""
+    """Return the rule of a function of single numbers. `kind`: its restriction."""
 
     def rule(w: Walk, node: Node) -> Value:
         tensors = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, fx.Node)]
         operands = _operands(w, node, tensors)
         if len(operands) == 1:
-            v, own = operands[0]
-            out = _follow_axes(w, node, own)
+            v, aligned = operands[0]
+            out = _follow_axes(w, node, aligned)
             for a in out.axes:
                 if not a.uniform:
                     w.restrict(a, kind, detail=operator_name(node))
@@ -157,19 +160,21 @@ def pointwise(kind: str) -> Callable[[Walk, Node], Value]:
 
 
 def square(w: Walk, node: Node) -> Value:
-    """x^2. Summed over an axis at once it is a norm there, and sees no rotation."""
+    """Square. Where every reader sums over an axis, the sum is a norm along it and rotations are
+    preserved.
+    """
     x = node.args[0]
     assert isinstance(x, fx.Node)
     v = w.value(x)
-    own = _operands(w, node, (x,))[0][1]
+    aligned = _operands(w, node, (x,))[0][1]
     summed = _summed_dims(node)
     axes = []
-    for i, (a, n) in enumerate(zip(own, shape(node), strict=True)):
+    for i, (a, n) in enumerate(zip(aligned, shape(node), strict=True)):
         if a is None:
             axes.append(Axis(atom(n), uniform=True))
         elif i in summed:
             w.restrict(a, "rms", detail=operator_name(node))
-            axes.append(Axis(a.term, uniform=True))  # whatever is done with it, it is summed
+            axes.append(Axis(a.term, uniform=True))  # every reader sums over it
         else:
             out = Axis(a.term)
             w.equate([a], [out], kind="even")
@@ -179,8 +184,8 @@ def square(w: Walk, node: Node) -> Value:
 
 
 def _summed_dims(node: Node) -> set[int]:
-    """The axes over which everyone who reads a node sums at once."""
-    found: list[set[int]] = []
+    """Return the axes over which all readers of a node sum."""
+    summed: list[set[int]] = []
     rank = len(shape(node))
     for user in node.users:
         while operator_name(user) in ("to", "_to_copy") and len(user.users) == 1:
@@ -190,11 +195,12 @@ def _summed_dims(node: Node) -> set[int]:
         dims = get_argument(user, 1, "dim", None)
         if dims is None:
             return set()
-        found.append({d % rank for d in ([dims] if isinstance(dims, int) else dims)})
-    return set.intersection(*found) if found else set()
+        summed.append({d % rank for d in ([dims] if isinstance(dims, int) else dims)})
+    return set.intersection(*summed) if summed else set()
 
 
 def power(w: Walk, node: Node) -> Value:
+    """pow: a square, an odd power, or any other function of single numbers."""
     exponent = node.args[1]
     if exponent == 2:
         return square(w, node)
@@ -204,14 +210,14 @@ def power(w: Walk, node: Node) -> Value:
 
 
 def where(w: Walk, node: Node) -> Value:
-    """A choice between two, number by number; one that is the same all along an axis is linear
+    """Select between two operands number by number; one that is constant along an axis is linear
     there.
     """
-    condition, *chosen = node.args
-    operands = _operands(w, node, chosen)
-    question = _operands(w, node, (condition,))
+    condition, *choices = node.args
+    operands = _operands(w, node, choices)
+    mask = _operands(w, node, (condition,))
     out = _broadcast_sum(w, node, operands, len(operands) < 2)
-    for i, a in enumerate(question[0][1]):
+    for i, a in enumerate(mask[0][1]):
         if a is not None:
             if out.axes[i].uniform:
                 out = replace(out, axes=(*out.axes[:i], Axis(a.term), *out.axes[i + 1 :]))
@@ -221,6 +227,7 @@ def where(w: Walk, node: Node) -> Value:
 
 
 def masked_fill(w: Walk, node: Node) -> Value:
+    """Fill by a mask."""
     operands = _operands(w, node, node.args[:1])
     out = _broadcast_sum(w, node, operands, True)
     for i, a in enumerate(_operands(w, node, node.args[1:2])[0][1]):
@@ -232,16 +239,15 @@ def masked_fill(w: Walk, node: Node) -> Value:
 
 
 def reduce(kind: str) -> Callable[[Walk, Node], Any]:
-    """Sums and means over axes (`ones`: what is kept fixes the all-ones vector), variances
-    (`spread`), and other ways to make one number of many.
+    """Return the rule of a reduction: a sum or mean (`ones`: the all-ones vector is preserved), a
+    variance (`spread`), a norm (`rms`), or any other (`pointwise`).
     """
 
     def rule(w: Walk, node: Node) -> Any:
-        if isinstance(
-            get_argument(node, 1, "other"), fx.Node
-        ):  # the larger of two, number by number
+        # the elementwise maximum of two tensors
+        if isinstance(get_argument(node, 1, "other"), fx.Node):
             return pointwise("pointwise")(w, node)
-        if isinstance(node.meta["val"], tuple | list):  # the largest, and where it is
+        if isinstance(node.meta["val"], tuple | list):  # values and indices
             from regauge.models.discovery.rules import unsupported
 
             return unsupported(w, node)
@@ -276,6 +282,7 @@ def reduce(kind: str) -> Callable[[Walk, Node], Any]:
 
 
 def softmax(w: Walk, node: Node) -> Value:
+    """softmax, log_softmax."""
     x = w.value(node.args[0])
     dim = get_argument(node, 1, "dim", -1) % len(x.axes)
     axes = [w.follow(a) for a in x.axes]
@@ -285,31 +292,26 @@ def softmax(w: Walk, node: Node) -> Value:
 
 
 def full(w: Walk, node: Node) -> Value:
-    """full, zeros, ones: the same number everywhere."""
+    """zeros, ones, full: the same number everywhere."""
     return Value(tuple(Axis(atom(n), uniform=True) for n in shape(node)))
 
 
 def arange(w: Walk, node: Node) -> Value:
-    """arange and other constants that differ from place to place."""
+    """arange and other constants whose numbers differ."""
     return Value(
-        tuple(
-            w.new_frozen_axis(n, "numbers that the module makes itself differ along it")
-            for n in shape(node)
-        )
+        tuple(w.new_frozen_axis(n, "constants of the module differ along it") for n in shape(node))
     )
 
 
 def topk(w: Walk, node: Node) -> list[Value]:
-    """The largest, and where they are: they come in the order of their size, whatever the order of
-    the axis.
-    """
+    """Return the largest values and their indices, which are sorted by value."""
     x = w.value(node.args[0])
     dim = get_argument(node, 2, "dim", -1) % len(x.axes)
     w.restrict(x.axes[dim], "softmax", detail="topk")
     axes = []
     for i, a in enumerate(x.axes):
         axes.append(
-            w.new_frozen_axis(node.meta["val"][0].shape[dim], "it is sorted by size")
+            w.new_frozen_axis(node.meta["val"][0].shape[dim], "it is sorted by value")
             if i == dim
             else w.follow(a)
         )
@@ -320,11 +322,12 @@ def topk(w: Walk, node: Node) -> list[Value]:
 
 
 def one_hot(w: Walk, node: Node) -> Value:
+    """Encode indices as one-hot vectors."""
     ids = w.value(node.args[0])
     n = shape(node)[-1]
     new = (
         w.follow(ids.indexed_axis)
         if ids.indexed_axis is not None and ids.indexed_axis.size == n
-        else w.new_frozen_axis(n, "it is looked up by number")
+        else w.new_frozen_axis(n, "it is looked up by index")
     )
     return Value((*(w.follow(a) for a in ids.axes), new))

@@ -1,5 +1,5 @@
-"""Why a group is not larger: the operators that touch a space, each with what it keeps and its line
-in the source.
+"""Reasons why a group is not larger: the operators that restrict a space, each with its source
+line.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from regauge.models.discovery.walk import Restriction
 if TYPE_CHECKING:
     from regauge.models.discovery.infer_groups import Kind
 
-# What leaves the least comes first.
+# The most restrictive first.
 _ORDER = (
     "frozen",
     "pointwise",
@@ -36,7 +36,9 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class Reason:
-    """An operator that restricts a space: its name, what it does and keeps, and where it stands."""
+    """An operator that restricts a space: its name, its effect, the matrices it preserves, and its
+    source lines.
+    """
 
     operator_name: str
     kind: str
@@ -47,20 +49,19 @@ class Reason:
     def __str__(self) -> str:
         first, rest = self.locations[0] if self.locations else None, len(self.locations) - 1
         where = f" at {first}" if first is not None and first.file else ""
-        more = f" (and {rest} more)" if rest > 0 else ""
+        others = f" (and {rest} more)" if rest > 0 else ""
         code = f"\n    {first.code}" if first is not None and first.code else ""
         if self.kind == "frozen":
-            return f"`{self.operator_name}`{where}{more} keeps nothing: {self.effect}{code}"
+            return f"`{self.operator_name}`{where}{others} keeps nothing: {self.effect}{code}"
+        pronoun = "they" if self.kind.startswith("rotary") else "it"
         return (
-            f"`{self.operator_name}`{where}{more} {self.effect}: it {self.preserves}{code}".replace(
-                "angles of their own: it keep ", "angles of their own: they keep "
-            )
+            f"`{self.operator_name}`{where}{others} {self.effect}: {pronoun} {self.preserves}{code}"
         )
 
 
 def collect_reasons(restrictions: Sequence[Restriction]) -> list[Reason]:
-    """What restricts a space, operator by operator, what leaves the least first."""
-    found: dict[tuple[str, str, str], list[SourceLocation]] = {}
+    """Return the reasons for restrictions by operator, the most restrictive first."""
+    by_operator: dict[tuple[str, str, str], list[SourceLocation]] = {}
     for r in restrictions:
         if r.kind == "still":
             continue
@@ -71,34 +72,32 @@ def collect_reasons(restrictions: Sequence[Restriction]) -> list[Reason]:
         )
         if r.kind.startswith("rotary"):
             name = "rotary positions"
-        does = RESTRICTIONS[r.kind].effect if r.kind != "frozen" else r.detail
-        places = found.setdefault((name, r.kind, does), [])
-        if r.node is not None and source_location(r.node) not in places:
-            places.append(source_location(r.node))
+        effect = RESTRICTIONS[r.kind].effect if r.kind != "frozen" else r.detail
+        locations = by_operator.setdefault((name, r.kind, effect), [])
+        if r.node is not None and source_location(r.node) not in locations:
+            locations.append(source_location(r.node))
     ordered = sorted(
-        found.items(),
+        by_operator.items(),
         key=lambda item: _ORDER.index(item[0][1]) if item[0][1] in _ORDER else len(_ORDER),
     )
     return [
-        Reason(name, kind, does, RESTRICTIONS[kind].preserves, tuple(places))
-        for (name, kind, does), places in ordered
+        Reason(name, kind, effect, RESTRICTIONS[kind].preserves, tuple(locations))
+        for (name, kind, effect), locations in ordered
     ]
 
 
 def summarize_reasons(kind: Kind) -> str:
-    """One line for the table of spaces: what the operators do that leave this group and no larger
-    one.
-    """
-    found = collect_reasons(kind.restrictions)
-    telling = (
-        [r for r in found if r.kind not in ("batch", "rms-batch", "shift", "product")]
-        or [r for r in found if r.kind != "rms-batch"]
-        or found
+    """Return one line for the table of spaces: the operators that exclude a larger group."""
+    reasons = collect_reasons(kind.restrictions)
+    relevant = (
+        [r for r in reasons if r.kind not in ("batch", "rms-batch", "shift", "product")]
+        or [r for r in reasons if r.kind != "rms-batch"]
+        or reasons
     )
-    if not telling:
+    if not relevant:
         return "only linear layers and products touch it"
-    said: dict[str, list[str]] = {}
-    for r in telling[:4]:
-        said.setdefault(r.operator_name, []).append(r.effect)
-    lines = [f"{name} {' and '.join(dict.fromkeys(does))}" for name, does in said.items()]
+    effects: dict[str, list[str]] = {}
+    for r in relevant[:4]:
+        effects.setdefault(r.operator_name, []).append(r.effect)
+    lines = [f"{name} {' and '.join(dict.fromkeys(listed))}" for name, listed in effects.items()]
     return "; ".join(lines[:3]) + (f"; {kind.note}" if kind.note else "")

@@ -1,6 +1,4 @@
-"""A module as a graph of tensor operators: `torch.export`, with what the rest of discovery asks of
-it.
-"""
+"""The graph of a module's tensor operators, from `torch.export`."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ _LIBRARY = re.compile(r"[/\\]torch[/\\]")
 
 
 class DiscoveryError(RegaugeError):
-    """A module's symmetry could not be read off its graph."""
+    """A module's symmetry cannot be inferred from its graph."""
 
 
 class _NamedOutputs(torch.nn.Module):
-    """The module, returning its floating-point outputs by name and nothing else: caches are no part
-    of the function.
+    """A wrapper that returns the floating-point outputs of a module by name and drops the others
+    (caches).
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -44,8 +42,16 @@ class _NamedOutputs(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """The operators of a module. `names` maps a source node to the state dict's name, `kinds` to
-    "parameter", "buffer", "constant" or "input".
+    """The operators of a module.
+
+    Attributes:
+        nodes: the operators that the outputs depend on, in order.
+        names: the state dict's name of each source node.
+        kinds: "parameter", "buffer", "constant" or "input" for each source node.
+        outputs: the nodes of the outputs, by name.
+        ties: for each alias of a tied parameter, its first name.
+        unused: parameters that no output depends on.
+        constants: the values of nodes that depend on constants alone and are not stored.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -54,9 +60,7 @@ class Graph:
     outputs: Mapping[str, fx.Node]
     ties: Mapping[str, str]
     unused: tuple[str, ...]
-    constants: Mapping[
-        fx.Node, torch.Tensor
-    ]  # what is computed from constants alone, and is stored nowhere
+    constants: Mapping[fx.Node, torch.Tensor]
 
 
 def trace(
@@ -64,15 +68,22 @@ def trace(
     inputs: Mapping[str, Any],
     buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Graph:
-    """The graph of a module in evaluation mode on these inputs. `buffers`: the numbers of those
-    that the module itself has on the meta device.
+    """Trace a module in evaluation mode.
+
+    Args:
+        module: the module; it may be on the meta device.
+        inputs: example inputs, as keyword arguments of forward.
+        buffers: the values of buffers that the module itself has on the meta device.
+
+    Raises:
+        DiscoveryError: torch.export cannot trace the module.
     """
-    given = {
+    kwargs = {
         k: torch.zeros_like(v, device="cpu") if isinstance(v, torch.Tensor) and v.is_meta else v
         for k, v in inputs.items()
     }
     if "use_cache" in inspect.signature(module.forward).parameters:
-        given.setdefault("use_cache", False)
+        kwargs.setdefault("use_cache", False)
     was_training = module.training
     module.eval()
     try:
@@ -83,68 +94,70 @@ def trace(
             _suppress_warnings(),
             _fake_tensors(module, buffers),
         ):
-            program = torch.export.export(_NamedOutputs(module), (), given, strict=False)
-    except Exception as error:  # torch.export raises whatever the module runs into
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            program = torch.export.export(_NamedOutputs(module), (), kwargs, strict=False)
+    except Exception as error:  # torch.export raises exceptions of any type
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DiscoveryError(
-            f"torch.export cannot trace {type(module).__name__}: {first}",
+            f"torch.export cannot trace {type(module).__name__}: {message}",
             hint="data-dependent control flow and custom kernels cannot be traced; write a spec "
             "file instead (docs/adding-a-model.md)",
         ) from error
     finally:
         module.train(was_training)
-    _make_concrete(program, given)
+    _make_concrete(program, kwargs)
     return _build_graph(program, module)
 
 
 @contextlib.contextmanager
 def _fake_tensors(module: torch.nn.Module, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A module on the meta device as if it lay in memory, without the memory. On that device a list
-    of places that is written in the code would lose its numbers too, and with them all that follows
-    from constants.
+    """Replace meta tensors of a module by fake CPU tensors, which take no memory. On the meta
+    device, index lists written in the code would lose their values too, and with them everything
+    computed from constants.
     """
     from torch._subclasses import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    there: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    made: dict[int, torch.Tensor] = {}  # tied parameters stay one
-    for path, part in module.named_modules(remove_duplicate=False):
-        for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
+    originals: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    fakes: dict[int, torch.Tensor] = {}  # tied parameters stay one
+    for path, submodule in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*submodule._parameters.items(), *submodule._buffers.items()]:
             if tensor is None or not tensor.is_meta:
                 continue
-            if id(tensor) not in made:
+            if id(tensor) not in fakes:
                 with mode:
                     empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                known = buffers.get(f"{path}.{name}" if path else name)
-                made[id(tensor)] = (
+                value = buffers.get(f"{path}.{name}" if path else name)
+                fakes[id(tensor)] = (
                     torch.nn.Parameter(empty, tensor.requires_grad)
-                    if name in part._parameters
+                    if name in submodule._parameters
                     else empty
-                    if known is None
-                    else known
+                    if value is None
+                    else value
                 )
-            held: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
-            there.append((held, name, tensor))
-            held[name] = made[id(tensor)]
+            registry: dict[str, Any] = (
+                submodule._parameters if name in submodule._parameters else submodule._buffers
+            )
+            originals.append((registry, name, tensor))
+            registry[name] = fakes[id(tensor)]
     try:
         yield
     finally:
-        for held, name, tensor in there:
-            held[name] = tensor
+        for registry, name, tensor in originals:
+            registry[name] = tensor
 
 
-def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, Any]) -> None:
-    """Sizes that depend on data (a mask picks some tokens) become those of the example inputs."""
+def _make_concrete(program: torch.export.ExportedProgram, kwargs: Mapping[str, Any]) -> None:
+    """Replace data-dependent sizes (a mask selects some tokens) by those of the example inputs."""
     from torch.utils import _pytree
 
-    def is_open(value: Any) -> bool:
+    def is_symbolic(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and any(not isinstance(n, int) for n in value.shape)
 
     if not any(
-        is_open(v) for n in program.graph.nodes for v in _pytree.tree_leaves(n.meta.get("val"))
+        is_symbolic(v) for n in program.graph.nodes for v in _pytree.tree_leaves(n.meta.get("val"))
     ):
         return
-    signature, inputs = program.graph_signature, iter(_pytree.tree_leaves(((), dict(given))))
+    signature, inputs = program.graph_signature, iter(_pytree.tree_leaves(((), dict(kwargs))))
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     lifted = signature.inputs_to_lifted_tensor_constants
     values = []
@@ -173,6 +186,7 @@ def _make_concrete(program: torch.export.ExportedProgram, given: Mapping[str, An
 
 
 def _build_graph(program: torch.export.ExportedProgram, module: torch.nn.Module) -> Graph:
+    """Convert an exported program to a graph."""
     from regauge.models.discovery.constants import evaluate_constants
 
     signature = program.graph_signature
@@ -193,21 +207,21 @@ def _build_graph(program: torch.export.ExportedProgram, module: torch.nn.Module)
     mutated = len(returned) - len(keys)  # buffers that change come first
     outputs = dict(zip(keys, returned[mutated:], strict=True))
     live = _live_nodes(list(outputs.values()))
-    read = {names[n] for n in live if kinds.get(n) == "parameter"}
+    used = {names[n] for n in live if kinds.get(n) == "parameter"}
     ties = _find_ties(module)
-    read |= {ties[n] for n in read if n in ties}
-    unread = tuple(
+    used |= {ties[n] for n in used if n in ties}
+    unused = tuple(
         n
         for n, _ in module.named_parameters(remove_duplicate=False)
-        if n not in read and n not in ties
+        if n not in used and n not in ties
     )
     nodes = tuple(n for n in program.graph.nodes if n in live)
     constants = {**signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
-    held = {n: program.constants.get(constants.get(n.name, "")) for n in names}
-    known = evaluate_constants(
-        nodes, {n: t for n, t in held.items() if isinstance(t, torch.Tensor) and _has_data(t)}
+    stored = {n: program.constants.get(constants.get(n.name, "")) for n in names}
+    values = evaluate_constants(
+        nodes, {n: t for n, t in stored.items() if isinstance(t, torch.Tensor) and _has_data(t)}
     )
-    return Graph(nodes, names, kinds, outputs, ties, unread, known)
+    return Graph(nodes, names, kinds, outputs, ties, unused, values)
 
 
 def _has_data(tensor: torch.Tensor) -> bool:
@@ -216,21 +230,21 @@ def _has_data(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def _live_nodes(ends: list[fx.Node]) -> set[fx.Node]:
-    """What the outputs depend on, and what changes any of that in place."""
-    seen: set[fx.Node] = set()
-    todo = list(ends)
+def _live_nodes(outputs: list[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that the outputs depend on, and those that modify one of them in place."""
+    live: set[fx.Node] = set()
+    todo = list(outputs)
     while todo:
         node = todo.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in live:
+            live.add(node)
             todo += node.all_input_nodes
             todo += [u for u in node.users if mutates(u) and u.args and u.args[0] is node]
-    return seen
+    return live
 
 
 def parameter_dependent(graph: Graph) -> set[fx.Node]:
-    """Nodes that depend on a parameter."""
+    """Return the nodes that depend on a parameter."""
     out: set[fx.Node] = set()
     for node in graph.nodes:
         if graph.kinds.get(node) == "parameter" or any(n in out for n in node.all_input_nodes):
@@ -239,7 +253,7 @@ def parameter_dependent(graph: Graph) -> set[fx.Node]:
 
 
 def mutates(node: fx.Node) -> bool:
-    """Does an operator write into its first argument?"""
+    """Return whether an operator writes into its first argument."""
     return (
         node.op == "call_function"
         and operator_name(node).endswith("_")
@@ -248,23 +262,23 @@ def mutates(node: fx.Node) -> bool:
 
 
 def operator_name(node: fx.Node) -> str:
-    """The operator's name without its overload: `add` for aten.add.Tensor."""
+    """Return the name of an operator without its overload: `add` for aten.add.Tensor."""
     target = node.target
     packet = getattr(target, "overloadpacket", None)
     return packet.__name__ if packet is not None else getattr(target, "__name__", str(target))
 
 
 def _find_ties(module: torch.nn.Module) -> dict[str, str]:
-    """Names that repeat another parameter, which has the first of its names."""
-    same: dict[int, list[str]] = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        same.setdefault(id(p), []).append(name)
-    return {alias: alike[0] for alike in same.values() for alias in alike[1:]}
+    """Map each further name of a tied parameter to its first name."""
+    names_by_id: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names_by_id.setdefault(id(parameter), []).append(name)
+    return {alias: names[0] for names in names_by_id.values() for alias in names[1:]}
 
 
 @dataclass(frozen=True)
 class SourceLocation:
-    """Where in the source an operator stands, and in which module."""
+    """The source line of an operator, and the path of its module."""
 
     file: str
     line: int
@@ -276,16 +290,15 @@ class SourceLocation:
 
 
 def source_location(node: fx.Node) -> SourceLocation:
+    """Return the source line of an operator: the model's own line rather than one inside torch."""
     frames = list(_FRAME.finditer(node.meta.get("stack_trace") or ""))
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path = str(stack[-1][0]) if stack else ""
     path = path.removeprefix("module").removeprefix(".")
     if not frames:
         return SourceLocation("", 0, "", path)
-    own = [
-        f for f in frames if not _LIBRARY.search(f["file"])
-    ]  # the model's line, not that of torch's own module
-    last = (own or frames)[-1]
+    model_frames = [f for f in frames if not _LIBRARY.search(f["file"])]
+    last = (model_frames or frames)[-1]
     return SourceLocation(
         "/".join(last["file"].split("/")[-2:]), int(last["line"]), last["code"].strip(), path
     )
@@ -293,7 +306,7 @@ def source_location(node: fx.Node) -> SourceLocation:
 
 @contextlib.contextmanager
 def _disable_fastpath() -> Iterator[None]:
-    """torch's encoder layers compute as written, not in one fused operator."""
+    """Make torch's encoder layers compute operator by operator instead of in one fused operator."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -304,35 +317,35 @@ def _disable_fastpath() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
-    """Experts of the transformers library are computed in one batch: a loop over those that were
-    chosen depends on data, and cannot be traced.
+    """Make transformers compute experts in one batch: a loop over the selected experts depends on
+    data and cannot be traced.
     """
     before = getattr(getattr(module, "config", None), "_experts_implementation", None)
-    choose: Any = getattr(module, "set_experts_implementation", None)
-    if before is None or choose is None:
+    set_implementation: Any = getattr(module, "set_experts_implementation", None)
+    if before is None or set_implementation is None:
         yield
         return
     try:
-        choose("batched_mm")
+        set_implementation("batched_mm")
         yield
     finally:
-        choose(before)
+        set_implementation(before)
 
 
 @contextlib.contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Warnings of torch.export about the module's own code are not the user's."""
+    """Suppress the warnings of torch.export about the module's code."""
     import logging
     import warnings
 
     loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
-    levels = [one.level for one in loggers]
-    for one in loggers:
-        one.setLevel(logging.ERROR)
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for one, level in zip(loggers, levels, strict=True):
-            one.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,5 +1,5 @@
-"""From a walk to what each kind of coordinate keeps: its group, where it stands starred or barred,
-and what it lies over.
+"""From a walk to the group of each kind of coordinate, its starred and barred occurrences, and its
+parent.
 """
 
 from __future__ import annotations
@@ -30,11 +30,22 @@ _ROTARY = {"rotary-half": "half", "rotary-interleaved": "interleaved"}
 
 @dataclass
 class Kind:
-    """A kind of coordinate: what becomes a space of the spec."""
+    """A kind of coordinate, which becomes a space of the spec.
+
+    Attributes:
+        atom: its term.
+        restrictions: all restrictions of its axes.
+        occurrences: where it occurs in parameters: (axis, position among the axis's atoms).
+        group: the largest group that all restrictions preserve.
+        folded: the group once the norms are folded.
+        exponents: for each occurrence 1 (plain), -1 (starred) or 0 (barred).
+        over: its parent; each coordinate of the parent has a separate member.
+        note: a remark for users.
+    """
 
     atom: Atom
     restrictions: list[Restriction] = field(default_factory=list)
-    occurrences: list[Variable] = field(default_factory=list)  # in parameters
+    occurrences: list[Variable] = field(default_factory=list)
     group: Group = field(default_factory=Trivial)
     folded: Group | None = None
     exponents: dict[Variable, int] = field(default_factory=dict)
@@ -43,20 +54,21 @@ class Kind:
 
     @property
     def is_frozen(self) -> bool:
+        """Return whether nothing acts on it."""
         return isinstance(self.group, Trivial)
 
     def occurs_on(self, axis: Axis) -> bool:
+        """Return whether it occurs on an axis of a parameter."""
         return any(a is axis for a, _ in self.occurrences)
 
     def has_restriction(self, *kinds: str) -> bool:
+        """Return whether a restriction of one of these kinds applies."""
         return any(r.kind in kinds for r in self.restrictions)
 
 
 @dataclass(frozen=True, eq=False)
 class GroupInference:
-    """What a walk leaves: the kinds of coordinates by their atoms, and the axes of each parameter
-    by name.
-    """
+    """The kinds of coordinates of a walk by their atoms, and the axes of each parameter by name."""
 
     walk: Walk
     scales: Scales
@@ -65,10 +77,14 @@ class GroupInference:
 
 
 def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> GroupInference:
-    """`foldable`: gains that can be folded. `closed`: axes of outputs that callers must find as
-    they are, and why.
+    """Infer the group of every kind of coordinate.
+
+    Args:
+        w: the walk.
+        foldable: gains that can be folded.
+        closed: axes of outputs on which nothing may act, with the reason.
     """
-    sources = [v for named in w.aliases.values() for v in named.values()]
+    sources = [v for by_name in w.aliases.values() for v in by_name.values()]
     sources += [
         v
         for n, v in w.values.items()
@@ -94,8 +110,7 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Gro
             for i, atom in enumerate(scales.atoms(axis)):
                 kind(atom).occurrences.append((axis, i))
     frozen = [
-        Restriction(a, "frozen", None, "it is taken apart in ways that do not fit together")
-        for a in scales.misfits
+        Restriction(a, "frozen", None, "it is split in incompatible ways") for a in scales.misfits
     ]
     frozen += [Restriction(a, "frozen", None, why) for a, why in closed.items()]
     for restriction in (*w.restrictions, *frozen):
@@ -106,30 +121,30 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Gro
         for axis in value.axes if not value.is_weight else ():
             for i, atom in enumerate(scales.atoms(axis)):
                 activations.setdefault(atom, []).append((axis, i))
-    summed = {
+    contracted = {
         a
         for r in w.relations
         if r.kind == "contract"
         for axis in (*r.left, *r.right)
         for a in scales.atoms(axis)
     }
-    for one in kinds.values():
+    for candidate in kinds.values():
         if (
-            one.occurrences
-            and not one.has_restriction("frozen")
-            and one.atom not in activations
-            and one.atom not in summed
+            candidate.occurrences
+            and not candidate.has_restriction("frozen")
+            and candidate.atom not in activations
+            and candidate.atom not in contracted
         ):  # the example inputs are shorter than the table
-            one.restrictions.append(
+            candidate.restrictions.append(
                 Restriction(
-                    one.occurrences[0][0],
+                    candidate.occurrences[0][0],
                     "frozen",
                     None,
                     "the example inputs do not read this part of it",
                 )
             )
-        if one.occurrences:
-            _choose_group(one, scales, foldable, activations.get(one.atom, []))
+        if candidate.occurrences:
+            _choose_group(candidate, scales, foldable, activations.get(candidate.atom, []))
     _assign_parents(w, scales, kinds, parameters)
     return GroupInference(w, scales, kinds, parameters)
 
@@ -137,28 +152,29 @@ def infer_groups(w: Walk, foldable: set[str], closed: Mapping[Axis, str]) -> Gro
 def _choose_group(
     kind: Kind, scales: Scales, foldable: set[str], activations: list[Variable]
 ) -> None:
-    """The largest group that all restrictions keep. `activations`: where tensors that are no
-    parameters have it; the first is its plain side.
+    """Set the largest group that all restrictions preserve.
+
+    `activations`: its occurrences in tensors other than parameters; the first is on the plain side.
     """
     if kind.has_restriction("frozen"):
         return
-    wanted = [*kind.occurrences, *activations]
-    scale = _unit_solution(scales.scales.solutions(wanted), len(kind.occurrences))
+    variables = [*kind.occurrences, *activations]
+    scale = _unit_solution(scales.scales.solutions(variables), len(kind.occurrences))
     sign = scales.signs.solutions(kind.occurrences)
-    star = scales.stars.solutions(wanted)
-    seen = [r for r in kind.restrictions if RESTRICTIONS[r.kind].mixtures == "none"]
-    others = [r for r in seen if r.kind != "gain"]
-    gains = {r.detail for r in seen if r.kind == "gain"}
-    turned = {layout for k, layout in _ROTARY.items() if kind.has_restriction(k)}
-    normed = kind.has_restriction("ones", "rms", "shift")
-    if turned:
-        _choose_rotary_group(kind, turned, scale, sign, star, bool(seen) or normed)
-    elif not seen and not normed and scale is not None and all(scale):
+    star = scales.stars.solutions(variables)
+    coordinatewise = [r for r in kind.restrictions if RESTRICTIONS[r.kind].mixtures == "none"]
+    without_gains = [r for r in coordinatewise if r.kind != "gain"]
+    gains = {r.detail for r in coordinatewise if r.kind == "gain"}
+    layouts = {layout for k, layout in _ROTARY.items() if kind.has_restriction(k)}
+    is_normed = kind.has_restriction("ones", "rms", "shift")
+    if layouts:
+        _choose_rotary_group(kind, layouts, scale, sign, star, bool(coordinatewise) or is_normed)
+    elif not coordinatewise and not is_normed and scale is not None and all(scale):
         kind.group, kind.exponents = (
             GeneralLinear(),
             dict(zip(kind.occurrences, scale, strict=True)),
         )
-    elif not others and (normed or not gains):
+    elif not without_gains and (is_normed or not gains):
         ones = kind.has_restriction("ones", "shift")
         rotations: Group = OrthogonalFixingOnes() if ones else Orthogonal()
         kind.exponents = _dual_exponents(kind, star)
@@ -186,26 +202,26 @@ def _choose_rotary_group(
     scale: list[int] | None,
     sign: list[list[Fraction]],
     star: list[list[Fraction]],
-    more: bool,
+    restricted: bool,
 ) -> None:
-    """Rotary positions leave a turn and a scale for each plane; what else sees coordinates leaves
-    one sign.
+    """Set the group of a rotary kind: a rotation and a scale for each plane, or one sign if
+    anything else restricts it.
     """
     if len(layouts) > 1 or kind.atom.size % 2:
-        kind.note = "rotary positions of two layouts meet on it"
+        kind.note = "rotary positions of two layouts are applied to it"
         return
     layout = "half" if "half" in layouts else "interleaved"
-    if not more and scale is not None and all(scale):
+    if not restricted and scale is not None and all(scale):
         kind.group, kind.exponents = Rotary(layout), dict(zip(kind.occurrences, scale, strict=True))  # type: ignore[arg-type]
-    elif not more:
+    elif not restricted:
         kind.group, kind.exponents = Rotary(layout, unit=True), _dual_exponents(kind, star)  # type: ignore[arg-type]
     elif sign:
         kind.group, kind.exponents = PlaneSigns(layout), _dual_exponents(kind, star, sign)  # type: ignore[arg-type]
 
 
 def _unit_solution(basis: list[list[Fraction]], size: int) -> list[int] | None:
-    """The one solution, with exponents 1, -1 and 0; of several the first that is so. What stands
-    behind `size` is made positive.
+    """Return the first solution with exponents 1, -1 and 0 on the first `size` variables; its sign
+    makes the first of the remaining variables positive.
     """
     for solution in basis:
         largest = max((abs(s) for s in solution), default=Fraction(0))
@@ -220,27 +236,27 @@ def _unit_solution(basis: list[list[Fraction]], size: int) -> list[int] | None:
 def _dual_exponents(
     kind: Kind, star: list[list[Fraction]], sign: list[list[Fraction]] | None = None
 ) -> dict[Variable, int]:
-    """Exponents of a group for which the star changes nothing: which side is the dual, and (by the
-    signs) what is barred.
+    """Return the exponents of a group that the star leaves unchanged: which side is the dual, and
+    (by the signs) what is barred.
     """
-    sides = [0] * len(kind.occurrences)  # parts that only a tie joins have solutions of their own
+    sides = [0] * len(kind.occurrences)  # parts joined only by a tie have separate solutions
     for solution in filter(None, (_unit_solution([s], len(kind.occurrences)) for s in star)):
         sides = [a or b for a, b in zip(sides, solution, strict=True)]
     if not any(sides):
         sides = [1] * len(kind.occurrences)
-    kept = sign[0] if sign else None
+    signs = sign[0] if sign else None
     out = {}
-    for i, place in enumerate(kind.occurrences):
+    for i, occurrence in enumerate(kind.occurrences):
         side = sides[i] or 1
-        if kept is not None:
-            out[place] = side if kept[i] else 0
+        if signs is not None:
+            out[occurrence] = side if signs[i] else 0
         else:
-            out[place] = sides[i]
+            out[occurrence] = sides[i]
     return out
 
 
 def _span_mod_2(basis: list[list[Fraction]]) -> list[list[Fraction]]:
-    """All sums modulo 2 of a few vectors."""
+    """Return all sums modulo 2 of a few vectors."""
     out: list[list[Fraction]] = [[Fraction(0)] * len(basis[0])] if basis else []
     for vector in basis[:10]:
         out += [[Fraction((a + b) % 2) for a, b in zip(v, vector, strict=True)] for v in out]
@@ -254,104 +270,104 @@ def _can_act_per_parent(
     parent: Atom,
     scales: Scales,
 ) -> bool:
-    """Can a member for each place of the parent act here: does the parent stand before it in a
-    product, or is it an axis of its own?
+    """Return whether a member for each coordinate of the parent can act on an axis: the parent
+    precedes the child in a product, or has its own axis.
     """
     if all(parent in p[: p.index(child)] for p in _iter_products(axis) if child in p):
         return True
-    beside = next(axes for axes in parameters.values() if any(a is axis for a in axes))
-    return any(scales.atoms(a) == [parent] for a in beside) or all(
-        parent not in scales.atoms(a) for a in beside
+    siblings = next(axes for axes in parameters.values() if any(a is axis for a in axes))
+    return any(scales.atoms(a) == [parent] for a in siblings) or all(
+        parent not in scales.atoms(a) for a in siblings
     )
 
 
 def _assign_parents(
     w: Walk, scales: Scales, kinds: Mapping[Atom, Kind], parameters: Mapping[str, tuple[Axis, ...]]
 ) -> None:
-    """A kind lies over another if wherever it occurs the other does too: then it has one member for
-    each place of that.
+    """Set the parent of each kind. A kind lies over another if it occurs only together with it:
+    then it has one member for each coordinate of that.
     """
     together: dict[Atom, set[Atom]] = {}
     implied = {a: set(scales.atoms(y)) for x, y in w.implied for a in scales.atoms(x)}
     for value in _iter_values(w):
-        inside = [a for axis in value.axes for a in scales.atoms(axis)]
-        for atom in set(inside):
-            one = kinds.get(atom)
-            if one is None or (
-                isinstance(one.group, Rotary)
+        atoms = [a for axis in value.axes for a in scales.atoms(axis)]
+        for atom in set(atoms):
+            kind = kinds.get(atom)
+            if kind is None or (
+                isinstance(kind.group, Rotary)
                 and value.is_weight
                 and all(
-                    not one.exponents.get((x, i), 0)
+                    not kind.exponents.get((x, i), 0)
                     for x in value.axes
                     for i, b in enumerate(scales.atoms(x))
                     if b is atom
                 )
             ):
                 continue
-            others = set(inside).union(*(implied[a] for a in inside if a in implied)) - {atom}
+            others = set(atoms).union(*(implied[a] for a in atoms if a in implied)) - {atom}
             together[atom] = together[atom] & others if atom in together else others
-    beside: dict[Atom, list[Atom]] = {}
-    for one in kinds.values():
-        for axis, _ in one.occurrences:
+    preceding: dict[Atom, list[Atom]] = {}
+    for kind in kinds.values():
+        for axis, _ in kind.occurrences:
             for product in _iter_products(axis):
-                if one.atom in product:
-                    beside.setdefault(one.atom, []).extend(
-                        a for a in product[: product.index(one.atom)]
+                if kind.atom in product:
+                    preceding.setdefault(kind.atom, []).extend(
+                        a for a in product[: product.index(kind.atom)]
                     )
     order = sorted(
         (k for k in kinds.values() if k.occurrences and not k.is_frozen),
         key=lambda k: k.atom in together and len(together[k.atom]),
     )
-    for one in order:
-        fixed = [a for a in beside.get(one.atom, []) if kinds[a].is_frozen]
+    for kind in order:
+        fixed = [a for a in preceding.get(kind.atom, []) if kinds[a].is_frozen]
         free = [
             a
-            for a in together.get(one.atom, ())
+            for a in together.get(kind.atom, ())
             if a in kinds
             and type(kinds[a].group) is Permutation
             and kinds[a].over is None
             and kinds[a].occurrences
         ]
-        found = [a for a in (*free, *fixed) if a in together.get(one.atom, ())]
-        outer = [
-            a for a in found if one.atom not in beside.get(a, [])
-        ]  # of two that always come together, the outer one is the parent
+        candidates = [a for a in (*free, *fixed) if a in together.get(kind.atom, ())]
+        # of two that always occur together, the outer one is the parent
+        outer = [a for a in candidates if kind.atom not in preceding.get(a, [])]
         outer = [
             a
             for a in outer
             if all(
-                _can_act_per_parent(parameters, axis, one.atom, a, scales)
-                for axis, _ in one.occurrences
+                _can_act_per_parent(parameters, axis, kind.atom, a, scales)
+                for axis, _ in kind.occurrences
             )
         ]
-        mine = [
+        parents = [
             a
             for a in outer
-            if not any(k.over is one.atom for k in kinds.values()) and a is not one.atom
+            if not any(k.over is kind.atom for k in kinds.values()) and a is not kind.atom
         ]
-        if mine:
-            one.over = min(mine, key=lambda a: (a not in free, a.id))
+        if parents:
+            kind.over = min(parents, key=lambda a: (a not in free, a.id))
 
 
 def _iter_values(w: Walk) -> Iterator[Value]:
-    for named in w.aliases.values():
-        yield from named.values()
-    for found in w.values.values():
-        for value in found if isinstance(found, list) else [found]:
+    """Yield all values of a walk, cases one by one."""
+    for by_name in w.aliases.values():
+        yield from by_name.values()
+    for values in w.values.values():
+        for value in values if isinstance(values, list) else [values]:
             yield from value.cases or (value,)
 
 
 def _iter_products(axis: Axis) -> Iterator[list[Atom]]:
-    """The atoms of each product along an axis, outermost first."""
+    """Yield the atoms of each product along an axis, outermost first."""
 
-    def inside(term: object) -> Iterator[list[Atom]]:
-        listed = factors(term)  # type: ignore[arg-type]
-        sums = [f for f in listed if isinstance(f, Sum)]
-        yield [f for f in listed if isinstance(f, Atom)]
-        before = [f for f in listed if isinstance(f, Atom)]
+    def products(term: object) -> Iterator[list[Atom]]:
+        term_factors = factors(term)  # type: ignore[arg-type]
+        sums = [f for f in term_factors if isinstance(f, Sum)]
+        yield [f for f in term_factors if isinstance(f, Atom)]
+        before = [f for f in term_factors if isinstance(f, Atom)]
         for s in sums:
             for t in parts(s):
-                for rest in inside(t):
+                for rest in products(t):
                     yield [*before, *rest]
 
-    yield from inside(axis.term)
+    yield from products(axis.term)

@@ -1,5 +1,5 @@
-"""Modules to discover: the class that a config names, inputs that fit it, and a small twin of it
-where it is too large to be computed with.
+"""Modules to discover: the class that a config names, example inputs, and a small twin of a module
+that is too large to verify.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from regauge.models.trust import code_disabled, library_class, without_code
 MAX_PARAMETERS = 150_000_000
 _ROWS, _LENGTH = 2, 7
 
-# What a small twin has where its original has more; widths follow from heads and their size.
+# Upper bounds for a small twin; its width is the number of heads times their size.
 _HEADS, _WIDTH, _INNER, _LAYERS, _VOCAB, _POSITIONS, _EXPERTS = 4, 8, 24, 2, 64, 32, 4
 _HEAD_KEYS = (
     "num_attention_heads",
@@ -67,14 +67,17 @@ _SMALL_SIZES = {
     **dict.fromkeys(("head_dim", "d_kv", "projection_dim"), _WIDTH),
 }
 _WIDTH_KEYS = ("hidden_size", "d_model", "n_embd", "dim", "embed_dim")
-_EMBED_KEYS = (
-    "word_embed_proj_dim",
-    "embedding_size",
-)  # of words, before they are brought to the width
+# The width of the word embeddings, before a projection.
+_EMBED_KEYS = ("word_embed_proj_dim", "embedding_size")
 
 
 def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
-    """The module that a config describes, with weights of its own making, or with none (`meta`)."""
+    """Build the module that a config describes, with newly initialized weights, or without
+    (`meta`).
+
+    Raises:
+        DiscoveryError: the library cannot build it.
+    """
     check_counts(config)
     if "model_type" not in config and "architecture" in config:
         try:
@@ -82,32 +85,35 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
                 return build_timm(config)
         except RegaugeError:
             raise
-        except Exception as error:  # timm raises whatever its layers run into
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        except Exception as error:  # timm raises exceptions of any type
+            message = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise DiscoveryError(
-                f"timm cannot build a {config['architecture']} from the config: {first}",
+                f"timm cannot build a {config['architecture']} from the config: {message}",
                 hint="compare it with the original config.json",
             ) from error
     need("transformers", "models")
     import transformers
 
-    kind = library_class(config, "the model to discover")
-    given = {k: v for k, v in without_code(config).items() if k != "architectures"}
+    model_class = library_class(config, "the model to discover")
+    fields = {k: v for k, v in without_code(config).items() if k != "architectures"}
     try:
         with quiet(), code_disabled(), torch.device(device):
-            made: torch.nn.Module = kind(transformers.AutoConfig.for_model(**given))
-    except Exception as error:  # transformers raises whatever its layers run into
+            module: torch.nn.Module = model_class(transformers.AutoConfig.for_model(**fields))
+    except Exception as error:  # transformers raises exceptions of any type
         raise DiscoveryError(
-            f"transformers cannot build a {kind.__name__} from the config: {error}",
+            f"transformers cannot build a {model_class.__name__} from the config: {error}",
             hint="compare it with the original config.json",
         ) from error
-    made.float()
-    return made.eval()
+    module.float()
+    return module.eval()
 
 
 def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Inputs that a model of the transformers library or timm takes: a few tokens, a picture, a
-    sound, whatever its forward names.
+    """Return inputs for a model of transformers or timm: tokens, images or audio features, by the
+    parameters of its forward.
+
+    Raises:
+        DiscoveryError: the inputs of the model are unknown.
     """
     device = torch.device("cpu") if is_on_meta(module) else next(module.parameters()).device
     generator = torch.Generator().manual_seed(1)
@@ -116,79 +122,79 @@ def example_inputs(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         size = (
             getattr(module, "pretrained_cfg", None) or getattr(module, "default_cfg", None) or {}
         ).get("input_size", (3, 224, 224))
-        first = next(iter(inspect.signature(module.forward).parameters))
-        return {first: torch.randn(_ROWS, *size, generator=generator).to(device)}
+        parameter = next(iter(inspect.signature(module.forward).parameters))
+        return {parameter: torch.randn(_ROWS, *size, generator=generator).to(device)}
     names = inspect.signature(module.forward).parameters
     text, vision = getattr(config, "text_config", config), getattr(config, "vision_config", config)
-    out: dict[str, torch.Tensor] = {}
+    inputs: dict[str, torch.Tensor] = {}
     if (
         "input_ids" in names
         and hasattr(text, "vocab_size")
         and getattr(module, "main_input_name", "input_ids") in ("input_ids", "pixel_values")
     ):
-        out["input_ids"] = torch.randint(
+        inputs["input_ids"] = torch.randint(
             3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator
         )
     if "pixel_values" in names:
         side = getattr(vision, "image_size", 224)
         height, width = side if isinstance(side, list | tuple) else (side, side)
-        out["pixel_values"] = torch.randn(
+        inputs["pixel_values"] = torch.randn(
             _ROWS, getattr(vision, "num_channels", 3), height, width, generator=generator
         )
         if "bool_masked_pos" in names and any(
             "mask_token" in n for n, _ in module.named_parameters()
         ):
             patch = getattr(vision, "patch_size", 16)
-            tall, wide = patch if isinstance(patch, list | tuple) else (patch, patch)
-            out["bool_masked_pos"] = (
-                torch.arange(_ROWS * (height // tall) * (width // wide)) % 3 == 0
+            patch_height, patch_width = patch if isinstance(patch, list | tuple) else (patch, patch)
+            inputs["bool_masked_pos"] = (
+                torch.arange(_ROWS * (height // patch_height) * (width // patch_width)) % 3 == 0
             ).view(_ROWS, -1)
     if "input_features" in names and hasattr(config, "num_mel_bins"):
         length = 2 * getattr(config, "max_source_positions", 1500)
-        out["input_features"] = torch.randn(_ROWS, config.num_mel_bins, length, generator=generator)
+        inputs["input_features"] = torch.randn(
+            _ROWS, config.num_mel_bins, length, generator=generator
+        )
     if "decoder_input_ids" in names and hasattr(text, "vocab_size"):
-        out["decoder_input_ids"] = torch.randint(
+        inputs["decoder_input_ids"] = torch.randint(
             3, min(100, text.vocab_size), (_ROWS, _LENGTH), generator=generator
         )
-    if not out:
+    if not inputs:
         raise DiscoveryError(
-            f"it is not known what {type(module).__name__} takes as input",
+            f"the inputs of {type(module).__name__} are unknown",
             hint="call regauge.discover(module, example_inputs) in Python",
         )
-    return {k: v.to(device) for k, v in out.items()}
+    return {k: v.to(device) for k, v in inputs.items()}
 
 
 def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The numbers that an empty module of the transformers library would have beside its parameters
-    (rotary frequencies, masks): they follow from its config, so that they are made without memory
-    for its parameters.
+    """Return the buffers of a module. Those of an empty transformers module (rotary frequencies,
+    masks) are computed from its config, without memory for its parameters.
     """
     config: Any = getattr(module, "config", None)
     if is_on_meta(module) and hasattr(config, "to_dict"):
         try:
             with _meta_parameters():
                 module = build({**config.to_dict(), "architectures": [type(module).__name__]})
-        except (
-            DiscoveryError,
-            UnknownModelError,
-        ):  # a class of the user's own: its constants stay unknown
+        except (DiscoveryError, UnknownModelError):  # a custom class: its constants stay unknown
             return {}
     return {n: b for n, b in module.named_buffers() if not b.is_meta}
 
 
 @contextmanager
 def _meta_parameters() -> Iterator[None]:
-    """Parameters lose their numbers as they are made; buffers keep theirs."""
+    """Put parameters on the meta device as they are registered; buffers keep their values."""
     register = torch.nn.Module.register_parameter
 
-    def emptied(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
+    def register_on_meta(
+        self: torch.nn.Module, name: str, param: torch.nn.Parameter | None
+    ) -> None:
         register(
             self,
             name,
             None if param is None else torch.nn.Parameter(param.to("meta"), param.requires_grad),
         )
 
-    torch.nn.Module.register_parameter = emptied  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -196,65 +202,74 @@ def _meta_parameters() -> Iterator[None]:
 
 
 def count_parameters(module: torch.nn.Module) -> int:
+    """Return the number of parameters of a module."""
     return sum(p.numel() for p in module.parameters())
 
 
 def is_on_meta(module: torch.nn.Module) -> bool:
+    """Return whether a module has parameters on the meta device."""
     return any(p.is_meta for p in module.parameters())
 
 
 def make_twin(module: torch.nn.Module) -> torch.nn.Module:
-    """A small module of the same class, with the same parts."""
+    """Build a small module of the same class, with the same parts.
+
+    Raises:
+        DiscoveryError: the module has no config, or its class cannot be built smaller.
+    """
     config = getattr(module, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         raise DiscoveryError(
             f"{type(module).__name__} has {count_parameters(module):,} parameters, too many to "
-            "verify "
-            "with, and no config to make a smaller one of",
+            "verify, and no config from which to build a smaller twin",
             hint="discover a smaller module of the same class",
         )
-    given = {**config.to_dict(), "architectures": [type(module).__name__]}
+    fields = {**config.to_dict(), "architectures": [type(module).__name__]}
     try:
-        return build(shrink_config(given))
+        return build(shrink_config(fields))
     except DiscoveryError as error:
         raise DiscoveryError(
-            f"no small twin of {type(module).__name__} can be made: {error}",
+            f"cannot build a small twin of {type(module).__name__}: {error}",
             hint="discover a smaller module of the same class",
         ) from error
 
 
 def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a small model with the same parts: fewer layers, heads, words, narrower
-    everything; what is one or the same stays so.
+    """Return the config of a small model with the same parts: fewer layers, heads and words,
+    smaller widths. Counts of one and equal counts stay so.
     """
-    out = dict(config)
-    heads = next((out[k] for k in _HEAD_KEYS if isinstance(out.get(k), int)), None)
-    keys = out.get("num_key_value_heads")
-    for key, small in _SMALL_SIZES.items():
-        if isinstance(out.get(key), int):
-            out[key] = min(out[key], small)
+    shrunk = dict(config)
+    heads = next((shrunk[k] for k in _HEAD_KEYS if isinstance(shrunk.get(k), int)), None)
+    kv_heads = shrunk.get("num_key_value_heads")
+    for key, limit in _SMALL_SIZES.items():
+        if isinstance(shrunk.get(key), int):
+            shrunk[key] = min(shrunk[key], limit)
     if heads is not None:
-        few = min(heads, _HEADS)
+        small_heads = min(heads, _HEADS)
         for key in _HEAD_KEYS:
-            if isinstance(out.get(key), int):
-                out[key] = min(out[key], _HEADS)
-        if isinstance(keys, int):
-            out["num_key_value_heads"] = (
-                few if keys == heads else 1 if keys == 1 else max(1, few // 2)
+            if isinstance(shrunk.get(key), int):
+                shrunk[key] = min(shrunk[key], _HEADS)
+        if isinstance(kv_heads, int):
+            shrunk["num_key_value_heads"] = (
+                small_heads
+                if kv_heads == heads
+                else 1
+                if kv_heads == 1
+                else max(1, small_heads // 2)
             )
-        width = next((out[k] for k in _WIDTH_KEYS if isinstance(out.get(k), int)), None)
+        width = next((shrunk[k] for k in _WIDTH_KEYS if isinstance(shrunk.get(k), int)), None)
         for key in _WIDTH_KEYS:
-            if isinstance(out.get(key), int):
-                out[key] = few * _WIDTH
+            if isinstance(shrunk.get(key), int):
+                shrunk[key] = small_heads * _WIDTH
         for key in _EMBED_KEYS:
-            if isinstance(out.get(key), int):
-                out[key] = few * _WIDTH if out[key] == width else _WIDTH
-    patch = out.get("patch_size")
-    if isinstance(patch, int) and isinstance(out.get("image_size"), int):
-        out["image_size"] = 2 * patch
+            if isinstance(shrunk.get(key), int):
+                shrunk[key] = small_heads * _WIDTH if shrunk[key] == width else _WIDTH
+    patch = shrunk.get("patch_size")
+    if isinstance(patch, int) and isinstance(shrunk.get("image_size"), int):
+        shrunk["image_size"] = 2 * patch
     for key in ("layer_types", "attention_layers", "layer_type_list", "mlp_layer_types"):
-        if isinstance(out.get(key), list):
-            out[key] = out[key][:_LAYERS]
+        if isinstance(shrunk.get(key), list):
+            shrunk[key] = shrunk[key][:_LAYERS]
     for key in (
         "pad_token_id",
         "bos_token_id",
@@ -263,9 +278,9 @@ def shrink_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "sep_token_id",
         "cls_token_id",
     ):
-        if isinstance(out.get(key), int) and out[key] >= _VOCAB:
-            out[key] = _VOCAB - 1
+        if isinstance(shrunk.get(key), int) and shrunk[key] >= _VOCAB:
+            shrunk[key] = _VOCAB - 1
     return {
         k: shrink_config(v) if k.endswith("_config") and isinstance(v, Mapping) else v
-        for k, v in out.items()
+        for k, v in shrunk.items()
     }

@@ -1,5 +1,5 @@
-"""Names for what was found: `stream`, `head.3`, `qk.3`, `ffn.3`, from what a kind of coordinate
-does and from the names of its parameters.
+"""Readable names for discovered spaces (`stream`, `head.3`, `qk.3`, `ffn.3`), from the role of a
+kind of coordinate and the names of its parameters.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _GENERIC_WORDS = frozenset(
 
 
 def layer_label(names: Sequence[str]) -> str:
-    """The layer that parameters have in common, as text: "3", "decoder.3", "1.0"; empty if there is
-    none.
+    """Return the layer that parameters have in common as text: "3", "decoder.3", "1.0"; empty if
+    there is none.
     """
     paths = [_module_numbers(n) for n in names]
     common: list[str] = []
@@ -64,60 +64,60 @@ def layer_label(names: Sequence[str]) -> str:
 
 
 def _module_numbers(name: str) -> list[str]:
-    """The numbers of a name's modules, from the outside in: `label` keeps those that all names
-    share.
-    """
+    """Return the module indices in a name, outermost first."""
     return re.findall(r"(?<=\.)\d+(?=\.)", f".{name}")
 
 
 def side_of(names: Sequence[str]) -> str:
-    """Which of several networks parameters belong to, if one module's name says it."""
+    """Return the network that all parameters belong to (text, vision, encoder, ...), by a module's
+    name; empty if none.
+    """
     for side in _SIDES:
         if all(re.search(rf"(^|\.){side}(_model)?\.", n) for n in names):
             return side
     return ""
 
 
-def name_kinds(reading: GroupInference, sided: bool) -> dict[Atom, str]:
-    """A name for each kind that acts on something, or that another lies over."""
+def name_kinds(inference: GroupInference, has_sides: bool) -> dict[Atom, str]:
+    """Name each kind that acts on something, or that another lies over."""
     roles: dict[Atom, Counter[str]] = {}
-    for axis, role, _ in reading.walk.roles:
-        for atom in reading.scales.atoms(axis):
+    for axis, role, _ in inference.walk.roles:
+        for atom in inference.scales.atoms(axis):
             roles.setdefault(atom, Counter())[role] += 1
-    owner = {axis: name for name, axes in reading.parameters.items() for axis in axes}
-    parents = {k.over for k in reading.kinds.values() if k.over is not None}
-    wanted = [
+    owner = {axis: name for name, axes in inference.parameters.items() for axis in axes}
+    parents = {k.over for k in inference.kinds.values() if k.over is not None}
+    named = [
         k
-        for k in reading.kinds.values()
+        for k in inference.kinds.values()
         if k.occurrences and (not k.is_frozen or k.atom in parents)
     ]
-    users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.occurrences)) for k in wanted}
-    many = {k.atom: _spans_layers(k, owner) for k in wanted}
+    users = {k.atom: list(dict.fromkeys(owner[axis] for axis, _ in k.occurrences)) for k in named}
+    spans_layers = {k.atom: _spans_layers(k, owner) for k in named}
     bases = {
         k.atom: _base_name(
-            k, roles.get(k.atom, Counter()), users[k.atom], reading.kinds, many[k.atom]
+            k, roles.get(k.atom, Counter()), users[k.atom], inference.kinds, spans_layers[k.atom]
         )
-        for k in wanted
+        for k in named
     }
-    for k in wanted:  # partial rotary positions: what is turned, and the rest
-        beside = [
-            o
-            for o in wanted
-            if o is not k and bases[o.atom] == "qk" and users[o.atom] == users[k.atom]
+    for k in named:  # partial rotary positions: the rotated part and the rest
+        siblings = [
+            other
+            for other in named
+            if other is not k and bases[other.atom] == "qk" and users[other.atom] == users[k.atom]
         ]
         if (
             bases[k.atom] == "qk"
-            and beside
+            and siblings
             and isinstance(k.group, Rotary)
-            and not any(isinstance(o.group, Rotary) for o in beside)
+            and not any(isinstance(other.group, Rotary) for other in siblings)
         ):
             bases[k.atom] = "rot"
-            bases |= {o.atom: "rest" for o in beside}
-    streams = _stream_suffixes({k.atom: users[k.atom] for k in wanted if bases[k.atom] == "stream"})
+            bases |= {other.atom: "rest" for other in siblings}
+    streams = _stream_suffixes({k.atom: users[k.atom] for k in named if bases[k.atom] == "stream"})
     out: dict[Atom, str] = {}
-    for k in wanted:
+    for k in named:
         numbers = layer_label(users[k.atom])
-        if not sided:
+        if not has_sides:
             numbers = re.sub(r"^[a-z]+\.?", "", numbers)
         if bases[k.atom] == "stream":
             numbers = streams[k.atom]
@@ -126,9 +126,7 @@ def name_kinds(reading: GroupInference, sided: bool) -> dict[Atom, str]:
 
 
 def _stream_suffixes(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
-    """What to call each of several streams: by the side that most of its parameters are on, or by
-    their order.
-    """
+    """Return a suffix for each of several streams: the side of most parameters, or a number."""
     if len(users) == 1:
         return dict.fromkeys(users, "")
     sides = {
@@ -141,49 +139,58 @@ def _stream_suffixes(users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
 
 
 def _make_unique(names: dict[Atom, str], users: Mapping[Atom, Sequence[str]]) -> dict[Atom, str]:
-    """Names that several kinds share are told apart: by what their parameters' names do not share,
-    or by a number.
-    """
-    for name, times in Counter(names.values()).items():
-        if times < 2:
+    """Make names unique: by a word that only one kind's parameters share, or by a number."""
+    for name, number in Counter(names.values()).items():
+        if number < 2:
             continue
-        alike = [a for a, n in names.items() if n == name]
-        words = [_common_words(users[a]) for a in alike]
-        told = [
+        atoms = [a for a, n in names.items() if n == name]
+        words = [_common_words(users[a]) for a in atoms]
+        distinct = [
             next(
-                (w for w in own if all(w not in other for other in words if other is not own)), None
+                (
+                    w
+                    for w in atom_words
+                    if all(w not in other for other in words if other is not atom_words)
+                ),
+                None,
             )
-            for own in words
+            for atom_words in words
         ]
-        base, _, number = name.partition(".")
-        for i, (atom, word) in enumerate(zip(alike, told, strict=True)):
-            if word is not None and len(set(told)) == len(told):
-                names[atom] = ".".join(t for t in (base, word, number) if t)
+        base, _, layer = name.partition(".")
+        for i, (atom, word) in enumerate(zip(atoms, distinct, strict=True)):
+            if word is not None and len(set(distinct)) == len(distinct):
+                names[atom] = ".".join(t for t in (base, word, layer) if t)
             else:
-                names[atom] = ".".join(t for t in (base, number, str(i)) if t)
-    taken: set[str] = set()
+                names[atom] = ".".join(t for t in (base, layer, str(i)) if t)
+    used: set[str] = set()
     for atom, name in names.items():
-        fresh, i = name, 1
-        while fresh in taken:
-            fresh, i = f"{name}.{i}", i + 1
-        names[atom] = fresh
-        taken.add(fresh)
+        unique, i = name, 1
+        while unique in used:
+            unique, i = f"{name}.{i}", i + 1
+        names[atom] = unique
+        used.add(unique)
     return names
 
 
 def _common_words(names: Sequence[str]) -> list[str]:
-    found = Counter(
+    """Return the words that all parameter names share, without generic ones."""
+    counts = Counter(
         w
         for n in names
         for w in set(re.split(r"[.]", n))
         if re.fullmatch(r"[A-Za-z][A-Za-z0-9_]*", w)
     )
-    return [w for w, times in found.items() if times == len(names) and w not in _GENERIC_WORDS]
+    return [w for w, number in counts.items() if number == len(names) and w not in _GENERIC_WORDS]
 
 
 def _base_name(
-    kind: Kind, roles: Counter[str], users: Sequence[str], kinds: Mapping[Atom, Kind], many: bool
+    kind: Kind,
+    roles: Counter[str],
+    users: Sequence[str],
+    kinds: Mapping[Atom, Kind],
+    spans_layers: bool,
 ) -> str:
+    """Return the first part of a name, by the role of a kind."""
     if roles["head"]:
         parent = kind.over
         if parent is not None:
@@ -191,13 +198,13 @@ def _base_name(
         if any(k.over is kind.atom and k.has_restriction("batch") for k in kinds.values()):
             return "kv"
         return "head"
-    if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not many:
+    if roles["contracted"] and (kind.over is not None or roles["free"] == 0) and not spans_layers:
         return "qk"
-    if roles["free"] and not many:
+    if roles["free"] and not spans_layers:
         return "vo"
     if any(k.over is kind.atom for k in kinds.values()):
         return "expert" if any("expert" in u for u in users) else "group"
-    if many:
+    if spans_layers:
         return "stream"
     if re.search(r"\d", layer_label(users)):
         return "ffn"
@@ -205,27 +212,30 @@ def _base_name(
         "embed"
         if any("embed" in u for u in users) and not kind.has_restriction("softmax")
         else _module_word(users)
-    )  # tokens of their own are called by theirs
+    )  # learned tokens take the name of their parameter
 
 
 def _spans_layers(kind: Kind, owner: Mapping[Axis, str]) -> bool:
-    """Do parameters of several layers have it, or those of a layer and those around it? Then it is
-    what runs through them.
+    """Return whether parameters of several layers have a kind, or those of a layer and those around
+    it.
 
-    What one of two layers writes and the other reads is the inside of a small network (net.0,
+    A kind that one of two layers writes and the other reads is internal to a small network (net.0,
     net.2), and does not.
     """
     sides: dict[str, set[int]] = {}
-    for place in kind.occurrences:
-        first = re.match(r"(.*?\.)?\d+(?=\.)", owner[place[0]])
-        sides.setdefault(first.group() if first else "", set()).add(kind.exponents.get(place, 0))
+    for occurrence in kind.occurrences:
+        match = re.match(r"(.*?\.)?\d+(?=\.)", owner[occurrence[0]])
+        sides.setdefault(match.group() if match else "", set()).add(
+            kind.exponents.get(occurrence, 0)
+        )
     lists = {re.sub(r"\d+$", "", layer) for layer in sides}
     return len(sides) > 2 or (
-        len(sides) == 2 and (len(lists) > 1 or any({1, -1} <= found for found in sides.values()))
+        len(sides) == 2
+        and (len(lists) > 1 or any({1, -1} <= exponents for exponents in sides.values()))
     )
 
 
 def _module_word(users: Sequence[str]) -> str:
-    """The most telling word in the name of the first parameter."""
+    """Return the most specific word in the name of the first parameter."""
     words = [w for w in users[0].split(".") if w.lower() not in _GENERIC_WORDS and not w.isdigit()]
     return re.sub(r"[^A-Za-z0-9_]", "", words[-1]) if words else "hidden"

@@ -1,5 +1,5 @@
-"""No spec is believed: a random element of every space must leave a module of random weights as it
-is, strictly in float64.
+"""Verification of a discovered spec: a random element of every space must leave the outputs of a
+module with random weights unchanged, in float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FALLBACKS: tuple[Group, ...] = (SignedPermutation(), Permutation())
 
 @dataclass(frozen=True)
 class Proof:
-    """What verification found: the spec that holds, the largest error, and what was dropped."""
+    """The result of verification: the spec that holds, the largest error, and what was dropped."""
 
     spec: Spec
     error: float
@@ -40,55 +40,62 @@ class Proof:
 
 
 def randomized_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy in float64 with random weights, so that nothing holds by the accident of an
-    initialisation (zero biases, unit gains).
+    """Copy a module in float64 with random weights, so that nothing holds by accident of the
+    initialization (zero biases, unit gains).
     """
     twin = copy.deepcopy(module).double().eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for p in twin.parameters():
-            if p.is_floating_point():
-                drawn = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                wide = p.numel() / p.shape[0] if p.dim() > 1 else 1.0
-                p.copy_(drawn * 1.2 / wide**0.5 if p.dim() > 1 else 1 + 0.3 * drawn)
+        for parameter in twin.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                fan_in = parameter.numel() / parameter.shape[0] if parameter.dim() > 1 else 1.0
+                parameter.copy_(
+                    noise * 1.2 / fan_in**0.5 if parameter.dim() > 1 else 1 + 0.3 * noise
+                )
     return twin
 
 
 def to_float64(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert floating-point inputs to float64."""
     return {
         k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()
     }
 
 
-def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
-    """Verify a spec on a generic module and its inputs in float64; what fails is made smaller until
-    it holds, or dropped, and said.
+def prove(spec: Spec, twin: torch.nn.Module, inputs: Mapping[str, Any]) -> Proof:
+    """Verify a spec on a module in float64; groups that fail are made smaller or dropped.
+
+    Args:
+        spec: the spec to verify.
+        twin: a module from `randomized_copy`.
+        inputs: its inputs in float64.
+
+    Raises:
+        RegaugeError: the spec contradicts itself, which is a bug in discovery.
     """
     faults = check_spec(spec)
     if faults:
         raise RegaugeError(
-            "discovery wrote a spec that contradicts itself\n"
-            + "\n".join(f"  {f}" for f in faults[:10])
+            "discovery produced an inconsistent spec\n" + "\n".join(f"  {f}" for f in faults[:10])
         )
     dropped: list[str] = []
-    error = _error(twin, spec, given, None)
+    error = _error(twin, spec, inputs, None)
     if not error <= TOLERANCE:
         for name in list(spec.spaces):
-            if not _error(twin, spec, given, name) <= TOLERANCE:
-                spec, said = _shrink_group(twin, spec, given, name)
-                dropped.append(said)
-        error = _error(twin, spec, given, None)
-        if (
-            not error <= TOLERANCE
-        ):  # what holds alone does not hold together: nothing is left that could be trusted
-            dropped.append(f"all spaces together are off by {error:.1e}: nothing is kept")
+            if not _error(twin, spec, inputs, name) <= TOLERANCE:
+                spec, message = _shrink_group(twin, spec, inputs, name)
+                dropped.append(message)
+        error = _error(twin, spec, inputs, None)
+        if not error <= TOLERANCE:  # each holds alone, but not together: trust none
+            dropped.append(f"all spaces together are off by {error:.1e}: all are dropped")
             for name in list(spec.spaces):
                 spec = drop_space(spec, name)
             error = 0.0
     folded_error = None
     if spec.norms or spec.scales:
-        folded_error = _folded_error(twin, spec, given)
+        folded_error = _folded_error(twin, spec, inputs)
         if not folded_error <= TOLERANCE:
             dropped.append(f"folding is off by {folded_error:.1e}: norms are not folded")
             spec = replace(
@@ -109,13 +116,14 @@ def prove(spec: Spec, twin: torch.nn.Module, given: Mapping[str, Any]) -> Proof:
 def _error(
     twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], space: str | None
 ) -> float:
+    """Return the error of a random element of one space, or of all."""
     return symmetry_error(
         twin, spec, element(spec, _SEED, spaces=None if space is None else [space]), inputs
     )
 
 
 def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) -> float:
-    """Folding keeps the function, and a random element of the folded spec does."""
+    """Return the larger of the errors of folding and of a random element of the folded spec."""
     from regauge.testing import compute_outputs, select_outputs
 
     new, state = fold_norms(spec, {k: v.detach() for k, v in twin.state_dict().items()})
@@ -128,38 +136,37 @@ def _folded_error(twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any]) 
             torch.nn.Parameter(torch.empty_like(folded.get_parameter(alias))),
         )
     folded.load_state_dict({n: state[n] for n in folded.state_dict()})
-    before, after = (
-        select_outputs(spec, compute_outputs(twin, inputs)),
-        select_outputs(spec, compute_outputs(folded, inputs)),
-    )
-    kept = max(
+    before = select_outputs(spec, compute_outputs(twin, inputs))
+    after = select_outputs(spec, compute_outputs(folded, inputs))
+    folding_error = max(
         float((after[k] - before[k]).abs().max()) / max(1.0, float(before[k].abs().max()))
         for k in before
     )
-    return max(kept, _error(folded, new, inputs, None))
+    return max(folding_error, _error(folded, new, inputs, None))
 
 
 def _shrink_group(
     twin: torch.nn.Module, spec: Spec, inputs: Mapping[str, Any], name: str
 ) -> tuple[Spec, str]:
-    """The largest smaller group that holds on a space, or none."""
+    """Return the spec with the largest smaller group that holds on a space, or with none, and a
+    message.
+    """
     space = spec.spaces[name]
     for group in _FALLBACKS:
         if type(group) is type(space.group):
             continue
-        tried = replace(
+        candidate = replace(
             spec, spaces={**spec.spaces, name: replace(space, group=group, folded=None)}
         )
-        if not check_spec(tried) and _error(twin, tried, inputs, name) <= TOLERANCE:
-            return tried, f'"{name}" does not keep {space.group}, as the rules said, but {group}'
-    return drop_space(
-        spec, name
-    ), f'"{name}" does not hold as the rules said ({space.group}): nothing acts there'
+        if not check_spec(candidate) and _error(twin, candidate, inputs, name) <= TOLERANCE:
+            return candidate, f'"{name}" has the group {group}, not {space.group} as inferred'
+    message = f'"{name}" does not have the group {space.group} as inferred: nothing acts there'
+    return drop_space(spec, name), message
 
 
 def drop_space(spec: Spec, name: str) -> Spec:
-    """The spec in which nothing acts on a space. What lies over it stays, with one member for each
-    of its places.
+    """Return the spec in which nothing acts on a space. Spaces over it stay, with one member for
+    each of its coordinates.
     """
     if any(s.over == name for s in spec.spaces.values()):
         return replace(
@@ -193,46 +200,47 @@ def drop_space(spec: Spec, name: str) -> Spec:
 
 
 def transfer_proof(spec: Spec, small: Spec, proof: Proof, where: str) -> Proof:
-    """What was proved of a small twin, said of the large model: both must be written alike, layer
-    numbers and sizes aside.
+    """Transfer a proof from a small twin to the large model. Both specs must agree up to layer
+    numbers and sizes.
     """
-    wrong = sorted(
+    differing = sorted(
         f"{name}: {axes}"
         for name, axes in (_size_free_pattern(spec).items() ^ _size_free_pattern(small).items())
     )
-    if wrong:
+    if differing:
         raise RegaugeError(
-            "the model is too large to verify with, and a small twin of its class is not like it\n"
-            + "\n".join(f"  {w}" for w in wrong[:6]),
+            "the model is too large to verify, and the spec of a small twin of its class differs\n"
+            + "\n".join(f"  {w}" for w in differing[:6]),
             hint="discover a smaller module of the same class",
         )
     proved = {_NUMBER.sub("#", n): s for n, s in proof.spec.spaces.items()}
     for name, space in list(spec.spaces.items()):
-        like = proved.get(_NUMBER.sub("#", name))
-        if like is None:
+        twin_space = proved.get(_NUMBER.sub("#", name))
+        if twin_space is None:
             spec = drop_space(spec, name)
-        elif like.group != space.group or like.folded != space.folded:
+        elif twin_space.group != space.group or twin_space.folded != space.folded:
             spec = replace(
                 spec,
-                spaces={**spec.spaces, name: replace(space, group=like.group, folded=like.folded)},
+                spaces={
+                    **spec.spaces,
+                    name: replace(space, group=twin_space.group, folded=twin_space.folded),
+                },
             )
     if not proof.spec.norms and not proof.spec.scales:
         spec = replace(spec, norms=(), scales=())
-    said = (
-        f"verified on {where} of the same class: the model itself is too large to compute with here"
-    )
+    note = f"verified on {where} of the same class: the model itself is too large"
     return replace(
         proof,
-        spec=replace(spec, notes=(*spec.notes, said, *(f"dropped: {d}" for d in proof.dropped))),
+        spec=replace(spec, notes=(*spec.notes, note, *(f"dropped: {d}" for d in proof.dropped))),
     )
 
 
 def _size_free_pattern(spec: Spec) -> dict[str, str]:
-    """A spec without its numbers: names with # for each, axes without sizes."""
+    """Return a spec without its numbers: names with # for each, axes without sizes."""
     out: dict[str, set[str]] = {}
     for name, axes in spec.tensors.items():
         out.setdefault(_NUMBER.sub("#", name), set()).add(_NUMBER.sub("#", _HOLE.sub("_", axes)))
     for name, space in spec.spaces.items():
-        said = f"{space.group} over {_NUMBER.sub('#', space.over or '-')}, folded {space.folded}"
-        out.setdefault(f"space {_NUMBER.sub('#', name)}", set()).add(said)
-    return {name: " | ".join(sorted(found)) for name, found in out.items()}
+        text = f"{space.group} over {_NUMBER.sub('#', space.over or '-')}, folded {space.folded}"
+        out.setdefault(f"space {_NUMBER.sub('#', name)}", set()).add(text)
+    return {name: " | ".join(sorted(texts)) for name, texts in out.items()}

@@ -1,8 +1,8 @@
-"""One rule for each operator. What has no rule is `unknown`: nothing may act on what it touches,
-which is always sound, and it is named.
+"""The rules of all operators, and the restrictions they impose.
 
-`RESTRICTIONS` says what each kind of restriction keeps: scales, signs, and mixtures of coordinates.
-A new operator is one line in `RULES`.
+An operator without a rule is `unsupported`: nothing may act on the axes it touches, which is always
+sound, and the spec's notes name it. `RESTRICTIONS` lists what each kind of restriction preserves:
+scales, signs, and linear maps. Support for a new operator is one line in `RULES`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ Rule = Callable[[Walk, Node], Any]
 
 @dataclass(frozen=True)
 class RestrictionEffect:
-    """What a restriction leaves: scales, signs, and mixtures of coordinates ("all", "orthogonal",
-    "ones" for those that keep the ones vector, "rotary" or "none"); what the operator does, and
-    what it keeps, in words.
+    """The matrices that a restriction preserves, with a description for users.
+
+    Attributes:
+        scales: whether scales are preserved.
+        signs: whether signs are preserved.
+        mixtures: the linear maps that are preserved: "all", "orthogonal", "ones" (orthogonal maps
+            that preserve the all-ones vector), "rotary", "none" or "nothing".
+        effect: a description of the operator.
+        preserves: a description of the matrices that it preserves.
     """
 
     scales: bool
@@ -76,9 +82,7 @@ RESTRICTIONS: dict[str, RestrictionEffect] = {
         "multiplies coordinate by coordinate",
         "keeps permutations, and scales that cancel",
     ),
-    "batch": RestrictionEffect(
-        False, False, "none", "treats its places side by side", "keeps any order of them"
-    ),
+    "batch": RestrictionEffect(False, False, "none", "is batched over it", "keeps any order"),
     "ones": RestrictionEffect(
         False,
         False,
@@ -87,10 +91,10 @@ RESTRICTIONS: dict[str, RestrictionEffect] = {
         "keeps orthogonal matrices that keep the all-ones vector",
     ),
     "rms": RestrictionEffect(
-        False, True, "orthogonal", "takes the length", "keeps orthogonal matrices"
+        False, True, "orthogonal", "takes the norm", "keeps orthogonal matrices"
     ),
     "rms-batch": RestrictionEffect(
-        False, False, "none", "is computed at each of its places", "keeps any order of them"
+        False, False, "none", "is computed for each of its indices", "keeps any order"
     ),
     "gain": RestrictionEffect(
         True,
@@ -104,56 +108,59 @@ RESTRICTIONS: dict[str, RestrictionEffect] = {
         True,
         True,
         "rotary",
-        "turn the planes (j, j + n/2) by angles of their own",
-        "keep one turn and one scale for each plane",
+        "rotate the planes (j, j + n/2) by separate angles",
+        "keep one rotation and one scale for each plane",
     ),
     "rotary-interleaved": RestrictionEffect(
         True,
         True,
         "rotary",
-        "turn the planes (2j, 2j + 1) by angles of their own",
-        "keep one turn and one scale for each plane",
+        "rotate the planes (2j, 2j + 1) by separate angles",
+        "keep one rotation and one scale for each plane",
     ),
     "frozen": RestrictionEffect(False, False, "nothing", "", "keeps nothing"),
 }
 
 
 def source_value(w: Walk, node: Node) -> Value:
-    """A parameter: free. A buffer, a constant, an input: fixed numbers."""
+    """Return the value of a source node: a parameter has free axes; a buffer, a constant or an
+    input has frozen ones.
+    """
     name, kind = w.graph.names[node], w.graph.kinds[node]
     sizes = tuple(getattr(node.meta.get("val"), "shape", ()))
     if kind == "parameter":
-        first = w.graph.ties.get(name, name)
-        names = [first, *(alias for alias, target in w.graph.ties.items() if target == first)]
+        target_name = w.graph.ties.get(name, name)
+        names = [
+            target_name,
+            *(alias for alias, target in w.graph.ties.items() if target == target_name),
+        ]
         w.aliases[node] = {
             n: Value(tuple(Axis(atom(int(k))) for k in sizes), source=n, is_weight=True)
             for n in names
         }
-        return w.aliases[node][first]
+        return w.aliases[node][target_name]
     if kind == "buffer" and _is_statistic(node):
         return Value(tuple(Axis(atom(int(n))) for n in sizes), source=name, is_weight=True)
     if node in w.graph.constants:
         return constant_value(w, node)
-    words = {
-        "buffer": f'the module\'s constant "{name}" lies along it',
-        "constant": "a constant lies along it",
+    reasons = {
+        "buffer": f'the module\'s constant "{name}" varies along it',
+        "constant": "a constant varies along it",
         "input": f"it is an axis of the input {name}",
     }
     if kind != "input" and node.users:
-        w.current_node = next(iter(node.users))  # the operator that brings it in
-    return Value(tuple(w.new_frozen_axis(int(n), words[kind]) for n in sizes))
+        w.current_node = next(iter(node.users))  # report the operator that reads it
+    return Value(tuple(w.new_frozen_axis(int(n), reasons[kind]) for n in sizes))
 
 
 def constant_value(w: Walk, node: Node) -> Value:
-    """What the module computes from constants alone: nothing may act where its numbers differ.
-    Zeros the walk knows besides.
-    """
+    """Return the value of a node computed from constants alone: frozen where its numbers differ."""
     value = w.graph.constants[node]
     if node in w.zeros:
         return w.value(node)
     if w.graph.kinds.get(node) is not None and node.users:
-        w.current_node = next(iter(node.users))  # the operator that brings it in
-    why = "numbers that the module makes itself differ along it"
+        w.current_node = next(iter(node.users))  # report the operator that reads it
+    why = "constants of the module differ along it"
     return Value(
         tuple(
             Axis(atom(n), uniform=True)
@@ -165,34 +172,34 @@ def constant_value(w: Walk, node: Node) -> Value:
 
 
 def _is_statistic(node: Node) -> bool:
-    """A running mean or spread, which moves with its channels."""
+    """Return whether a buffer is a running mean or variance, which follows its channels."""
     return bool(node.users) and all(
         "batch_norm" in operator_name(u) and node in u.args[3:5] for u in node.users
     )
 
 
 def unsupported(w: Walk, node: Node) -> Any:
-    """No rule: nothing may act on what it touches."""
+    """Freeze everything that an operator without a rule touches."""
     name = operator_name(node)
     if node in w.parameter_dependent:
         w.unsupported.setdefault(name, node)
     for n in node.all_input_nodes:
-        found = w.value(n) if n in w.aliases else w.values.get(n)
-        for value in (
-            found
-            if isinstance(found, list)
+        value = w.value(n) if n in w.aliases else w.values.get(n)
+        for operand in (
+            value
+            if isinstance(value, list)
             else []
-            if found is None
-            else [w.collapse(found) if found.cases else found]
+            if value is None
+            else [w.collapse(value) if value.cases else value]
         ):
-            for a in value.axes:
+            for a in operand.axes:
                 w.freeze(a, f"`{name}` has no rule")
     result = node.meta.get("val")
-    made = [
+    results = [
         _frozen_value(w, v, name)
         for v in (result if isinstance(result, tuple | list) else [result])
     ]
-    return made if isinstance(result, tuple | list) else made[0]
+    return results if isinstance(result, tuple | list) else results[0]
 
 
 def _frozen_value(w: Walk, value: Any, name: str) -> Value:
@@ -204,22 +211,23 @@ def _frozen_value(w: Walk, value: Any, name: str) -> Value:
 
 
 def write_in_place(w: Walk, node: Node) -> Value:
-    """Writing into a tensor: what it is a part of is fixed."""
+    """Freeze a tensor that is written into, and every tensor that it is a view of."""
     base: Any = node.args[0]
     while isinstance(base, fx.Node):
-        found = w.values.get(base)
-        if isinstance(found, Value):
-            found = w.collapse(found) if found.cases else found
+        value = w.values.get(base)
+        if isinstance(value, Value):
+            value = w.collapse(value) if value.cases else value
             w.values[base] = Value(
-                tuple(w.new_frozen_axis(a.size, "it is written into in parts") for a in found.axes)
+                tuple(w.new_frozen_axis(a.size, "parts of it are overwritten") for a in value.axes)
             )
-            for a in found.axes:
-                w.freeze(a, "it is written into in parts")
+            for a in value.axes:
+                w.freeze(a, "parts of it are overwritten")
         base = base.args[0] if base.op == "call_function" and base.args else None
-    return Value(tuple(w.new_frozen_axis(n, "it is written into in parts") for n in shape(node)))
+    return Value(tuple(w.new_frozen_axis(n, "parts of it are overwritten") for n in shape(node)))
 
 
 def no_output(w: Walk, node: Node) -> Value:
+    """Return the empty value of an operator without results."""
     return Value(())
 
 

@@ -1,16 +1,13 @@
-"""How scales and signs run through a network: for each kind of coordinate, a system of linear
-equations in its exponents.
+"""Linear equations for the scales and signs of every kind of coordinate.
 
-At every place where a kind of coordinate occurs its scale c acts as c^e: 1 for an activation and
-for what writes it, -1 for what reads it, 0 for a gain or a gate. Equal axes have equal exponents,
-contracted ones opposite ones, products add them. What restricts scales says e = 0. Three systems
-are solved:
+At each occurrence of a kind of coordinate its scale c acts as c^e: e is 1 for an activation and for
+weights that write it, -1 for weights that read it, 0 for a gain or a gate. Equal axes have equal
+exponents, contracted axes opposite ones, products add them. A restriction that excludes scales
+requires e = 0. Three systems are solved:
 
-    scales    over the rationals, with every restriction: is there a scale at all, and where is it
-    1, -1, 0
-    signs     the same modulo 2, where odd functions and norms let it pass
-    stars     without restrictions and ties: which side is the dual, where the group itself does not
-    say
+    scales    over the rationals, with every restriction: is there a scale, and where is e 1, -1, 0
+    signs     the same modulo 2, where odd functions and norms preserve signs
+    stars     without restrictions and ties: which side is the dual, if the group does not decide
 """
 
 from __future__ import annotations
@@ -28,8 +25,8 @@ _STILL = frozenset({"batch", "still"})
 
 
 class Equations:
-    """Linear equations with right-hand side zero, solved as they come in. `modulus` 2 for signs, 0
-    for the rationals.
+    """Homogeneous linear equations, solved as they are added. `modulus`: 2 for signs, 0 for the
+    rationals.
     """
 
     def __init__(self, modulus: int = 0) -> None:
@@ -37,6 +34,7 @@ class Equations:
         self.solved: dict[Variable, Expression] = {}
 
     def reduce(self, expression: Mapping[Variable, Fraction]) -> Expression:
+        """Write an expression in the free variables."""
         out: Expression = {}
         todo = list(expression.items())
         while todo:
@@ -54,7 +52,7 @@ class Equations:
         return out
 
     def _compress(self, v: Variable) -> None:
-        """Chains of single terms are made short, as in a union-find."""
+        """Shorten chains of single terms, as in a union-find."""
         chain, factor = [], Fraction(1)
         while v in self.solved and len(self.solved[v]) == 1:
             ((u, c),) = self.solved[v].items()
@@ -65,16 +63,16 @@ class Equations:
             self.solved[u] = {v: factor}
 
     def require_zero(self, expression: Mapping[Variable, Fraction]) -> None:
-        """Say that an expression is zero."""
-        found = self.reduce(expression)
-        if found:
-            v = next(iter(found))
-            k = found.pop(v)
-            self.solved[v] = {u: -c / k if not self.modulus else c for u, c in found.items()}
+        """Add the equation that an expression is zero."""
+        reduced = self.reduce(expression)
+        if reduced:
+            v = next(iter(reduced))
+            k = reduced.pop(v)
+            self.solved[v] = {u: -c / k if not self.modulus else c for u, c in reduced.items()}
 
-    def solutions(self, wanted: Sequence[Variable]) -> list[list[Fraction]]:
-        """A basis of the solutions, on these variables."""
-        rows = [self.reduce({v: Fraction(1)}) for v in wanted]
+    def solutions(self, variables: Sequence[Variable]) -> list[list[Fraction]]:
+        """Return a basis of the solutions, restricted to some variables."""
+        rows = [self.reduce({v: Fraction(1)}) for v in variables]
         free = list(dict.fromkeys(v for row in rows for v in row))
         return [[row.get(v, Fraction(0)) for row in rows] for v in free]
 
@@ -121,21 +119,23 @@ class Scales:
                 self.scales.require_zero({x: one, y: -one})
                 self.signs.require_zero({x: one, y: -one})
         for restriction in w.restrictions:
-            kept = RESTRICTIONS[restriction.kind]
+            effect = RESTRICTIONS[restriction.kind]
             for _, x in self._occurrences([restriction.axis]):
-                if not kept.scales:
+                if not effect.scales:
                     self.scales.require_zero({x: one})
-                if not kept.signs:
+                if not effect.signs:
                     self.signs.require_zero({x: one})
                 if restriction.kind in _STILL:
                     self.stars.require_zero({x: one})
 
     def atoms(self, axis: Axis) -> list[Atom]:
+        """Return the atoms of an axis."""
         if axis not in self.leaves:
             self.leaves[axis] = list(leaves(axis.term))
         return self.leaves[axis]
 
     def _occurrences(self, axes: Sequence[Axis | None]) -> list[tuple[Atom, Variable]]:
+        """Return the atoms of axes, each with its variable."""
         return [
             (a, (axis, i))
             for axis in axes
@@ -144,6 +144,7 @@ class Scales:
         ]
 
     def _require_zero(self, expression: Expression) -> None:
+        """Require an expression to be zero in all three systems."""
         self.scales.require_zero(expression)
         self.signs.require_zero(expression)
         self.stars.require_zero(expression)

@@ -1,4 +1,6 @@
-"""Rules for operators that only rearrange numbers: views, transpositions, cuts and joins."""
+"""Rules for operators that only rearrange numbers: views, transpositions, slices and
+concatenations.
+"""
 
 from __future__ import annotations
 
@@ -18,26 +20,25 @@ from regauge.models.discovery.graph import operator_name
 from regauge.models.discovery.terms import atom, unify
 from regauge.models.discovery.walk import Axis, Node, Value, Walk, shape
 
-SELECTED = "single places of it are chosen by number"
+SELECTED = "single indices of it are selected"
 
 
 def view(w: Walk, node: Node) -> Value:
-    """view, reshape, flatten, unflatten, squeeze, unsqueeze: products are split and merged,
-    row-major.
-    """
+    """view, reshape, flatten, squeeze and variants: split and merge products, row-major."""
     x, new = w.value_with_cases(node.args[0]), shape(node)
     if x.cases:
-        moved = view_cases(x, shape(node.args[0]), new)
-        if moved is not None:
-            return moved
+        viewed = view_cases(x, shape(node.args[0]), new)
+        if viewed is not None:
+            return viewed
         x = w.collapse(x)
-    places = find_case_axis(w.graph, node)
-    if places is not None:
-        found = split_cases(w, x, new, *places)
-        if found is not None:
-            return found
+    case_axis = find_case_axis(w.graph, node)
+    if case_axis is not None:
+        split = split_cases(w, x, new, *case_axis)
+        if split is not None:
+            return split
     old = [a for a in x.axes if a.size != 1]
-    if [a.size for a in old] == [n for n in new if n != 1]:  # only ones come or go
+    # only axes of size 1 are added or removed
+    if [a.size for a in old] == [n for n in new if n != 1]:
         rest = iter(old)
         return with_axes(x, [w.follow(next(rest)) if n != 1 else Axis(atom(1)) for n in new])
     axes = [Axis(atom(n)) for n in new]
@@ -46,6 +47,7 @@ def view(w: Walk, node: Node) -> Value:
 
 
 def permute(w: Walk, node: Node) -> Value:
+    """permute, transpose, t and variants."""
     x = w.value_with_cases(node.args[0])
     order = permutation_of(node, len(shape(node)))
     if not x.cases:
@@ -63,6 +65,7 @@ def identity(w: Walk, node: Node) -> Value:
 
 
 def expand(w: Walk, node: Node) -> Value:
+    """expand, broadcast_to: new axes are uniform."""
     x, new = w.value(node.args[0]), shape(node)
     old: list[Axis | None] = [None] * (len(new) - len(x.axes)) + list(x.axes)
     return with_axes(
@@ -75,9 +78,9 @@ def expand(w: Walk, node: Node) -> Value:
 
 
 def repeat(w: Walk, node: Node) -> Value:
-    """Copies of an axis one behind the other (repeat), or of each place (repeat_interleave)."""
+    """Repeat a whole axis (repeat), or each coordinate of it (repeat_interleave)."""
     x, new = w.value(node.args[0]), shape(node)
-    each = operator_name(node) == "repeat_interleave"
+    interleaved = operator_name(node) == "repeat_interleave"
     old: list[Axis | None] = [None] * (len(new) - len(x.axes)) + list(x.axes)
     axes = []
     for a, n in zip(old, new, strict=True):
@@ -87,13 +90,13 @@ def repeat(w: Walk, node: Node) -> Value:
             axes.append(w.follow(a))
         else:
             copies, out = Axis(atom(n // a.size)), Axis(atom(n))
-            w.equate([a, copies] if each else [copies, a], [out])
+            w.equate([a, copies] if interleaved else [copies, a], [out])
             axes.append(out)
     return Value(tuple(axes))
 
 
 def select(w: Walk, node: Node) -> Value:
-    """One place of an axis: the others stay free."""
+    """Select one index of an axis: the others stay free."""
     x, span = w.value_with_cases(node.args[0]), selected_range(w.graph, node.args[0], node)
     case = (
         select_cases(w, x, *span[1:]) if x.cases and span is not None and span[0] == x.dim else None
@@ -113,6 +116,7 @@ def select(w: Walk, node: Node) -> Value:
 
 
 def unbind(w: Walk, node: Node) -> list[Value]:
+    """Select every index of an axis."""
     x, dim = w.value_with_cases(node.args[0]), get_argument(node, 1, "dim", 0)
     dim %= len(shape(node.args[0]))
     if x.cases and dim == x.dim and len(x.cases) == len(node.meta["val"]):
@@ -126,19 +130,20 @@ def unbind(w: Walk, node: Node) -> list[Value]:
 
 
 def getitem(w: Walk, node: Node) -> Value:
-    found = w.values[node.args[0]]
-    return found[node.args[1]] if isinstance(found, list) else found
+    """Select one of several results."""
+    values = w.values[node.args[0]]
+    return values[node.args[1]] if isinstance(values, list) else values
 
 
 def split(w: Walk, node: Node) -> list[Value]:
-    """split, chunk and their like: a sum along one axis."""
+    """split, chunk and variants: a direct sum along one axis."""
     x = w.value_with_cases(node.args[0])
     dim = get_argument(node, 2, "dim", 0) % len(shape(node.args[0]))
     sizes = [v.shape[dim] for v in node.meta["val"]]
     if x.cases and dim == x.dim:
-        found = [select_cases(w, x, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
-        if all(found):
-            return [case for case in found if case is not None]
+        cases = [select_cases(w, x, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+        if all(cases):
+            return [case for case in cases if case is not None]
     x = w.value(node.args[0])
     if len(sizes) == 1:
         return [x]
@@ -152,6 +157,7 @@ def split(w: Walk, node: Node) -> list[Value]:
 
 
 def slice_(w: Walk, node: Node) -> Value:
+    """Select a range of an axis."""
     x, span = w.value_with_cases(node.args[0]), selected_range(w.graph, node.args[0], node)
     if shape(node) == shape(node.args[0]):
         return x
@@ -166,7 +172,7 @@ def slice_(w: Walk, node: Node) -> Value:
     dim = get_argument(node, 1, "dim", 0) % len(x.axes)
     axis, n = x.axes[dim], shape(node)[dim]
     if span is None:
-        w.freeze(axis, "every so many places of it are taken")
+        w.freeze(axis, "it is sliced with a step")
         piece = w.new_frozen_axis(n, SELECTED)
     else:
         piece = w.split(axis, (span[1], n, axis.size - span[2]))[1]
@@ -174,8 +180,9 @@ def slice_(w: Walk, node: Node) -> Value:
 
 
 def cat(w: Walk, node: Node) -> Value:
-    given = [n for n in node.args[0] if 0 not in shape(n)]  # a cache that is empty yet
-    values = [w.value(n) for n in given]
+    """Concatenate tensors along one axis."""
+    nodes = [n for n in node.args[0] if 0 not in shape(n)]  # skip caches that are still empty
+    values = [w.value(n) for n in nodes]
     if len(values) == 1:
         return values[0]
     dim = get_argument(node, 1, "dim", 0) % len(values[0].axes)
@@ -192,6 +199,7 @@ def cat(w: Walk, node: Node) -> Value:
 
 
 def _align(w: Walk, axis: Axis, out: Axis) -> None:
+    """Equate an operand's axis with the result's, or restrict the result where it is uniform."""
     if axis.uniform:
         w.restrict(out, "shift")
         unify(axis.term, out.term, w.freeze_misfit)
@@ -200,6 +208,7 @@ def _align(w: Walk, axis: Axis, out: Axis) -> None:
 
 
 def stack(w: Walk, node: Node) -> Value:
+    """Stack tensors along a new axis."""
     values = [w.value(n) for n in node.args[0]]
     dim = get_argument(node, 1, "dim", 0) % (len(values[0].axes) + 1)
     if find_case_axis(w.graph, node) == (dim, (1,) * len(values)):
@@ -216,16 +225,17 @@ def stack(w: Walk, node: Node) -> Value:
 
 
 def reorder(w: Walk, node: Node) -> Value:
-    """flip, roll: some axes keep their order, whatever it is; the others pass."""
+    """flip, roll: freeze the reordered axes; the others pass."""
     x = w.value(node.args[0])
     dims = get_argument(node, 2 if operator_name(node) == "roll" else 1, "dims", ())
-    moved = {d % len(x.axes) for d in ([dims] if isinstance(dims, int) else dims)}
-    for d in moved or set(range(len(x.axes))):
-        w.freeze(x.axes[d], "its places are shifted or turned round")
+    reordered = {d % len(x.axes) for d in ([dims] if isinstance(dims, int) else dims)}
+    for d in reordered or set(range(len(x.axes))):
+        w.freeze(x.axes[d], "it is shifted or reversed")
     return Value(tuple(w.follow(a) for a in x.axes))
 
 
 def pad(w: Walk, node: Node) -> Value:
+    """Pad: freeze the padded axes; the others pass."""
     x, new = w.value(node.args[0]), shape(node)
     axes = []
     for a, n in zip(x.axes, new, strict=True):
@@ -238,15 +248,15 @@ def pad(w: Walk, node: Node) -> Value:
 
 
 def pixel_shuffle(w: Walk, node: Node) -> Value:
-    """pixel_shuffle: channels become places."""
+    """pixel_shuffle, pixel_unshuffle: channels become positions."""
     x = w.value(node.args[0])
     for a in x.axes[-3:]:
-        w.freeze(a, "channels and places become one another")
+        w.freeze(a, "channels and positions are exchanged")
     return Value(
         (
             *(w.follow(a) for a in x.axes[:-3]),
             *(
-                w.new_frozen_axis(n, "channels and places become one another")
+                w.new_frozen_axis(n, "channels and positions are exchanged")
                 for n in shape(node)[-3:]
             ),
         )

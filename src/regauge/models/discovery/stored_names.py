@@ -1,9 +1,8 @@
-"""A discovered spec on the names of a checkpoint. transformers renames some tensors when it saves a
-model, and takes others apart (fused experts).
+"""A discovered spec under the tensor names of a checkpoint. transformers renames some tensors when
+it saves a model, and splits others (fused experts).
 
-What becomes of each tensor is not written down here: the library's own conversion is run on tensors
-that hold nothing but the numbers of their places (views of one row, so that a large model needs no
-memory), and read off.
+The mapping is not hard-coded: the library's own conversion is run on tensors that hold their own
+indices (expanded views, so that a large model needs no memory), and the result is inspected.
 """
 
 from __future__ import annotations
@@ -24,11 +23,14 @@ from regauge.models.discovery.graph import DiscoveryError
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a stored tensor lies in a live one: of each live axis the places from start to stop,
-    and the stored axis that they are (None: one place).
+    """The location of a stored tensor in a live one.
 
-    `then`: what lies behind it along the stored axis `along`, where several live tensors are stored
-    as one.
+    Attributes:
+        live: the name of the live tensor.
+        axes: for each live axis the range (start, stop) and the stored axis it becomes (None:
+            a single index).
+        along: the stored axis along which further live tensors are concatenated.
+        rest: the origins of those tensors.
     """
 
     live: str
@@ -40,10 +42,14 @@ class Origin:
 def stored_spec(
     spec: Spec, module: torch.nn.Module, names: Iterable[str]
 ) -> tuple[Spec, Mapping[str, Sequence[str]]]:
-    """The spec of a checkpoint of this module with these tensor names: the same spaces, with the
-    names and axes of what is stored.
+    """Return the spec of a checkpoint of a module with these tensor names: the same spaces, with
+    the names and axes of the stored tensors.
 
-    With it the stored names of every live tensor; none if they are the same.
+    Returns:
+        The spec, and the stored names of every live tensor (empty if they are the same).
+
+    Raises:
+        DiscoveryError: a tensor is stored in a form that cannot be mapped to the live model.
     """
     if all(n in spec.tensors or spec.is_buffer(n) for n in names):
         return spec, {}
@@ -51,59 +57,57 @@ def stored_spec(
     if not origins:
         return spec, {}
     stacks = _find_stacks(spec, origins, module)
-    to: dict[str, list[str]] = {}
+    stored: dict[str, list[str]] = {}
     tensors: dict[str, str] = {}
     for name, origin in origins.items():
         pattern = stacks.get(name, name)
         if pattern not in tensors:
             tensors[pattern] = _stored_axes(spec, origin, module, stacked=pattern != name)
-            for one in (origin, *origin.rest):
-                to.setdefault(one.live, []).append(pattern)
-    for (
-        alias,
-        target,
-    ) in (
-        spec.ties.items()
-    ):  # renamed as what it repeats would be, where only its own name is stored
-        if alias not in to and target in to:
+            for source in (origin, *origin.rest):
+                stored.setdefault(source.live, []).append(pattern)
+    # an alias that is stored under its own name is renamed as its target would be
+    for alias, target in spec.ties.items():
+        if alias not in stored and target in stored:
             (renamed,) = _find_origins(module, [alias])
-            to[alias], tensors[renamed] = [renamed], spec.tensors[alias]
+            stored[alias], tensors[renamed] = [renamed], spec.tensors[alias]
     for name in spec.tensors:
-        if name not in to:
-            to[name], tensors[name] = [name], spec.tensors[name]
+        if name not in stored:
+            stored[name], tensors[name] = [name], spec.tensors[name]
 
-    def pairs(listed: Sequence[tuple[str, str | None]]) -> tuple[tuple[str, str | None], ...]:
-        found = [
-            (w, None if bias is None else to[bias][min(i, len(to[bias]) - 1)])
-            for weight, bias in listed
-            for i, w in enumerate(to[weight])
+    def stored_pairs(
+        layers: Sequence[tuple[str, str | None]],
+    ) -> tuple[tuple[str, str | None], ...]:
+        pairs = [
+            (w, None if bias is None else stored[bias][min(i, len(stored[bias]) - 1)])
+            for weight, bias in layers
+            for i, w in enumerate(stored[weight])
         ]
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(pairs))
 
-    described = replace(
+    renamed_spec = replace(
         spec,
         tensors=tensors,
-        parts={new: part for name, part in spec.parts.items() for new in to[name]},
-        ties={to[a][0]: to[t][0] for a, t in spec.ties.items()},
+        parts={
+            stored_name: part for name, part in spec.parts.items() for stored_name in stored[name]
+        },
+        ties={stored[a][0]: stored[t][0] for a, t in spec.ties.items()},
         norms=tuple(
             Norm(
-                to[n.gain][0],
-                None if n.bias is None else to[n.bias][0],
-                pairs(n.readers),
+                stored[n.gain][0],
+                None if n.bias is None else stored[n.bias][0],
+                stored_pairs(n.readers),
                 n.neutral,
                 n.padded,
             )
             for n in spec.norms
         ),
-        scales=tuple(Scale(to[s.gain][0], pairs(s.writers)) for s in spec.scales),
+        scales=tuple(Scale(stored[s.gain][0], stored_pairs(s.writers)) for s in spec.scales),
     )
-    return described, to
+    return renamed_spec, stored
 
 
 def _find_origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Origin]:
-    """Every stored tensor, and where it lies in a live one; nothing for a module that is stored as
-    it is.
-    """
+    """Return the origin of every stored tensor; empty for a module that is stored unchanged."""
     try:
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError:
@@ -113,21 +117,23 @@ def _find_origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Ori
     shapes = {n: tuple(t.shape) for n, t in module.state_dict().items() if n in set(live)}
     rank = max((len(s) for s in shapes.values()), default=0)
 
-    def run(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def convert(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         with _NoClone():  # type: ignore[no-untyped-call]
             return dict(revert_weight_conversion(module, dict(state)))  # type: ignore[arg-type]
 
     names = list(shapes)
-    whose = run({n: torch.tensor(i).expand(shapes[n]) for i, n in enumerate(names)})
-    places = [run({n: _indices_along(s, dim) for n, s in shapes.items()}) for dim in range(rank)]
+    owners = convert({n: torch.tensor(i).expand(shapes[n]) for i, n in enumerate(names)})
+    indices = [
+        convert({n: _indices_along(s, dim) for n, s in shapes.items()}) for dim in range(rank)
+    ]
     return {
-        name: _find_origin(name, value, names, shapes, [p[name] for p in places])
-        for name, value in whose.items()
+        name: _find_origin(name, value, names, shapes, [p[name] for p in indices])
+        for name, value in owners.items()
     }
 
 
 class _NoClone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Views stay views: a copy of one row that stands for a large tensor would be as large as that
+    """A mode in which clones return views: a clone of an expanded view would allocate the full
     tensor.
     """
 
@@ -140,7 +146,7 @@ class _NoClone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _indices_along(shape: Sequence[int], dim: int) -> torch.Tensor:
-    """The number of its place along one axis, at every place of a tensor."""
+    """Return a tensor of the indices along one axis."""
     if dim >= len(shape):
         return torch.tensor(0).expand(shape)
     return (
@@ -152,50 +158,51 @@ def _indices_along(shape: Sequence[int], dim: int) -> torch.Tensor:
 
 def _find_origin(
     name: str,
-    whose: torch.Tensor,
+    owners: torch.Tensor,
     names: Sequence[str],
     shapes: Mapping[str, Sequence[int]],
-    places: Sequence[torch.Tensor],
+    indices: Sequence[torch.Tensor],
 ) -> Origin:
-    for along in range(whose.dim()):
-        line = _line_along(whose, along)
+    """Return the origin of one stored tensor."""
+    for along in range(owners.dim()):
+        line = _line_along(owners, along)
         ends = [0, *(i for i in range(1, len(line)) if int(line[i]) != int(line[i - 1])), len(line)]
         if len(ends) > 2:
             spans = [(a, b - a) for a, b in pairwise(ends)]
-            found = [
+            origins = [
                 _find_origin(
                     name,
-                    whose.narrow(along, a, n),
+                    owners.narrow(along, a, n),
                     names,
                     shapes,
-                    [p.narrow(along, a, n) for p in places],
+                    [p.narrow(along, a, n) for p in indices],
                 )
                 for a, n in spans
             ]
-            if any(one.rest for one in found):
+            if any(origin.rest for origin in origins):
                 raise _unsupported_form(name)
-            return replace(found[0], along=along, rest=tuple(found[1:]))
-    live = names[int(whose[tuple(0 for _ in whose.shape)])]
+            return replace(origins[0], along=along, rest=tuple(origins[1:]))
+    live = names[int(owners[tuple(0 for _ in owners.shape)])]
     axes: list[tuple[int, int, int | None]] = []
     for dim, size in enumerate(shapes[live]):
-        lines = [_line_along(places[dim], j) for j in range(whose.dim())]
+        lines = [_line_along(indices[dim], j) for j in range(owners.dim())]
         varying = [
             j for j, line in enumerate(lines) if len(line) > 1 and int(line[-1]) != int(line[0])
         ]
-        first = int(places[dim][tuple(0 for _ in whose.shape)])
+        first = int(indices[dim][tuple(0 for _ in owners.shape)])
         if not varying:
-            same = [
+            singletons = [
                 j
-                for j in range(whose.dim())
-                if whose.shape[j] == size == 1 and j not in [a[2] for a in axes]
+                for j in range(owners.dim())
+                if owners.shape[j] == size == 1 and j not in [a[2] for a in axes]
             ]
-            axes.append((first, first + 1, same[0] if same else None))
+            axes.append((first, first + 1, singletons[0] if singletons else None))
             continue
         (j,) = varying if len(varying) == 1 else (-1,)
         if j < 0 or not torch.equal(lines[j], torch.arange(first, first + len(lines[j]))):
             raise _unsupported_form(name)
         axes.append((first, first + len(lines[j]), j))
-    if sorted(j for *_, j in axes if j is not None) != list(range(whose.dim())):
+    if sorted(j for *_, j in axes if j is not None) != list(range(owners.dim())):
         raise _unsupported_form(name)
     return Origin(live, tuple(axes))
 
@@ -206,7 +213,7 @@ def _line_along(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 def _unsupported_form(name: str) -> DiscoveryError:
     return DiscoveryError(
-        f'"{name}" is stored in a form that cannot be read off the live model',
+        f'"{name}" is stored in a form that cannot be mapped to the live model',
         hint="load the model and discover it in Python: regauge.discover(model, inputs)",
     )
 
@@ -214,17 +221,17 @@ def _unsupported_form(name: str) -> DiscoveryError:
 def _find_stacks(
     spec: Spec, origins: Mapping[str, Origin], module: torch.nn.Module
 ) -> dict[str, str]:
-    """Tensors that are stored one by one for each place of a space (experts): the name with the
-    space in braces for the number.
+    """Return the pattern of tensors that are stored one by one for each index of a space (experts):
+    the name with the space in braces.
     """
-    out = {}
+    patterns = {}
     shapes = {n: tuple(t.shape) for n, t in module.state_dict().items()}
     for name, origin in origins.items():
         for dim, (start, _, j) in enumerate(origin.axes):
             term = ax.parse(spec.tensors[origin.live]).terms[dim]
             if j is not None or shapes[origin.live][dim] == 1 or not isinstance(term, ax.Leaf):
                 continue
-            like = {
+            expected = {
                 i: replace(
                     origin,
                     axes=tuple(
@@ -233,22 +240,24 @@ def _find_stacks(
                 )
                 for i in (0, 1)
             }
-            pair = [
+            first_two = [
                 n
                 for i in (0, 1)
                 for n, o in origins.items()
-                if o == like[i] and _differ_in_numbers_only(n, name)
+                if o == expected[i] and _differ_in_numbers_only(n, name)
             ]
-            spots = [
+            spans = [
                 m.span() for m in re.finditer(r"(?<=\.)\d+(?=\.)", name) if m.group() == str(start)
             ]
-            told = [
-                s for s in spots if all(f"{name[: s[0]]}{i}{name[s[1] :]}" in pair for i in (0, 1))
+            matching = [
+                s
+                for s in spans
+                if all(f"{name[: s[0]]}{i}{name[s[1] :]}" in first_two for i in (0, 1))
             ]
-            if len(told) != 1:
+            if len(matching) != 1:
                 raise _unsupported_form(name)
-            out[name] = f"{name[: told[0][0]]}{{{term.space}}}{name[told[0][1] :]}"
-    return out
+            patterns[name] = f"{name[: matching[0][0]]}{{{term.space}}}{name[matching[0][1] :]}"
+    return patterns
 
 
 def _differ_in_numbers_only(a: str, b: str) -> bool:
@@ -256,11 +265,11 @@ def _differ_in_numbers_only(a: str, b: str) -> bool:
 
 
 def _stored_axes(spec: Spec, origin: Origin, module: torch.nn.Module, stacked: bool) -> str:
-    """The axes of a stored tensor: those of the live one, cut and in its order; the space of a
-    stack in front.
+    """Return the axes of a stored tensor: those of the live one, sliced and reordered; the space of
+    a stack comes first.
     """
     terms = ax.parse(spec.tensors[origin.live]).terms
-    front = (
+    stack_axes = (
         [
             t
             for t, (*_, j) in zip(terms, origin.axes, strict=True)
@@ -269,29 +278,31 @@ def _stored_axes(spec: Spec, origin: Origin, module: torch.nn.Module, stacked: b
         if stacked
         else []
     )
-    first, *rest = (_stored_terms(spec, one, module) for one in (origin, *origin.rest))
+    first, *rest = (_stored_terms(spec, part, module) for part in (origin, *origin.rest))
     if any(
         first[: origin.along] + first[origin.along + 1 :]
-        != o[: origin.along] + o[origin.along + 1 :]
-        for o in rest
+        != other[: origin.along] + other[origin.along + 1 :]
+        for other in rest
     ):
         raise _unsupported_form(origin.live)
     if rest:
-        first[origin.along] = ax.Sum(tuple(o[origin.along] for o in (first, *rest)))
-    return str(ax.Axes((*front, *first)))
+        first[origin.along] = ax.Sum(tuple(other[origin.along] for other in (first, *rest)))
+    return str(ax.Axes((*stack_axes, *first)))
 
 
 def _stored_terms(spec: Spec, origin: Origin, module: torch.nn.Module) -> list[ax.Term]:
+    """Return the terms of the live axes that a stored tensor has, in its order."""
     terms, shape = ax.parse(spec.tensors[origin.live]).terms, module.state_dict()[origin.live].shape
-    listed = [
+    by_axis = [
         (j, _slice_term(spec, t, n, a, b))
         for t, n, (a, b, j) in zip(terms, shape, origin.axes, strict=True)
         if j is not None
     ]
-    return [t for _, t in sorted(listed, key=lambda item: item[0])]
+    return [t for _, t in sorted(by_axis, key=lambda item: item[0])]
 
 
 def _slice_term(spec: Spec, term: ax.Term, n: int, start: int, stop: int) -> ax.Term:
+    """Return the term of a range of an axis."""
     if (start, stop) == (0, n):
         return term
     if isinstance(term, ax.Hole):
@@ -304,9 +315,9 @@ def _slice_term(spec: Spec, term: ax.Term, n: int, start: int, stop: int) -> ax.
     if sizes is not None and isinstance(term, ax.Sum):
         ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
         if start in ends and stop in ends:
-            inside = term.terms[ends.index(start) : ends.index(stop)]
-            return inside[0] if len(inside) == 1 else ax.Sum(inside)
+            selected = term.terms[ends.index(start) : ends.index(stop)]
+            return selected[0] if len(selected) == 1 else ax.Sum(selected)
     raise DiscoveryError(
-        f"{term} is stored in parts that no space ends with",
+        f"{term} is stored in slices that end inside a space",
         hint="load the model and discover it in Python",
     )

@@ -1,14 +1,12 @@
-"""What lies along an axis: an atom, a product, or a direct sum, found by first-order unification.
+"""Terms of axes: atoms, products and direct sums, found by first-order unification.
 
-    Atom(n)          n coordinates about which no more is known; may later be bound to a product or
-    a sum
-    Product(a, b)    a block of b for each place of a, row-major; the empty product is an axis of
-    size 1
-    Sum(a, b)        a, and b behind it
+    Atom(n)          n coordinates without known structure; may later be bound to another term
+    Product(a, b)    a block b for each coordinate of a, row-major; the empty product has size 1
+    Sum(a, b)        a followed by b
 
-`unify(a, b)` says that two axes are the same, and refines both until they are written alike: an
-atom of 768 met by (12, 64) becomes that product, met by 256 + 512 it becomes that sum. Where the
-two cannot be written alike nothing may act there, and `frozen` is told so.
+`unify(a, b)` makes two axes the same and refines both until they have the same form: an atom of 768
+unified with (12, 64) becomes that product, unified with 256 + 512 it becomes that sum. Where no
+common form exists nothing may act, and the `freeze` callback is called.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ _IDS = count()
 
 @dataclass(eq=False)
 class Atom:
-    """Coordinates of one kind. Once `bound`, it stands for that term."""
+    """Coordinates of one kind. Once `bound`, the atom stands for that term."""
 
     size: int
     bound: Term | None = None
@@ -35,6 +33,8 @@ class Atom:
 
 @dataclass(frozen=True, eq=False)
 class Product:
+    """A product of terms, row-major."""
+
     factors: tuple[Term, ...]
 
     @property
@@ -47,6 +47,8 @@ class Product:
 
 @dataclass(frozen=True, eq=False)
 class Sum:
+    """A direct sum of terms."""
+
     terms: tuple[Term, ...]
 
     @property
@@ -63,19 +65,19 @@ UNIT = Product(())
 
 
 def atom(size: int) -> Term:
-    """An axis about which nothing is known yet."""
+    """Return a term without known structure."""
     return UNIT if size == 1 else Atom(size)
 
 
 def find(term: Term) -> Term:
-    """What a term stands for."""
+    """Return the term that a bound atom stands for."""
     while isinstance(term, Atom) and term.bound is not None:
         term = term.bound
     return term
 
 
 def factors(term: Term) -> list[Atom | Sum]:
-    """A term as a product of atoms and sums, outermost first."""
+    """Write a term as a product of atoms and sums, outermost first."""
     term = find(term)
     match term:
         case Product():
@@ -87,7 +89,7 @@ def factors(term: Term) -> list[Atom | Sum]:
 
 
 def parts(term: Sum) -> list[Term]:
-    """The terms of a sum, sums within it written out, nothing of size 0."""
+    """Return the terms of a sum, with nested sums flattened and empty terms dropped."""
     out: list[Term] = []
     for t in term.terms:
         t = find(t)
@@ -96,7 +98,7 @@ def parts(term: Sum) -> list[Term]:
 
 
 def leaves(term: Term) -> Iterator[Atom]:
-    """The atoms of a term, left to right; one that occurs twice is listed twice."""
+    """Yield the atoms of a term, left to right; one that occurs twice is yielded twice."""
     for f in factors(term):
         if isinstance(f, Atom):
             yield f
@@ -106,7 +108,7 @@ def leaves(term: Term) -> Iterator[Atom]:
 
 
 def unify(a: Term, b: Term, freeze: Freeze) -> None:
-    """Make two terms of one size the same."""
+    """Make two terms of the same size equal; call `freeze` for parts that cannot be."""
     left, right = factors(a), factors(b)
     while left and right:
         x, y = left[-1], right[-1]
@@ -128,28 +130,29 @@ def unify(a: Term, b: Term, freeze: Freeze) -> None:
 
 
 def _unify_stack(left: list[Atom | Sum], right: list[Atom | Sum], freeze: Freeze) -> bool:
-    """A sum of equal blocks, met by a product: every block is what the product has inside, and the
-    order of the blocks is fixed.
+    """Unify a sum of equal blocks with a product: every block equals the inner factors, and the
+    order of the blocks is frozen. Returns whether the terms have this form.
     """
-    total = left[-1]
-    taken = 0
-    while prod(f.size for f in right[len(right) - taken :]) < total.size and taken < len(right):
-        taken += 1
-    met = right[len(right) - taken :]
-    if not isinstance(total, Sum) or taken < 2 or prod(f.size for f in met) != total.size:
+    stack = left[-1]
+    number = 0
+    while prod(f.size for f in right[len(right) - number :]) < stack.size and number < len(right):
+        number += 1
+    tail = right[len(right) - number :]
+    if not isinstance(stack, Sum) or number < 2 or prod(f.size for f in tail) != stack.size:
         return False
-    inner = Product(tuple(met[1:]))
-    if {t.size for t in parts(total)} != {inner.size}:
+    inner = Product(tuple(tail[1:]))
+    if {t.size for t in parts(stack)} != {inner.size}:
         return False
     left.pop()
-    del right[len(right) - taken :]
-    for t in parts(total):
+    del right[len(right) - number :]
+    for t in parts(stack):
         unify(t, inner, freeze)
-    freeze(met[0])
+    freeze(tail[0])
     return True
 
 
 def _unify_atoms(x: Atom | Sum, y: Atom | Sum, freeze: Freeze) -> None:
+    """Unify two factors of the same size."""
     if isinstance(x, Sum):
         x, y = y, x
     if isinstance(x, Atom):
@@ -170,42 +173,46 @@ def _unify_atoms(x: Atom | Sum, y: Atom | Sum, freeze: Freeze) -> None:
             continue
         if a.size < b.size:
             left, right, a, b = right, left, b, a
-        pieces = cut(a, b.size)
-        if pieces is None:
+        halves = cut(a, b.size)
+        if halves is None:
             break
-        left[:1] = pieces
+        left[:1] = halves
     for t in [*left, *right]:
         freeze(t)
 
 
 def cut(term: Term, at: int) -> tuple[Term, Term] | None:
-    """A term as two, the first of size `at`; None if it cannot be written so. A product is cut
-    between the places of its first factor.
+    """Split a term in two, the first of size `at`; None if that is not possible. A product is split
+    between the coordinates of its first factor.
     """
     if at == 0:
         return Sum(()), term
     if at == term.size:
         return term, Sum(())
-    inside = factors(term)
-    if len(inside) > 1:
-        inner = Product(tuple(inside[1:]))
+    split = factors(term)
+    if len(split) > 1:
+        inner = Product(tuple(split[1:]))
         if at % inner.size:
             return None
-        two = cut(inside[0], at // inner.size)
-        return None if two is None else (Product((two[0], inner)), Product((two[1], inner)))
-    (only,) = inside
-    if isinstance(only, Atom):
-        first, rest = atom(at), atom(only.size - at)
-        only.bound = Sum((first, rest))
+        halves = cut(split[0], at // inner.size)
+        return (
+            None if halves is None else (Product((halves[0], inner)), Product((halves[1], inner)))
+        )
+    (single,) = split
+    if isinstance(single, Atom):
+        first, rest = atom(at), atom(single.size - at)
+        single.bound = Sum((first, rest))
         return first, rest
     before: list[Term] = []
-    for i, t in enumerate(listed := parts(only)):
+    for i, t in enumerate(summands := parts(single)):
         if t.size > at:
-            two = cut(t, at)
+            halves = cut(t, at)
             return (
-                None if two is None else (Sum((*before, two[0])), Sum((two[1], *listed[i + 1 :])))
+                None
+                if halves is None
+                else (Sum((*before, halves[0])), Sum((halves[1], *summands[i + 1 :])))
             )
         before, at = [*before, t], at - t.size
         if at == 0:
-            return Sum(tuple(before)), Sum(tuple(listed[i + 1 :]))
+            return Sum(tuple(before)), Sum(tuple(summands[i + 1 :]))
     return None

@@ -1,15 +1,13 @@
-"""Walking a graph: every tensor gets a term for each axis, and what an operator does to its axes is
-written down as a relation.
+"""The walk over a graph: every axis of every tensor gets a term, and operators relate the axes.
 
-An operator's rule speaks of axes in five words, and everything else is read off what they leave
-behind:
+The rule of an operator describes it with five methods. Everything else is inferred from what they
+record:
 
-    same(a, b)          the axes are one, and move by one and the same matrix
-    contract(a, b)      the axes are summed over against each other: the matrices are inverse
-    transposes
-    times(a, b, out)    the axes are multiplied coordinate by coordinate: scales multiply
-    restrict(a, kind)   something on this axis keeps only some matrices (RESTRICTIONS says which)
-    freeze(a, why)      nothing may act on this axis
+    equate(a, b)          the axes are one and are transformed by the same matrix
+    contract(a, b)        the axes are summed over against each other: inverse transposes
+    multiply(a, b, out)   the axes are multiplied coordinate by coordinate: scales multiply
+    restrict(a, kind)     an operator on this axis preserves only some matrices (RESTRICTIONS)
+    freeze(a, why)        nothing may act on this axis
 """
 
 from __future__ import annotations
@@ -29,12 +27,15 @@ from regauge.models.discovery.graph import (
 )
 from regauge.models.discovery.terms import Product, Sum, Term, atom, cut, unify
 
-Node = Any  # an fx.Node: its arguments may be of any type, and each operator's rule knows its own
+Node = Any  # an fx.Node; its arguments may be of any type, which the operator's rule checks
+
+
+_RULE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, AssertionError)
 
 
 @dataclass(eq=False)
 class Axis:
-    """One axis of one tensor. `uniform`: its values are all the same along it."""
+    """One axis of one tensor. `uniform`: its values are constant along the axis."""
 
     term: Term
     uniform: bool = False
@@ -46,12 +47,17 @@ class Axis:
 
 @dataclass(frozen=True)
 class Value:
-    """What is known of a tensor.
+    """The properties of a tensor.
 
-    `source`: the parameter whose numbers these are, reshaped or cut at most. `weights`: it depends
-    on parameters and nothing else. `shift`: what has been added to the parameter (Gemma's 1 + w).
-    `places`: its values are places on this axis. `cases`: along axis `dim` lie these values, one
-    behind the other, each with axes of its own (`regauge.models.discovery.cases`).
+    Attributes:
+        axes: its axes; empty if it has cases.
+        source: the parameter whose values these are, at most reshaped or sliced.
+        is_weight: it depends on parameters and on nothing else.
+        shift: a number added to the parameter (Gemma's 1 + w).
+        indexed_axis: its values are indices into this axis.
+        dim: the axis along which the cases lie.
+        cases: values concatenated along `dim`, each with its own axes
+            (`regauge.models.discovery.cases`).
     """
 
     axes: tuple[Axis, ...]
@@ -65,6 +71,8 @@ class Value:
 
 @dataclass(frozen=True)
 class Relation:
+    """A relation between axes: "same", "contract", "times", or a variant of "same"."""
+
     kind: str
     left: tuple[Axis, ...]
     right: tuple[Axis, ...]
@@ -74,7 +82,7 @@ class Relation:
 
 @dataclass(frozen=True)
 class Restriction:
-    """What an operator does to an axis: a kind of RESTRICTIONS, and words on it."""
+    """A restriction of an axis by an operator: a kind of RESTRICTIONS, with details."""
 
     axis: Axis
     kind: str
@@ -84,8 +92,8 @@ class Restriction:
 
 @dataclass(frozen=True)
 class Gain:
-    """A parameter that multiplies an axis: the node that has been multiplied, the one that was, and
-    the bias that is added in the same operator.
+    """A parameter that multiplies an axis: the node of the product, its other operand, and the bias
+    that the same operator adds.
     """
 
     gain: str
@@ -105,10 +113,10 @@ class Walk:
     restrictions: list[Restriction] = field(default_factory=list)
     roles: list[tuple[Axis, str, fx.Node]] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
-    implied: list[tuple[Axis, Axis]] = field(
-        default_factory=list
-    )  # where the first is, a place of the second is chosen
-    gain_axes: dict[str, int] = field(default_factory=dict)  # which axis of a weight reads a gain
+    # (a, b): wherever axis a occurs, an index into axis b has been selected
+    implied: list[tuple[Axis, Axis]] = field(default_factory=list)
+    # the axis of a weight that a gain folds into
+    gain_axes: dict[str, int] = field(default_factory=dict)
     unsupported: dict[str, fx.Node] = field(default_factory=dict)
     aliases: dict[fx.Node, dict[str, Value]] = field(default_factory=dict)
     first_use: dict[str, int] = field(default_factory=dict)
@@ -117,43 +125,48 @@ class Walk:
     current_node: fx.Node | None = None
 
     def value(self, node: Any) -> Value:
+        """Return the value of a node, with its cases merged."""
         if node in self.aliases:
             return self._alias_value(node)
         if node in self.zeros:
             return self._zero_value(node)
-        found = self.values[node]
-        if isinstance(found, list):
-            raise TypeError(f"{node} is several tensors")
-        return self.collapse(found) if found.cases else found
+        value = self.values[node]
+        if isinstance(value, list):
+            raise TypeError(f"{node} has several outputs")
+        return self.collapse(value) if value.cases else value
 
     def _alias_value(self, node: fx.Node) -> Value:
-        """A parameter as the module that reads it calls it: one that is tied has several names."""
-        named = self.aliases[node]
+        """Return a parameter under the name that the reading module has for it: a tied parameter
+        has several names.
+        """
+        by_name = self.aliases[node]
         path = source_location(self.current_node).module if self.current_node is not None else ""
-        found = next(
-            (v for name, v in named.items() if name.rpartition(".")[0] == path),
-            next(iter(named.values())),
+        value = next(
+            (v for name, v in by_name.items() if name.rpartition(".")[0] == path),
+            next(iter(by_name.values())),
         )
-        self.first_use.setdefault(found.source or "", len(self.values))
-        return found
+        self.first_use.setdefault(value.source or "", len(self.values))
+        return value
 
     def _zero_value(self, node: fx.Node) -> Value:
-        """Zero stays what it is, whatever moves it: each reader may move it as it likes."""
+        """Return a zero tensor with fresh axes: zero is invariant, so each reader may transform it
+        differently.
+        """
         return Value(tuple(Axis(atom(n)) for n in shape(node)), is_weight=True)
 
     def value_with_cases(self, node: Any) -> Value:
-        """The same, with its cases left apart."""
+        """Return the value of a node, with its cases apart."""
         if node in self.aliases:
             return self._alias_value(node)
         if node in self.zeros:
             return self._zero_value(node)
-        found = self.values[node]
-        assert isinstance(found, Value)
-        return found
+        value = self.values[node]
+        assert isinstance(value, Value)
+        return value
 
     def collapse(self, value: Value) -> Value:
-        """Cases that an operator treats alike are alike: one term for all, and the order of the
-        cases fixed.
+        """Merge cases that an operator treats alike: one term for all, and a fixed order of the
+        cases.
         """
         first, *rest = value.cases
         for other in rest:
@@ -162,79 +175,88 @@ class Walk:
                     self.equate([a], [b])
         blocks = [case.axes[value.dim] for case in value.cases]
         if all(a.size == 1 for a in blocks):
-            which = self.new_frozen_axis(
-                len(blocks), "tensors lie side by side along it, each with its own part"
+            case_axis = self.new_frozen_axis(
+                len(blocks), "tensors are concatenated along it, each with its own slice"
             )
         else:
-            which = self.concat(blocks)
-        axes = [which if i == value.dim else a for i, a in enumerate(first.axes)]
+            case_axis = self.concat(blocks)
+        axes = [case_axis if i == value.dim else a for i, a in enumerate(first.axes)]
         return replace(value, axes=tuple(axes), dim=-1, cases=())
 
-    # The five words.
+    # The five relations.
 
     def equate(self, left: Sequence[Axis], right: Sequence[Axis], kind: str = "same") -> None:
+        """Record that two lists of axes are the same."""
         unify(_product_term(left), _product_term(right), self.freeze_misfit)
         self.relations.append(Relation(kind, tuple(left), tuple(right)))
 
     def contract(self, a: Axis, b: Axis) -> None:
+        """Record that two axes are summed over against each other."""
         unify(a.term, b.term, self.freeze_misfit)
         self.relations.append(Relation("contract", (a,), (b,)))
 
     def multiply(self, a: Axis, b: Axis, out: Axis, sign: int = 1) -> None:
+        """Record that two axes are multiplied coordinate by coordinate; `sign` is -1 for a
+        quotient.
+        """
         unify(a.term, b.term, self.freeze_misfit)
         unify(a.term, out.term, self.freeze_misfit)
         self.relations.append(Relation("times", (a,), (b,), out, sign))
 
     def restrict(self, axis: Axis, kind: str, detail: str = "") -> None:
+        """Record a restriction of an axis by the current operator."""
         self.restrictions.append(Restriction(axis, kind, self.current_node, detail))
 
     def freeze(self, axis: Axis, why: str) -> None:
+        """Record that nothing may act on an axis."""
         self.restrict(axis, "frozen", why)
 
     def freeze_misfit(self, term: Term) -> None:
-        self.freeze(Axis(term), "its shapes are taken apart in ways that do not fit together")
+        """Freeze a term that cannot be unified."""
+        self.freeze(Axis(term), "its shapes are split in incompatible ways")
 
-    # Axes made from others.
+    # New axes.
 
     def follow(self, axis: Axis) -> Axis:
-        """A new axis that moves as this one does."""
+        """Return a new axis that is transformed as this one is."""
         out = Axis(axis.term, axis.uniform)
         self.relations.append(Relation("same", (axis,), (out,)))
         return out
 
     def new_frozen_axis(self, size: int, why: str) -> Axis:
-        """A new axis on which nothing acts."""
+        """Return a new axis on which nothing acts."""
         out = Axis(atom(size))
         if size > 1:
             self.freeze(out, why)
         return out
 
     def split(
-        self, axis: Axis, sizes: Iterable[int], why: str = "it is cut where its blocks do not end"
+        self, axis: Axis, sizes: Iterable[int], why: str = "it is split inside a block"
     ) -> list[Axis]:
-        """An axis cut into consecutive pieces. `why`: what to say where its blocks do not end
-        there.
+        """Split an axis into consecutive slices. `why`: the reason for freezing it where a slice
+        ends inside a block.
         """
         out, rest = [], axis.term
-        for n in sizes:
-            two = cut(rest, n)
-            if two is None:
+        for size in sizes:
+            halves = cut(rest, size)
+            if halves is None:
                 self.freeze(axis, why)
-                two = (atom(n), atom(rest.size - n))
-                for t in two:
-                    self.freeze_misfit(t)
-            first, rest = two
+                halves = (atom(size), atom(rest.size - size))
+                for half in halves:
+                    self.freeze_misfit(half)
+            first, rest = halves
             out.append(Axis(first, axis.uniform))
         self.relations.append(Relation("same", (axis,), tuple(out)))
         return out
 
     def concat(self, axes: Sequence[Axis]) -> Axis:
-        """Axes one behind the other."""
+        """Return the concatenation of axes."""
         out = Axis(Sum(tuple(a.term for a in axes)))
         self.relations.append(Relation("same", tuple(axes), (out,)))
         return out
 
     def add_role(self, axis: Axis, role: str) -> None:
+        """Record the role of an axis at the current operator: "head", "contracted" or "free"."""
         assert self.current_node is not None
         self.roles.append((axis, role, self.current_node))
 
@@ -244,11 +266,12 @@ def _product_term(axes: Sequence[Axis]) -> Term:
 
 
 def shape(node: Any) -> tuple[int, ...]:
+    """Return the shape of a node."""
     return tuple(int(n) for n in node.meta["val"].shape)
 
 
 def walk(graph: Graph) -> Walk:
-    """Give every tensor of a graph its terms, operator by operator."""
+    """Assign terms to the axes of every tensor of a graph, operator by operator."""
     from regauge.models.discovery.rotary import find_rotaries
     from regauge.models.discovery.rules import RULES, constant_value, source_value, unsupported
 
@@ -256,18 +279,18 @@ def walk(graph: Graph) -> Walk:
         n for n, v in graph.constants.items() if v.is_floating_point() and not bool(v.any())
     )
     w = Walk(graph, parameter_dependent=parameter_dependent(graph), zeros=zeros)
-    turned = find_rotaries(graph)
-    inside = _nodes_inside_rotaries(graph, {n: t.x for n, t in turned.items()})
+    rotaries = find_rotaries(graph)
+    skipped = _nodes_inside_rotaries(graph, {n: t.x for n, t in rotaries.items()})
     for node in graph.nodes:
         w.current_node = node
-        if node in inside or node.op == "output":
+        if node in skipped or node.op == "output":
             continue
         if node.op == "placeholder":
             w.values[node] = source_value(w, node)
-        elif node in turned:
+        elif node in rotaries:
             from regauge.models.discovery.rotary import rotary
 
-            w.values[node] = rotary(w, turned[node])
+            w.values[node] = rotary(w, rotaries[node])
         elif node in graph.constants:
             w.values[node] = constant_value(w, node)
         elif node.op == "call_function":
@@ -275,13 +298,7 @@ def walk(graph: Graph) -> Walk:
             rule = RULES.get(name.removesuffix("_") if mutates(node) else name, unsupported)
             try:
                 w.values[node] = rule(w, node)
-            except (
-                TypeError,
-                ValueError,
-                LookupError,
-                AttributeError,
-                AssertionError,
-            ):  # called in a way that the rule does not know
+            except _RULE_ERRORS:  # a call that the rule does not support
                 w.values[node] = unsupported(w, node)
         else:
             w.values[node] = unsupported(w, node)
@@ -289,15 +306,17 @@ def walk(graph: Graph) -> Walk:
     return w
 
 
-def _nodes_inside_rotaries(graph: Graph, turned: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Nodes that only a recognised rotation reads: the operators that it is written with."""
+def _nodes_inside_rotaries(graph: Graph, rotaries: dict[fx.Node, fx.Node]) -> set[fx.Node]:
+    """Return the nodes that only a recognised rotary embedding reads: the operators it is written
+    with.
+    """
     needed: set[fx.Node] = set()
-    known = set(graph.nodes)
+    nodes = set(graph.nodes)
     todo = list(graph.outputs.values())
     while todo:
         node = todo.pop()
         if node not in needed:
             needed.add(node)
-            todo += [turned[node]] if node in turned else node.all_input_nodes
-            todo += [u for u in node.users if u in known and mutates(u) and u.args[0] is node]
-    return known - needed
+            todo += [rotaries[node]] if node in rotaries else node.all_input_nodes
+            todo += [u for u in node.users if u in nodes and mutates(u) and u.args[0] is node]
+    return nodes - needed

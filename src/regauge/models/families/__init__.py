@@ -1,4 +1,4 @@
-"""Which symmetry each model family has: one small file each, and this list of them."""
+"""The model families: one file each, and the list of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     timm_swin.FAMILY,
 )
 
-# What a family goes through one by one; a model has at least one tensor for each.
+# Counts of a config over which families loop; a model has at least one tensor for each.
 _COUNTS = (
     "num_local_experts",
     "num_hidden_layers",
@@ -60,18 +60,22 @@ __all__ = ["FAMILIES", "Boundary", "Family", "check_counts", "family_of", "spec_
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """The family that a config.json belongs to."""
-    kind, architecture = config.get("model_type"), str(config.get("architecture") or "")
-    if not kind and not architecture:
+    """Return the family that a config.json belongs to.
+
+    Raises:
+        UnknownModelError: no family describes the model.
+    """
+    model_type, architecture = config.get("model_type"), str(config.get("architecture") or "")
+    if not model_type and not architecture:
         raise UnknownModelError(
             "the config names neither a model_type nor an architecture, so the model's family "
-            "is not known",
+            "is unknown",
             hint="take the model's original config.json, or write a spec file "
             "(docs/adding-a-model.md)",
         )
     for family in FAMILIES:
-        if kind in family.model_types or (
-            kind is None and architecture.startswith(family.architectures)
+        if model_type in family.model_types or (
+            model_type is None and architecture.startswith(family.architectures)
         ):
             return family
     known = ", ".join(
@@ -83,7 +87,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
         )
     )
     raise UnknownModelError(
-        f"no family describes models of type {kind or architecture!r}; known are {known}",
+        f"no family describes models of type {model_type or architecture!r}; known are {known}",
         hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
     )
 
@@ -91,25 +95,37 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def spec_from(
     config: Mapping[str, Any], names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]
 ) -> Spec:
-    """The spec of the model with this config and these tensor names (or names with shapes, which
-    timm's need), stored or live, old naming or new.
+    """Build the spec of a model from its config and tensor names.
+
+    Args:
+        config: the contents of config.json.
+        names: the tensor names, stored or live, or a mapping to tensors or shapes, which timm
+            models need.
+
+    Raises:
+        UnknownModelError: no family describes the model.
+        SpecError: the config lacks a field or contradicts the tensors.
     """
-    family, known = family_of(config), Names(names)
-    check_counts(config, max(1000, len(known.names)))
-    return family.spec(Config(config), known)
+    family, tensor_names = family_of(config), Names(names)
+    check_counts(config, max(1000, len(tensor_names.names)))
+    return family.spec(Config(config), tensor_names)
 
 
 def check_counts(config: Mapping[str, Any], limit: int = 1000) -> None:
-    """Refuse a config, or one inside it, that speaks of more layers or experts than a model can
-    have tensors: listing them would take forever.
+    """Raise if a config, or one nested in it, has more layers or experts than the model has
+    tensors.
+
+    Building a spec loops over them, and a hostile config would make that take forever.
+
+    Raises:
+        SpecError: a count exceeds the limit.
     """
-    for one in (config, *(v for v in config.values() if isinstance(v, Mapping))):
+    for section in (config, *(v for v in config.values() if isinstance(v, Mapping))):
         for key in _COUNTS:
-            counts = one.get(key)
+            counts = section.get(key)
             for n in counts if isinstance(counts, list | tuple) else [counts]:
                 if isinstance(n, int) and n > limit:
                     raise SpecError(
-                        f'config.json says "{key}" is {n}; with these tensors it is at most '
-                        f"{limit}",
-                        hint="is it this model's config?",
+                        f'"{key}" in config.json must be at most {limit}, got {n}',
+                        hint="use the config that belongs to the model",
                     )

@@ -26,33 +26,32 @@ def spec(c: Config, names: Names) -> Spec:
     d = Draft("bart")
     sides = [side for side in ("encoder", "decoder") if names.has_prefix(f"{base}{side}.layers.")]
     tied, words = c("tie_word_embeddings", True), c.axis("vocab_size")
-    apart = not tied and all(f"{base}{side}.embed_tokens.weight" in names.names for side in sides)
-    stream = {side: f"stream.{side}" if apart else "stream" for side in ("encoder", "decoder")}
-    if sides == [
-        "decoder"
-    ]:  # a language model without an encoder; encoder states, if any, are the caller's
+    untied = not tied and all(f"{base}{side}.embed_tokens.weight" in names.names for side in sides)
+    stream = {side: f"stream.{side}" if untied else "stream" for side in ("encoder", "decoder")}
+    # a language model without an encoder; encoder states, if any, come from the caller
+    if sides == ["decoder"]:
         stream["encoder"] = "_"
     for side in sides:
         d.spaces[stream[side]] = Space(c.d_model, Permutation(), why=POST_NORM)
     if f"{base}shared.weight" in names.names:
-        d.embed[f"{base}shared.weight"] = f"{words} _" if apart else f"{words} stream"
+        d.embed[f"{base}shared.weight"] = f"{words} _" if untied else f"{words} stream"
     for side in sides:
-        at, table = f"{base}{side}.", f"{base}{side}.embed_tokens.weight"
-        places = c.axis("max_position_embeddings", 2)  # the first two rows are never read
+        prefix, table = f"{base}{side}.", f"{base}{side}.embed_tokens.weight"
+        positions = c.axis("max_position_embeddings", 2)  # the first two rows are never read
         d.embed |= {
             table: f"{words} {stream[side]}",
-            at + "embed_positions.weight": f"{places} {stream[side]}",
+            prefix + "embed_positions.weight": f"{positions} {stream[side]}",
         }
-        d.embed |= norm(at + "layernorm_embedding", stream[side])
-        if f"{base}shared.weight" in names.names and not apart:
+        d.embed |= norm(prefix + "layernorm_embedding", stream[side])
+        if f"{base}shared.weight" in names.names and not untied:
             d.ties[table] = f"{base}shared.weight"
         for i in range(c(f"{side}_layers", 12)):
-            d.backbone |= block_tensors(d, c, side, f"{at}layers.{i}.", i, stream)
-    add_heads(d, c, names, base, stream, tied and not apart)
-    if apart:
+            d.backbone |= block_tensors(d, c, side, f"{prefix}layers.{i}.", i, stream)
+    add_heads(d, c, names, base, stream, tied and not untied)
+    if untied:
         d.notes.append(
-            'the tables are untied: "shared" is not read, and encoder and decoder have streams '
-            "of their own"
+            'the tables are untied: "shared" is unused, and encoder and decoder have separate '
+            "streams"
         )
     d.notes.append(
         "tokens: rows of either side may be permuted together with masks and positions, which "
@@ -62,45 +61,46 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def block_tensors(
-    d: Draft, c: Config, side: str, at: str, i: int, stream: dict[str, str]
+    d: Draft, c: Config, side: str, prefix: str, i: int, stream: dict[str, str]
 ) -> Tensors:
-    here, heads = stream[side], c(f"{side}_attention_heads", 16)
-    own = attention(f"{side}.{i}", heads, c.d_model // heads)
+    """Add the spaces of one block, and return its tensors."""
+    side_stream, heads = stream[side], c(f"{side}_attention_heads", 16)
+    self_attention = attention(f"{side}.{i}", heads, c.d_model // heads)
     ffn = f"ffn.{side}.{i}"
-    d.spaces |= own.spaces | {
+    d.spaces |= self_attention.spaces | {
         ffn: neurons(c(f"{side}_ffn_dim", 4096), c("activation_function", "gelu"))
     }
-    cross: Tensors = {}
+    cross_tensors: Tensors = {}
     if side == "decoder":
-        a = attention(f"cross.{i}", heads, c.d_model // heads)
-        d.spaces |= a.spaces
-        cross = {
-            **linear(at + "encoder_attn.q_proj", a.q, here),
-            **linear(at + "encoder_attn.k_proj", a.k, stream["encoder"]),
-            **linear(at + "encoder_attn.v_proj", a.v, stream["encoder"]),
-            **linear(at + "encoder_attn.out_proj", here, a.o),
-            **norm(at + "encoder_attn_layer_norm", here),
+        cross_attention = attention(f"cross.{i}", heads, c.d_model // heads)
+        d.spaces |= cross_attention.spaces
+        cross_tensors = {
+            **linear(prefix + "encoder_attn.q_proj", cross_attention.q, side_stream),
+            **linear(prefix + "encoder_attn.k_proj", cross_attention.k, stream["encoder"]),
+            **linear(prefix + "encoder_attn.v_proj", cross_attention.v, stream["encoder"]),
+            **linear(prefix + "encoder_attn.out_proj", side_stream, cross_attention.o),
+            **norm(prefix + "encoder_attn_layer_norm", side_stream),
         }
     return {
-        **linear(at + "self_attn.q_proj", own.q, here),
-        **linear(at + "self_attn.k_proj", own.k, here),
-        **linear(at + "self_attn.v_proj", own.v, here),
-        **linear(at + "self_attn.out_proj", here, own.o),
-        **norm(at + "self_attn_layer_norm", here),
-        **cross,
-        **linear(at + "fc1", ffn, here),
-        **linear(at + "fc2", here, ffn),
-        **norm(at + "final_layer_norm", here),
+        **linear(prefix + "self_attn.q_proj", self_attention.q, side_stream),
+        **linear(prefix + "self_attn.k_proj", self_attention.k, side_stream),
+        **linear(prefix + "self_attn.v_proj", self_attention.v, side_stream),
+        **linear(prefix + "self_attn.out_proj", side_stream, self_attention.o),
+        **norm(prefix + "self_attn_layer_norm", side_stream),
+        **cross_tensors,
+        **linear(prefix + "fc1", ffn, side_stream),
+        **linear(prefix + "fc2", side_stream, ffn),
+        **norm(prefix + "final_layer_norm", side_stream),
     }
 
 
 def add_heads(
     d: Draft, c: Config, names: Names, base: str, stream: dict[str, str], tied: bool
 ) -> None:
-    """The decoder's last state, and what reads it."""
-    here = stream["decoder"]
+    """Add the heads that read the decoder's last state, and the outputs."""
+    decoder_stream = stream["decoder"]
     d.outputs = {
-        "last_hidden_state": f"_ _ {here}",
+        "last_hidden_state": f"_ _ {decoder_stream}",
         "encoder_last_hidden_state": f"_ _ {stream['encoder']}",
     }
     if "final_logits_bias" in names.names:
@@ -110,7 +110,7 @@ def add_heads(
         or "final_logits_bias" in d.head
         or c.architecture in ("BartForConditionalGeneration", "BartForCausalLM")
     ):
-        d.head |= linear("lm_head", c.axis("vocab_size"), here, bias=False)
+        d.head |= linear("lm_head", c.axis("vocab_size"), decoder_stream, bias=False)
         if tied:
             d.ties["lm_head.weight"] = (
                 f"{base}shared.weight"
@@ -121,36 +121,39 @@ def add_heads(
     if names.has_prefix("classification_head."):
         d.spaces["pool"] = neurons(c.d_model, "tanh")
         d.head |= {
-            **linear("classification_head.dense", "pool", here),
+            **linear("classification_head.dense", "pool", decoder_stream),
             **linear("classification_head.out_proj", "_", "pool"),
         }
         d.outputs = {"logits": "_ _"}
     if names.has_prefix("qa_outputs."):
-        d.head |= linear("qa_outputs", "_", here)
+        d.head |= linear("qa_outputs", "_", decoder_stream)
         d.outputs = qa_logits()
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base, spaces = names.prefix("model."), spec(c, names).spaces
-    here = {
+    streams = {
         side: f"stream.{side}" if f"stream.{side}" in spaces else "stream"
         for side in ("encoder", "decoder")
     }
-    source = here["encoder"] if names.has_prefix(f"{base}encoder.layers.") else "_"
-    encoder = {"hidden_states": f"_ token {here['encoder']}", "attention_mask": "_ _ token token*"}
+    source = streams["encoder"] if names.has_prefix(f"{base}encoder.layers.") else "_"
+    encoder = {
+        "hidden_states": f"_ token {streams['encoder']}",
+        "attention_mask": "_ _ token token*",
+    }
     decoder = {
-        "hidden_states": f"_ token {here['decoder']}",
+        "hidden_states": f"_ token {streams['decoder']}",
         "attention_mask": "_ _ token _+token*",
         "encoder_hidden_states": f"_ source {source}",
         "encoder_attention_mask": "_ _ token source*",
     }
     return (
-        Boundary("encoder", f"{base}encoder.layers", encoder, f"_ token {here['encoder']}"),
+        Boundary("encoder", f"{base}encoder.layers", encoder, f"_ token {streams['encoder']}"),
         Boundary(
             "decoder",
             f"{base}decoder.layers",
             decoder,
-            f"_ token {here['decoder']}",
+            f"_ token {streams['decoder']}",
             implicit={"attention_mask": None},
         ),
     )

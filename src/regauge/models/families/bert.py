@@ -67,30 +67,30 @@ DISTILBERT = {
 
 
 def spec(c: Config, names: Names) -> Spec:
-    words = DISTILBERT if c.model_type == "distilbert" else BERT
+    naming = DISTILBERT if c.model_type == "distilbert" else BERT
     base = names.prefix(BASE[c.model_type])
-    width, heads = getattr(c, words["width"]), getattr(c, words["heads"])
+    width, heads = getattr(c, naming["width"]), getattr(c, naming["heads"])
     d = Draft(c.model_type, buffers=(r".*embeddings\.(position|token_type)_ids",))
     d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
     for table, rows in TABLES.items():
         if names.has(table):
             d.embed[f"{base}embeddings.{table}.weight"] = f"{c.axis(rows)} stream"
     d.embed |= norm(f"{base}embeddings.LayerNorm")
-    for i in range(getattr(c, words["layers"])):
-        at = f"{base}{words['layer']}.{i}."
+    for i in range(getattr(c, naming["layers"])):
+        prefix = f"{base}{naming['layer']}.{i}."
         a = attention(i, heads, width // heads)
         d.spaces |= a.spaces | {
-            f"ffn.{i}": neurons(getattr(c, words["inner"]), c(words["act"], "gelu"))
+            f"ffn.{i}": neurons(getattr(c, naming["inner"]), c(naming["act"], "gelu"))
         }
         d.backbone |= {
-            **linear(at + words["q"], a.q, "stream"),
-            **linear(at + words["k"], a.k, "stream"),
-            **linear(at + words["v"], a.v, "stream"),
-            **linear(at + words["o"], "stream", a.o),
-            **norm(at + words["norm1"]),
-            **linear(at + words["up"], f"ffn.{i}", "stream"),
-            **linear(at + words["down"], "stream", f"ffn.{i}"),
-            **norm(at + words["norm2"]),
+            **linear(prefix + naming["q"], a.q, "stream"),
+            **linear(prefix + naming["k"], a.k, "stream"),
+            **linear(prefix + naming["v"], a.v, "stream"),
+            **linear(prefix + naming["o"], "stream", a.o),
+            **norm(prefix + naming["norm1"]),
+            **linear(prefix + naming["up"], f"ffn.{i}", "stream"),
+            **linear(prefix + naming["down"], "stream", f"ffn.{i}"),
+            **norm(prefix + naming["norm2"]),
         }
     add_heads(d, c, names, base, width)
     d.embed, d.backbone, d.head = (
@@ -104,11 +104,11 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def add_heads(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
-    """Whatever reads the stream. One name may read different things: BERT's `classifier` reads the
-    pooler if there is one.
+    """Add the heads. One name may read different spaces: BERT's `classifier` reads the pooler if
+    there is one.
     """
     d.outputs = {"last_hidden_state": "_ _ stream"}
-    masked = add_masked_language_head(
+    has_masked_head = add_masked_language_head(
         d, c, names, f"{base}embeddings.word_embeddings.weight", width
     )
     if names.has_prefix(f"{base}pooler.dense."):
@@ -126,25 +126,27 @@ def add_heads(d: Draft, c: Config, names: Names, base: str, width: int) -> None:
         }
         d.outputs = {"logits": "_ _"}
     pooled = "pool" in d.spaces and not c.architecture.endswith("ForTokenClassification")
-    for name, reads in (
+    for name, input_space in (
         ("classifier", "pool" if pooled else "stream"),
         ("cls.seq_relationship", "pool"),
         ("qa_outputs", "stream"),
     ):
         if f"{name}.weight" in names.names:
-            d.head |= linear(name, "_", reads)
+            d.head |= linear(name, "_", input_space)
             d.outputs = (
                 qa_logits()
                 if name == "qa_outputs"
-                else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+                else {"logits": "_ _" if input_space == "pool" else "_ _ _"}
             )
-    if masked:  # BertForMaskedLM leaves out the other head, which its checkpoints may carry
-        both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith(
+    if (
+        has_masked_head
+    ):  # BertForMaskedLM leaves out the other head, which its checkpoints may carry
+        has_both = "cls.seq_relationship.weight" in d.head and not c.architecture.endswith(
             "ForMaskedLM"
         )
         d.outputs = (
             {"prediction_logits": "_ _ _", "seq_relationship_logits": "_ _"}
-            if both
+            if has_both
             else {"logits": "_ _ _"}
         )
 
@@ -162,8 +164,8 @@ MASKED_HEADS = (  # dense, norm, decoder, bias
 
 
 def add_masked_language_head(d: Draft, c: Config, names: Names, table: str, width: int) -> bool:
-    """The masked language head, if there is one. Tied, its activation and norm sit in the table's
-    own space; untied, in a space `mlm`.
+    """Add the masked language head, if there is one, and return whether there is. Tied, its
+    activation and norm use the table's space; untied, a space `mlm`.
     """
     for dense, layer_norm, decoder, bias in MASKED_HEADS:
         if names.has_prefix(f"{dense}."):
@@ -189,13 +191,13 @@ def add_masked_language_head(d: Draft, c: Config, names: Names, table: str, widt
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    words = DISTILBERT if c.model_type == "distilbert" else BERT
+    naming = DISTILBERT if c.model_type == "distilbert" else BERT
     enter = {"hidden_states": "_ token stream", "attention_mask": "_ _ token token*"}
     implicit = {"attention_mask": None} if c("is_decoder", False) else {}
     return (
         Boundary(
             "",
-            f"{names.prefix(BASE[c.model_type])}{words['layer']}",
+            f"{names.prefix(BASE[c.model_type])}{naming['layer']}",
             enter,
             "_ token stream",
             implicit=implicit,

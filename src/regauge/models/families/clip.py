@@ -1,5 +1,5 @@
-"""CLIP: two pre-norm towers, each with a stream of its own, that meet in a joint space `proj`,
-where only angles count.
+"""CLIP: two pre-norm towers, each with its own stream, that meet in a joint space `proj`, where
+only angles matter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from regauge.models.families.pieces import (
     norm,
 )
 
-# A config.json inside another leaves out what the class has as its default.
+# Defaults of the classes, which a nested config omits.
 TEXT = {
     "hidden_size": 512,
     "intermediate_size": 2048,
@@ -54,11 +54,12 @@ def spec(c: Config, names: Names) -> Spec:
     if names.has("embeddings.patch_embedding."):
         base = names.prefix("vision_model.")
         vision = Config({**VISION, **c("vision_config", c.values)})
+        positions = vision.position_rows(1)
         d.spaces["stream.vision"] = Space(vision.hidden_size, Permutation(), why=PRE_NORM)
         d.embed |= {
             f"{base}embeddings.class_embedding": "stream.vision",
             f"{base}embeddings.patch_embedding.weight": f"stream.vision {vision.patch_axes()}",
-            f"{base}embeddings.position_embedding.weight": f"{vision.position_rows(1)} stream.vision",
+            f"{base}embeddings.position_embedding.weight": f"{positions} stream.vision",
             **norm(f"{base}pre_layrnorm", "stream.vision"),
         }
         add_tower(d, vision, base, "vision", fold=False)
@@ -70,62 +71,65 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def add_tower(d: Draft, c: Config, base: str, side: str, fold: bool) -> None:
+    """Add the blocks of one tower."""
     stream, heads = f"stream.{side}", c.num_attention_heads
     for i in range(c.num_hidden_layers):
-        at = f"{base}encoder.layers.{i}."
+        prefix = f"{base}encoder.layers.{i}."
         a = attention(f"{side}.{i}", heads, c.hidden_size // heads)
         d.spaces |= a.spaces | {f"ffn.{side}.{i}": neurons(c.intermediate_size, c.hidden_act)}
         d.backbone |= {
-            **norm(at + "layer_norm1", stream),
-            **linear(at + "self_attn.q_proj", a.q, stream),
-            **linear(at + "self_attn.k_proj", a.k, stream),
-            **linear(at + "self_attn.v_proj", a.v, stream),
-            **linear(at + "self_attn.out_proj", stream, a.o),
-            **norm(at + "layer_norm2", stream),
-            **linear(at + "mlp.fc1", f"ffn.{side}.{i}", stream),
-            **linear(at + "mlp.fc2", stream, f"ffn.{side}.{i}"),
+            **norm(prefix + "layer_norm1", stream),
+            **linear(prefix + "self_attn.q_proj", a.q, stream),
+            **linear(prefix + "self_attn.k_proj", a.k, stream),
+            **linear(prefix + "self_attn.v_proj", a.v, stream),
+            **linear(prefix + "self_attn.out_proj", stream, a.o),
+            **norm(prefix + "layer_norm2", stream),
+            **linear(prefix + "mlp.fc1", f"ffn.{side}.{i}", stream),
+            **linear(prefix + "mlp.fc2", stream, f"ffn.{side}.{i}"),
         }
         if fold:
             d.norms += [
                 foldable_norm(
-                    d.backbone, at + "layer_norm1", *(at + f"self_attn.{x}_proj" for x in "qkv")
+                    d.backbone,
+                    prefix + "layer_norm1",
+                    *(prefix + f"self_attn.{x}_proj" for x in "qkv"),
                 ),
-                foldable_norm(d.backbone, at + "layer_norm2", at + "mlp.fc1"),
+                foldable_norm(d.backbone, prefix + "layer_norm2", prefix + "mlp.fc1"),
             ]
 
 
 def add_joint_space(d: Draft, names: Names, size: int) -> None:
-    """The projections, and what callers see of them: a tower alone also returns its last state; the
-    whole model returns similarities.
+    """Add the projections and the outputs: a single tower also returns its last state, the whole
+    model returns similarities.
     """
-    seen: dict[str, str] = {}
+    embeddings: dict[str, str] = {}
     for name, out, stream in (
         ("text_projection", "text_embeds", "stream.text"),
         ("visual_projection", "image_embeds", "stream.vision"),
     ):
         if names.has_prefix(f"{name}."):
             d.spaces["proj"] = Space(
-                size, GeneralLinear(), why="one tower alone returns its embeddings as they are"
+                size, GeneralLinear(), why="a single tower returns its embeddings unchanged"
             )
             d.head |= linear(name, "proj", stream, bias=False)
-            seen[out] = "_ proj"
+            embeddings[out] = "_ proj"
     if "logit_scale" in names.names:
         d.head["logit_scale"] = ""
         d.spaces["proj"] = Space(size, Orthogonal(), why="embeddings are compared by their cosine")
         d.norms.append(foldable_norm(d.head, "text_model.final_layer_norm", "text_projection"))
-        d.outputs = {"logits_per_image": "_ _", "logits_per_text": "_ _", **seen}
+        d.outputs = {"logits_per_image": "_ _", "logits_per_text": "_ _", **embeddings}
         d.notes.append(
-            "similarities do not see the joint space; the embeddings that the model also "
-            "returns live in it"
+            "similarities do not depend on the basis of the joint space; the embeddings that the "
+            "model also returns do"
         )
     elif names.has_prefix("classifier."):  # reads the mean of the patches, before any norm
         d.head |= linear("classifier", "_", "stream.vision")
         d.outputs = {"logits": "_ _"}
     else:
-        if seen:
+        if embeddings:
             del d.outputs["pooler_output"]
-        d.outputs |= seen
-        d.notes.append("the last state is returned too, so the final norm stays as it is")
+        d.outputs |= embeddings
+        d.notes.append("the last state is returned too, so the final norm cannot be folded")
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

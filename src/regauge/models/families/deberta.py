@@ -33,24 +33,23 @@ def spec(c: Config, names: Names) -> Spec:
     d.spaces["stream"] = Space(width, Permutation(), why=POST_NORM)
     embed = add_embeddings(d, c, names, base)
     for i in range(c.num_hidden_layers):
-        at = f"{base}encoder.layer.{i}."
-        a = attention(
-            i, heads, c("attention_head_size", width // heads), dot_product_only=False
-        )  # keys meet relative positions too
+        prefix = f"{base}encoder.layer.{i}."
+        # keys meet relative positions too
+        a = attention(i, heads, c("attention_head_size", width // heads), dot_product_only=False)
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
         d.backbone |= {
-            **linear(at + "attention.self.query_proj", a.q, "stream"),
-            **linear(at + "attention.self.key_proj", a.k, "stream"),
-            **linear(at + "attention.self.value_proj", a.v, "stream"),
-            **linear(at + "attention.output.dense", "stream", a.o),
-            **norm(at + "attention.output.LayerNorm"),
-            **linear(at + "intermediate.dense", f"ffn.{i}", "stream"),
-            **linear(at + "output.dense", "stream", f"ffn.{i}"),
-            **norm(at + "output.LayerNorm"),
+            **linear(prefix + "attention.self.query_proj", a.q, "stream"),
+            **linear(prefix + "attention.self.key_proj", a.k, "stream"),
+            **linear(prefix + "attention.self.value_proj", a.v, "stream"),
+            **linear(prefix + "attention.output.dense", "stream", a.o),
+            **norm(prefix + "attention.output.LayerNorm"),
+            **linear(prefix + "intermediate.dense", f"ffn.{i}", "stream"),
+            **linear(prefix + "output.dense", "stream", f"ffn.{i}"),
+            **norm(prefix + "output.LayerNorm"),
         }
         for name, out in (("pos_query_proj", a.q), ("pos_key_proj", a.k)):
-            if names.has_prefix(f"{at}attention.self.{name}."):
-                d.backbone |= linear(f"{at}attention.self.{name}", out, "rel")
+            if names.has_prefix(f"{prefix}attention.self.{name}."):
+                d.backbone |= linear(f"{prefix}attention.self.{name}", out, "rel")
     add_relative_positions(d, names, base, width)
     if names.has_prefix(f"{base}encoder.conv."):  # reads the stream before block 0, writes it after
         conv = f"{base}encoder.conv."
@@ -61,7 +60,7 @@ def spec(c: Config, names: Names) -> Spec:
         }
         d.notes.append(
             "cut: the convolution stands between the blocks and reads what entered the first of "
-            "them, so there is no boundary"
+            "them, so the model has no boundary"
         )
     add_heads(d, c, names, base, embed)
     if names.has_prefix(f"{base}encoder.conv.") and c("conv_groups", 1) > 1:
@@ -77,12 +76,12 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def split_stream_into_groups(d: Draft, weight: str, groups: int, width: int) -> None:
-    """A convolution in groups divides the stream: its groups come in any order, and so do the
-    channels inside of them.
+    """Split the stream into the groups of a grouped convolution: the groups and the channels inside
+    them come in any order.
 
     An order for each group would be a symmetry too. The notation has one order for all: the
-    kernel's second axis lists the channels of the group that a row of its first axis is in, and a
-    member for each group needs the group as an axis of its own, or in front in the same axis.
+    kernel's second axis lists the channels of the group that a row of its first axis belongs to,
+    and one member per group requires the group as a separate axis, or before it in the same axis.
     """
     why = "a convolution mixes channels within groups"
     d.spaces["group"] = Space(groups, Permutation(), why=why)
@@ -94,19 +93,19 @@ def split_stream_into_groups(d: Draft, weight: str, groups: int, width: int) -> 
 
 
 def add_embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
-    """The tables live in the stream, or in a space `embed` of their own if a projection follows.
+    """Add the embedding tables, in the stream or, if a projection follows, in a space `embed`.
     Returns their width.
     """
     width = int(c("embedding_size", c.hidden_size))
     space = "stream" if width == c.hidden_size else "embed"
     if space == "embed":
-        masked = names.has_prefix("cls.predictions.") and c("tie_word_embeddings", True)
+        is_tied_mlm = names.has_prefix("cls.predictions.") and c("tie_word_embeddings", True)
         why = (
             "the tied head's activation and norm act on it"
-            if masked
+            if is_tied_mlm
             else "a linear layer reads the sum of the tables"
         )
-        d.spaces["embed"] = Space(width, Permutation() if masked else GeneralLinear(), why=why)
+        d.spaces["embed"] = Space(width, Permutation() if is_tied_mlm else GeneralLinear(), why=why)
         d.embed |= linear(f"{base}embeddings.embed_proj", "stream", "embed", bias=False)
     for table, rows in TABLES.items():
         if names.has_prefix(f"{base}embeddings.{table}."):
@@ -116,18 +115,18 @@ def add_embeddings(d: Draft, c: Config, names: Names, base: str) -> int:
 
 
 def add_relative_positions(d: Draft, names: Names, base: str, width: int) -> None:
-    """The table of relative positions: in a space `rel` where it has readers of its own, else in
-    the stream, whose projections it shares.
+    """Add the table of relative positions: in a space `rel` if it has separate readers, else in the
+    stream, whose projections it shares.
     """
     readers = [
         n.removesuffix(".weight") for n, axes in d.backbone.items() if axes.endswith(" rel*")
     ]
-    space, normed = "rel" if readers else "stream", names.has_prefix(f"{base}encoder.LayerNorm.")
+    space, has_norm = "rel" if readers else "stream", names.has_prefix(f"{base}encoder.LayerNorm.")
     if names.has_prefix(f"{base}encoder.rel_embeddings."):
         d.embed[f"{base}encoder.rel_embeddings.weight"] = f"_ {space}"
-    if normed:  # it is there without relative attention too
+    if has_norm:  # also present without relative attention
         d.embed |= norm(f"{base}encoder.LayerNorm", space)
-    if readers and normed:
+    if readers and has_norm:
         d.spaces["rel"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
         if not names.has("LayerNorm.gamma"):
             d.norms.append(
@@ -138,7 +137,8 @@ def add_relative_positions(d: Draft, names: Names, base: str, width: int) -> Non
 
 
 def add_heads(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
-    masked = add_masked_language_head(
+    """Add the heads and the outputs."""
+    has_masked_head = add_masked_language_head(
         d, c, names, f"{base}embeddings.word_embeddings.weight", embed
     )
     if names.has_prefix("lm_predictions."):  # multiplies with the word table itself
@@ -148,17 +148,15 @@ def add_heads(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
             **norm(lm + "LayerNorm"),
             lm + "bias": c.axis("vocab_size"),
         }
-        if (
-            f"{lm}weight" in names.names
-        ):  # the table under a second name, in the first versions of transformers 5
+        # the first versions of transformers 5 have the table under a second name
+        if f"{lm}weight" in names.names:
             d.head[f"{lm}weight"], d.ties[f"{lm}weight"] = (
                 f"{c.axis('vocab_size')} stream*",
                 f"{base}embeddings.word_embeddings.weight",
             )
-        masked = True
-    if names.has_prefix(
-        "mask_predictions."
-    ):  # v3's discriminator, which checkpoints carry and no class reads
+        has_masked_head = True
+    # v3's discriminator, which checkpoints contain and no class reads
+    if names.has_prefix("mask_predictions."):
         d.spaces["mask"] = Space(
             c.hidden_size, Permutation(), why="a LayerNorm with gains follows the activation"
         )
@@ -173,25 +171,24 @@ def add_heads(d: Draft, c: Config, names: Names, base: str, embed: int) -> None:
             c("pooler_hidden_size", c.hidden_size), c("pooler_hidden_act", "gelu")
         )
         d.head |= linear("pooler.dense", "pool", "stream")
-    d.outputs = {"logits": "_ _ _"} if masked else {"last_hidden_state": "_ _ stream"}
-    for name, reads in (
+    d.outputs = {"logits": "_ _ _"} if has_masked_head else {"last_hidden_state": "_ _ stream"}
+    for name, input_space in (
         ("classifier", "pool" if "pool" in d.spaces else "stream"),
         ("qa_outputs", "stream"),
     ):
         if names.has_prefix(f"{name}."):
-            d.head |= linear(name, "_", reads)
+            d.head |= linear(name, "_", input_space)
             d.outputs = (
                 qa_logits()
                 if name == "qa_outputs"
-                else {"logits": "_ _" if reads == "pool" else "_ _ _"}
+                else {"logits": "_ _" if input_space == "pool" else "_ _ _"}
             )
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
     base = names.prefix("deberta.")
-    if names.has_prefix(
-        f"{base}encoder.conv."
-    ):  # it stands between the blocks and reads what entered the first of them
+    # the convolution stands between the blocks and reads what entered the first of them
+    if names.has_prefix(f"{base}encoder.conv."):
         return ()
     rel = "rel" if names.has("attention.self.pos_") else "stream"
     enter = {

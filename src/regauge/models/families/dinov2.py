@@ -26,7 +26,7 @@ STORED = {"q": "attention.query", "k": "attention.key", "v": "attention.value", 
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix(f"{c.model_type}.")
-    words = STORED if names.has("attention.attention.query") else LIVE
+    naming = STORED if names.has("attention.attention.query") else LIVE
     width, heads, bias = c.hidden_size, c.num_attention_heads, c("qkv_bias", True)
     d = Draft(c.model_type)
     d.spaces["stream"] = Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
@@ -47,33 +47,36 @@ def spec(c: Config, names: Names) -> Spec:
             why="registers are read by attention alone, and in a mean: they come in any order",
         )
     for i in range(c.num_hidden_layers):
-        at = f"{base}encoder.layer.{i}."
+        prefix = f"{base}encoder.layer.{i}."
         a = attention(i, heads, width // heads)
-        ffn, up, down = feed_forward(d, c, names, at, i)
+        ffn, up, down = feed_forward(d, c, names, prefix, i)
         d.spaces |= a.spaces
         d.backbone |= {
-            **norm(at + "norm1"),
-            **linear(at + "attention." + words["q"], a.q, "stream", bias),
-            **linear(at + "attention." + words["k"], a.k, "stream", bias),
-            **linear(at + "attention." + words["v"], a.v, "stream", bias),
-            **linear(at + "attention." + words["o"], "stream", a.o),
-            at + "layer_scale1.lambda1": "|stream|",
-            **norm(at + "norm2"),
+            **norm(prefix + "norm1"),
+            **linear(prefix + "attention." + naming["q"], a.q, "stream", bias),
+            **linear(prefix + "attention." + naming["k"], a.k, "stream", bias),
+            **linear(prefix + "attention." + naming["v"], a.v, "stream", bias),
+            **linear(prefix + "attention." + naming["o"], "stream", a.o),
+            prefix + "layer_scale1.lambda1": "|stream|",
+            **norm(prefix + "norm2"),
             **ffn,
-            at + "layer_scale2.lambda1": "|stream|",
+            prefix + "layer_scale2.lambda1": "|stream|",
         }
         d.norms += [
-            foldable_norm(d.backbone, at + "norm1", *(at + "attention." + words[x] for x in "qkv")),
-            foldable_norm(d.backbone, at + "norm2", *up),
+            foldable_norm(
+                d.backbone, prefix + "norm1", *(prefix + "attention." + naming[x] for x in "qkv")
+            ),
+            foldable_norm(d.backbone, prefix + "norm2", *up),
         ]
         d.scales += [
-            foldable_scale(d.backbone, at + "layer_scale1.lambda1", at + "attention." + words["o"]),
-            foldable_scale(d.backbone, at + "layer_scale2.lambda1", down),
+            foldable_scale(
+                d.backbone, prefix + "layer_scale1.lambda1", prefix + "attention." + naming["o"]
+            ),
+            foldable_scale(d.backbone, prefix + "layer_scale2.lambda1", down),
         ]
     d.head = norm(f"{base}layernorm")
-    if names.has_prefix(
-        "classifier."
-    ):  # reads the class token and the mean of the patches, side by side
+    # the classifier reads the class token and the mean of the patches, concatenated
+    if names.has_prefix("classifier."):
         d.head |= linear("classifier", "_", "stream+stream")
         d.norms.append(foldable_norm(d.head, f"{base}layernorm", "classifier"))
         d.outputs = {"logits": "_ _"}
@@ -84,37 +87,37 @@ def spec(c: Config, names: Names) -> Spec:
         }
     d.notes.append(
         "tokens: patches may be shuffled after the position embedding; the class token is read "
-        "at place 0"
+        "at position 0"
     )
     return d.spec()
 
 
 def feed_forward(
-    d: Draft, c: Config, names: Names, at: str, i: int
+    d: Draft, c: Config, names: Names, prefix: str, i: int
 ) -> tuple[dict[str, str], list[str], str]:
-    """The tensors of the feed-forward block, its readers of the stream, and its writer. SwiGLU is
-    fused on disk and apart in memory.
+    """Add the space of a feed-forward block. Returns its tensors, its readers of the stream, and
+    its writer. SwiGLU is fused on disk and split in memory.
     """
     inner = int(c.hidden_size * c("mlp_ratio", 4))
     if not c("use_swiglu_ffn", False):
         d.spaces[f"ffn.{i}"] = neurons(inner, c("hidden_act", "gelu"))
         return (
-            linear(at + "mlp.fc1", f"ffn.{i}", "stream")
-            | linear(at + "mlp.fc2", "stream", f"ffn.{i}"),
-            [at + "mlp.fc1"],
-            at + "mlp.fc2",
+            linear(prefix + "mlp.fc1", f"ffn.{i}", "stream")
+            | linear(prefix + "mlp.fc2", "stream", f"ffn.{i}"),
+            [prefix + "mlp.fc1"],
+            prefix + "mlp.fc2",
         )
     d.spaces[f"ffn.{i}"] = neurons((int(inner * 2 / 3) + 7) // 8 * 8, "silu", gated=True)
-    if names.has_prefix(at + "mlp.weights_in."):
+    if names.has_prefix(prefix + "mlp.weights_in."):
         up, down = (
-            linear(at + "mlp.weights_in", f"|ffn.{i}|+ffn.{i}", "stream"),
-            at + "mlp.weights_out",
+            linear(prefix + "mlp.weights_in", f"|ffn.{i}|+ffn.{i}", "stream"),
+            prefix + "mlp.weights_out",
         )
     else:
-        up = linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream") | linear(
-            at + "mlp.up_proj", f"ffn.{i}", "stream"
+        up = linear(prefix + "mlp.gate_proj", f"|ffn.{i}|", "stream") | linear(
+            prefix + "mlp.up_proj", f"ffn.{i}", "stream"
         )
-        down = at + "mlp.down_proj"
+        down = prefix + "mlp.down_proj"
     return (
         up | linear(down, "stream", f"ffn.{i}"),
         [n.removesuffix(".weight") for n in up if n.endswith(".weight")],

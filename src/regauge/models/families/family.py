@@ -1,5 +1,5 @@
-"""What a family is: the spec of its models, from a config and the tensor names at hand, and where
-they are cut.
+"""The description of a model family: the spec of its models, from a config and the tensor names,
+and where they are cut.
 """
 
 from __future__ import annotations
@@ -14,20 +14,23 @@ from regauge.models.families.pieces import Config, Names
 
 @dataclass(frozen=True)
 class Boundary:
-    """Where the stream enters the backbone and leaves it: the blocks that are the backbone, the
-    axes of what they are given, and of what they return.
+    """The boundary of a backbone: its blocks, and the axes of their inputs and outputs.
 
-    `blocks` is the path of a list of modules that are called in order, or of one module. `enter`
-    names arguments of a block's forward, the stream first; those not named cross as they are.
-    `returns` names the places of the tuple that a block returns, the stream first; a place named
-    after an argument goes to the next block (T5's position bias), others are "". Without it, blocks
-    return the stream alone.
+    The token axes of a causal mask are "token _+token*": the keys are the contents of a cache,
+    followed by the tokens themselves. `source` denotes the tokens that cross-attention reads.
 
-    The token axes of a causal mask are "token _+token*": the keys are whatever a cache holds, and
-    then the tokens themselves. `source` are the tokens that cross-attention reads. `implicit` names
-    arguments that the blocks make from the order of their rows where they are given none (a causal
-    mask, a position bias): rows move only with them. It says how to make one from the first block
-    and what crosses, where a family can.
+    Attributes:
+        name: the name of the boundary, "" for the only one of a model.
+        blocks: the path of a list of modules that are called in order, or of one module.
+        enter: axes by argument of a block's forward, the stream first; arguments without an entry
+            cross unchanged.
+        leave: the axes of the stream that the last block returns.
+        returns: names for the items of the tuple that a block returns, the stream first. An item
+            named after an argument is passed to the next block (T5's position bias), others are
+            "". Empty if blocks return the stream alone.
+        implicit: arguments that the blocks compute from the order of their rows if not passed (a
+            causal mask, a position bias): rows can be permuted only if these are explicit. The
+            value is a function that computes one from the first block and the inputs, or None.
     """
 
     name: str
@@ -41,17 +44,23 @@ class Boundary:
 
     @property
     def stream(self) -> str:
-        """The argument that is the stream."""
+        """Return the name of the stream's argument."""
         return next(iter(self.enter))
 
 
 @dataclass(frozen=True)
 class Family:
-    """A model family. `spec` describes, `boundaries` cuts; both read the config and the tensor
-    names at hand.
+    """A model family.
 
-    timm's config.json has no model_type: `architectures` are the beginnings of the names that it
-    has instead.
+    timm's config.json has no model_type: `architectures` are prefixes of the names that it has
+    instead.
+
+    Attributes:
+        name: the name of the family.
+        model_types: the model types that it describes.
+        spec: builds a spec from a config and tensor names.
+        boundaries: returns the boundaries for a config and tensor names.
+        architectures: prefixes of timm's architecture names.
     """
 
     name: str

@@ -23,23 +23,23 @@ def spec(c: Config, names: Names) -> Spec:
     d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     bias = c("attention_bias", False)
     for i in range(c.num_hidden_layers):
-        at = f"{base}layers.{i}."
+        prefix = f"{base}layers.{i}."
         a = llama.add_attention(d, c, i, Rotary("half"))
         d.spaces[f"ffn.{i}"] = neurons(
             c.intermediate_size, c("hidden_activation", "gelu_pytorch_tanh"), gated=True
         )
         d.backbone |= {
-            **norm(at + "input_layernorm", bias=False),
-            **linear(at + "self_attn.q_proj", a.q, "stream", bias),
-            **linear(at + "self_attn.k_proj", a.k, "stream", bias),
-            **linear(at + "self_attn.v_proj", a.v, "stream", bias),
-            **linear(at + "self_attn.o_proj", "stream", a.o, bias),
-            **norm(at + "post_attention_layernorm", bias=False),
-            **norm(at + "pre_feedforward_layernorm", bias=False),
-            **linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream", bias=False),
-            **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", bias=False),
-            **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", bias=False),
-            **norm(at + "post_feedforward_layernorm", bias=False),
+            **norm(prefix + "input_layernorm", bias=False),
+            **linear(prefix + "self_attn.q_proj", a.q, "stream", bias),
+            **linear(prefix + "self_attn.k_proj", a.k, "stream", bias),
+            **linear(prefix + "self_attn.v_proj", a.v, "stream", bias),
+            **linear(prefix + "self_attn.o_proj", "stream", a.o, bias),
+            **norm(prefix + "post_attention_layernorm", bias=False),
+            **norm(prefix + "pre_feedforward_layernorm", bias=False),
+            **linear(prefix + "mlp.gate_proj", f"|ffn.{i}|", "stream", bias=False),
+            **linear(prefix + "mlp.up_proj", f"ffn.{i}", "stream", bias=False),
+            **linear(prefix + "mlp.down_proj", "stream", f"ffn.{i}", bias=False),
+            **norm(prefix + "post_feedforward_layernorm", bias=False),
         }
     llama.add_language_head(
         d, Config({"tie_word_embeddings": True, **c.values}), names, base, fold=False

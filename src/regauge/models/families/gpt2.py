@@ -35,22 +35,22 @@ def spec(c: Config, names: Names) -> Spec:
         f"{base}wpe.weight": f"{c.axis('n_positions')} stream",
     }
     for i in range(c.n_layer):
-        at = f"{base}h.{i}."
+        prefix = f"{base}h.{i}."
         a = attention(i, c.n_head, width // c.n_head)
         d.spaces |= a.spaces | {
             f"ffn.{i}": neurons(c("n_inner", 4 * width), c("activation_function", "gelu_new"))
         }
         d.backbone |= {
-            **norm(at + "ln_1"),
-            **conv1d(at + "attn.c_attn", f"{a.q}+{a.k}+{a.v}", "stream"),
-            **conv1d(at + "attn.c_proj", "stream", a.o),
-            **norm(at + "ln_2"),
-            **conv1d(at + "mlp.c_fc", f"ffn.{i}", "stream"),
-            **conv1d(at + "mlp.c_proj", "stream", f"ffn.{i}"),
+            **norm(prefix + "ln_1"),
+            **conv1d(prefix + "attn.c_attn", f"{a.q}+{a.k}+{a.v}", "stream"),
+            **conv1d(prefix + "attn.c_proj", "stream", a.o),
+            **norm(prefix + "ln_2"),
+            **conv1d(prefix + "mlp.c_fc", f"ffn.{i}", "stream"),
+            **conv1d(prefix + "mlp.c_proj", "stream", f"ffn.{i}"),
         }
         d.norms += [
-            foldable_norm(d.backbone, at + "ln_1", at + "attn.c_attn"),
-            foldable_norm(d.backbone, at + "ln_2", at + "mlp.c_fc"),
+            foldable_norm(d.backbone, prefix + "ln_1", prefix + "attn.c_attn"),
+            foldable_norm(d.backbone, prefix + "ln_2", prefix + "mlp.c_fc"),
         ]
     d.head = norm(f"{base}ln_f")
     d.outputs = {"last_hidden_state": "_ _ stream"}
@@ -77,7 +77,7 @@ def spec(c: Config, names: Names) -> Spec:
             if readers == ["qa_outputs"]
             else {"logits": "_ _" if readers == ["score"] else "_ _ _"}
         )
-        if "multiple_choice_head.summary" in readers:  # ids are rows of choices
+        if "multiple_choice_head.summary" in readers:  # ids have an axis of choices
             d.outputs = {"logits": "_ _ _ _", "mc_logits": "_ _"}
         d.norms.append(foldable_norm(d.head, f"{base}ln_f", *readers))
     d.notes.append(

@@ -1,5 +1,5 @@
-"""Llama and its like (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary positions,
-grouped queries and a gated FFN.
+"""Llama and similar models (Mistral, Qwen2, Qwen3): pre-norm decoders with RMSNorm, rotary
+positions, grouped queries and a gated FFN.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ QKV_BIAS = {"llama": "attention_bias", "qwen3": "attention_bias"}
 
 
 def spec(c: Config, names: Names) -> Spec:
-    base = names.prefix("model.") or names.prefix(
-        "transformer."
-    )  # LlamaForQuestionAnswering alone says transformer
+    # only LlamaForQuestionAnswering uses transformer.
+    base = names.prefix("model.") or names.prefix("transformer.")
     kind = c.model_type
     d = Draft(kind, buffers=(r".*rotary_emb\.inv_freq",))
     d.spaces["stream"] = Space(
@@ -46,39 +45,45 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def block_tensors(
-    d: Draft, c: Config, at: str, i: int, qk: Group, bias: bool, out_bias: bool
+    d: Draft, c: Config, prefix: str, i: int, qk: Group, bias: bool, out_bias: bool
 ) -> dict[str, str]:
+    """Add the spaces and norms of one block, and return its tensors."""
     a = add_attention(d, c, i, qk)
     mlp_bias = bool(c("mlp_bias", False))
     d.spaces[f"ffn.{i}"] = neurons(c.intermediate_size, c("hidden_act", "silu"), gated=True)
     block = {
-        **norm(at + "input_layernorm", bias=False),
-        **linear(at + "self_attn.q_proj", a.q, "stream", bias),
-        **linear(at + "self_attn.k_proj", a.k, "stream", bias),
-        **linear(at + "self_attn.v_proj", a.v, "stream", bias),
-        **linear(at + "self_attn.o_proj", "stream", a.o, out_bias),
-        **norm(at + "post_attention_layernorm", bias=False),
-        **linear(at + "mlp.gate_proj", f"|ffn.{i}|", "stream", mlp_bias),
-        **linear(at + "mlp.up_proj", f"ffn.{i}", "stream", mlp_bias),
-        **linear(at + "mlp.down_proj", "stream", f"ffn.{i}", mlp_bias),
+        **norm(prefix + "input_layernorm", bias=False),
+        **linear(prefix + "self_attn.q_proj", a.q, "stream", bias),
+        **linear(prefix + "self_attn.k_proj", a.k, "stream", bias),
+        **linear(prefix + "self_attn.v_proj", a.v, "stream", bias),
+        **linear(prefix + "self_attn.o_proj", "stream", a.o, out_bias),
+        **norm(prefix + "post_attention_layernorm", bias=False),
+        **linear(prefix + "mlp.gate_proj", f"|ffn.{i}|", "stream", mlp_bias),
+        **linear(prefix + "mlp.up_proj", f"ffn.{i}", "stream", mlp_bias),
+        **linear(prefix + "mlp.down_proj", "stream", f"ffn.{i}", mlp_bias),
     }
-    if isinstance(
-        qk, PlaneSigns
-    ):  # gains on the head axis, shared by all heads: a sign for each plane passes them by
+    # gains on the head axis, shared by all heads: they commute with a sign for each plane
+    if isinstance(qk, PlaneSigns):
         block |= {
-            f"{at}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim")
+            f"{prefix}self_attn.{x}_norm.weight": hole(d.spaces[f"qk.{i}"].size, "head_dim")
             for x in "qk"
         }
     d.norms += [
-        foldable_norm(block, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")),
         foldable_norm(
-            block, at + "post_attention_layernorm", at + "mlp.gate_proj", at + "mlp.up_proj"
+            block, prefix + "input_layernorm", *(prefix + f"self_attn.{x}_proj" for x in "qkv")
+        ),
+        foldable_norm(
+            block,
+            prefix + "post_attention_layernorm",
+            prefix + "mlp.gate_proj",
+            prefix + "mlp.up_proj",
         ),
     ]
     return block
 
 
 def add_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
+    """Add the spaces of an attention layer."""
     heads = c.num_attention_heads
     a = attention(
         i, heads, c("head_dim", c.hidden_size // heads), kv=c("num_key_value_heads", heads), qk=qk
@@ -88,7 +93,7 @@ def add_attention(d: Draft, c: Config, i: int, qk: Group) -> Attention:
 
 
 def add_language_head(d: Draft, c: Config, names: Names, base: str, fold: bool = True) -> None:
-    """The final norm and whatever reads it: the language head (tied or not), or a classifier."""
+    """Add the final norm and its readers: the language head (tied or not), or a classifier."""
     d.head |= norm(f"{base}norm", bias=False)
     d.outputs = {"last_hidden_state": "_ _ stream"}
     readers = []
@@ -97,10 +102,10 @@ def add_language_head(d: Draft, c: Config, names: Names, base: str, fold: bool =
         if c("tie_word_embeddings", False):
             d.ties["lm_head.weight"] = f"{base}embed_tokens.weight"
         readers.append("lm_head")
-    tokens = names.has_prefix(
+    classifies_tokens = names.has_prefix(
         "score.bias"
-    )  # classifiers of sequences have no bias, those of tokens do
-    for name, bias in (("score", tokens), ("qa_outputs", True)):
+    )  # token classifiers have a bias, sequence classifiers do not
+    for name, bias in (("score", classifies_tokens), ("qa_outputs", True)):
         if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream", bias)
             readers.append(name)
@@ -108,7 +113,7 @@ def add_language_head(d: Draft, c: Config, names: Names, base: str, fold: bool =
         d.outputs = (
             qa_logits()
             if readers == ["qa_outputs"]
-            else {"logits": "_ _" if readers == ["score"] and not tokens else "_ _ _"}
+            else {"logits": "_ _" if readers == ["score"] and not classifies_tokens else "_ _ _"}
         )
         if fold:
             d.norms.append(foldable_norm(d.head, f"{base}norm", *readers))

@@ -1,7 +1,7 @@
-"""Mixtral: Llama with experts. Experts come in any order, and each has a gated FFN of its own.
+"""Mixtral: Llama with experts. Experts come in any order, and each has its own gated FFN.
 
-In memory the experts are fused, one tensor for all; on disk there is one tensor for each, which the
-braces read as a stack.
+In memory the experts are fused, one tensor for all; on disk each expert has its own tensors, which
+the braces in a name denote as a stack.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def spec(c: Config, names: Names) -> Spec:
     )
     d.embed = {f"{base}embed_tokens.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
-        at = f"{base}layers.{i}."
+        prefix = f"{base}layers.{i}."
         a = llama.add_attention(d, c, i, Rotary("half"))
         expert, ffn = f"expert.{i}", f"ffn.{i}"
         d.spaces[expert] = Space(
@@ -40,37 +40,39 @@ def spec(c: Config, names: Names) -> Spec:
             c.intermediate_size, c("hidden_act", "silu"), gated=True, over=expert
         )
         if names.has("block_sparse_moe."):
-            moe = at + "block_sparse_moe."
-            one = f"{moe}experts.{{{expert}}}."
+            moe = prefix + "block_sparse_moe."
+            expert_prefix = f"{moe}experts.{{{expert}}}."
             readers = {
                 moe + "gate.weight": f"{expert} stream*",
-                one + "w1.weight": f"{expert} |{ffn}| stream*",
-                one + "w3.weight": f"{expert} {ffn} stream*",
+                expert_prefix + "w1.weight": f"{expert} |{ffn}| stream*",
+                expert_prefix + "w3.weight": f"{expert} {ffn} stream*",
             }
-            writers = {one + "w2.weight": f"{expert} stream {ffn}*"}
+            writers = {expert_prefix + "w2.weight": f"{expert} stream {ffn}*"}
         else:
-            moe = at + "mlp."
+            moe = prefix + "mlp."
             readers = {
                 moe + "gate.weight": f"{expert} stream*",
                 moe + "experts.gate_up_proj": f"{expert} |{ffn}|+{ffn} stream*",
             }
             writers = {moe + "experts.down_proj": f"{expert} stream {ffn}*"}
         d.backbone |= {
-            **norm(at + "input_layernorm", bias=False),
-            **linear(at + "self_attn.q_proj", a.q, "stream", bias=False),
-            **linear(at + "self_attn.k_proj", a.k, "stream", bias=False),
-            **linear(at + "self_attn.v_proj", a.v, "stream", bias=False),
-            **linear(at + "self_attn.o_proj", "stream", a.o, bias=False),
-            **norm(at + "post_attention_layernorm", bias=False),
+            **norm(prefix + "input_layernorm", bias=False),
+            **linear(prefix + "self_attn.q_proj", a.q, "stream", bias=False),
+            **linear(prefix + "self_attn.k_proj", a.k, "stream", bias=False),
+            **linear(prefix + "self_attn.v_proj", a.v, "stream", bias=False),
+            **linear(prefix + "self_attn.o_proj", "stream", a.o, bias=False),
+            **norm(prefix + "post_attention_layernorm", bias=False),
             **readers,
             **writers,
         }
         d.norms += [
             foldable_norm(
-                d.backbone, at + "input_layernorm", *(at + f"self_attn.{x}_proj" for x in "qkv")
+                d.backbone,
+                prefix + "input_layernorm",
+                *(prefix + f"self_attn.{x}_proj" for x in "qkv"),
             ),
             Norm(
-                at + "post_attention_layernorm.weight",
+                prefix + "post_attention_layernorm.weight",
                 None,
                 tuple((reader, None) for reader in readers),
             ),

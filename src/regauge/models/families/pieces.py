@@ -1,5 +1,5 @@
-"""The pieces that families are written with: layers as {tensor name: axes}, and the spaces of
-attention and feed-forward blocks.
+"""Building blocks of families: layers as {tensor name: axes}, and the spaces of attention and
+feed-forward blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Tensors = dict[str, str]
 
 
 class Config:
-    """A model's config.json, read by attribute; `config("name", default)` for what older files
-    leave out.
+    """A model's config.json with access by attribute; `config("name", default)` for fields that
+    older files omit.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -35,7 +35,7 @@ class Config:
         if name.startswith("__") or name not in self.values:
             raise SpecError(
                 f'config.json has no "{name}"',
-                hint=f"a {self.values.get('model_type', 'model')} needs it",
+                hint=f"a {self.values.get('model_type', 'model')} requires it",
             )
         return self.values[name]
 
@@ -44,36 +44,36 @@ class Config:
         return default if value is None else value
 
     def axis(self, name: str, extra: int = 0) -> str:
-        """An axis on which nothing acts, as long as the config says under this name (and some
-        more), if it does.
+        """Return an axis on which nothing acts, of the size in this field plus `extra`, or of any
+        size if it is missing.
         """
         return hole(self(name, None), name, extra)
 
     def patch_axes(self) -> str:
-        """The axes of a patch: channels, height and width."""
+        """Return the axes of a patch: channels, height and width."""
         height, width = _height_and_width(self("patch_size", None))
         return (
             f"{self.axis('num_channels')} {hole(height, 'patch_size')} {hole(width, 'patch_size')}"
         )
 
-    def position_rows(self, more: int) -> str:
-        """The axis of a table with a row for each patch, and some more."""
+    def position_rows(self, extra: int) -> str:
+        """Return the axis of a table with one row per patch, and `extra` further rows."""
         h, w, p, q = (
             _positive_int(side, name)
             for name in ("image_size", "patch_size")
             for side in _height_and_width(self(name, None))
         )
-        return f"_{(h // p) * (w // q) + more}" if h and w and p and q else "_"
+        return f"_{(h // p) * (w // q) + extra}" if h and w and p and q else "_"
 
     @property
     def architecture(self) -> str:
-        """The class that the checkpoint was saved from, or an empty string."""
+        """Return the class that the checkpoint was saved from, or an empty string."""
         return str((self.values.get("architectures") or [""])[0])
 
 
 class Names:
-    """The tensor names at hand: what tells one naming, head or option from another. Given as a
-    mapping to tensors or shapes, their shapes too.
+    """The tensor names of a model, which distinguish naming schemes, heads and options; with shapes
+    if built from a mapping to tensors or shapes.
     """
 
     def __init__(self, names: Iterable[str] | Mapping[str, Shaped | Sequence[int]]) -> None:
@@ -85,79 +85,85 @@ class Names:
             }
 
     def has(self, fragment: str) -> bool:
+        """Return whether any name contains a fragment."""
         return any(fragment in n for n in self.names)
 
-    def has_prefix(self, beginning: str) -> bool:
-        return any(n.startswith(beginning) for n in self.names)
+    def has_prefix(self, prefix: str) -> bool:
+        """Return whether any name starts with a prefix."""
+        return any(n.startswith(prefix) for n in self.names)
 
     def prefix(self, prefix: str) -> str:
-        """The prefix if the names carry it, else nothing: base models are saved without."""
+        """Return the prefix if any name has it, else an empty string: base models are saved
+        without.
+        """
         return prefix if self.has_prefix(prefix) else ""
 
-    def count(self, beginning: str) -> int:
-        """How many numbers follow this beginning: the depth of a list of modules, where no config
-        says it.
-        """
-        return len(
-            {n[len(beginning) :].split(".")[0] for n in self.names if n.startswith(beginning)}
-        )
+    def count(self, prefix: str) -> int:
+        """Return the number of modules in the list with this prefix, where no config has it."""
+        return len({n[len(prefix) :].split(".")[0] for n in self.names if n.startswith(prefix)})
 
     def size(self, name: str, dim: int) -> int:
-        """The size of one axis of a tensor, where no config says it."""
+        """Return the size of one axis of a tensor, where no config has it.
+
+        Raises:
+            SpecError: the shapes are unknown.
+        """
         if name not in self.shapes:
             raise SpecError(
-                f'the shape of "{name}" is not at hand',
+                f'the shape of "{name}" is unknown',
                 hint="build the spec from a mapping of names to tensors, or of names to shapes",
             )
         return int(self.shapes[name][dim])
 
 
-def hole(size: Any, name: str, more: int = 0) -> str:
-    """An axis on which nothing acts, of a size that the config gives under this name, or of any."""
+def hole(size: Any, name: str, extra: int = 0) -> str:
+    """Return an axis on which nothing acts, of a config's size plus `extra`, or of any size."""
     n = _positive_int(size, name)
-    return "_" if n is None else f"_{n + more}"
+    return "_" if n is None else f"_{n + extra}"
 
 
 def _positive_int(size: Any, name: str) -> int | None:
     if size is None or (type(size) is int and size > 0):
         return size
     raise SpecError(
-        f'config.json says "{name}" is {size!r}, which must be a positive whole number',
-        hint="compare it with the original",
+        f'"{name}" in config.json must be a positive integer, got {size!r}',
+        hint="compare it with the original config.json",
     )
 
 
 def _height_and_width(side: Any) -> Sequence[Any]:
-    """Height and width, where a config gives one number for both, or two."""
+    """Return height and width, where a config has one number for both, or two."""
     return side if isinstance(side, list | tuple) and len(side) == 2 else (side, side)
 
 
 def star(term: str) -> str:
-    """The dual of a term."""
+    """Return the dual of a term."""
     if term.startswith("_"):
         return term
     return f"({term})*" if "+" in term else f"{term}*"
 
 
 def linear(name: str, out: str, into: str, bias: bool = True) -> Tensors:
-    """torch's Linear: weight [out, in]."""
+    """Return the tensors of torch's Linear: weight [out, in]."""
     return {f"{name}.weight": f"{out} {star(into)}", **({f"{name}.bias": out} if bias else {})}
 
 
 def conv1d(name: str, out: str, into: str) -> Tensors:
-    """GPT-2's Conv1D: weight [in, out]."""
+    """Return the tensors of GPT-2's Conv1D: weight [in, out]."""
     return {f"{name}.weight": f"{star(into)} {out}", f"{name}.bias": out}
 
 
 def norm(name: str, space: str = "stream", bias: bool = True) -> Tensors:
-    """A norm's gain follows the permutation part only; its bias is an ordinary vector."""
+    """Return the tensors of a norm: its gain follows only the permutation part; its bias is an
+    ordinary vector.
+    """
     return {f"{name}.weight": f"|{space}|", **({f"{name}.bias": space} if bias else {})}
 
 
 def layer_pairs(
     names: Mapping[str, str] | Iterable[str], *layers: str
 ) -> tuple[tuple[str, str | None], ...]:
-    """The (weight, bias) pairs of these layers, with the biases that the tensors have."""
+    """Return the (weight, bias) pairs of layers, with the biases that exist."""
     return tuple(
         (f"{layer}.weight", f"{layer}.bias" if f"{layer}.bias" in names else None)
         for layer in layers
@@ -167,7 +173,7 @@ def layer_pairs(
 def foldable_norm(
     tensors: Mapping[str, str], name: str, *readers: str, padded: bool = False
 ) -> Norm:
-    """A norm that folds into these layers."""
+    """Return a norm that folds into these layers."""
     return Norm(
         f"{name}.weight",
         f"{name}.bias" if f"{name}.bias" in tensors else None,
@@ -177,12 +183,12 @@ def foldable_norm(
 
 
 def foldable_scale(tensors: Mapping[str, str], gain: str, *writers: str) -> Scale:
-    """A LayerScale that folds backwards into these layers."""
+    """Return a LayerScale that folds backwards into these layers."""
     return Scale(gain, layer_pairs(tensors, *writers))
 
 
 def use_old_norm_names(tensors: Tensors, names: Names) -> Tensors:
-    """Checkpoints converted from TensorFlow call a LayerNorm's weight and bias gamma and beta;
+    """Rename LayerNorm tensors to gamma and beta, as in checkpoints converted from TensorFlow;
     transformers renames them on loading.
     """
     if not names.has("LayerNorm.gamma"):
@@ -196,8 +202,8 @@ def use_old_norm_names(tensors: Tensors, names: Names) -> Tensors:
 
 
 def qa_logits() -> dict[str, str]:
-    """What question-answering models return: for each token, how well it begins or ends the
-    answer.
+    """Return the outputs of question-answering models: for each token, its score as the start or
+    end of the answer.
     """
     return {"start_logits": "_ _", "end_logits": "_ _"}
 
@@ -215,7 +221,7 @@ _ACTIVATIONS: dict[str, tuple[Group, str]] = {
 
 
 def neurons(size: int, activation: str, *, gated: bool = False, over: str | None = None) -> Space:
-    """The hidden space of a feed-forward block or a pooler."""
+    """Return the hidden space of a feed-forward block or a pooler."""
     if gated:
         return Space(
             size,
@@ -233,7 +239,7 @@ def neurons(size: int, activation: str, *, gated: bool = False, over: str | None
 @dataclass(frozen=True)
 class Attention:
     """The spaces of one attention layer, and the axes of its query, key and value outputs and of
-    its output projection's input.
+    the input of its output projection.
     """
 
     spaces: dict[str, Space]
@@ -253,19 +259,30 @@ def attention(
     shared: str | None = None,
     dot_product_only: bool = True,
 ) -> Attention:
-    """Multi-head attention, or grouped queries if there are fewer key-value heads. `shared` names a
-    head space that several layers have in common. `only_dots`: keys meet nothing but the queries,
-    so that a softmax does not see a bias of theirs.
+    """Build multi-head attention, or grouped queries if there are fewer key-value heads.
+
+    Args:
+        label: the layer, as the suffix of its spaces.
+        heads: the number of heads.
+        size: the size of a head.
+        kv: the number of key-value heads, by default `heads`.
+        qk: the group of queries and keys, by default all invertible matrices.
+        shared: a head space that several layers share.
+        dot_product_only: keys meet nothing but the queries, so that the softmax is invariant to
+            their bias.
+
+    Raises:
+        SpecError: the number of heads is not a multiple of the number of key-value heads.
     """
     kv = kv or heads
     if heads % kv:
         raise SpecError(
-            f"{heads} heads cannot share {kv} key-value heads evenly",
+            f"the number of heads must be a multiple of {kv} key-value heads, got {heads}",
             hint="config.json: num_attention_heads, num_key_value_heads",
         )
     group = qk or GeneralLinear()
     why = _QK_WHY.get(
-        type(group), "a dot product sees every invertible change of both sides as nothing"
+        type(group), "a dot product is invariant under inverse changes of basis of both sides"
     )
     qk_space, vo_space = f"qk.{label}", f"vo.{label}"
     if kv == heads:
@@ -297,15 +314,15 @@ def attention(
 
 
 _QK_WHY: dict[type[Group], str] = {
-    Rotary: "rotary positions turn every 2-plane by its own angle: one turn and one scale each "
-    "are left",
+    Rotary: "rotary positions rotate every 2-plane by its own angle: one rotation and one scale "
+    "each are left",
     PlaneSigns: "QK-norm gains and rotary positions leave one sign for each 2-plane",
 }
 
 
 @dataclass
 class Draft:
-    """A spec in the making: the dictionaries that a family fills, part by part."""
+    """A spec under construction: the dictionaries that a family fills, part by part."""
 
     family: str
     spaces: dict[str, Space] = field(default_factory=dict)
@@ -322,7 +339,7 @@ class Draft:
     notes: list[str] = field(default_factory=list)
 
     def spec(self) -> Spec:
-        """The finished spec. Spaces that no tensor lives in are left out."""
+        """Build the spec, without spaces that no tensor uses."""
         from regauge.core.axes import spaces
 
         tensors = {**self.embed, **self.backbone, **self.head}

@@ -46,7 +46,7 @@ V4 = {
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix("swin.")
-    words = V4 if names.has("attention.self.query") else V5
+    naming = V4 if names.has("attention.self.query") else V5
     d = Draft("swin", buffers=(r".*\.relative_position_index",))
     d.embed = {
         f"{base}embeddings.patch_embeddings.projection.weight": f"stream.0 {c.patch_axes()}",
@@ -64,15 +64,15 @@ def spec(c: Config, names: Names) -> Spec:
             width, Permutation(), folded=folded, why=LAYER_NORM if s else POST_NORM
         )
         for b in range(c.depths[s]):
-            add_block(d, c, words, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
+            add_block(d, c, naming, f"{base}encoder.layers.{s}.blocks.{b}.", s, b)
         if s + 1 < stages:
-            four = "+".join([f"stream.{s}"] * 4)
+            four_streams = "+".join([f"stream.{s}"] * 4)
             down = f"{base}encoder.layers.{s}.downsample."
             d.backbone |= {
                 f"{down}norm.weight": "+".join([f"|stream.{s}|"] * 4),
-                f"{down}norm.bias": four,
+                f"{down}norm.bias": four_streams,
             }
-            d.backbone |= linear(f"{down}reduction", f"stream.{s + 1}", four, bias=False)
+            d.backbone |= linear(f"{down}reduction", f"stream.{s + 1}", four_streams, bias=False)
             d.norms.append(foldable_norm(d.backbone, f"{down}norm", f"{down}reduction"))
     last = f"stream.{stages - 1}"
     d.head = norm(f"{base}layernorm", last)
@@ -82,9 +82,8 @@ def spec(c: Config, names: Names) -> Spec:
         d.head |= linear("classifier", "_", last)
         d.outputs = {"logits": "_ _"}
         readers.append("classifier")
-    if names.has_prefix(
-        "decoder.0."
-    ):  # masked image modelling: a 1x1 convolution on the normalised stream
+    # masked image modelling: a 1x1 convolution on the normalized stream
+    if names.has_prefix("decoder.0."):
         d.head |= {"decoder.0.weight": f"_ {last}* _ _", "decoder.0.bias": "_"}
         d.outputs = {"reconstruction": "_ _ _ _"}
         readers.append("decoder.0")
@@ -92,40 +91,44 @@ def spec(c: Config, names: Names) -> Spec:
         d.norms.append(foldable_norm(d.head, f"{base}layernorm", *readers))
     d.notes.append(
         "tokens: no permutation holds: attention is windowed and shifted, patches merge with "
-        "their neighbours, the bias is looked up by place"
+        "their neighbours, the bias is looked up by position"
     )
     return d.spec()
 
 
-def add_block(d: Draft, c: Config, words: dict[str, str], at: str, s: int, b: int) -> None:
+def add_block(d: Draft, c: Config, naming: dict[str, str], prefix: str, s: int, b: int) -> None:
+    """Add one block."""
     stream, ffn, width = f"stream.{s}", f"ffn.{s}.{b}", c.embed_dim * 2**s
     a = attention(f"{s}.{b}", c.num_heads[s], width // c.num_heads[s])
     bias = c("qkv_bias", True)
     d.spaces |= a.spaces | {ffn: neurons(int(c("mlp_ratio", 4.0) * width), c("hidden_act", "gelu"))}
     d.backbone |= {
-        **norm(at + "layernorm_before", stream),
-        **linear(at + words["q"], a.q, stream, bias),
-        **linear(at + words["k"], a.k, stream, bias),
-        **linear(at + words["v"], a.v, stream, bias),
-        **linear(at + words["o"], stream, a.o),
-        at + words["bias"]: f"_ head.{s}.{b}",
-        **norm(at + "layernorm_after", stream),
-        **linear(at + words["up"], ffn, stream),
-        **linear(at + words["down"], stream, ffn),
+        **norm(prefix + "layernorm_before", stream),
+        **linear(prefix + naming["q"], a.q, stream, bias),
+        **linear(prefix + naming["k"], a.k, stream, bias),
+        **linear(prefix + naming["v"], a.v, stream, bias),
+        **linear(prefix + naming["o"], stream, a.o),
+        prefix + naming["bias"]: f"_ head.{s}.{b}",
+        **norm(prefix + "layernorm_after", stream),
+        **linear(prefix + naming["up"], ffn, stream),
+        **linear(prefix + naming["down"], stream, ffn),
     }
     d.norms += [
         foldable_norm(
-            d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv"), padded=True
+            d.backbone,
+            prefix + "layernorm_before",
+            *(prefix + naming[x] for x in "qkv"),
+            padded=True,
         ),
-        foldable_norm(d.backbone, at + "layernorm_after", at + words["up"]),
+        foldable_norm(d.backbone, prefix + "layernorm_after", prefix + naming["up"]),
     ]
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    """The stages are the backbone: the stream enters as that of stage 0 and leaves as that of the
-    last.
+    """Return the boundary of the stages: the stream enters in the space of stage 0 and leaves in
+    that of the last.
 
-    A stage returns two things more, for callers who ask for hidden states.
+    A stage returns two further items, for callers that request hidden states.
     """
     base = names.prefix("swin.")
     leave = f"_ _ stream.{len(c.depths) - 1}"

@@ -65,56 +65,64 @@ def spec(c: Config, names: Names) -> Spec:
         d.norms.append(foldable_norm(d.head, f"{base}encoder.final_layer_norm", *keys))
     d.notes.append(
         "tokens: rows may be permuted with the masks and a position_bias that is passed to "
-        "block 0; it is looked up by place otherwise"
+        "block 0; it is looked up by position otherwise"
     )
     return d.spec()
 
 
-def add_block(d: Draft, c: Config, at: str, stack: str, i: int) -> None:
-    own = attention(f"{stack}.{i}", c.num_heads, c.d_kv, shared=f"head.{stack}")
-    add_attention(d, f"{at}0.SelfAttention.", own)
+def add_block(d: Draft, c: Config, prefix: str, stack: str, i: int) -> None:
+    """Add one block: self-attention, cross-attention in the decoder, and the FFN."""
+    self_attention = attention(f"{stack}.{i}", c.num_heads, c.d_kv, shared=f"head.{stack}")
+    add_attention(d, f"{prefix}0.SelfAttention.", self_attention)
     if i == 0:
-        d.backbone[f"{at}0.SelfAttention.relative_attention_bias.weight"] = (
+        d.backbone[f"{prefix}0.SelfAttention.relative_attention_bias.weight"] = (
             f"{c.axis('relative_attention_num_buckets')} head.{stack}"
         )
-    add_norm(d, f"{at}0.layer_norm", *(f"{at}0.SelfAttention.{x}" for x in "qkv"))
+    add_norm(d, f"{prefix}0.layer_norm", *(f"{prefix}0.SelfAttention.{x}" for x in "qkv"))
     last = 1
     if stack == "decoder":
-        add_attention(d, f"{at}1.EncDecAttention.", attention(f"cross.{i}", c.num_heads, c.d_kv))
-        add_norm(
-            d, f"{at}1.layer_norm", f"{at}1.EncDecAttention.q"
-        )  # keys and values read the encoder's final norm
+        add_attention(
+            d, f"{prefix}1.EncDecAttention.", attention(f"cross.{i}", c.num_heads, c.d_kv)
+        )
+        # keys and values read the encoder's final norm
+        add_norm(d, f"{prefix}1.layer_norm", f"{prefix}1.EncDecAttention.q")
         last = 2
-    ffn, up = f"ffn.{stack}.{i}", f"{at}{last}.DenseReluDense."
+    ffn, ffn_prefix = f"ffn.{stack}.{i}", f"{prefix}{last}.DenseReluDense."
     kind = c("feed_forward_proj", "relu")
     gated = kind.startswith("gated-")
     d.spaces[ffn] = neurons(c.d_ff, kind.removeprefix("gated-"), gated=gated)
     if gated:
         d.backbone |= {
-            **linear(f"{up}wi_0", f"|{ffn}|", "stream", bias=False),
-            **linear(f"{up}wi_1", ffn, "stream", bias=False),
+            **linear(f"{ffn_prefix}wi_0", f"|{ffn}|", "stream", bias=False),
+            **linear(f"{ffn_prefix}wi_1", ffn, "stream", bias=False),
         }
     else:
-        d.backbone |= linear(f"{up}wi", ffn, "stream", bias=False)
-    d.backbone |= linear(f"{up}wo", "stream", ffn, bias=False)
-    add_norm(d, f"{at}{last}.layer_norm", *((f"{up}wi_0", f"{up}wi_1") if gated else (f"{up}wi",)))
+        d.backbone |= linear(f"{ffn_prefix}wi", ffn, "stream", bias=False)
+    d.backbone |= linear(f"{ffn_prefix}wo", "stream", ffn, bias=False)
+    add_norm(
+        d,
+        f"{prefix}{last}.layer_norm",
+        *((f"{ffn_prefix}wi_0", f"{ffn_prefix}wi_1") if gated else (f"{ffn_prefix}wi",)),
+    )
 
 
-def add_attention(d: Draft, at: str, a: Attention) -> None:
+def add_attention(d: Draft, prefix: str, a: Attention) -> None:
+    """Add the spaces and projections of an attention layer."""
     d.spaces |= a.spaces
     for name, out in (("q", a.q), ("k", a.k), ("v", a.v)):
-        d.backbone |= linear(at + name, out, "stream", bias=False)
-    d.backbone |= linear(at + "o", "stream", a.o, bias=False)
+        d.backbone |= linear(prefix + name, out, "stream", bias=False)
+    d.backbone |= linear(prefix + "o", "stream", a.o, bias=False)
 
 
 def add_norm(d: Draft, name: str, *readers: str) -> None:
+    """Add a norm that folds into its readers."""
     d.backbone |= norm(name, bias=False)
     d.norms.append(foldable_norm(d.backbone, name, *readers))
 
 
 def add_heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
-    """Whatever reads the last final norm: the language head (tied or not), a classifier, or the
-    caller.
+    """Add the readers of the last final norm (the language head, tied or not, or a classifier) and
+    the outputs.
     """
     readers = []
     if c.architecture == "T5ForConditionalGeneration" or names.has_prefix("lm_head."):
@@ -151,12 +159,12 @@ def add_heads(d: Draft, c: Config, names: Names, final: str) -> list[str]:
 
 
 def _position_bias(block: Any, inputs: Mapping[str, Any]) -> Any:
-    """What block 0 looks up in its table where it is given no bias. Behind a cache it stands for
-    the tokens that are new.
+    """Compute the position bias that block 0 looks up if it receives none. With a cache it is that
+    of the new tokens.
     """
-    cache, n = inputs.get("past_key_values"), inputs["hidden_states"].shape[1]
-    seen = cache.get_seq_length() if cache is not None else 0
-    return block.layer[0].SelfAttention.compute_bias(n, seen + n, past_seen_tokens=seen)
+    cache, length = inputs.get("past_key_values"), inputs["hidden_states"].shape[1]
+    past = cache.get_seq_length() if cache is not None else 0
+    return block.layer[0].SelfAttention.compute_bias(length, past + length, past_seen_tokens=past)
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:

@@ -32,16 +32,15 @@ def spec(c: Config, names: Names) -> Spec:
     if names.has_prefix("patch_embed.norm."):
         d.embed |= norm("patch_embed.norm", "stream.0")
     stages = names.count("layers.")
-    old = names.has_prefix(
-        "layers.0.downsample."
-    )  # checkpoints of old put the merging at the end of a stage, not at the beginning of the next
+    # old checkpoints store the merging at the end of a stage, not at the beginning of the next
+    merges_at_end = names.has_prefix("layers.0.downsample.")
     for s in range(stages):
         width = names.size(f"layers.{s}.blocks.0.attn.qkv.weight", 1)
         d.spaces[f"stream.{s}"] = Space(
             width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
         )
         if s > 0:
-            add_patch_merging(d, s - 1, f"layers.{s - 1 if old else s}.downsample.")
+            add_patch_merging(d, s - 1, f"layers.{s - 1 if merges_at_end else s}.downsample.")
         for b in range(names.count(f"layers.{s}.blocks.")):
             add_block(d, names, s, b)
     if names.has_prefix("patch_embed.norm."):
@@ -55,42 +54,48 @@ def spec(c: Config, names: Names) -> Spec:
         d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"logits": f"_ {last}"}
-    d.notes.append(
-        "tokens: windows and shifts fix the places; there is no useful symmetry of tokens"
-    )
+    d.notes.append("tokens: windows and shifts fix the positions; tokens have no useful symmetry")
     return d.spec()
 
 
-def add_patch_merging(d: Draft, s: int, at: str) -> None:
-    """Four neighbours side by side: the norm and the reduction see the stream four times."""
-    four = "+".join([f"stream.{s}"] * 4)
+def add_patch_merging(d: Draft, s: int, prefix: str) -> None:
+    """Add patch merging: the norm and the reduction read the streams of four neighbours,
+    concatenated.
+    """
+    four_streams = "+".join([f"stream.{s}"] * 4)
     d.backbone |= {
-        at + "norm.weight": "+".join([f"|stream.{s}|"] * 4),
-        at + "norm.bias": four,
-        **linear(at + "reduction", f"stream.{s + 1}", four, bias=False),
+        prefix + "norm.weight": "+".join([f"|stream.{s}|"] * 4),
+        prefix + "norm.bias": four_streams,
+        **linear(prefix + "reduction", f"stream.{s + 1}", four_streams, bias=False),
     }
-    d.norms.append(foldable_norm(d.backbone, at + "norm", at + "reduction"))
+    d.norms.append(foldable_norm(d.backbone, prefix + "norm", prefix + "reduction"))
 
 
 def add_block(d: Draft, names: Names, s: int, b: int) -> None:
-    at, label, stream = f"layers.{s}.blocks.{b}.", f"{s}.{b}", f"stream.{s}"
-    heads = names.size(at + "attn.relative_position_bias_table", 1)
-    a = attention(label, heads, names.size(at + "attn.qkv.weight", 0) // 3 // heads)
-    d.spaces |= a.spaces | {f"ffn.{label}": neurons(names.size(at + "mlp.fc1.weight", 0), "gelu")}
+    """Add one block."""
+    prefix, label, stream = f"layers.{s}.blocks.{b}.", f"{s}.{b}", f"stream.{s}"
+    heads = names.size(prefix + "attn.relative_position_bias_table", 1)
+    a = attention(label, heads, names.size(prefix + "attn.qkv.weight", 0) // 3 // heads)
+    d.spaces |= a.spaces | {
+        f"ffn.{label}": neurons(names.size(prefix + "mlp.fc1.weight", 0), "gelu")
+    }
     d.backbone |= {
-        **norm(at + "norm1", stream),
+        **norm(prefix + "norm1", stream),
         **linear(
-            at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", stream, f"{at}attn.qkv.bias" in names.names
+            prefix + "attn.qkv",
+            f"{a.q}+{a.k}+{a.v}",
+            stream,
+            f"{prefix}attn.qkv.bias" in names.names,
         ),
-        at + "attn.relative_position_bias_table": f"_ head.{label}",
-        **linear(at + "attn.proj", stream, a.o),
-        **norm(at + "norm2", stream),
-        **linear(at + "mlp.fc1", f"ffn.{label}", stream),
-        **linear(at + "mlp.fc2", stream, f"ffn.{label}"),
+        prefix + "attn.relative_position_bias_table": f"_ head.{label}",
+        **linear(prefix + "attn.proj", stream, a.o),
+        **norm(prefix + "norm2", stream),
+        **linear(prefix + "mlp.fc1", f"ffn.{label}", stream),
+        **linear(prefix + "mlp.fc2", stream, f"ffn.{label}"),
     }
     d.norms += [
-        foldable_norm(d.backbone, at + "norm1", at + "attn.qkv", padded=True),
-        foldable_norm(d.backbone, at + "norm2", at + "mlp.fc1"),
+        foldable_norm(d.backbone, prefix + "norm1", prefix + "attn.qkv", padded=True),
+        foldable_norm(d.backbone, prefix + "norm2", prefix + "mlp.fc1"),
     ]
 
 

@@ -1,5 +1,5 @@
-"""timm's vit_*, deit_* and deit3_*: pre-norm encoders with fused qkv; LayerScale, registers and the
-rest where the tensors say so.
+"""timm's vit_*, deit_* and deit3_*: pre-norm encoders with fused qkv; LayerScale, registers and
+other parts if the tensors contain them.
 
 timm's config.json names an architecture and little more, so widths and depths come from the
 tensors. The number of heads is in no shape: it comes from the config (`num_heads`, or `model_args`)
@@ -37,8 +37,7 @@ from regauge.models.families.pieces import (
     norm,
 )
 
-# timm's own architectures: heads by the width of the stream, and the names for which that is not
-# so.
+# Heads of timm's architectures by the width of the stream; OTHER_HEADS has the exceptions.
 HEADS = {
     192: 3,
     256: 4,
@@ -85,7 +84,7 @@ def spec(c: Config, names: Names) -> Spec:
     d = Draft("timm-vit")
     d.spaces["stream"] = stream_space(c, names, width, rms)
     d.embed = {"patch_embed.proj.weight": "stream _ _ _"}
-    if "patch_embed.proj.bias" in names.names:  # not in front of norm_pre
+    if "patch_embed.proj.bias" in names.names:  # absent before norm_pre
         d.embed["patch_embed.proj.bias"] = "stream"
     d.embed |= {
         token: "_ _ stream"
@@ -100,21 +99,20 @@ def spec(c: Config, names: Names) -> Spec:
     add_heads(d, c, names, heads, width, rms)
     d.notes.append(
         "tokens: patches may be shuffled after the position embedding; the class token is read "
-        "at place 0"
+        "at position 0"
     )
     return d.spec()
 
 
 def add_registers(d: Draft, c: Config, names: Names) -> None:
-    """Nobody reads a register by its place: they come in any order, with their rows of the position
-    table where they have some.
+    """Add the register tokens. Nothing reads a register by its position: they come in any order,
+    with their rows of the position table if they have any.
     """
     count = names.size("reg_token", 1) if "reg_token" in names.names else 0
     before = sum(token in names.names for token in ("cls_token", "dist_token"))
-    placed = has_prefix_positions(c, names, before + count)
-    if (
-        count < 2 or placed is None or pooling_of(c) == ""
-    ):  # without pooling callers see every token at its place
+    has_positions = has_prefix_positions(c, names, before + count)
+    # without pooling, every token is returned at its position
+    if count < 2 or has_positions is None or pooling_of(c) == "":
         return
     d.spaces["register"] = Space(
         count,
@@ -122,39 +120,46 @@ def add_registers(d: Draft, c: Config, names: Names) -> None:
         why="registers are read by attention alone, which takes them in any order",
     )
     d.embed["reg_token"] = "_ register stream"
-    if placed:
+    if has_positions:
         d.embed["pos_embed"] = f"_ _{before}+register+_ stream" if before else "_ register+_ stream"
 
 
 def has_prefix_positions(c: Config, names: Names, prefix: int) -> bool | None:
-    """Do the tokens before the patches have rows in the position table? Its length tells, if
-    patches fill a square; None if nothing tells.
+    """Return whether the tokens before the patches have rows in the position table: by its length,
+    if the patches fill a square; None if undecidable.
     """
     if "pos_embed" not in names.names:
         return False
-    given = c("no_embed_class", c("model_args", {}).get("no_embed_class"))
-    if given is not None:
-        return not given
+    no_embed_class = c("no_embed_class", c("model_args", {}).get("no_embed_class"))
+    if no_embed_class is not None:
+        return not no_embed_class
     rows = names.size("pos_embed", 1)
-    square = [n > 0 and isqrt(n) ** 2 == n for n in (rows, rows - prefix)]
-    return square[1] if square[0] != square[1] else None
+    is_square = [n > 0 and isqrt(n) ** 2 == n for n in (rows, rows - prefix)]
+    return is_square[1] if is_square[0] != is_square[1] else None
 
 
 def number_of_heads(c: Config, width: int) -> int:
-    given = c("num_heads", None) or c("model_args", {}).get("num_heads")
+    """Return the number of heads: from the config, by the architecture's name, or by the width.
+
+    Raises:
+        SpecError: none of them determines it.
+    """
+    configured = c("num_heads", None) or c("model_args", {}).get("num_heads")
     name = str(c("architecture", ""))
-    heads = given or next(
-        (n for start, n in OTHER_HEADS.items() if name.startswith(start)), HEADS.get(width)
+    heads = configured or next(
+        (number for prefix, number in OTHER_HEADS.items() if name.startswith(prefix)),
+        HEADS.get(width),
     )
     if heads is None:
         raise SpecError(
-            f'"{name}" is {width} wide, and how many heads it has is in no tensor\'s shape',
+            f'the number of heads of "{name}", {width} wide, is unknown',
             hint='add "num_heads": N to config.json',
         )
     return int(heads)
 
 
 def stream_space(c: Config, names: Names, width: int, rms: bool) -> Space:
+    """Return the space of the stream."""
     if pooling_of(c) in ("max", "avgmax"):
         return Space(
             width, Permutation(), why="the maximum over the tokens follows permutations only"
@@ -171,87 +176,97 @@ def stream_space(c: Config, names: Names, width: int, rms: bool) -> Space:
 
 
 def normed_space(width: int, rms: bool) -> Space:
+    """Return a space that norms read, which is larger once they are folded."""
     if rms:
         return Space(width, SignedPermutation(), folded=Orthogonal(), why=RMS_NORM)
     return Space(width, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM)
 
 
 def pooling_of(c: Config) -> str:
+    """Return the kind of pooling."""
     return str(c("model_args", {}).get("global_pool", c("global_pool", "token")))
 
 
 def is_post_norm(c: Config) -> bool:
-    """The norms stand behind the branches. No tensor name tells: the architecture's name does, or a
-    live model's block.
+    """Return whether the norms stand behind the branches. No tensor name determines it: the
+    architecture's name does, or a live model's block.
     """
     return "_rpn_" in str(c("architecture", "")) or c("block_fn", "") == "ResPostBlock"
 
 
 def is_rms(c: Config) -> bool:
-    """Does the norm leave the mean alone? A missing bias does not tell (timm's SimpleNorm has none,
-    and centres): without word, it may not.
+    """Return whether the norm does not subtract the mean. A missing bias is not enough (timm's
+    SimpleNorm has none, and centres); without evidence, assume that it does.
     """
     return "rms" in str(c("norm_layer", c("model_args", {}).get("norm_layer", ""))).lower()
 
 
 def add_block(d: Draft, c: Config, names: Names, i: int, heads: int, size: int, rms: bool) -> None:
-    at, ffn = f"blocks.{i}.", f"ffn.{i}"
+    """Add one block."""
+    prefix, ffn = f"blocks.{i}.", f"ffn.{i}"
     a = restrict_qk(c, attention(i, heads, size), names, i)
-    up, down = names.size(at + "mlp.fc1.weight", 0), names.size(at + "mlp.fc2.weight", 1)
-    packed = (
-        up == 2 * down
-    )  # a gated FFN in one layer: SwiGLUPacked has the gate first, GluMlp last, and no shape tells
-    layer = str(c("mlp_layer", c("model_args", {}).get("mlp_layer", ""))).lower() if packed else ""
-    inside = (
+    fc1_size, fc2_size = (
+        names.size(prefix + "mlp.fc1.weight", 0),
+        names.size(prefix + "mlp.fc2.weight", 1),
+    )
+    # a gated FFN in one layer: SwiGLUPacked has the gate first, GluMlp last; shapes do not differ
+    is_packed = fc1_size == 2 * fc2_size
+    mlp_layer = (
+        str(c("mlp_layer", c("model_args", {}).get("mlp_layer", ""))).lower() if is_packed else ""
+    )
+    fc1_axes = (
         f"|{ffn}|+{ffn}"
-        if "swiglu" in layer
+        if "swiglu" in mlp_layer
         else f"{ffn}+|{ffn}|"
-        if "glu" in layer
+        if "glu" in mlp_layer
         else f"{ffn}+{ffn}"
-        if packed
+        if is_packed
         else ffn
     )
     d.spaces |= a.spaces | {
         ffn: neurons(
-            down,
-            "a gate on an unknown side" if packed and not layer else "gelu",
-            gated="|" in inside,
+            fc2_size,
+            "a gate on an unknown side" if is_packed and not mlp_layer else "gelu",
+            gated="|" in fc1_axes,
         )
     }
-    if names.has_prefix(at + "mlp.norm."):
+    if names.has_prefix(prefix + "mlp.norm."):
         d.spaces[ffn] = Space(
-            down, Permutation(), why="a norm with gains stands behind the activation"
+            fc2_size, Permutation(), why="a norm with gains stands behind the activation"
         )
     tensors = {
-        **norm(at + "norm1", bias=not rms),
+        **norm(prefix + "norm1", bias=not rms),
         **linear(
-            at + "attn.qkv", f"{a.q}+{a.k}+{a.v}", "stream", f"{at}attn.qkv.bias" in names.names
+            prefix + "attn.qkv",
+            f"{a.q}+{a.k}+{a.v}",
+            "stream",
+            f"{prefix}attn.qkv.bias" in names.names,
         ),
-        **linear(at + "attn.proj", "stream", a.o, f"{at}attn.proj.bias" in names.names),
-        **norm(at + "norm2", bias=not rms),
-        **linear(at + "mlp.fc1", inside, "stream", f"{at}mlp.fc1.bias" in names.names),
-        **linear(at + "mlp.fc2", "stream", ffn, f"{at}mlp.fc2.bias" in names.names),
+        **linear(prefix + "attn.proj", "stream", a.o, f"{prefix}attn.proj.bias" in names.names),
+        **norm(prefix + "norm2", bias=not rms),
+        **linear(prefix + "mlp.fc1", fc1_axes, "stream", f"{prefix}mlp.fc1.bias" in names.names),
+        **linear(prefix + "mlp.fc2", "stream", ffn, f"{prefix}mlp.fc2.bias" in names.names),
     }
     for x in ("q_norm", "k_norm"):
-        if names.has_prefix(f"{at}attn.{x}."):
-            tensors |= norm(f"{at}attn.{x}", f"qk.{i}", f"{at}attn.{x}.bias" in names.names)
-    if names.has_prefix(at + "mlp.norm."):
-        tensors |= norm(at + "mlp.norm", ffn, f"{at}mlp.norm.bias" in names.names)
+        if names.has_prefix(f"{prefix}attn.{x}."):
+            tensors |= norm(f"{prefix}attn.{x}", f"qk.{i}", f"{prefix}attn.{x}.bias" in names.names)
+    if names.has_prefix(prefix + "mlp.norm."):
+        tensors |= norm(prefix + "mlp.norm", ffn, f"{prefix}mlp.norm.bias" in names.names)
     d.backbone |= tensors
     if not is_post_norm(c):
         d.norms += [
-            foldable_norm(tensors, at + "norm1", at + "attn.qkv"),
-            foldable_norm(tensors, at + "norm2", at + "mlp.fc1"),
+            foldable_norm(tensors, prefix + "norm1", prefix + "attn.qkv"),
+            foldable_norm(tensors, prefix + "norm2", prefix + "mlp.fc1"),
         ]
     for scale, writer in (("ls1.gamma", "attn.proj"), ("ls2.gamma", "mlp.fc2")):
-        if at + scale in names.names:
-            d.backbone[at + scale] = "|stream|"
-            d.scales.append(foldable_scale(tensors, at + scale, at + writer))
+        if prefix + scale in names.names:
+            d.backbone[prefix + scale] = "|stream|"
+            d.scales.append(foldable_scale(tensors, prefix + scale, prefix + writer))
 
 
 def restrict_qk(c: Config, a: Attention, names: Names, i: int) -> Attention:
-    """Norms on queries and keys have one gain for all heads: what is left is one order of the
-    coordinates, the same in every head.
+    """Restrict queries and keys that are normed: gains are shared by all heads, so one order of the
+    coordinates is left for all of them.
     """
     if not names.has_prefix(f"blocks.{i}.attn.q_norm."):
         return a
@@ -262,8 +277,8 @@ def restrict_qk(c: Config, a: Attention, names: Names, i: int) -> Attention:
 
 
 def add_heads(d: Draft, c: Config, names: Names, heads: int, width: int, rms: bool) -> None:
-    """The final norm stands before pooling (norm) or behind it (fc_norm); for folding the two are
-    the same.
+    """Add the final norm and the heads. The norm stands before pooling (norm) or behind it
+    (fc_norm); for folding both are the same.
     """
     final = next((n for n in ("norm", "fc_norm") if names.has_prefix(f"{n}.")), None)
     if final:
@@ -283,8 +298,8 @@ def add_heads(d: Draft, c: Config, names: Names, heads: int, width: int, rms: bo
 
 
 def add_attention_pool(d: Draft, c: Config, names: Names, heads: int, width: int) -> list[str]:
-    """SigLIP's pooling: a learned query attends to the stream; its result is a little stream of its
-    own.
+    """Add SigLIP's pooling: a learned query attends to the stream, and its result is a separate
+    small stream. Returns the readers of the stream.
     """
     a, bias = attention("pool", heads, width // heads), "attn_pool.norm.bias" in names.names
     d.spaces |= a.spaces | {

@@ -41,7 +41,7 @@ V4 = {
 
 def spec(c: Config, names: Names) -> Spec:
     base = names.prefix(f"{c.model_type}.")
-    words = V4 if names.has("attention.attention.query") else V5
+    naming = V4 if names.has("attention.attention.query") else V5
     d = Draft(c.model_type)
     d.spaces["stream"] = Space(
         c.hidden_size, Permutation(), folded=OrthogonalFixingOnes(), why=LAYER_NORM
@@ -57,25 +57,27 @@ def spec(c: Config, names: Names) -> Spec:
         if names.has(token):
             d.embed[f"{base}embeddings.{token}"] = "_ _ stream"
     for i in range(c.num_hidden_layers):
-        at = f"{base}{words['layer'].format(i=i)}."
+        prefix = f"{base}{naming['layer'].format(i=i)}."
         a = attention(
             i, c.num_attention_heads, c("head_dim", c.hidden_size // c.num_attention_heads)
         )
         bias = c("qkv_bias", True)
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c.hidden_act)}
         d.backbone |= {
-            **norm(at + "layernorm_before"),
-            **linear(at + words["q"], a.q, "stream", bias),
-            **linear(at + words["k"], a.k, "stream", bias),
-            **linear(at + words["v"], a.v, "stream", bias),
-            **linear(at + words["o"], "stream", a.o),
-            **norm(at + "layernorm_after"),
-            **linear(at + words["up"], f"ffn.{i}", "stream"),
-            **linear(at + words["down"], "stream", f"ffn.{i}"),
+            **norm(prefix + "layernorm_before"),
+            **linear(prefix + naming["q"], a.q, "stream", bias),
+            **linear(prefix + naming["k"], a.k, "stream", bias),
+            **linear(prefix + naming["v"], a.v, "stream", bias),
+            **linear(prefix + naming["o"], "stream", a.o),
+            **norm(prefix + "layernorm_after"),
+            **linear(prefix + naming["up"], f"ffn.{i}", "stream"),
+            **linear(prefix + naming["down"], "stream", f"ffn.{i}"),
         }
         d.norms += [
-            foldable_norm(d.backbone, at + "layernorm_before", *(at + words[x] for x in "qkv")),
-            foldable_norm(d.backbone, at + "layernorm_after", at + words["up"]),
+            foldable_norm(
+                d.backbone, prefix + "layernorm_before", *(prefix + naming[x] for x in "qkv")
+            ),
+            foldable_norm(d.backbone, prefix + "layernorm_after", prefix + naming["up"]),
         ]
     d.head = norm(f"{base}layernorm")
     d.outputs = {"last_hidden_state": "_ _ stream"}
@@ -88,9 +90,8 @@ def spec(c: Config, names: Names) -> Spec:
         if names.has_prefix(f"{name}."):
             d.head |= linear(name, "_", "stream")
             readers.append(name)
-    if names.has_prefix(
-        "decoder.0."
-    ):  # masked image modelling: a 1x1 convolution on the normalised stream
+    # masked image modelling: a 1x1 convolution on the normalized stream
+    if names.has_prefix("decoder.0."):
         d.head |= {"decoder.0.weight": "_ stream* _ _", "decoder.0.bias": "_"}
         readers.append("decoder.0")
     if readers:
@@ -100,7 +101,7 @@ def spec(c: Config, names: Names) -> Spec:
         d.norms.append(foldable_norm(d.head, f"{base}layernorm", *readers))
     d.notes.append(
         "tokens: patches may be shuffled after the position embedding; the class token is read "
-        "at place 0"
+        "at position 0"
     )
     return d.spec()
 

@@ -113,8 +113,8 @@ def test_a_folder_of_images(tmp_path: Path) -> None:
     assert data["label"].tolist() == [0, 0, 1]
     assert data["class"] == ["cat", "cat", "dog"]
     with pytest.raises(DataError, match="different sizes"):
-        data["image"].array()
-    sized = open_data(tmp_path, size=4)["image"].array()
+        data["image"].to_array()
+    sized = open_data(tmp_path, size=4)["image"].to_array()
     assert sized.shape == (3, 4, 4, 3)
     assert sized[2, 0, 0].tolist() == [100, 0, 0]
     (tmp_path / "cat" / "x.png").write_bytes(b"no image")
@@ -129,10 +129,10 @@ def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
     Image.new("RGB", (4, 4), (10, 20, 30)).save(tmp_path / "a.png")
     Image.new("L", (4, 4), 40).save(tmp_path / "b.png")
     pictures = open_data(tmp_path)["image"]
-    assert pictures.array()[:, 0, 0].tolist() == [[10, 20, 30], [40, 40, 40]]
-    assert pictures.array([1]).shape == (1, 4, 4)  # alone it is what it is
-    assert replace(pictures, colour="RGB").array([1]).shape == (1, 4, 4, 3)
-    assert replace(pictures, colour="L").array()[:, 0, 0].tolist() == [18, 40]
+    assert pictures.to_array()[:, 0, 0].tolist() == [[10, 20, 30], [40, 40, 40]]
+    assert pictures.to_array([1]).shape == (1, 4, 4)  # alone it is what it is
+    assert replace(pictures, colour="RGB").to_array([1]).shape == (1, 4, 4, 3)
+    assert replace(pictures, colour="L").to_array()[:, 0, 0].tolist() == [18, 40]
     assert (
         pictures.sizes
         == EncodedImages(tuple(p.read_bytes() for p in pictures.sources)).sizes
@@ -143,7 +143,7 @@ def test_grey_among_colours_is_given_three_channels(tmp_path: Path) -> None:
     pictures = open_data(tmp_path)["image"]
     assert pictures.sizes == {(4, 4), (5, 6)}
     with pytest.raises(DataError, match="different sizes, 4 x 4 and 5 x 6 among them"):
-        pictures.array([1, 2])
+        pictures.to_array([1, 2])
 
 
 def test_digests_stay_what_they_were(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_hub_id_is_read_from_its_parquet_files(
         ("a.jsonl", b"", "is empty"),
         ("a.csv", b"x,y\n", "is empty"),
         ("a.txt", b"\xff\xfe\x00", "cannot be read as .txt"),
-        ("a.pickle", b"", "an ending that is not known"),
+        ("a.pickle", b"", "suffix of .* must be one of"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, match: str) -> None:
@@ -271,12 +271,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, match
 
 
 def test_what_is_absent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no .*none\.npz"):
+    with pytest.raises(DataError, match=r"none\.npz does not exist"):
         open_data(tmp_path / "none.npz")
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="contains no images"):
         open_data(tmp_path)
     with pytest.raises(
-        DataError, match="the hub did not give it"
+        DataError, match="loading it from the hub failed"
     ):  # HF_HUB_OFFLINE is set for all tests
         open_data("nobody/nothing")
     with pytest.raises(DataError, match='rows has no field "y"'):
@@ -323,7 +323,7 @@ def test_pillow_rejects_first(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match="at most 100 million pixels, got 400,000,000 pixels"
     ) as caught:
-        open_data(tmp_path)["image"].array()
+        open_data(tmp_path)["image"].to_array()
     assert "scale it down" in str(caught.value.hint)
     assert open_data(tmp_path)["image"].sizes == frozenset()
 

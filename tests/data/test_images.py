@@ -119,7 +119,9 @@ def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, ("RGB", 16, 16), ("RGB", 16, 16)))
     read = read_examples(vit(), data, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
-    pixels = (torch.from_numpy(data["image"].array()).permute(0, 3, 1, 2).float() / 255 - 0.5) / 0.5
+    pixels = (
+        torch.from_numpy(data["image"].to_array()).permute(0, 3, 1, 2).float() / 255 - 0.5
+    ) / 0.5
     assert torch.equal(
         read, torch.nn.functional.interpolate(pixels, (8, 8), mode="bilinear", align_corners=False)
     )
@@ -129,19 +131,23 @@ def test_what_has_one_size_and_colour_is_read_as_before(tmp_path: Path) -> None:
     ]
     assert torch.equal(
         read,
-        (torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255 - 0.5)
+        (
+            torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float() / 255
+            - 0.5
+        )
         / 0.5,
     )
 
 
 def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
     grey = open_data(photos(tmp_path, ("L", 8, 8), ("L", 8, 8)))
-    for one in (grey, Data("d", {"image": grey["image"].array(), "label": grey["label"]}, "")):
+    for one in (grey, Data("d", {"image": grey["image"].to_array(), "label": grey["label"]}, "")):
         read = read_examples(vit(), one, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
         assert torch.equal(
             read,
             (
-                torch.from_numpy(grey["image"].array())[:, None].expand(-1, 3, -1, -1).float() / 255
+                torch.from_numpy(grey["image"].to_array())[:, None].expand(-1, 3, -1, -1).float()
+                / 255
                 - 0.5
             )
             / 0.5,
@@ -150,7 +156,7 @@ def test_a_model_of_colours_reads_grey(tmp_path: Path) -> None:
 
 def test_a_grey_model_reads_colours_of_files_and_of_arrays_alike(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, ("RGB", 8, 8), ("RGB", 8, 8)))
-    array = Data("d", {"image": data["image"].array(), "label": data["label"]}, "")
+    array = Data("d", {"image": data["image"].to_array(), "label": data["label"]}, "")
     one, other = (
         read_examples(vit(num_channels=1), d, **HALF)[0].batch(np.arange(2))[0]["pixel_values"]
         for d in (data, array)
@@ -179,7 +185,7 @@ def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
         open_data(photos(tmp_path / "photos", *MIXED)),
     )
     with pytest.raises(
-        DataError, match=r"different sizes \(5 x 20 and 12 x 9\), and the model does not say"
+        DataError, match=r"different sizes \(5 x 20 and 12 x 9\), and the model does not define"
     ) as refused:
         read_examples(model, data, beside=tmp_path, **HALF)
     assert "preprocessor_config.json" in str(refused.value.hint)
@@ -245,7 +251,7 @@ def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, *MIXED), size=(6, 10))
-    assert data["image"].array().shape == (4, 6, 10, 3)
+    assert data["image"].to_array().shape == (4, 6, 10, 3)
     assert data.digest != open_data(tmp_path, size=(10, 6)).digest
     assert size_of(vit(image_size=[32, 48])) == (32, 48)
     assert size_of(vit()) == (8, 8)
@@ -290,11 +296,8 @@ def test_rows_without_a_label_are_refused(
     ):
         assert main(["jigsaw", *line, "--data", str(tmp_path / "d.npz"), *HOW]) == 1
         said = capsys.readouterr().err
-        assert (
-            "2 of 4 rows of d.npz have the label -1, row 2 the first, and there is no such class"
-            in said
-        )
-        assert "hint: leave these rows out" in said
+        assert "2 of 4 rows of d.npz have the label -1 (no label), the first is row 2" in said
+        assert "hint: remove these rows" in said
     for labelled, label in (
         (False, [0, 1, -1, -1]),
         (True, [[1, -1], [-1, 1], [1, 1], [-1, -1]]),
@@ -310,12 +313,20 @@ def test_rows_without_a_label_are_refused(
 @pytest.mark.parametrize(
     ("mean", "std", "said"),
     [
-        ("0.5,0.5", "0.5", "--mean has 2 numbers, and the model reads 3 channels"),
-        ("0.5", "0.5,0.5", "--std has 2 numbers, and the model reads 3 channels"),
-        ("0.5", "0", "--std is 0.0, and pixels are divided by it"),
-        ("0.5", "0.5,-1,0.5", "--std is 0.5, -1.0, 0.5, and pixels are divided by it"),
-        ("0.5", "inf", "--std is inf, which is not finite"),
-        ("nan", "0.5", "--mean is nan, which is not finite"),
+        (
+            "0.5,0.5",
+            "0.5",
+            "--mean must have one number for each channel (3), or one for all, got 2",
+        ),
+        (
+            "0.5",
+            "0.5,0.5",
+            "--std must have one number for each channel (3), or one for all, got 2",
+        ),
+        ("0.5", "0", "--std must be positive, got 0.0"),
+        ("0.5", "0.5,-1,0.5", "--std must be positive, got 0.5, -1.0, 0.5"),
+        ("0.5", "inf", "--std must be finite, got inf"),
+        ("nan", "0.5", "--mean must be finite, got nan"),
     ],
 )
 def test_mean_and_std_fit_the_channels(
@@ -346,7 +357,7 @@ def test_mean_and_std_fit_the_channels(
 
 def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path / "photos", ("RGB", 8, 8), ("RGB", 8, 8)))
-    with pytest.raises(DataError, match="nothing says how"):
+    with pytest.raises(DataError, match=r"normalization of the model.s images is unknown"):
         task_of(vit(), data, beside=tmp_path, mean=[0.3])
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3})
@@ -360,8 +371,8 @@ def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
     assert task_of(vit(), data, beside=tmp_path / "scalar")[0]["std"] == [0.25]
     with pytest.raises(
         DataError,
-        match=r"the image_mean of .*preprocessor_config.json has 3 numbers, and the model reads "
-        r"1 channel$",
+        match=r"the image_mean of .*preprocessor_config.json must have one number for each "
+        r"channel \(1\), or one for all, got 3$",
     ):
         task_of(vit(num_channels=1), data, beside=tmp_path)
     assert task_of(vit(num_channels=1), data, beside=tmp_path, **HALF)[0]["std"] == [0.5]

@@ -123,7 +123,7 @@ FAMILIES = (
 
 
 def config(folder: Path) -> list[Kind]:
-    """config.json as `inspect` and `move` read it, for every family."""
+    """Prepare config.json as `inspect` and `move` read it, for every family."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
@@ -143,7 +143,7 @@ def config(folder: Path) -> list[Kind]:
 
 
 def loaded(folder: Path) -> list[Kind]:
-    """config.json as `verify` and `split` read it: the class is built and the weights are
+    """Prepare config.json as `verify` and `split` read it: the class is built and the weights are
     loaded.
     """
     from regauge.checkpoints.reader import open_checkpoint
@@ -162,7 +162,7 @@ def loaded(folder: Path) -> list[Kind]:
 
 
 def discovered(folder: Path) -> list[Kind]:
-    """config.json of a model that no family describes: its class is built and traced."""
+    """Prepare config.json of a model that no family describes: its class is built and traced."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -185,7 +185,7 @@ def discovered(folder: Path) -> list[Kind]:
 
 
 def weights(folder: Path) -> list[Kind]:
-    """model.safetensors: every tensor of an accepted file is read, and has its declared shape."""
+    """Prepare model.safetensors. Every tensor of an accepted file must have its declared shape."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
@@ -204,7 +204,7 @@ def weights(folder: Path) -> list[Kind]:
 
 
 def index(folder: Path) -> list[Kind]:
-    """model.safetensors.index.json of a sharded folder."""
+    """Prepare model.safetensors.index.json of a sharded folder."""
     from regauge.checkpoints.reader import open_checkpoint
     from support.picos import build
 
@@ -218,7 +218,7 @@ def index(folder: Path) -> list[Kind]:
 
 
 def key(folder: Path, passphrase: str | None) -> list[Kind]:
-    """A key file. One that is accepted holds the same key."""
+    """Prepare a key file. An accepted one must hold the same key."""
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key, load_key, save_key
 
@@ -229,7 +229,7 @@ def key(folder: Path, passphrase: str | None) -> list[Kind]:
 
 
 def locked(folder: Path, where: str) -> list[Kind]:
-    """A locked model. Unlocking an accepted one gives the plain weights, bit for bit."""
+    """Prepare a locked model. Unlocking an accepted one must give the plain weights bit for bit."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key
@@ -257,7 +257,7 @@ def locked(folder: Path, where: str) -> list[Kind]:
 
 
 def sealed(folder: Path) -> list[Kind]:
-    """A sealed file. Opening an accepted one gives the plain bytes."""
+    """Prepare a sealed file. Opening an accepted one must give the plain bytes."""
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key
     from regauge.locking.seal import open_sealed, seal
@@ -277,9 +277,7 @@ def sealed(folder: Path) -> list[Kind]:
 
 
 def element(folder: Path) -> list[Kind]:
-    """An element file. An accepted one has an inverse: applied both ways, it gives the state
-    back.
-    """
+    """Prepare an element file. An accepted one must have an inverse that restores the state."""
     import torch
 
     from regauge.checkpoints.element_files import load_element, save_element
@@ -304,8 +302,8 @@ def element(folder: Path) -> list[Kind]:
 
 
 def spec_file(folder: Path) -> list[Kind]:
-    """A spec file (TOML). An accepted one can be written and read again, and names of any length
-    are matched at once.
+    """Prepare a spec file (TOML). An accepted one can be written and read again, and matches long
+    names in bounded time.
     """
     from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
     from support.picos import build, spec_of
@@ -342,8 +340,8 @@ def _tomls(document: dict[str, Any], seed: int, count: int) -> Iterator[bytes]:
 
 
 def adapter(folder: Path, what: str) -> list[Kind]:
-    """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and
-    moved.
+    """Prepare a LoRA adapter (adapter_config.json or adapter_model.safetensors). An accepted one is
+    added to its model and transformed.
     """
     from safetensors.torch import save_file
 
@@ -448,7 +446,7 @@ RECIPES = (
 
 
 def recipe(folder: Path) -> list[Kind]:
-    """A merge recipe (YAML). An accepted one is planned, if it names only the two models."""
+    """Prepare a merge recipe (YAML). An accepted one of the two models is planned."""
     import yaml
 
     from regauge.merging.engine import open_merge, plan_merge
@@ -479,7 +477,7 @@ def recipe(folder: Path) -> list[Kind]:
 
 
 def results(folder: Path) -> list[Kind]:
-    """A results file, read and rendered as a page."""
+    """Prepare a results file, read and rendered as a page."""
     from regauge.results.findings import (
         Figure,
         Finding,
@@ -550,7 +548,7 @@ def results(folder: Path) -> list[Kind]:
 
 
 def server(folder: Path) -> list[Kind]:
-    """The checkpoint of a split server, from which a server restarts."""
+    """Prepare the checkpoint of a split server, from which a server restarts."""
     import torch
 
     from regauge.split import Host, InProcess, connect
@@ -575,7 +573,7 @@ def server(folder: Path) -> list[Kind]:
 
 
 def journal(folder: Path) -> list[Kind]:
-    """The session of a split client's journal."""
+    """Prepare the session of a split client's journal."""
     from regauge.split.client.journal import FolderJournal
 
     FolderJournal(folder / "journal")
@@ -588,7 +586,7 @@ def journal(folder: Path) -> list[Kind]:
 
 
 def federated(folder: Path) -> list[Kind]:
-    """run.json and global.safetensors of a federated run."""
+    """Prepare run.json and global.safetensors of a federated run."""
     import torch
 
     from regauge.federated.aggregation import Memory
@@ -619,7 +617,7 @@ def federated(folder: Path) -> list[Kind]:
 
 
 def tokenizer(folder: Path) -> list[Kind]:
-    """tokenizer.json: its vocabulary, tokens and mask token."""
+    """Prepare tokenizer.json: its vocabulary, tokens and mask token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     from regauge.checkpoints.vocabulary import read_vocabulary
@@ -646,7 +644,7 @@ def tokenizer(folder: Path) -> list[Kind]:
 
 
 def pickled(folder: Path) -> list[Kind]:
-    """A pickled checkpoint as `convert` reads it, zipped and in the older format."""
+    """Prepare a pickled checkpoint as `convert` reads it, zipped and in the older format."""
     import torch
 
     from regauge.checkpoints.convert import open_pickles
@@ -669,7 +667,7 @@ def pickled(folder: Path) -> list[Kind]:
 
 
 def data(folder: Path, ending: str) -> list[Kind]:
-    """A data file; every row of an accepted one is read."""
+    """Prepare a data file. Every row of an accepted one is read."""
     import numpy as np
 
     from regauge.data.datasets import open_data
@@ -723,7 +721,7 @@ def _png(image: Any, ending: str = "PNG") -> bytes:
 
 
 def image(folder: Path) -> list[Kind]:
-    """Images in a folder, decoded."""
+    """Prepare images in a folder. Accepted ones are decoded."""
     import numpy as np
 
     from regauge.data.datasets import open_data

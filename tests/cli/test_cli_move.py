@@ -849,8 +849,8 @@ def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
             "(and 2 more like it, layers 2-3)"
         ),
         (
-            'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, the spec '
-            "says 172 (and 3 more like it, layers 1-3)"
+            'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, expected '
+            "172 (and 3 more like it, layers 1-3)"
         ),
         'regauge:   axis 0 |stream| of "model.norm.weight" has size 65, expected 64',
     ]

@@ -79,8 +79,8 @@ MUTANTS = {
     ),
     "second moments that follow signs": (
         "core/live.py",
-        "ax.dual(t.axes) if key in _FIRST_MOMENTS else ax.bar(t.axes)",
-        "ax.dual(t.axes)",
+        "ax.dual(m.axes) if key in _FIRST_MOMENTS else ax.bar(m.axes)",
+        "ax.dual(m.axes)",
         ACTION,
     ),
     "optimizer state left behind": ("core/live.py", "target.copy_(value)", "pass", ACTION),
@@ -104,8 +104,8 @@ MUTANTS = {
     ),
     "modules moved before they are looked at": (
         "core/live.py",
-        "faults = check(g.spec, {name: with_ties[name] for name in known})",
-        "faults = []",
+        "misfits = check(g.spec, {name: every[name] for name in known})",
+        "misfits = []",
         ACTION,
     ),
     "negated views moved by their bits": (
@@ -146,13 +146,13 @@ MUTANTS = {
     ),
     "elements outside the group let through": (
         "core/element.py",
-        "fault = space.group.fault(member)",
-        "fault = None",
+        "wrong = space.group.fault(member)",
+        "wrong = None",
         ACTION,
     ),
     "an inverse scale at the wrong place": (
         "core/members.py",
-        "1 / np.take_along_axis(self.scale, index, 1)",
+        "1 / np.take_along_axis(self.scale, back, 1)",
         "1 / self.scale",
         GROUPS,
     ),
@@ -194,8 +194,8 @@ MUTANTS = {
     ),
     "a signed fit without signs": (
         "core/fit.py",
-        "np.where(assigned < 0, -1.0, 1.0)",
-        "np.ones_like(assigned)",
+        "np.where(picked < 0, -1.0, 1.0)",
+        "np.ones_like(picked)",
         GROUPS,
     ),
     "a rotation that is fitted transposed": (

@@ -181,7 +181,7 @@ class _Folding:
                     assert bias is not None
                     self.edit(
                         _bias_name(bias, entry),
-                        partial(self._add_shift, name=name, dim=dim, shift=shift),
+                        partial(self._shifted, name=name, dim=dim, shift=shift),
                     )
         if norm.bias is not None and shift is not None:
             if folds_bias:
@@ -199,7 +199,7 @@ class _Folding:
                 )
         self.constants[norm.gain] = norm.neutral
 
-    def _add_shift(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
+    def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
         """Return a + W b with the values of W before folding. The kernel of a convolution is summed
         too: b is the same at every position it reads.
         """

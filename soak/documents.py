@@ -109,8 +109,9 @@ def _inline(value: Any) -> str:
         return "[" + ", ".join(map(_inline, value)) + "]"
     if isinstance(value, str) and value.startswith(_MARK):
         return RAW[int(value.removeprefix(_MARK))]
-    # nan and inf are valid in TOML; null is not, and must be rejected.
-    return str(value) if isinstance(value, float) else json.dumps(value)
+    return (
+        str(value) if isinstance(value, float) else json.dumps(value)
+    )  # nan and inf are words of TOML; null is not, and must be rejected
 
 
 def header_mutants(file: bytes, seed: int, count: int) -> Iterator[bytes]:

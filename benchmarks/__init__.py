@@ -1,3 +1,3 @@
-"""Benchmarks: side by side with a yardstick, in one run, as ratios. `python -m benchmarks
+"""Benchmarks: ratios to a reference that is measured in the same run. `python -m benchmarks
 [NAME...]`.
 """

@@ -1,4 +1,4 @@
-"""Run all benchmarks, or those that are named."""
+"""The command line of the benchmarks: runs all, or those named."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ BENCHMARKS = {
 names = sys.argv[1:] or list(BENCHMARKS)
 unknown = [n for n in names if n not in BENCHMARKS]
 if unknown:
-    sys.exit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    sys.exit(f"unknown benchmark {unknown[0]!r}; choose from {', '.join(BENCHMARKS)}")
 sys.exit(max(BENCHMARKS[n]() for n in names))

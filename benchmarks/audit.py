@@ -1,9 +1,9 @@
-"""How long each attack of `regauge audit lock` takes, by group of the lock, and as a multiple of
-the shortest thing that an owner does: one pass over the same test.
+"""Time of each attack of `regauge audit lock`, by group of the lock, in seconds and as a multiple
+of one pass over the same test data.
 
-GPT-2s of random weights (what is searched does not depend on what they have learned): one of width
-256 under every attack, one of GPT-2's own shape under those that look at weights. One run each; the
-audit itself measures. Theft takes what its steps take, and is of classifiers only.
+GPT-2s with random weights (the search does not depend on training): one of width 256 under every
+attack, one of GPT-2's own shape under the attacks on weights. One run each; the audit measures the
+times. Model theft is left out: it applies to classifiers only, and its time is that of its steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SHAPES: dict[str, tuple[dict[str, int], Sequence[str] | None]] = {
 }
 
 
-def case(shape: dict[str, int], within: Kind, fold: bool) -> LockCase:
+def make_case(shape: dict[str, int], within: Kind, fold: bool) -> LockCase:
+    """Build a locked GPT-2 of a shape, near its public base model."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         **shape,
@@ -61,32 +62,34 @@ def case(shape: dict[str, int], within: Kind, fold: bool) -> LockCase:
     locked = apply(g, tuned, "backbone")
     model.load_state_dict(locked)
     ids = torch.randint(shape["vocab_size"], (96, 64))
-    every = Examples(
+    examples = Examples(
         len(ids),
         shape["vocab_size"],
         lambda rows: ({"input_ids": ids[rows]}, ids[rows]),
         causal=True,
     )
-    return LockCase(spec, locked, within, g, base, model=model, test=every.only(np.arange(64, 96)))
+    return LockCase(
+        spec, locked, within, g, base, model=model, test=examples.only(np.arange(64, 96))
+    )
 
 
 def main() -> int:
     for name, (shape, attacks) in SHAPES.items():
         seconds: dict[str, dict[str, float]] = {}
         for group, (within, fold) in GROUPS.items():
-            one = case(shape, within, fold)
-            assert one.model is not None
-            assert one.test is not None
+            case = make_case(shape, within, fold)
+            assert case.model is not None
+            assert case.test is not None
             started = time.perf_counter()
-            score(one.model, dict(one.state), one.test)
+            score(case.model, dict(case.state), case.test)
             seconds.setdefault("one pass over the test", {})[group] = time.perf_counter() - started
-            found = audit_lock(one, attacks=attacks)
-            for row in found.tables[0].rows:
+            results = audit_lock(case, attacks=attacks)
+            for row in results.tables[0].rows:
                 seconds.setdefault(str(row[0]).removeprefix("lock/"), {})[group] = float(
                     row[-1] or 0.0
                 )
         wide = max(map(len, seconds))
-        print(f"\n{name}: seconds, and how many passes over the test that is")
+        print(f"\n{name}: seconds, and the equivalent number of passes over the test data")
         print(f"{'':{wide}}  " + "  ".join(f"{group:>18}" for group in GROUPS))
         for attack, by in seconds.items():
             passes = seconds["one pass over the test"]

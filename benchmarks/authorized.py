@@ -1,12 +1,11 @@
-"""What the edges of an authorised model cost beside the plain model: time, peak memory and FLOPs,
-in one run.
+"""Cost of the edges of an authorized model: time, peak memory and FLOPs as ratios to the plain
+model, in one run.
 
 The models are those of `permuted`, locked by permutations of the stream and of every inner space,
-and (the ViT, folded) by rotations: two products with a matrix of the stream's width. Interleaved:
-each round runs every variant once, in turn; the ratio is the median over rounds of variant / plain,
-with a bootstrap 95 % interval. Goal: permutations within 1 % of plain, in time and memory. On a
-noisy machine 1 % is less than the ratio's own spread, so that what the edges take is also measured
-by itself.
+and (the ViT, folded) by rotations: two products with a matrix of the stream's width. Each round
+runs every variant once; the ratio is the median over rounds of variant / plain, with a bootstrap
+95 % interval. Goal: permutations within 1 % of plain, in time and memory. On a noisy machine 1 % is
+less than the ratio's spread, so the edges are also timed by themselves.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ def peak(model: str, kind: str, training: bool) -> float:
 
 
 def once(model: str, kind: str, training: bool) -> None:
-    made, inputs = variant(MODELS[model][0], kind)
-    made.train(training)
-    print(needed(lambda: step(made, inputs, training)))
+    module, inputs = variant(MODELS[model][0], kind)
+    module.train(training)
+    print(needed(lambda: step(module, inputs, training)))
 
 
 def edges(make: Maker, training: bool) -> float:
-    """Seconds of what the edges add, by itself: the stream through the key and back, and in
-    training the gradient too. Median of 50.
+    """Return the seconds that the edges add: the stream through the key and back, in training the
+    gradient too. Median of 50.
     """
     model, inputs = make()
     stream = cut(model).embed(**inputs).stream.detach()
@@ -64,7 +63,7 @@ def edges(make: Maker, training: bool) -> float:
         AxisTransform("stream", member, -1),
         AxisTransform("stream", member.inverse(), -1),
     )
-    took = []
+    times = []
     for _ in range(50):
         x = stream.clone().requires_grad_(training)
         started = time.perf_counter()
@@ -72,23 +71,23 @@ def edges(make: Maker, training: bool) -> float:
             y = leave(enter(x))
         if training:
             y.backward(stream)
-        took.append(time.perf_counter() - started)
-    return statistics.median(took)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
 
 
 def main() -> int:
     met = True
     for name, (make, kinds) in MODELS.items():
-        made = {kind: variant(make, kind) for kind in kinds}
+        variants = {kind: variant(make, kind) for kind in kinds}
         for training in (False, True):
             added = edges(make, training)
-            found = measured(name, made, training, peak)
-            plain = alone_step(made["plain"], training)
+            ratios = measured(name, variants, training, peak)
+            plain = alone_step(variants["plain"], training)
             print(
                 f"the edges of a permutation by themselves: {1000 * added:.1f} ms, "
                 f"{added / plain:.2%} of a plain step"
             )
-            met &= max(found["permutation"]) <= 1 + GOAL
+            met &= max(ratios["permutation"]) <= 1 + GOAL
     print(
         f"\ngoal: permutations within {GOAL:.0%} of plain in time and memory: "
         f"{'met' if met else 'NOT MET'}"
@@ -96,10 +95,11 @@ def main() -> int:
     return 0 if met else 1
 
 
-def alone_step(made: tuple[torch.nn.Module, dict[str, Any]], training: bool) -> float:
-    took = []
+def alone_step(case: tuple[torch.nn.Module, dict[str, Any]], training: bool) -> float:
+    """Return the seconds of a step. Median of 5."""
+    times = []
     for _ in range(5):
         started = time.perf_counter()
-        step(*made, training)
-        took.append(time.perf_counter() - started)
-    return statistics.median(took)
+        step(*case, training)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)

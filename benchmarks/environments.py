@@ -1,5 +1,5 @@
-"""Environments of the tools that benchmarks stand beside: each its own, in a cache folder, made
-when it is first needed.
+"""Virtual environments of the tools that regauge is compared with, created on first use in a cache
+folder.
 """
 
 from __future__ import annotations
@@ -13,23 +13,25 @@ from pathlib import Path
 TORCH = "2.13.0"
 
 
-def environment(name: str, *wanted: list[str]) -> Path:
-    """A virtual environment of this name. torch is installed first and by its version: a looser pin
-    would fetch another build. Then each list of arguments of pip.
+def environment(name: str, *installs: list[str]) -> Path:
+    """Return the virtual environment of this name, created if it does not exist.
+
+    torch is installed first and by its exact version, since a looser pin would fetch another build.
+    Then pip runs with each list of arguments in `installs`.
     """
     cache = (
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regauge" / "benchmarks"
     )
-    there = cache / name
-    if not (there / "ready").exists():
-        print(f"making {there}", file=sys.stderr)
-        shutil.rmtree(there, ignore_errors=True)
+    path = cache / name
+    if not (path / "ready").exists():
+        print(f"creating {path}", file=sys.stderr)
+        shutil.rmtree(path, ignore_errors=True)
         cache.mkdir(parents=True, exist_ok=True)
-        subprocess.run([sys.executable, "-m", "venv", str(there)], check=True)
-        for arguments in ([f"torch=={TORCH}"], *wanted):
+        subprocess.run([sys.executable, "-m", "venv", str(path)], check=True)
+        for arguments in ([f"torch=={TORCH}"], *installs):
             subprocess.run(
                 [
-                    str(there / "bin" / "pip"),
+                    str(path / "bin" / "pip"),
                     "install",
                     "-q",
                     "--disable-pip-version-check",
@@ -37,5 +39,5 @@ def environment(name: str, *wanted: list[str]) -> Path:
                 ],
                 check=True,
             )
-        (there / "ready").touch()
-    return there
+        (path / "ready").touch()
+    return path

@@ -1,12 +1,12 @@
-"""What regauge adds to a round of Flower: its client, checks and aggregation against a plain Flower
-app with the same model, in one simulation.
+"""Overhead of regauge in a round of Flower: its client, checks and aggregation against a plain
+Flower app with the same model, in one simulation.
 
-Both apps live in the same Ray workers and are asked in turns; each trains a ViT (32 x 32, width
-192, 6 blocks, 2.7 million parameters) for 4 steps of 16 images on each of 2 clients. Plain is a
-train function as Flower's documentation has it, and Flower's FedAvg. The ratio is the median over
-$REGAUGE_ROUNDS (20) pairs of rounds, with a bootstrap 95 % interval, of the clock and of the CPU
+Both apps run in the same Ray workers in alternating rounds; each trains a ViT (32 x 32, width 192,
+6 blocks, 2.7 million parameters) for 4 steps of 16 images on each of 2 clients. Plain is a train
+function as in Flower's documentation, with Flower's FedAvg. The ratio is the median over
+$REGAUGE_ROUNDS (20) pairs of rounds, with a bootstrap 95 % interval, of wall seconds and of the CPU
 seconds of server and workers, which other work on the machine disturbs less. Goal: at most 5 % more
-of the clock. Needs the environment of Flower (Makefile).
+wall time. Needs the environment of Flower (Makefile).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "20"))
 GOAL = 0.05
 
 
-def spent() -> float:
-    """CPU seconds of this process and of Ray's workers that train."""
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and of Ray's training workers."""
     ticks = 0
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -36,7 +36,7 @@ def spent() -> float:
                 ticks += sum(
                     int(n) for n in (place / "stat").read_text().rpartition(")")[2].split()[11:13]
                 )
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -77,10 +77,10 @@ def main() -> int:
         transformers.ViTConfig(**size, num_channels=3, num_labels=10)
     )
     model.save_pretrained(place / "model")
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     images = {
-        "image": draw.integers(0, 256, (256, 32, 32, 3), dtype=np.uint8),
-        "label": draw.integers(0, 10, 256),
+        "image": rng.integers(0, 256, (256, 32, 32, 3), dtype=np.uint8),
+        "label": rng.integers(0, 10, 256),
     }
     np.savez(place / "data.npz", **images)
     source = Source(
@@ -141,20 +141,20 @@ def main() -> int:
             replies = list(
                 grid.send_and_receive([Message(content, node, "train.plain") for node in nodes])
             )
-            found, _ = strategy.aggregate_train(number, replies)
-            assert found is not None
-            states["plain"] = found
+            aggregated, _ = strategy.aggregate_train(number, replies)
+            assert aggregated is not None
+            states["plain"] = aggregated
 
-        ways = {"ours": ours, "plain": theirs}
+        apps = {"ours": ours, "plain": theirs}
         for number in range(ROUNDS + 2):
             for name in ("ours", "plain") if number % 2 else ("plain", "ours"):
-                started, used = time.perf_counter(), spent()
-                ways[name](number)
-                if number >= 2:  # the first load and compile
+                started, used = time.perf_counter(), cpu_seconds()
+                apps[name](number)
+                if number >= 2:  # the first rounds load and compile
                     times[name].append(time.perf_counter() - started)
-                    work[name].append(spent() - used)
+                    work[name].append(cpu_seconds() - used)
 
-    grid_poll = "rounds are seen every 0.1 s, which is Flower's own and the same for both"
+    grid_poll = "Flower polls for replies every 0.1 s, in both apps"
     run_simulation(
         app,
         client,
@@ -164,18 +164,18 @@ def main() -> int:
             "init_args": {"num_cpus": 2, "log_to_driver": False},
         },
     )
-    found = {}
-    for name, both in (("clock", times), ("CPU", work)):
-        ratios = [b / a for a, b in zip(both["plain"], both["ours"], strict=True)]
-        found[name], (low, high) = statistics.median(ratios), interval(ratios)
-        plainly, mine = (statistics.median(both[way]) for way in ("plain", "ours"))
+    medians = {}
+    for name, seconds in (("wall", times), ("CPU", work)):
+        ratios = [b / a for a, b in zip(seconds["plain"], seconds["ours"], strict=True)]
+        medians[name], (low, high) = statistics.median(ratios), interval(ratios)
+        plain_seconds, our_seconds = (statistics.median(seconds[app]) for app in ("plain", "ours"))
         print(
-            f"a round of 2 clients, 4 steps each, {name}: plain Flower {plainly:.3f} s, ours "
-            f"{mine:.3f} s"
+            f"a round of 2 clients, 4 steps each, {name}: plain Flower {plain_seconds:.3f} s, ours "
+            f"{our_seconds:.3f} s"
         )
-        print(f"  {found[name]:.4f} of plain ({low:.4f} to {high:.4f}), {len(ratios)} pairs")
+        print(f"  {medians[name]:.4f} of plain ({low:.4f} to {high:.4f}), {len(ratios)} pairs")
     print(f"  {grid_poll}")
-    met = found["clock"] <= 1 + GOAL
+    met = medians["wall"] <= 1 + GOAL
     print(f"goal: at most {GOAL:.0%} more: {'met' if met else 'NOT MET'}")
     return 0 if met else 1
 

@@ -1,14 +1,13 @@
-"""Our inverting-gradients attack against that of breaching 0.1.2: the same models, images, updates
-and number of steps, one run.
+"""The inverting-gradients attack compared with breaching 0.1.2: the same models, images, updates
+and number of steps, in one run.
 
-breaching has an environment of its own in a cache folder, made when this is first run. Models are
-torch's own layers (below), so that both environments build the same: a small convolutional net and
-a small ViT, with random weights; images are of CIFAR-10 ($REGAUGE_ASSETS), or smooth noise without
-it. Goal: at least its PSNR in not more time, wherever either is 3 dB above the floor (the mean of
-other images). Both have one thread; five runs of each in turns, and the medians of their CPU
-seconds count.
+breaching has its own environment in a cache folder, created on first use. Models consist of torch
+layers (below), so that both environments build the same: a small convolutional net and a small ViT,
+with random weights. Images are from CIFAR-10 ($REGAUGE_ASSETS), or smooth noise without it. Goal:
+at least its PSNR in at most its time, if either is 3 dB above the baseline (the mean of other
+images). Both use one thread; five interleaved runs of each, compared by their median CPU seconds.
 
-$REGAUGE_BENCH_STEPS is the budget (300), $REGAUGE_BENCH_IMAGES how many images (2).
+$REGAUGE_BENCH_STEPS is the number of steps (300), $REGAUGE_BENCH_IMAGES of images (2).
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ STEPS, IMAGES = (
     int(os.environ.get("REGAUGE_BENCH_STEPS", "300")),
     int(os.environ.get("REGAUGE_BENCH_IMAGES", "2")),
 )
-TRIALS = 5  # of each, in turns: the median of their times counts
-OVER = 3.0  # dB above the floor from which on a result counts
+TRIALS = 5  # interleaved runs of each tool; their median times are compared
+OVER = 3.0  # dB above the baseline from which on a result counts
 MEAN, STD = 0.5, 0.25
 
 
@@ -99,14 +98,14 @@ torch.set_num_threads(1)
 import breaching
 sys.path.insert(0, sys.argv[2])
 from benchmarks.gradients import MEAN, MODELS, STD
-given = torch.load(sys.argv[1])
-model = MODELS[given["name"]]()
-model.load_state_dict(given["state"])
+case = torch.load(sys.argv[1])
+model = MODELS[case["name"]]()
+model.load_state_dict(case["state"])
 model.eval()
 attack = breaching.get_attack_config("invertinggradients")
-attack.optim.max_iterations, attack.optim.callback = given["steps"], given["steps"]
+attack.optim.max_iterations, attack.optim.callback = case["steps"], case["steps"]
 attack.restarts.num_trials = 1
-class About:
+class Metadata:
     shape, classes, size, modality, vocab_size = (3, 32, 32), 10, 1, "vision", 0
     normalize, mean, std = True, [MEAN] * 3, [STD] * 3
     def get(self, name, default=None): return getattr(self, name, default)
@@ -114,64 +113,64 @@ class About:
 setup = {"device": torch.device("cpu"), "dtype": torch.float}
 attacker = breaching.attacks.prepare_attack(model, torch.nn.CrossEntropyLoss(), attack, setup)
 state = {"parameters": list(model.parameters()), "buffers": list(model.buffers())}
-payload = [{**state, "metadata": About()}]
-meta = {"num_data_points": 1, "labels": given["label"], "local_hyperparams": None}
-shared = [{"gradients": list(given["slopes"].values()), "buffers": None, "metadata": meta}]
+payload = [{**state, "metadata": Metadata()}]
+meta = {"num_data_points": 1, "labels": case["label"], "local_hyperparams": None}
+shared = [{"gradients": list(case["grads"].values()), "buffers": None, "metadata": meta}]
 start, cpu = time.perf_counter(), time.process_time()
-found, _ = attacker.reconstruct(payload, shared, {}, dryrun=False)
+reconstruction, _ = attacker.reconstruct(payload, shared, {}, dryrun=False)
 seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-torch.save(found["data"].detach(), sys.argv[1] + ".out")
+torch.save(reconstruction["data"].detach(), sys.argv[1] + ".out")
 print("\\n" + json.dumps({"seconds": seconds, "cpu": cpu}))
 """
 
 
 def main() -> int:
     torch.set_num_threads(1)
-    there = environment(
+    breaching = environment(
         f"breaching-{BREACHING}",
         ["--no-deps", f"breaching=={BREACHING}", "torchvision", "lpips"],
         [f"torch=={TORCH}", "hydra-core>=1.1", "scipy", "numpy", "pillow", "tqdm"],
     )
     images, others = _images()
-    bad = 0
+    missed = 0
     print(
         f"inverting gradients, {STEPS} steps, one restart; CPU-seconds and PSNR in dB, regauge "
-        f"beside breaching {BREACHING}"
+        f"and breaching {BREACHING}"
     )
     for name in MODELS:
         for i in range(IMAGES):
-            floor = _psnr(others.mean(0, keepdim=True), images[i : i + 1])
-            given = _update(name, images[i : i + 1], i)
-            pairs = [(_ours(given), _theirs(there, given)) for _ in range(TRIALS)]
+            baseline = _psnr(others.mean(0, keepdim=True), images[i : i + 1])
+            case = _make_case(name, images[i : i + 1], i)
+            pairs = [(_ours(case), _theirs(breaching, case)) for _ in range(TRIALS)]
             (ours, _), (theirs, _) = pairs[0]
             our_time, their_time = (
                 statistics.median(times)
                 for times in zip(*((a[1], b[1]) for a, b in pairs), strict=True)
             )
             a, b = _psnr(ours, images[i : i + 1]), _psnr(theirs, images[i : i + 1])
-            counts = max(a, b) > floor + OVER
-            good = not counts or (a >= b and our_time <= their_time)
-            bad += not good
-            said = (
+            counts = max(a, b) > baseline + OVER
+            met = not counts or (a >= b and our_time <= their_time)
+            missed += not met
+            verdict = (
                 "goal met"
-                if good and counts
-                else "no goal: both within 3 dB of the floor"
-                if good
+                if met and counts
+                else "no goal: both within 3 dB of the baseline"
+                if met
                 else "GOAL MISSED"
             )
             print(
                 f"{name}, image {i}: {a:.2f} dB in {our_time:.1f} s, {b:.2f} dB in "
-                f"{their_time:.1f} s; floor {floor:.2f}: {said}",
+                f"{their_time:.1f} s; baseline {baseline:.2f}: {verdict}",
                 flush=True,
             )
-    return 1 if bad else 0
+    return 1 if missed else 0
 
 
 def _images() -> tuple[torch.Tensor, torch.Tensor]:
     path = Path(os.environ.get("REGAUGE_ASSETS") or "../shared/assets") / "cifar10_test.npz"
     if path.exists():
-        with np.load(path) as held:
-            x = torch.from_numpy(held["X"][: IMAGES + 100]).float().permute(0, 3, 1, 2) / 255
+        with np.load(path) as archive:
+            x = torch.from_numpy(archive["X"][: IMAGES + 100]).float().permute(0, 3, 1, 2) / 255
     else:
         small = torch.rand(IMAGES + 100, 3, 6, 6, generator=torch.Generator().manual_seed(0))
         x = nn.functional.interpolate(small, (32, 32), mode="bilinear", align_corners=False)
@@ -179,52 +178,54 @@ def _images() -> tuple[torch.Tensor, torch.Tensor]:
     return x[:IMAGES], x[IMAGES:]
 
 
-def _update(name: str, image: torch.Tensor, seed: int) -> dict[str, Any]:
+def _make_case(name: str, image: torch.Tensor, seed: int) -> dict[str, Any]:
+    """Return a model, the gradients of its loss on an image, and the label."""
     torch.manual_seed(seed)
     model = MODELS[name]().eval()
     label = torch.tensor([seed % 10])
     loss = nn.functional.cross_entropy(model(image), label)
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    slopes = dict(zip((n for n, _ in model.named_parameters()), found, strict=True))
+    values = torch.autograd.grad(loss, list(model.parameters()))
+    grads = dict(zip((n for n, _ in model.named_parameters()), values, strict=True))
     return {
         "name": name,
         "state": model.state_dict(),
-        "slopes": slopes,
+        "grads": grads,
         "label": label,
         "steps": STEPS,
     }
 
 
-def _ours(given: dict[str, Any]) -> tuple[torch.Tensor, float]:
+def _ours(case: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Run regauge's attack. Returns the image and the CPU seconds."""
     from regauge.attacks.descents import DescentConfig, inverting_gradients
     from regauge.attacks.updates import Granted, SentUpdate, Update
 
-    model = MODELS[given["name"]]()
-    model.load_state_dict(given["state"])
+    model = MODELS[case["name"]]()
+    model.load_state_dict(case["state"])
     low, high = ((v - MEAN) / STD for v in (0.0, 1.0))
-    range_of = torch.stack(
-        [torch.full((3, 32, 32), v) for v in (low, high)]
-    )  # what pixels can be, which breaching is told too
+    # The range of pixel values, which breaching has too.
+    pixel_range = torch.stack([torch.full((3, 32, 32), v) for v in (low, high)])
     view = SentUpdate(
         model,
-        Update(given["slopes"]),
+        Update(case["grads"]),
         (3, 32, 32),
-        Granted(batch=1, labels=given["label"], images=range_of),
+        Granted(batch=1, labels=case["label"], images=pixel_range),
     )
     started = time.process_time()
-    found = inverting_gradients(
+    result = inverting_gradients(
         view,
-        DescentConfig(steps=given["steps"], objective="cosine", tv_weight=0.02, schedule="cosine"),
+        DescentConfig(steps=case["steps"], objective="cosine", tv_weight=0.02, schedule="cosine"),
     )
-    return found.images, time.process_time() - started
+    return result.images, time.process_time() - started
 
 
-def _theirs(there: Path, given: dict[str, Any]) -> tuple[torch.Tensor, float]:
+def _theirs(breaching: Path, case: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Run breaching's attack in its environment. Returns the image and the CPU seconds."""
     with tempfile.TemporaryDirectory(prefix="regauge-breaching-") as folder:
-        path = Path(folder) / "given.pt"
-        torch.save(given, path)
+        path = Path(folder) / "case.pt"
+        torch.save(case, path)
         root = str(Path(__file__).parent.parent)
-        command = [str(there / "bin" / "python"), "-c", THEIRS, str(path), root]
+        command = [str(breaching / "bin" / "python"), "-c", THEIRS, str(path), root]
         ran = subprocess.run(
             command,
             capture_output=True,
@@ -239,8 +240,8 @@ def _theirs(there: Path, given: dict[str, Any]) -> tuple[torch.Tensor, float]:
         )
 
 
-def _psnr(found: torch.Tensor, true: torch.Tensor) -> float:
-    a, b = ((v * STD + MEAN).clamp(0, 1).double() for v in (found, true))
+def _psnr(image: torch.Tensor, true: torch.Tensor) -> float:
+    a, b = ((v * STD + MEAN).clamp(0, 1).double() for v in (image, true))
     return float(-10 * (a - b).square().mean().log10())
 
 

@@ -1,6 +1,6 @@
 """One hostile client of eight: test accuracy under attacks, without checks, with the default
-checks, and with each robust rule by itself; and how far the norms of honest clients lie apart,
-which the default of `norm_factor` goes by.
+checks, and with each robust rule by itself; and the spread of the norms of honest clients, on which
+the default of `norm_factor` is based.
 
     python -m benchmarks hostile          # some minutes; digits, a perceptron, three seeds
 
@@ -36,11 +36,11 @@ def scaled(by: float) -> Change:
 
 
 def noise(c: Contribution) -> Contribution:
-    """Gaussian noise of the honest norm, and a claim of 10**12 examples."""
-    draw = torch.Generator().manual_seed(c.round)
-    made = {n: torch.randn(t.shape, generator=draw) for n, t in c.tensors.items()}
-    size = norm_of(c.tensors) / norm_of(made)
-    return replace(c, tensors={n: size * t for n, t in made.items()}, examples=10**12)
+    """Send Gaussian noise of the honest norm, and claim 10**12 examples."""
+    generator = torch.Generator().manual_seed(c.round)
+    normals = {n: torch.randn(t.shape, generator=generator) for n, t in c.tensors.items()}
+    scale = norm_of(c.tensors) / norm_of(normals)
+    return replace(c, tensors={n: scale * t for n, t in normals.items()}, examples=10**12)
 
 
 def huge(c: Contribution) -> Contribution:
@@ -59,7 +59,7 @@ ATTACKS: Mapping[str, tuple[str, Change | None]] = {
 
 
 class Attacked(InProcess):
-    """Clients in this process, of which one changes what it sends."""
+    """Clients in this process, one of which changes its contributions."""
 
     attack: Change | None = None
 
@@ -94,15 +94,15 @@ def model_of(seed: int) -> torch.nn.Module:
 def digits(split: str) -> Examples:
     from regauge.data.datasets import open_data
 
-    found = open_data("digits", split=split).fields
-    images = (torch.from_numpy(found["image"]).float().reshape(-1, 1, 8, 8) / 255 - 0.3) / 0.38
-    labels = torch.from_numpy(found["label"]).long()
+    data = open_data("digits", split=split).fields
+    images = (torch.from_numpy(data["image"]).float().reshape(-1, 1, 8, 8) / 255 - 0.3) / 0.38
+    labels = torch.from_numpy(data["label"]).long()
     return Examples(len(labels), 10, lambda rows: ({"pixel_values": images[rows]}, labels[rows]))
 
 
 def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
-    """All rounds without a check of what is sent or of what comes out."""
-    memory, rate = Memory(), DEFAULT_LRS.get(settings.strategy, 1.0)
+    """Run all rounds without checks of contributions or of the result."""
+    memory, lr = Memory(), DEFAULT_LRS.get(settings.strategy, 1.0)
     for number in range(settings.rounds):
         sent = [
             c
@@ -110,7 +110,7 @@ def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
             if isinstance(c, Contribution)
         ]
         state, memory = STEPS[settings.strategy](
-            state, COMBINE[settings.aggregation](sent, settings), memory, rate
+            state, COMBINE[settings.aggregation](sent, settings), memory, lr
         )
     return state
 
@@ -118,6 +118,7 @@ def unchecked(engine: Attacked, state: State, settings: Settings) -> State:
 def accuracy(
     attack: str, rule: str, checks: bool, seed: int, train: Examples, test: Examples
 ) -> float:
+    """Return the test accuracy after a run under an attack."""
     strategy, change = ATTACKS[attack]
     settings = replace(SETTINGS, strategy=strategy, aggregation=rule, seed=seed)
     model = model_of(seed)
@@ -153,35 +154,35 @@ HONEST: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def largest_ratio(more: Mapping[str, Any], train: Examples) -> float:
+def largest_ratio(overrides: Mapping[str, Any], train: Examples) -> float:
     """Return the largest norm of an honest contribution, as a multiple of the norm that
     `validation` compares it with.
     """
-    settings, model = replace(SETTINGS, **more), model_of(0)
-    found: list[float] = []
+    settings, model = replace(SETTINGS, **overrides), model_of(0)
+    ratios: list[float] = []
 
-    def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
-        usual = expected_norms(sent)
-        found.extend(norm_of(c.tensors) / usual[c.client] for c in sent if c.client in usual)
+    def record(number: int, state: State, sent: Sequence[Contribution]) -> None:
+        expected = expected_norms(sent)
+        ratios.extend(norm_of(c.tensors) / expected[c.client] for c in sent if c.client in expected)
 
     run(
         InProcess(model, partition_examples(train, settings), settings),
         state_of(model),
         replace(settings, norm_factor=0.0),
-        recorder=spy,
+        recorder=record,
     )
-    return max(found)
+    return max(ratios)
 
 
 def main() -> int:
     torch.set_num_threads(1)
     train, test = digits("train"), digits("test")
     print(
-        "largest norm of an honest contribution, as a multiple of the usual one of its round",
+        "largest norm of an honest contribution, as a multiple of the expected one of its round",
         flush=True,
     )
-    for name, more in HONEST.items():
-        print(f"{name}: {largest_ratio(more, train):.2f}", flush=True)
+    for name, overrides in HONEST.items():
+        print(f"{name}: {largest_ratio(overrides, train):.2f}", flush=True)
     columns = [
         ("mean, no checks", "mean", False),
         ("mean, default checks", "mean", True),
@@ -200,7 +201,7 @@ def main() -> int:
     for attack in ATTACKS:
         cells = []
         for _, rule, checks in columns:
-            found = [100 * accuracy(attack, rule, checks, seed, train, test) for seed in SEEDS]
-            cells.append(f"{sum(found) / len(found):.1f} ({spread_of(found):.1f})")
+            scores = [100 * accuracy(attack, rule, checks, seed, train, test) for seed in SEEDS]
+            cells.append(f"{sum(scores) / len(scores):.1f} ({spread_of(scores):.1f})")
         print(f"| {attack} | {' | '.join(cells)} |", flush=True)
     return 0

@@ -1,14 +1,13 @@
-"""What training with masked jigsaw puzzles costs: a step of ViT-S/16 at batch 16, wrapped and
-plain, in turns in one run.
+"""Cost of training with masked jigsaw puzzles: a step of ViT-S/16 at batch 16, wrapped and plain,
+interleaved in one run.
 
-Every step of a wrapped model has a puzzle (probability 1, twice the paper's), so that this is the
-most it can cost; the puzzles are drawn, patches shuffled, positions swapped and the regression
-taken along. Each of $REGAUGE_ROUNDS (30) rounds has a step of the plain model and one of the method
-(J, per batch), in an order that turns round, and every third round one of J per image and one of
-the regression by PCA (H); the ratio is the median over rounds of wrapped / plain, with a bootstrap
-95 % interval. One thread, so that the CPU seconds of a step are its time on a core of its own,
-whatever else the machine does; seconds by the clock are told beside them. Goal: J within 2 % of
-plain.
+Every step of a wrapped model has a puzzle (probability 1, twice the paper's), so this is an upper
+bound; it includes sampling puzzles, shuffling patches, swapping positions and the regression. Each
+of $REGAUGE_ROUNDS (30) rounds has a step of the plain model and one of the method (J, per batch),
+in alternating order, and every third round one of J per image and one of the regression by PCA (H).
+The ratio is the median over rounds of wrapped / plain, with a bootstrap 95 % interval. One thread,
+so that the CPU seconds of a step are its time on an otherwise idle core; wall seconds are printed
+too. Goal: J within 2 % of plain.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from regauge.jigsaw import MaskedJigsaw
 
 ROUNDS = int(os.environ.get("REGAUGE_ROUNDS", "30"))
 GOAL = 0.02
-SELDOM = 3  # rounds from one step of what has no goal to the next
+EXTRA_EVERY = 3  # variants without a goal run in every third round
 METHOD = "J, per batch"
-WAYS = {
+VARIANTS = {
     METHOD: {"variant": "J", "per": "batch"},
     "J, per image": {"variant": "J", "per": "sample"},
     "H (PCA), per batch": {"variant": "H", "per": "batch"},
@@ -36,13 +35,13 @@ Times = tuple[float, float]
 
 
 def step(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Times:
-    """Seconds of a forward and a backward pass, by the clock and of the CPU."""
+    """Return the wall and CPU seconds of a forward and a backward pass."""
     clock, cpu = time.perf_counter(), time.process_time()
     model(images, labels=labels)["loss"].backward()
-    took = time.perf_counter() - clock, time.process_time() - cpu
+    seconds = time.perf_counter() - clock, time.process_time() - cpu
     for p in model.parameters():
         p.grad = None
-    return took
+    return seconds
 
 
 def main() -> int:
@@ -52,33 +51,33 @@ def main() -> int:
     images, labels = inputs["pixel_values"], torch.arange(16) % 10
     models: dict[str, torch.nn.Module] = {"plain": plain}
     models |= {
-        name: MaskedJigsaw(copy.deepcopy(plain), 0.1, probability=1.0, **how).train()
-        for name, how in WAYS.items()
+        name: MaskedJigsaw(copy.deepcopy(plain), 0.1, probability=1.0, **options).train()
+        for name, options in VARIANTS.items()
     }
-    pairs: dict[str, list[tuple[Times, Times]]] = {name: [] for name in WAYS}
+    pairs: dict[str, list[tuple[Times, Times]]] = {name: [] for name in VARIANTS}
     print(f"ViT-S/16, batch 16, training: {ROUNDS} rounds", flush=True)
     for model in models.values():
         step(model, images, labels)
     for i in range(ROUNDS):
-        names = list(models) if i % SELDOM == 0 else list(models)[:2]
-        took = {
+        names = list(models) if i % EXTRA_EVERY == 0 else list(models)[:2]
+        seconds = {
             name: step(models[name], images, labels)
             for name in (names if i % 2 else reversed(names))
         }
         for name in names[1:]:
-            pairs[name].append((took["plain"], took[name]))
+            pairs[name].append((seconds["plain"], seconds[name]))
     medians = {}
-    for name, found in pairs.items():
-        clock, cpu = ([b[k] / a[k] for a, b in found] for k in (0, 1))
+    for name, times in pairs.items():
+        clock, cpu = ([b[k] / a[k] for a, b in times] for k in (0, 1))
         medians[name] = statistics.median(cpu)
-        told = [
+        summaries = [
             f"{what} {statistics.median(r):.4f} ({low:.4f} to {high:.4f})"
-            for what, r in (("CPU", cpu), ("clock", clock))
+            for what, r in (("CPU", cpu), ("wall", clock))
             for low, high in [interval(r)]
         ]
         print(
-            f"{name:20} {statistics.median(b[1] for _, b in found):6.3f} CPU s; of plain, "
-            f"{len(found)} pairs: {', '.join(told)}"
+            f"{name:20} {statistics.median(b[1] for _, b in times):6.3f} CPU s; ratio to plain, "
+            f"{len(times)} pairs: {', '.join(summaries)}"
         )
     met = medians[METHOD] <= 1 + GOAL
     print(f"goal: {METHOD}, within {GOAL:.0%} of plain: {'met' if met else 'NOT MET'}")

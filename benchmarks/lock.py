@@ -1,10 +1,11 @@
-"""How long it takes to lock and to unlock the 2 GB bf16 Llama-shaped checkpoint of
-`benchmarks.move`, against `cp` and `sync` of the same files.
+"""Time to lock and unlock the 2 GB bf16 Llama-shaped checkpoint of `benchmarks.move`, against `cp`
+and `sync` of the same files.
 
 Goals: lock at most 3.0 times, unlock at most 4.0 times the wall time, hashing included: a lock
-reads the plain model once for its digest, moves it, and hashes what it writes; unlocking hashes all
-before it moves anything. The whole command is timed, Python's start included; warm cache,
-interleaved, median of five. $REGAUGE_BENCH_LAYERS makes a smaller model, to see that it runs.
+reads the plain model once for its digest, transforms it, and hashes what it writes; unlocking
+hashes everything before it transforms anything. The full command is timed, Python's start included;
+warm cache, interleaved, median of five. $REGAUGE_BENCH_LAYERS makes a smaller model for a quick
+check.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> int:
         cache / "key",
     )
     if not model.exists():
-        print(f"making {model}", file=sys.stderr)
+        print(f"creating {model}", file=sys.stderr)
         make(model, shape_=Shape(layers=layers))
     key.unlink(missing_ok=True)
     save_key(Key(seed_key(1)), key)
@@ -66,10 +67,10 @@ def main() -> int:
     for name, seconds in times.items():
         median, goal = statistics.median(seconds), GOALS.get(name)
         met = met and (goal is None or median <= goal * base)
-        wanted = "" if goal is None else f"{goal:6.1f}"
+        goal_text = "" if goal is None else f"{goal:6.1f}"
         print(
             f"{name:16}  {median:6.2f} s  {min(seconds):5.2f} s  {max(seconds):5.2f} s  "
-            f"{median / base:6.2f}  {wanted}"
+            f"{median / base:6.2f}  {goal_text}"
         )
     print(f"goals: {'met' if met else 'NOT MET'}")
     return 0 if met else 1

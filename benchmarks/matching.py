@@ -1,14 +1,13 @@
-"""How long matching takes: beside a plain transcription of paper 003's formulas on the same pair,
-and a whole sweep of a TinyLlama shape.
+"""Time of matching: against a plain transcription of paper 003's formulas on the same pair, and of
+a full sweep on a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
-the assignment of FFN neurons, by the
-   transcription of `experiments.rotations` (numpy, float32, as the paper's code does it; its layers
-   are read before the clock starts) and
-   by `match`. Interleaved, medians. Goal: not slower, in CPU seconds (wall beside).
-2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk, B
-a planted A: one whole search over the full
-   group, in one process and in two: wall seconds, CPU seconds, peak memory of the largest process.
+   the assignment of FFN neurons, by the transcription in `experiments.rotations` (numpy, float32,
+   as in the paper's code; its layers are read before the timing) and by `match`. Interleaved,
+   medians. Goal: not slower, in CPU seconds (wall seconds are printed too).
+2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk,
+   with B a transformed A: one full search over the full group, in one process and in two: wall
+   seconds, CPU seconds, peak memory of the largest process.
 """
 
 from __future__ import annotations
@@ -58,13 +57,11 @@ def gpt2(seed: int) -> dict[str, Any]:
 
 
 def transcribed(layers: list[list[Any]]) -> None:
-    """Paper 003, head by head and layer by layer: two SVDs for each head, one assignment for each
-    layer. Its layers are read before.
-    """
+    """Match as in paper 003, layer by layer: two SVDs per head, one assignment per layer."""
     from experiments import rotations
 
-    for one, two in zip(*layers, strict=True):
-        rotations.matched(one, two, rescale=False)
+    for a, b in zip(*layers, strict=True):
+        rotations.matched(a, b, rescale=False)
 
 
 def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -73,7 +70,8 @@ def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
     match(spec, a, b, spaces=["qk", "vo", "ffn"], within="orthogonal", whole=True, sweeps=0)
 
 
-def beside() -> bool:
+def compare() -> bool:
+    """Compare `match` with the transcription. Returns whether it is not slower."""
     import torch
 
     from experiments import rotations
@@ -89,8 +87,8 @@ def beside() -> bool:
     }
     spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})
     a, b = ({n.removeprefix("transformer."): t for n, t in gpt2(seed).items()} for seed in (0, 1))
-    whole = [{f"transformer.{n}": t for n, t in state.items()} for state in (a, b)]
-    layers = [rotations.read(state, "gpt2", HEADS, np.float32) or [] for state in whole]
+    prefixed = [{f"transformer.{n}": t for n, t in state.items()} for state in (a, b)]
+    layers = [rotations.read(state, "gpt2", HEADS, np.float32) or [] for state in prefixed]
     times: dict[str, list[tuple[float, float]]] = {"transcription": [], "match": []}
     for _ in range(ROUNDS):
         for name, run in (
@@ -103,10 +101,10 @@ def beside() -> bool:
     print(f"GPT-2 small, paper 003's matching, {ROUNDS} rounds, {torch.get_num_threads()} threads")
     ratios = []
     for i, what in enumerate(("CPU", "wall")):
-        for name, found in times.items():
+        for name, pairs in times.items():
             print(
-                f"{name:14}  {what:4}  median {statistics.median(t[i] for t in found):6.2f} s  "
-                f"least {min(t[i] for t in found):6.2f} s"
+                f"{name:14}  {what:4}  median {statistics.median(t[i] for t in pairs):6.2f} s  "
+                f"least {min(t[i] for t in pairs):6.2f} s"
             )
         ratios.append(
             statistics.median(
@@ -146,7 +144,7 @@ def tiny_llama(layers: int) -> None:
             ],
             check=True,
         )
-    print(f"\nTinyLlama's shape with {layers} layers: one whole search over the full group")
+    print(f"\nTinyLlama's shape with {layers} layers: one full search over the full group")
     for workers in (1, 2):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         started = time.perf_counter()
@@ -177,7 +175,7 @@ def tiny_llama(layers: int) -> None:
 
 
 def main() -> int:
-    met = beside()
+    met = compare()
     tiny_llama(int(os.environ.get("REGAUGE_LAYERS", "22")))
     print(f"goal: not slower than the transcription: {'met' if met else 'missed'}")
     return 0 if met else 1

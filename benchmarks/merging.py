@@ -1,25 +1,26 @@
-"""`regauge merge` against mergekit 0.1.5: the same recipes, the same checkpoints, one run.
+"""`regauge merge` against mergekit 0.1.5: the same recipes and checkpoints, in one run.
 
-mergekit has an environment of its own in a cache folder, made when this is first run. Three bf16
-Llama-shaped checkpoints of 2 GB (an ancestor and two models next to it) are merged by both command
-lines in turn, and what they write is compared. Goals, after imports: at most 1/2 (linear), 1/3
+mergekit has its own environment in a cache folder, created on first use. Three bf16 Llama-shaped
+checkpoints of 2 GB (a base model and two models fine-tuned from it) are merged by both command
+lines in turn, and their outputs are compared. Goals, after imports: at most 1/2 (linear), 1/3
 (SLERP) and 1/4 (TIES) of its CPU-seconds, not more private memory, `--help` in half a CPU-second;
 the same tensors to one bf16 unit (linear, task arithmetic), the same signs and masks to 99.99 %
-(SLERP, TIES). The five recipes of examples/recipes are run by both on pico models too.
+(SLERP, TIES). Both also run the five recipes of examples/recipes on pico models.
 
 Both compute in float32 and round once (`dtype: float32`, `out_dtype: bfloat16`): in bfloat16
-mergekit's task vectors are rounded at every step, which is reported beside it. Both have one thread
-for arithmetic (OMP_NUM_THREADS=1), which is mergekit's best case: threads that wait cost
-CPU-seconds. Both write 500 MB shards: mergekit holds a shard in memory. mergekit has no dry run;
-what it costs before it merges is that of `--help`, which imports and parses all. Ours is that of a
-dry run on the pico models: the basis test on the large ones counts as work.
+mergekit rounds its task vectors at every step, which is reported separately. Both use one thread
+for arithmetic (OMP_NUM_THREADS=1), which is mergekit's best case: waiting threads cost CPU-seconds.
+Both write 500 MB shards: mergekit holds a shard in memory. mergekit has no dry run; its start-up
+cost is that of `--help`, which imports and parses everything. Ours is that of a dry run on the pico
+models: the basis test on the large ones counts as work.
 
 Of values that are equal at the threshold, TIES in mergekit keeps those that torch's unstable sort
-puts first, which is another choice on another processor. So masks are compared apart from those
-values; and once more on smaller models, all of them, with mergekit's sort made stable.
+puts first, which depends on the processor. So masks are compared without those values; and on
+smaller models with all values, with mergekit's sort made stable.
 
-$REGAUGE_BENCH_LAYERS makes smaller models (2: 0.24 GB), $REGAUGE_ROUNDS fewer or more rounds (3;
-TIES has one). All files are in a temporary folder ($REGAUGE_BENCH or the system's), at most 11 GB.
+$REGAUGE_BENCH_LAYERS makes smaller models (2: 0.24 GB), $REGAUGE_ROUNDS sets the number of rounds
+(3; TIES has one). All files are in a temporary folder ($REGAUGE_BENCH or the system's), at most
+11 GB.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ GOALS = {"linear": 1 / 2, "slerp": 1 / 3, "ties": 1 / 4}  # of mergekit's CPU-se
 GOAL_HELP, GOAL_SAME = 0.5, 0.9999
 RECIPES = Path(__file__).parent.parent / "examples" / "recipes"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-STEP = 1 << 22  # values that are compared at once
+STEP = 1 << 22  # values per comparison
 
-# mergekit as it is, but for the order of equal values: by their places.
+# mergekit with a stable order of equal values.
 STABLE = """
 import functools, sys, torch
 torch.argsort = functools.partial(torch.argsort, stable=True)
@@ -63,7 +64,7 @@ main()
 
 
 def recipes(dtype: str) -> dict[str, dict[str, Any]]:
-    """One recipe for each method, of the large models."""
+    """Return one recipe per method for the large models."""
     precision = {"dtype": dtype, "out_dtype": "bfloat16"}
     two = [
         {"model": "a", "parameters": {"weight": 0.7}},
@@ -99,12 +100,12 @@ def recipes(dtype: str) -> dict[str, dict[str, Any]]:
 
 def main() -> int:
     torch.set_num_threads(1)
-    there = environment(f"mergekit-{MERGEKIT}", [f"torch=={TORCH}", f"mergekit=={MERGEKIT}"])
+    mergekit = environment(f"mergekit-{MERGEKIT}", [f"torch=={TORCH}", f"mergekit=={MERGEKIT}"])
     parent = os.environ.get("REGAUGE_BENCH")
     if parent:
         Path(parent).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="regauge-merging-", dir=parent) as folder:
-        bench = Bench(Path(folder), there)
+        bench = Bench(Path(folder), mergekit)
         bench.help()
         bench.pico_recipes()
         bench.small()
@@ -114,8 +115,8 @@ def main() -> int:
 
 @dataclass
 class Cost:
-    """What a command cost: CPU-seconds, wall seconds, and the most memory that was its own: dirty,
-    and with what it maps alone.
+    """The cost of a command: CPU-seconds, wall seconds, and its peak private memory: dirty pages,
+    and with clean private ones.
     """
 
     cpu: float
@@ -125,14 +126,14 @@ class Cost:
 
 
 def measured(command: Sequence[str], where: Path) -> Cost:
-    """Run a command. Its memory is looked at from outside, every 50 ms, at this process's
-    expense.
+    """Run a command and measure its cost. Memory is sampled from this process every 50 ms, so that
+    the command's CPU time does not include it.
     """
     dirty = private = 0
     start = time.perf_counter()
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            command, cwd=where, stdout=said, stderr=said, env={**os.environ, **ENVIRONMENT}
+            command, cwd=where, stdout=output, stderr=output, env={**os.environ, **ENVIRONMENT}
         )
         try:
             while True:
@@ -148,9 +149,9 @@ def measured(command: Sequence[str], where: Path) -> Cost:
             raise
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
-            said.seek(0)
+            output.seek(0)
             raise RuntimeError(
-                f"{' '.join(command)} failed:\n{said.read().decode(errors='replace')[-2000:]}"
+                f"{' '.join(command)} failed:\n{output.read().decode(errors='replace')[-2000:]}"
             )
     return Cost(usage.ru_utime + usage.ru_stime, time.perf_counter() - start, dirty, private)
 
@@ -158,21 +159,20 @@ def measured(command: Sequence[str], where: Path) -> Cost:
 def _memory(pid: int) -> tuple[int, int]:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has just ended
+    except OSError:  # the process has just ended
         return 0, 0
-    found = {
+    sizes = {
         line.split(":")[0]: 1024 * int(line.split()[1])
         for line in lines
         if line.startswith("Private_")
     }
-    return found.get("Private_Dirty", 0), found.get("Private_Dirty", 0) + found.get(
-        "Private_Clean", 0
-    )
+    dirty = sizes.get("Private_Dirty", 0)
+    return dirty, dirty + sizes.get("Private_Clean", 0)
 
 
 @dataclass
-class Alike:
-    """How far two checkpoints agree, counted over all values."""
+class Agreement:
+    """The agreement of two checkpoints, counted over all values."""
 
     values: int = 0
     exact: int = 0
@@ -190,10 +190,10 @@ class Alike:
 
 def compare(
     found: Path, wanted: Path, base: Path | None = None, trimmed: Mapping[Path, float] | None = None
-) -> Alike:
-    """Values by their distance in units of the last place and by their signs; beside a base, by
-    where they differ from it and which way. `trimmed` names models and densities: values whose
-    differences are equal to the least that is kept are counted apart.
+) -> Agreement:
+    """Compare values by their distance in units of the last place and by their signs; with a base,
+    also by where they differ from it and with which sign. `trimmed` gives models and densities:
+    values whose differences equal the threshold of the density are counted separately.
     """
     from regauge.checkpoints.reader import open_checkpoint
 
@@ -207,15 +207,15 @@ def compare(
             f"{found} and {wanted} have different tensors: {sorted(set(x) ^ set(y))[:5]}"
         )
     others = [(open_checkpoint(path), density) for path, density in (trimmed or {}).items()]
-    out = Alike()
+    out = Agreement()
     for name in x:
         if x.shapes[name] != y.shapes[name] or x.dtypes[name] != y.dtypes[name]:
             raise RuntimeError(
-                f'"{name}" is {x.dtypes[name]} {x.shapes[name]} here and {y.dtypes[name]} '
-                f"{y.shapes[name]} there"
+                f'"{name}" is {x.dtypes[name]} {x.shapes[name]} in {found} and {y.dtypes[name]} '
+                f"{y.shapes[name]} in {wanted}"
             )
-        least = (
-            [_least(m[name], root[name], density) for m, density in others]
+        thresholds = (
+            [_threshold(m[name], root[name], density) for m, density in others]
             if root is not None
             else []
         )
@@ -224,28 +224,28 @@ def compare(
             for t in (x, y, *([root] if root is not None else []), *(m for m, _ in others))
         ]
         for at in range(0, flat[0].numel(), STEP):
-            a, b, *more = (t[at : at + STEP] for t in flat)
+            a, b, *references = (t[at : at + STEP] for t in flat)
             units = (_ordered(a) - _ordered(b)).abs()
             out.values += a.numel()
             out.exact += int((units == 0).sum())
             out.one_unit += int((units <= 1).sum())
             out.most = max(out.most, int(units.max()))
             out.signs += int((a.sign() == b.sign()).sum())
-            if more:
-                r = more[0].float()
+            if references:
+                r = references[0].float()
                 same = (a.float() - r).sign() == (b.float() - r).sign()
                 tied = torch.zeros_like(same)
-                for t, edge in zip(more[1:], least, strict=True):
-                    tied |= (t.float() - r).abs() == edge
+                for t, threshold in zip(references[1:], thresholds, strict=True):
+                    tied |= (t.float() - r).abs() == threshold
                 out.masked += int(same.sum())
                 out.untied += int((~tied).sum())
                 out.untied_masked += int((same & ~tied).sum())
     return out
 
 
-def _least(model: torch.Tensor, base: torch.Tensor, density: float) -> float:
-    """The least magnitude of a difference that a density keeps, by numpy's selection: neither
-    tool's code.
+def _threshold(model: torch.Tensor, base: torch.Tensor, density: float) -> float:
+    """Return the smallest magnitude of a difference that a density keeps, by numpy's selection,
+    which is neither tool's code.
     """
     size = np.abs((model.float() - base.float()).numpy().reshape(-1))
     count = int(density * size.size)
@@ -257,17 +257,17 @@ def _least(model: torch.Tensor, base: torch.Tensor, density: float) -> float:
 
 
 def _ordered(x: torch.Tensor) -> torch.Tensor:
-    """Half precision as whole numbers in the order of the values: neighbours are one unit apart."""
+    """Map half precision to integers in the order of the values: neighbours differ by one."""
     bits = x.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
 @dataclass
 class Bench:
-    """One run: where it works, the other tool's environment, and what was found."""
+    """One run: its folder, mergekit's environment, start-up costs, and the checked goals."""
 
     folder: Path
-    there: Path
+    mergekit: Path
     start: dict[str, float] = field(default_factory=dict)
     checks: list[tuple[str, bool]] = field(default_factory=list)
 
@@ -300,9 +300,9 @@ class Bench:
 
     def theirs(self, recipe: Path, out: Path, stable: bool = False) -> Cost:
         python = (
-            [str(self.there / "bin" / "python"), "-c", STABLE]
+            [str(self.mergekit / "bin" / "python"), "-c", STABLE]
             if stable
-            else [str(self.there / "bin" / "mergekit-yaml")]
+            else [str(self.mergekit / "bin" / "mergekit-yaml")]
         )
         return measured(
             [
@@ -318,24 +318,24 @@ class Bench:
         )
 
     def help(self) -> None:
-        """What `--help` costs; and what each tool costs before it merges."""
-        here = self.folder / "help"
-        here.mkdir()
+        """Measure the cost of `--help`, which is mergekit's start-up cost."""
+        folder = self.folder / "help"
+        folder.mkdir()
         subjects = {
             "regauge --help": [sys.executable, "-m", "regauge.cli", "--help"],
             "regauge merge --help": [sys.executable, "-m", "regauge.cli", "merge", "--help"],
-            "mergekit-yaml --help": [str(self.there / "bin" / "mergekit-yaml"), "--help"],
+            "mergekit-yaml --help": [str(self.mergekit / "bin" / "mergekit-yaml"), "--help"],
         }
-        found: dict[str, list[float]] = {name: [] for name in subjects}
+        costs: dict[str, list[float]] = {name: [] for name in subjects}
         for turn in range(ROUNDS + 1):
             for name, command in subjects.items():
-                cost = measured(command, here).cpu
+                cost = measured(command, folder).cpu
                 if turn:  # the first only warms the cache
-                    found[name].append(cost)
-        for name, seconds in found.items():
+                    costs[name].append(cost)
+        for name, seconds in costs.items():
             print(f"{name:22}  {_spread(seconds)} CPU-s")
-        help_ = statistics.median(found["regauge --help"])
-        self.start["mergekit"] = statistics.median(found["mergekit-yaml --help"])
+        help_ = statistics.median(costs["regauge --help"])
+        self.start["mergekit"] = statistics.median(costs["mergekit-yaml --help"])
         self.check(
             f"regauge --help: {help_:.2f} CPU-s (at most {GOAL_HELP}), mergekit's "
             f"{self.start['mergekit']:.2f}",
@@ -343,13 +343,13 @@ class Bench:
         )
 
     def pico_recipes(self) -> None:
-        """The recipes of examples/recipes by both tools, as they are (in float16), and computed in
-        float32.
+        """Run the recipes of examples/recipes with both tools, as written (in float16), and
+        computed in float32.
         """
         from regauge.merging.recipe_yaml import parse_recipe
 
-        here = self.folder / "picos"
-        picos(here / "models")
+        folder = self.folder / "picos"
+        picos(folder / "models")
         print(
             "\nexamples/recipes on pico models    exact   one unit   most units   masks and "
             "signs (ties; mergekit's sort made stable)"
@@ -358,47 +358,48 @@ class Bench:
         for path in sorted(RECIPES.glob("*.yml")):
             document = yaml.safe_load(path.read_text())
             for dtype in ("float16", "float32"):
-                recipe = here / path.name
+                recipe = folder / path.name
                 recipe.write_text(
                     yaml.safe_dump(
                         {**document, "dtype": dtype, "out_dtype": "float16"}, sort_keys=False
                     )
                 )
-                self.ours(recipe, here / "ours")
-                self.theirs(recipe, here / "theirs", stable=document["merge_method"] == "ties")
+                self.ours(recipe, folder / "ours")
+                self.theirs(recipe, folder / "theirs", stable=document["merge_method"] == "ties")
                 parsed = parse_recipe(recipe.read_text())
                 is_ties = parsed.method == "ties"
-                found = compare(
-                    here / "ours", here / "theirs", here / "models/root" if is_ties else None
+                agreement = compare(
+                    folder / "ours", folder / "theirs", folder / "models/root" if is_ties else None
                 )
-                agreed = f"{found.share('masked'):10.4%}" if is_ties else ""
+                agreed = f"{agreement.share('masked'):10.4%}" if is_ties else ""
                 print(
-                    f"{path.name:22} {dtype:8} {found.share('exact'):9.3%} "
-                    f"{found.share('one_unit'):10.4%} {found.most:10}   {agreed}",
+                    f"{path.name:22} {dtype:8} {agreement.share('exact'):9.3%} "
+                    f"{agreement.share('one_unit'):10.4%} {agreement.most:10}   {agreed}",
                     flush=True,
                 )
                 if dtype == "float32":
                     self.check(
-                        f"{path.name}: every value within one unit", found.one_unit == found.values
+                        f"{path.name}: every value within one unit",
+                        agreement.one_unit == agreement.values,
                     )
-                shutil.rmtree(here / "ours")
-                shutil.rmtree(here / "theirs")
+                shutil.rmtree(folder / "ours")
+                shutil.rmtree(folder / "theirs")
         for turn in range(ROUNDS + 1):
-            cost = self.ours(here / "linear.yml", here / "ours", "--dry-run").cpu
+            cost = self.ours(folder / "linear.yml", folder / "ours", "--dry-run").cpu
             costs += [cost] if turn else []
         self.start["regauge"] = statistics.median(costs)
         print(
-            f"before anything is merged: regauge {_spread(costs)} CPU-s, mergekit "
+            f"start-up, before merging: regauge {_spread(costs)} CPU-s, mergekit "
             f"{self.start['mergekit']:.2f} CPU-s"
         )
 
     def large(self) -> None:
-        """The large models, by every method, several rounds, one tool after the other."""
-        here = self.folder / "large"
-        tuned(here, Shape(layers=LAYERS, vocab=32000 if LAYERS >= 20 else 8000))
-        size = sum(p.stat().st_size for p in (here / "a").iterdir())
+        """Merge the large models by every method, in several rounds, one tool after the other."""
+        folder = self.folder / "large"
+        tuned(folder, Shape(layers=LAYERS, vocab=32000 if LAYERS >= 20 else 8000))
+        size = sum(p.stat().st_size for p in (folder / "a").iterdir())
         print(
-            f"\n{size / 1e9:.2f} GB in {len(list((here / 'a').glob('*.safetensors')))} shards, "
+            f"\n{size / 1e9:.2f} GB in {len(list((folder / 'a').glob('*.safetensors')))} shards, "
             f"{os.cpu_count()} cores, {ROUNDS} rounds",
             flush=True,
         )
@@ -406,13 +407,14 @@ class Bench:
         for turn in range(ROUNDS):
             for name, document in recipes("float32").items():
                 if name == "ties" and turn:
-                    # it takes as long as all others together, many times, and its goal is far away
+                    # It takes many times as long as all others together, and clears its goal by
+                    # far.
                     continue
-                recipe = here / f"{name}.yml"
+                recipe = folder / f"{name}.yml"
                 recipe.write_text(yaml.safe_dump(document, sort_keys=False))
                 for tool, run in (("regauge", self.ours), ("mergekit", self.theirs)):
                     os.sync()
-                    cost = run(recipe, here / tool)
+                    cost = run(recipe, folder / tool)
                     costs.setdefault((name, tool), []).append(cost)
                     print(
                         f"  round {turn + 1}, {name}, {tool}: {cost.cpu:.1f} CPU-s, "
@@ -421,50 +423,50 @@ class Bench:
                         flush=True,
                     )
                 if turn == 0:
-                    self.agree(here, name)
-                self.clean(here)
+                    self.agree(folder, name)
+                self.clean(folder)
         self.costs(costs)
-        shutil.rmtree(here)
+        shutil.rmtree(folder)
 
-    def clean(self, here: Path) -> None:
+    def clean(self, folder: Path) -> None:
         for tool in ("regauge", "mergekit"):
-            shutil.rmtree(here / tool, ignore_errors=True)
+            shutil.rmtree(folder / tool, ignore_errors=True)
 
-    def agree(self, here: Path, name: str) -> None:
-        """Compare what both tools wrote by one method, computed in float32."""
+    def agree(self, folder: Path, name: str) -> None:
+        """Compare the outputs of both tools for one method, computed in float32."""
         if name == "ties":
-            trimmed = {here / m: 0.5 for m in ("a", "b")}
-            found = compare(here / "regauge", here / "mergekit", here / "root", trimmed)
+            trimmed = {folder / m: 0.5 for m in ("a", "b")}
+            agreement = compare(folder / "regauge", folder / "mergekit", folder / "root", trimmed)
             print(
-                f"ties: masks and signs agree in {found.share('masked'):.4%} of all values, "
-                f"{found.share('exact'):.4%} are exactly equal; ",
+                f"ties: masks and signs agree in {agreement.share('masked'):.4%} of all values, "
+                f"{agreement.share('exact'):.4%} are exactly equal; ",
                 end="",
             )
             print(
-                f"{1 - found.untied / found.values:.3%} are at a threshold, where mergekit's "
-                "choice depends on the processor"
+                f"{1 - agreement.untied / agreement.values:.3%} are at a threshold, where the "
+                "choice of mergekit depends on the processor"
             )
-            apart = found.share("untied_masked")
+            without_ties = agreement.share("untied_masked")
             self.check(
-                f"ties, values at a threshold apart: masks and signs agree in {apart:.5%} "
-                "(above 99.99 %)",
-                apart > GOAL_SAME,
+                "ties, without values at a threshold: masks and signs agree in "
+                f"{without_ties:.5%} (above 99.99 %)",
+                without_ties > GOAL_SAME,
             )
             return
-        found = compare(here / "regauge", here / "mergekit")
+        agreement = compare(folder / "regauge", folder / "mergekit")
         if name == "slerp":
             self.check(
-                f"slerp: signs agree in {found.share('signs'):.6%} (above 99.99 %)",
-                found.share("signs") > GOAL_SAME,
+                f"slerp: signs agree in {agreement.share('signs'):.6%} (above 99.99 %)",
+                agreement.share("signs") > GOAL_SAME,
             )
         else:
             self.check(
-                f"{name}: within one bf16 unit {found.share('one_unit'):.7%} (all)",
-                found.one_unit == found.values,
+                f"{name}: within one bf16 unit {agreement.share('one_unit'):.7%} (all)",
+                agreement.one_unit == agreement.values,
             )
         print(
-            f"        exactly equal {found.share('exact'):.5%}, within one unit "
-            f"{found.share('one_unit'):.6%}, at most {found.most} units"
+            f"        exactly equal {agreement.share('exact'):.5%}, within one unit "
+            f"{agreement.share('one_unit'):.6%}, at most {agreement.most} units"
         )
 
     def costs(self, costs: Mapping[tuple[str, str], Sequence[Cost]]) -> None:
@@ -476,12 +478,12 @@ class Bench:
         for name in dict.fromkeys(name for name, _ in costs):
             after, dirty = {}, {}
             for tool in ("mergekit", "regauge"):
-                found = costs[name, tool]
-                after[tool] = statistics.median(c.cpu for c in found) - self.start[tool]
-                dirty[tool] = max(c.dirty for c in found)
+                runs = costs[name, tool]
+                after[tool] = statistics.median(c.cpu for c in runs) - self.start[tool]
+                dirty[tool] = max(c.dirty for c in runs)
                 ratio = after[tool] / after["mergekit"]
-                mapped = max(c.private for c in found)
-                cpu, wall = _spread([c.cpu for c in found]), _spread([c.wall for c in found])
+                mapped = max(c.private for c in runs)
+                cpu, wall = _spread([c.cpu for c in runs]), _spread([c.wall for c in runs])
                 memory = f"{dirty[tool] / 1e6:11.0f} MB  {mapped / 1e6:7.0f} MB"
                 print(
                     f"{name:16} {tool:9}  {cpu:>22}  {after[tool]:13.1f}  {ratio:5.2f}  "
@@ -511,28 +513,28 @@ class Bench:
             self.check(what, met)
 
     def small(self) -> None:
-        """Where cost does not matter, on smaller models: mergekit with a stable sort, and both with
-        `dtype: bfloat16`, where mergekit's task vectors are rounded at every step.
+        """Compare outputs on smaller models, without costs: mergekit with a stable sort, and both
+        with `dtype: bfloat16`, where mergekit rounds its task vectors at every step.
         """
-        here = self.folder / "small"
-        tuned(here, Shape(layers=2, vocab=8000))
+        folder = self.folder / "small"
+        tuned(folder, Shape(layers=2, vocab=8000))
         print(
             "\n0.24 GB                          exact   one unit   most units   masks (ties) or "
             "signs"
         )
         cases = [("ties", "float32"), *((name, "bfloat16") for name in recipes("bfloat16"))]
         for name, dtype in cases:
-            recipe = here / f"{name}.yml"
+            recipe = folder / f"{name}.yml"
             recipe.write_text(yaml.safe_dump(recipes(dtype)[name], sort_keys=False))
-            self.ours(recipe, here / "regauge")
-            self.theirs(recipe, here / "mergekit", stable=name == "ties")
-            found = compare(
-                here / "regauge", here / "mergekit", here / "root" if name == "ties" else None
+            self.ours(recipe, folder / "regauge")
+            self.theirs(recipe, folder / "mergekit", stable=name == "ties")
+            agreement = compare(
+                folder / "regauge", folder / "mergekit", folder / "root" if name == "ties" else None
             )
-            agreed = found.share("masked" if name == "ties" else "signs")
+            agreed = agreement.share("masked" if name == "ties" else "signs")
             print(
-                f"{name:16} {dtype:8}  {found.share('exact'):12.3%} "
-                f"{found.share('one_unit'):10.4%} {found.most:12} {agreed:12.5%}",
+                f"{name:16} {dtype:8}  {agreement.share('exact'):12.3%} "
+                f"{agreement.share('one_unit'):10.4%} {agreement.most:12} {agreed:12.5%}",
                 flush=True,
             )
             if dtype == "float32":
@@ -541,7 +543,7 @@ class Bench:
                     f"{agreed:.5%} (above 99.99 %)",
                     agreed > GOAL_SAME,
                 )
-            self.clean(here)
+            self.clean(folder)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -549,7 +551,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def picos(folder: Path) -> None:
-    """An ancestor and three models next to it, in float16, for the recipes of examples/recipes."""
+    """Write a base model and three models near it, in float16, for examples/recipes."""
     from safetensors.torch import load_file, save_file
 
     from regauge.demo.move import LLAMA
@@ -568,7 +570,7 @@ def picos(folder: Path) -> None:
 
 
 def tuned(folder: Path, shape: Shape) -> None:
-    """An ancestor, and two models that are a tenth of its length away from it, each its own way;
+    """Write a base model, and two models at a tenth of its norm from it in different directions, in
     bf16.
     """
     from regauge.checkpoints.plan import plan_checkpoint
@@ -579,7 +581,7 @@ def tuned(folder: Path, shape: Shape) -> None:
     make(folder / "root", 0, shape)
     root = open_checkpoint(folder / "root")
 
-    def moved(seed: int, place: int, name: str) -> torch.Tensor:
+    def perturbed(seed: int, place: int, name: str) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + place)
         x = root[name]
         return (
@@ -587,5 +589,5 @@ def tuned(folder: Path, shape: Shape) -> None:
         )
 
     for seed, name in ((1, "a"), (2, "b")):
-        thunks = {n: partial(moved, seed, place, n) for place, n in enumerate(root)}
+        thunks = {n: partial(perturbed, seed, place, n) for place, n in enumerate(root)}
         write_plan(folder / name, plan_checkpoint(folder / name, root, thunks), thunks)

@@ -1,11 +1,11 @@
-"""How long it takes to move a 2 GB bf16 Llama-shaped checkpoint, against `cp` and `sync` of the
+"""Time of `regauge move` on a 2 GB bf16 Llama-shaped checkpoint, against `cp` and `sync` of the
 same files.
 
 Goals: a permutation in at most 2.0 times the wall time, private memory at most two of the largest
-tensors plus 200 MB. The whole command is timed, Python's start included; warm cache, interleaved,
-median of five. Full elements and rotations are reported beside it, from one run each. The
-checkpoint is made once from a fixed seed and kept in a cache folder: $REGAUGE_BENCH, or
-regauge-bench in the system's temporary folder.
+tensors plus 200 MB. The full command is timed, Python's start included; warm cache, interleaved,
+median of five. Full elements and rotations are reported too, from one run each. The checkpoint is
+created once from a fixed seed in a cache folder: $REGAUGE_BENCH, or regauge-bench in the system's
+temporary folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
     cache.mkdir(parents=True, exist_ok=True)
     model = cache / "llama-2gb"
     if not model.exists():
-        print(f"making {model}", file=sys.stderr)
+        print(f"creating {model}", file=sys.stderr)
         make(model)
     out = cache / "out"
     copy = partial(shell, f"cp -r '{model}' '{out}' && sync")
@@ -99,7 +99,7 @@ class Shape:
 
 
 def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
-    """The checkpoint, through regauge's own writer."""
+    """Write the checkpoint, with regauge's writer."""
     import torch
 
     from regauge.checkpoints.plan import File, Plan, nbytes
@@ -125,14 +125,14 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
         }
     shapes |= {"model.norm.weight": (s.hidden,), "lm_head.weight": (s.vocab, s.hidden)}
     groups: list[list[str]] = [[]]
-    held = 0
+    shard_bytes = 0
     for name, shape in shapes.items():
         n = nbytes("BF16", shape)
-        if held + n > SHARD:
+        if shard_bytes + n > SHARD:
             groups.append([])
-            held = 0
+            shard_bytes = 0
         groups[-1].append(name)
-        held += n
+        shard_bytes += n
     files = [
         File(
             f"model-{i + 1:05}-of-{len(groups):05}.safetensors",
@@ -158,14 +158,14 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
         "weight_map": {n: f.name for f in files for n, _, _ in f.tensors},
     }
 
-    def draw(place: int, shape: tuple[int, ...]) -> torch.Tensor:
+    def sample(place: int, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * seed + place)
         return torch.empty(shape, dtype=torch.bfloat16).normal_(
             1.0 if len(shape) == 1 else 0.0, 0.02, generator=generator
         )
 
     thunks: dict[str, Callable[[], torch.Tensor]] = {
-        name: partial(draw, i, shape) for i, (name, shape) in enumerate(shapes.items())
+        name: partial(sample, i, shape) for i, (name, shape) in enumerate(shapes.items())
     }
     small = {
         "config.json": json.dumps(config).encode(),
@@ -177,7 +177,7 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
 def interleaved(
     subjects: dict[str, Callable[[], dict[str, float]]], out: Path
 ) -> dict[str, list[float]]:
-    """Wall times, one subject after the other, after one round that only warms the cache."""
+    """Measure wall times in rounds over the subjects, after one round that warms the cache."""
     times: dict[str, list[float]] = {}
     for turn in range(RUNS + 1):
         for name, run in subjects.items():
@@ -200,13 +200,13 @@ def shell(command: str) -> dict[str, float]:
 
 
 def _move(model: Path, out: Path, options: list[str], sample: bool = False) -> dict[str, float]:
-    """Seconds of the command; with `sample`, the largest private memory in bytes too."""
-    how = "sample" if sample else "plain"
+    """Return the seconds of the command; with `sample`, the largest private memory in bytes too."""
+    mode = "sample" if sample else "plain"
     command = [
         sys.executable,
         "-m",
         "benchmarks.move",
-        how,
+        mode,
         "move",
         str(model),
         "-o",
@@ -223,12 +223,12 @@ def _move(model: Path, out: Path, options: list[str], sample: bool = False) -> d
 
 
 def _child(arguments: list[str]) -> int:
-    """The command in this process: prints the largest private dirty memory that "sample" saw, every
-    20 ms.
+    """Run the command in this process. In mode "sample", measure its private dirty memory every
+    20 ms and print the largest.
     """
     from regauge.cli import main as command
 
-    how, *rest = arguments
+    mode, *rest = arguments
     largest, stop = 0, threading.Event()
 
     def watch() -> None:
@@ -244,7 +244,7 @@ def _child(arguments: list[str]) -> int:
                 ),
             )
 
-    if how == "sample":
+    if mode == "sample":
         threading.Thread(target=watch, daemon=True).start()
     code = command(rest)
     stop.set()

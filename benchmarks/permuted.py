@@ -1,11 +1,11 @@
-"""What permuted training and inference cost (Fig. 8 of paper 000): time, peak memory and FLOPs
-beside the plain model, in one run.
+"""Cost of permuted training and inference (Fig. 8 of paper 000): time, peak memory and FLOPs as
+ratios to the plain model, in one run.
 
-Rows are shuffled anew in every pass and columns are moved, both gathered (ours) or multiplied by
-dense matrices (the paper's way). ViT-S/16 at batch 16, and a causal model of the same size whose
-permuted mask loses the fast kernel. Interleaved: each round runs every variant once, in turn; the
-ratio is the median over rounds of variant / plain, with a bootstrap 95 % interval. Goal: ours
-within 1 % of plain on the ViT, in time and memory.
+Rows are shuffled in every pass and columns are permuted, both by gathers (ours) or by products with
+dense matrices (the paper). ViT-S/16 at batch 16, and a causal model of the same size, whose
+permuted mask rules out the fast kernel. Each round runs every variant once; the ratio is the median
+over rounds of variant / plain, with a bootstrap 95 % interval. Goal: ours within 1 % of plain on
+the ViT, in time and memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SMALL = {
     "intermediate_size": 1536,
 }
 KINDS = ("plain", "ours", "dense")
-Made = dict[str, tuple[torch.nn.Module, dict[str, Any]]]
+Variants = dict[str, tuple[torch.nn.Module, dict[str, Any]]]
 
 
 def vit() -> tuple[Any, dict[str, Any]]:
@@ -77,7 +77,7 @@ def variant(
     if kind == "plain":
         return model, inputs
     n = 197 if make is vit else 256
-    if make is causal:  # rows move only with a mask that is there
+    if make is causal:  # rows can be permuted only with an explicit mask
         inputs["attention_mask"] = (
             torch.full((n, n), torch.finfo(torch.float32).min)
             .triu(1)[None, None]
@@ -90,13 +90,13 @@ def variant(
 
 
 class Dense(torch.nn.Module):
-    """The paper's way: four more matrix products, two with P_R (drawn per batch) and two with
-    P_C.
+    """The paper's implementation: four more matrix products, two with P_R (sampled per batch) and
+    two with P_C.
     """
 
     def __init__(self, model: torch.nn.Module, g: Any) -> None:
         super().__init__()
-        self.model = Permuted(model, columns=g, rows=False).model  # moves the backbone
+        self.model = Permuted(model, columns=g, rows=False).model  # permutes the backbone
         self.cut = cut(model)
         self.p_c = torch.eye(384)[torch.from_numpy(g.members["stream"].index[0])]
         self.passes = 0
@@ -109,8 +109,8 @@ class Dense(torch.nn.Module):
         self.passes += 1
         r = sample_row_permutation(c.stream.shape[1], self.passes)
         p_r = torch.eye(c.stream.shape[1])[torch.from_numpy(r.members["token"].index[0])]
-        there = c.transform(r).with_inputs(**{c.boundary.stream: p_r @ c.stream @ self.p_c.T})
-        return p_r.T @ there.run() @ self.p_c
+        permuted = c.transform(r).with_inputs(**{c.boundary.stream: p_r @ c.stream @ self.p_c.T})
+        return p_r.T @ permuted.run() @ self.p_c
 
 
 def step(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> None:
@@ -123,6 +123,7 @@ def step(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> None
 
 
 def interval(ratios: list[float]) -> tuple[float, float]:
+    """Return the bootstrap 95 % interval of a median."""
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
     return float(low), float(high)
@@ -133,8 +134,8 @@ def peak(model: str, kind: str, training: bool) -> float:
 
 
 def alone(code: str) -> float:
-    """What some code prints in a process of its own, where memory that is freed goes back at once:
-    what a model's making left would hide a peak.
+    """Run code in a child process and return the number it prints. Freed memory is returned to the
+    system at once there: memory left over from building a model would hide a peak.
     """
     strict = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     return float(
@@ -145,14 +146,14 @@ def alone(code: str) -> float:
 
 
 def once(model: str, kind: str, training: bool) -> None:
-    made, inputs = variant(MODELS[model], kind)
-    made.train(training)
-    print(needed(lambda: step(made, inputs, training)))
+    module, inputs = variant(MODELS[model], kind)
+    module.train(training)
+    print(needed(lambda: step(module, inputs, training)))
 
 
 def needed(work: Callable[[], object]) -> int:
-    """Bytes at the peak of some work over what was resident before it. The mark of the highest is
-    put back first: making a model has its own.
+    """Return the peak of the resident memory during some work, in bytes over that before it. The
+    peak is reset first, since building a model has its own.
     """
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
@@ -162,8 +163,8 @@ def needed(work: Callable[[], object]) -> int:
 
 
 def _memory(what: str) -> int:
-    """Bytes of this process's own memory. Its rusage would not do: on Linux ru_maxrss starts at
-    what the parent held, and so is the same for all.
+    """Return the memory of this process in bytes. On Linux, ru_maxrss starts at the memory of the
+    parent, and so is the same for all variants.
     """
     return next(
         int(line.split()[1]) * 1024
@@ -181,51 +182,51 @@ def flops(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> flo
 
 
 def measured(
-    name: str, made: Made, training: bool, memory: Callable[[str, str, bool], float]
+    name: str, variants: Variants, training: bool, memory: Callable[[str, str, bool], float]
 ) -> dict[str, tuple[float, float]]:
-    """Time and memory of every kind over those of the plain one, side by side in interleaved
-    rounds, printed as a table.
+    """Measure time and memory of every variant as ratios to the plain one, in interleaved rounds,
+    and print a table.
     """
-    kinds = list(made)
+    kinds = list(variants)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for model, inputs in made.values():
+    for model, inputs in variants.values():
         model.train(training)
         step(model, inputs, training)
     for i in range(ROUNDS):
         turn = i % len(kinds)
         for kind in kinds[turn:] + kinds[:turn]:
             started = time.perf_counter()
-            step(*made[kind], training)
+            step(*variants[kind], training)
             times[kind].append(time.perf_counter() - started)
     peaks = {
         kind: statistics.median(memory(name, kind, training) for _ in range(3)) for kind in kinds
     }
-    work = {kind: flops(*made[kind], training) for kind in kinds}
+    work = {kind: flops(*variants[kind], training) for kind in kinds}
     wide = max(map(len, kinds))
     print(f"\n{name}, {'training' if training else 'inference'}: {ROUNDS} rounds")
     print(f"{'':{wide}}  {'median':>8}  {'time / plain':>22}  {'peak memory':>18}  {'GFLOPs':>14}")
-    out = {}
+    results = {}
     for kind in kinds:
         ratios = [a / b for a, b in zip(times[kind], times["plain"], strict=True)]
         low, high = interval(ratios)
-        ratio, more = statistics.median(ratios), peaks[kind] / peaks["plain"]
+        ratio, memory_ratio = statistics.median(ratios), peaks[kind] / peaks["plain"]
         line = f"{statistics.median(times[kind]):6.2f} s  {ratio:6.3f} ({low:.3f} to {high:.3f})"
         print(
-            f"{kind:{wide}}  {line}  {peaks[kind] / 1e6:8.0f} MB {more:6.3f}  "
+            f"{kind:{wide}}  {line}  {peaks[kind] / 1e6:8.0f} MB {memory_ratio:6.3f}  "
             f"{work[kind] / 1e9:7.1f} {work[kind] / work['plain']:6.3f}"
         )
-        out[kind] = (ratio, more)
-    return out
+        results[kind] = (ratio, memory_ratio)
+    return results
 
 
 def main() -> int:
     met = True
     for name, make in MODELS.items():
-        made = {kind: variant(make, kind) for kind in KINDS}
+        variants = {kind: variant(make, kind) for kind in KINDS}
         for training in (False, True):
-            found = measured(name, made, training, peak)
+            ratios = measured(name, variants, training, peak)
             if make is vit:
-                met &= max(found["ours"]) <= 1 + GOAL
+                met &= max(ratios["ours"]) <= 1 + GOAL
     print(
         f"\ngoal: ours on the ViT within {GOAL:.0%} of plain in time and memory: "
         f"{'met' if met else 'NOT MET'}"

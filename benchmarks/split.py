@@ -1,17 +1,17 @@
-"""The wire of `regauge.split` against raw grpc.aio, both with mutual TLS, in turns in one run; and
-what a training step costs over a local one.
+"""The protocol of `regauge.split` against raw grpc.aio, both with mutual TLS, interleaved in one
+run; and the cost of a training step over a local one.
 
-A server process has both: a handler that returns the bytes it was sent, and a regauge server whose
-host returns the tensors it was sent. The raw client writes and reads messages of up to 1 MiB in the
-event loop's own thread; ours goes from tensor to tensor as training does: packed, journalled, sent,
-read, checked, unpacked. Goals for 1 MiB: at most 3 ms over raw in the median, 10 ms in the 99th
-percentile; each way at least 150 MB/s or 60 % of raw, whichever is lower.
+A server process has both: a handler that echoes bytes, and a regauge server whose host echoes
+tensors. The raw client writes and reads messages of up to 1 MiB in the event loop's thread; ours
+goes from tensor to tensor as training does: packed, journalled, sent, read, checked, unpacked.
+Goals for 1 MiB: at most 3 ms over raw in the median, 10 ms in the 99th percentile; each direction
+at least 150 MB/s or 60 % of raw, whichever is lower.
 
-A training step is timed locally, in process, in process with columns and rows moved, and over
-mutual TLS: what each adds is framing, permutation, wire. Its bytes are held against the formula of
-docs/split.md: four streams a step. At last 32 clients train one backbone at once for
-$REGAUGE_SECONDS (15), from four processes: no error, and no request that takes ten times as long as
-the median. $REGAUGE_ROUNDS (300) is how many round trips are timed.
+A training step is timed locally, in process, in process with columns and rows permuted, and over
+mutual TLS; the differences are the costs of framing, permutation and network. Its bytes are
+compared with the formula in docs/split.md: four streams per step. Finally 32 clients in four
+processes train one backbone concurrently for $REGAUGE_SECONDS (15): no error, and no request that
+takes ten times the median. $REGAUGE_ROUNDS (300) is the number of timed round trips.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LARGE = 1 << 25
 GOAL_MEDIAN, GOAL_99, GOAL_RATE, GOAL_SHARE = 3.0, 10.0, 150.0, 0.6  # ms, ms, MB/s, of raw
 GOAL_TRAFFIC, GOAL_SLOWEST = 1.05, 10.0
 CLIENTS, PROCESSES = 32, 4
-ASKS = struct.Struct("<QQ")  # of a raw request: how many bytes it has, and how many it wants
+REQUEST = struct.Struct("<QQ")  # of a raw request: its bytes, and those of the reply
 
 
 def main() -> int:
@@ -108,11 +108,11 @@ class Bench:
         for name, size in SIZES.items():
             for run in (self.raw, self.ours):
                 run.trips(size, size, BLOCK)  # warm
-            found: list[list[float]] = [[], []]
+            both: list[list[float]] = [[], []]
             for _ in range(max(1, ROUNDS // BLOCK)):
-                for times, run in zip(found, (self.raw, self.ours), strict=True):
+                for times, run in zip(both, (self.raw, self.ours), strict=True):
                     times += run.trips(size, size, BLOCK)
-            raw, ours = ([1e3 * statistics.median(t), 1e3 * _share(t, 0.99)] for t in found)
+            raw, ours = ([1e3 * statistics.median(t), 1e3 * _quantile(t, 0.99)] for t in both)
             print(
                 f"{name:12}  {raw[0]:6.2f} ms  {raw[1]:6.2f} ms  {ours[0]:6.2f} ms  "
                 f"{ours[1]:6.2f} ms"
@@ -127,21 +127,22 @@ class Bench:
                     )
 
     def throughput(self) -> None:
-        for way, up, down in (("up", LARGE, 1 << 10), ("down", 1 << 10, LARGE)):
-            found: list[list[float]] = [[], []]
+        for direction, up, down in (("up", LARGE, 1 << 10), ("down", 1 << 10, LARGE)):
+            both: list[list[float]] = [[], []]
             for turn in range(9):
-                for times, run in zip(found, (self.raw, self.ours), strict=True):
-                    took = run.trips(up, down, 1)
-                    times += took if turn else []  # the first warms up
-            raw, ours = (LARGE / 1e6 / statistics.median(t) for t in found)
+                for times, run in zip(both, (self.raw, self.ours), strict=True):
+                    seconds = run.trips(up, down, 1)
+                    times += seconds if turn else []  # the first is a warm-up
+            raw, ours = (LARGE / 1e6 / statistics.median(t) for t in both)
             goal = min(GOAL_RATE, GOAL_SHARE * raw)
             self.goal(
                 ours >= goal,
-                f"{LARGE >> 20} MiB {way}: {ours:.0f} MB/s, raw {raw:.0f}, of at least {goal:.0f}",
+                f"{LARGE >> 20} MiB {direction}: {ours:.0f} MB/s, raw {raw:.0f}, of at least "
+                f"{goal:.0f}",
             )
 
     def steps(self, folder: Path) -> None:
-        """What a training step costs, of two models, and what crosses."""
+        """Measure the costs of a training step of two models, and its traffic."""
         from regauge.core.element import element
         from regauge.models.resolve import spec_of
         from regauge.split import Host, InProcess, connect
@@ -150,7 +151,7 @@ class Bench:
         for name, (build, batch, width) in models().items():
             data = batch()
             g = element(spec_of(build()), 3, within="permutation")
-            ways: dict[str, Callable[[], None]] = {"local": _stepping(build(), data)}
+            variants: dict[str, Callable[[], None]] = {"local": _make_step(build(), data)}
             plain, moved, remote = build(), build(), build()
             links = [connect(plain, InProcess(Host(build(), _training())))]
             links.append(
@@ -174,20 +175,20 @@ class Bench:
                 ) as network,
             ):
                 links.append(connect(remote, network, element=g, rows="batch"))
-                ways |= {
-                    "framing": _stepping(plain, data),
-                    "permuting": _stepping(moved, data),
-                    "wire": _stepping(remote, data),
+                variants |= {
+                    "framing": _make_step(plain, data),
+                    "permuting": _make_step(moved, data),
+                    "wire": _make_step(remote, data),
                 }
-                times: dict[str, list[float]] = {way: [] for way in ways}
+                times: dict[str, list[float]] = {variant: [] for variant in variants}
                 crossed: list[int] = []
                 for turn in range(12):
-                    for way, step in ways.items():
+                    for variant, step in variants.items():
                         before, start = network.bytes, time.perf_counter()
                         step()
                         if turn > 1:
-                            times[way].append(1e3 * (time.perf_counter() - start))
-                            crossed += [network.bytes - before] if way == "wire" else []
+                            times[variant].append(1e3 * (time.perf_counter() - start))
+                            crossed += [network.bytes - before] if variant == "wire" else []
                 for link in links:
                     link.close()
             medians = [statistics.median(t) for t in times.values()]
@@ -201,7 +202,7 @@ class Bench:
             )
 
     def crowd(self, folder: str, port: int) -> None:
-        """Clients that train one backbone at once."""
+        """Train one backbone from many clients at once."""
         print(f"\n{CLIENTS} clients for {SECONDS:g} s")
         processes = [
             _process("clients", folder, str(port), str(CLIENTS // PROCESSES))
@@ -214,33 +215,33 @@ class Bench:
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
-        told = [json.loads(process.communicate(timeout=SECONDS + 120)[0]) for process in processes]
-        each = [times for one in told for times in one["times"]]
-        faults = [fault for one in told for fault in one["faults"]]
-        every = sorted(t for times in each for t in times)
+        reports = [json.loads(p.communicate(timeout=SECONDS + 120)[0]) for p in processes]
+        by_client = [times for report in reports for times in report["times"]]
+        faults = [fault for report in reports for fault in report["faults"]]
+        all_times = sorted(t for times in by_client for t in times)
         self.goal(
-            not faults and len(each) == CLIENTS,
-            f"{len(every)} requests, {len(faults)} errors {faults[:1]}",
+            not faults and len(by_client) == CLIENTS,
+            f"{len(all_times)} requests, {len(faults)} errors {faults[:1]}",
         )
-        median = statistics.median(every)
-        slow = max(statistics.median(times) for times in each)
+        median = statistics.median(all_times)
+        slow = max(statistics.median(times) for times in by_client)
         self.goal(
-            every[-1] / median < GOAL_SLOWEST,
-            f"median {1e3 * median:.0f} ms, slowest {1e3 * every[-1]:.0f} ms: "
-            f"{every[-1] / median:.1f} times, of less than {GOAL_SLOWEST:g}; "
+            all_times[-1] / median < GOAL_SLOWEST,
+            f"median {1e3 * median:.0f} ms, slowest {1e3 * all_times[-1]:.0f} ms: "
+            f"{all_times[-1] / median:.1f} times, of less than {GOAL_SLOWEST:g}; "
             f"the slowest client's median {slow / median:.2f} times",
         )
 
 
-def _share(times: Sequence[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+def _quantile(times: Sequence[float], fraction: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(fraction * len(times)))]
 
 
-# The two ways of asking
+# The two clients
 
 
 class Raw:
-    """grpc.aio and nothing else."""
+    """A client of grpc.aio alone."""
 
     def __init__(self, port: int, tls: Tls) -> None:
         self.stream, self.channel = Loop.run(self._open(port, tls))
@@ -258,7 +259,7 @@ class Raw:
         return list(Loop.run(self._trips(up, down, count)))
 
     async def _trips(self, up: int, down: int, count: int) -> list[float]:
-        first, rest = ASKS.pack(up, down) + bytes(min(up, CHUNK) - ASKS.size), bytes(CHUNK)
+        first, rest = REQUEST.pack(up, down) + bytes(min(up, CHUNK) - REQUEST.size), bytes(CHUNK)
         times = []
         for _ in range(count):
             start = time.perf_counter()
@@ -276,7 +277,7 @@ class Raw:
 
 
 class Ours:
-    """What training does between two tensors."""
+    """A client of regauge, from tensor to tensor as in training."""
 
     def __init__(self, port: int, tls: Tls) -> None:
         from regauge.split.client.journal import MemoryJournal
@@ -297,7 +298,7 @@ class Ours:
 
 
 class Counted(Grpc):
-    """How many bytes of frames have crossed."""
+    """A network that counts the bytes of frames."""
 
     bytes = 0
 
@@ -311,7 +312,7 @@ class Counted(Grpc):
 
 
 class Echo:
-    """A host that returns the tensor it was sent, or another of the size that is asked for."""
+    """A host that echoes a tensor, or returns another of the requested size."""
 
     limits = Limits()
     quotas = Quotas()
@@ -332,7 +333,7 @@ class Echo:
             )
         )
 
-    def keep(self) -> None:
+    def save(self) -> None:
         pass
 
 
@@ -359,7 +360,7 @@ async def _raw_server(tls: Tls) -> int:
         left = down = 0
         async for message in incoming:
             if left <= 0:
-                left, down = ASKS.unpack_from(message)
+                left, down = REQUEST.unpack_from(message)
             left -= len(message)
             if left > 0:
                 continue
@@ -382,7 +383,7 @@ async def _raw_server(tls: Tls) -> int:
         grpc.ssl_server_credentials([(key, certificate)], authority, require_client_auth=True),
     )
     await server.start()
-    _raw_server.kept = server  # type: ignore[attr-defined]
+    _raw_server.server = server  # type: ignore[attr-defined]  # not garbage-collected
     return port
 
 
@@ -396,7 +397,7 @@ def _training() -> Any:
 
 
 def small() -> torch.nn.Module:
-    """The backbone of the crowd."""
+    """Build the backbone that many clients train."""
     return _gpt2(width=64, layers=2)
 
 
@@ -416,7 +417,7 @@ def _gpt2(width: int, layers: int) -> torch.nn.Module:
         **drops,
     )
     model = GPT2LMHeadModel(config)
-    model.set_attn_implementation("eager")  # its mask is a tensor, and moves with the rows
+    model.set_attn_implementation("eager")  # its mask is a tensor, which is permuted with the rows
     return model.train()
 
 
@@ -439,7 +440,7 @@ def _vit(width: int, layers: int) -> torch.nn.Module:
 def models() -> dict[
     str, tuple[Callable[[], torch.nn.Module], Callable[[], dict[str, torch.Tensor]], int]
 ]:
-    """How each is built, its batch, and the bytes of its stream."""
+    """Return, for each model, its builder, its batch, and the bytes of its stream."""
     ids = torch.randint(3, 500, (8, 128), generator=torch.Generator().manual_seed(0))
     images = torch.randn(8, 3, 224, 224, generator=torch.Generator().manual_seed(0))
     return {
@@ -463,7 +464,7 @@ def _locked(model: torch.nn.Module, g: Any) -> torch.nn.Module:
     return model
 
 
-def _stepping(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> Callable[[], None]:
+def _make_step(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> Callable[[], None]:
     optimizer = _training().build(p for p in model.parameters() if p.requires_grad)
 
     def step() -> None:
@@ -475,7 +476,7 @@ def _stepping(model: torch.nn.Module, data: dict[str, torch.Tensor]) -> Callable
 
 
 def clients(folder: str, port: str, count: str) -> None:
-    """Some clients in threads, each with its own connection, model and session."""
+    """Run clients in threads, each with its own connection, model and session."""
     torch.set_num_threads(1)
     from regauge.split import connect
 
@@ -494,15 +495,15 @@ def clients(folder: str, port: str, count: str) -> None:
 
     ready, go = threading.Barrier(int(count) + 1), threading.Event()
 
-    def one(i: int) -> None:
+    def run_client(i: int) -> None:
         try:
             network = Timed(f"localhost:{port}", tls=tls)
             network.into = []
             ids = torch.randint(
                 3, 500, (4, 64), generator=torch.Generator().manual_seed(os.getpid() + i)
             )
-            with network, connect(mine[i], network, rows="batch"):
-                step = _stepping(mine[i], {"input_ids": ids, "labels": ids})
+            with network, connect(client_models[i], network, rows="batch"):
+                step = _make_step(client_models[i], {"input_ids": ids, "labels": ids})
                 step()
                 ready.wait()
                 go.wait()
@@ -514,14 +515,16 @@ def clients(folder: str, port: str, count: str) -> None:
             faults.append(f"{type(error).__name__}: {error}")
             ready.abort()
 
-    mine = [small() for _ in range(int(count))]
-    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(int(count))]
+    client_models = [small() for _ in range(int(count))]
+    threads = [
+        threading.Thread(target=run_client, args=(i,), daemon=True) for i in range(int(count))
+    ]
     for thread in threads:
         thread.start()
     try:
         ready.wait(120)
     except threading.BrokenBarrierError:
-        faults.append("not all could connect")
+        faults.append("not all clients could connect")
     print("ready", flush=True)
     sys.stdin.readline()
     go.set()

@@ -1,5 +1,5 @@
-"""What it costs to start: CPU-seconds of `regauge --help` and `import regauge`, beside those of
-Python itself. Goal: help in at most 0.5.
+"""Start-up time: CPU-seconds of `regauge --help` and `import regauge`, compared with Python alone.
+Goal: --help in at most 0.5.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def main() -> int:
                 - before.children_user
                 - before.children_system
             )
-    for name, found in seconds.items():
+    for name, times in seconds.items():
         print(
-            f"{name:16}  {statistics.median(found):5.2f} CPU-s  ({min(found):.2f} to "
-            f"{max(found):.2f})"
+            f"{name:16}  {statistics.median(times):5.2f} CPU-s  ({min(times):.2f} to "
+            f"{max(times):.2f})"
         )
     met = statistics.median(seconds["regauge --help"]) <= GOAL
     print(f"goal: regauge --help in at most {GOAL} CPU-seconds: {'met' if met else 'NOT MET'}")

@@ -1,5 +1,5 @@
-"""Run every scenario, or those that are named: `python -m soak [NAME ...] [--scale 1.0] [--json
-FILE]`. Exit code 1 if one fails.
+"""The command line of the soak runs: `python -m soak [NAME ...] [--scale 1.0] [--json FILE]` runs
+all scenarios or those named. Exit code 1 if one fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
 
-# Each scenario takes a scale (1.0 is the full run; 0.01 a quick look) and yields outcomes.
+# Each scenario takes a scale (1.0 is the full run, 0.01 a quick check) and yields outcomes.
 Scenario = Callable[[float], Iterable[Outcome]]
 SCENARIOS: dict[str, Scenario] = {
     "folders": hostile_folders,

@@ -1,6 +1,4 @@
-"""Data files that would fill the memory: images, npz and parquet, opened in a process of their
-own.
-"""
+"""Data files that would exhaust memory: images, npz and parquet, opened in child processes."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from pathlib import Path
 import support.bombs as bombs
 from soak.harness import Counter, Outcome, mutants, run_child
 
-# one image of 100 million pixels in RGB takes 300 MB, a column of 33 million numbers 270 MB
+# An image of 100 million pixels in RGB takes 300 MB, a column of 33 million numbers 270 MB.
 BUDGET_MB = 512
 
 _OPEN = """
@@ -30,7 +28,7 @@ except RegaugeError as error:
 
 
 def data_bombs(scale: float) -> Iterator[Outcome]:
-    """Open each bomb, and what is large but within the bounds."""
+    """Open each bomb, and large files within the bounds."""
     count = Counter("data: bombs")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -42,11 +40,11 @@ def data_bombs(scale: float) -> Iterator[Outcome]:
             "90-megapixel.png": (lambda: bombs.png(10_000, 9_000), ""),
         }
         for what, (build, message) in {**bombs.DATA, **accepted}.items():
-            there = folder / what.replace(".", "-")
-            there.mkdir()
-            (there / what).write_bytes(build())
-            opened = there if what.endswith(".png") else there / what
-            run = run_child([sys.executable, "-c", _OPEN, str(opened)], folder)
+            place = folder / what.replace(".", "-")
+            place.mkdir()
+            (place / what).write_bytes(build())
+            target = place if what.endswith(".png") else place / what
+            run = run_child([sys.executable, "-c", _OPEN, str(target)], folder)
             right = (
                 "accepted"
                 if run.code == 0 and not message
@@ -82,11 +80,11 @@ def data_mutants(scale: float) -> Iterator[Outcome]:
 
             def opens(data: bytes, path: Path = path) -> bool:
                 path.write_bytes(data)
-                found = open_data(path.parent if path.suffix == ".png" else path)
+                opened = open_data(path.parent if path.suffix == ".png" else path)
                 if path.suffix == ".png":
-                    found["image"].to_array()
+                    opened["image"].to_array()
                 if path.suffix == ".npz":  # its entries have checksums
-                    return not any(values.any() for values in found.fields.values())
+                    return not any(values.any() for values in opened.fields.values())
                 return True
 
             for data in mutants(raw, number, max(1, round(10_000 * scale / len(good)))):

@@ -74,13 +74,13 @@ _RAW_BY_MARK = {f"{_MARK}{i}": token for i, token in enumerate(RAW)}
 
 
 def json_mutants(document: Any, seed: int, count: int) -> Iterator[bytes]:
-    """Change a JSON document in one to three places. Text that is JSON itself is changed inside."""
+    """Yield JSON documents with one to three changes. Text that is JSON is changed inside."""
     for changed in mutated(document, seed, count):
         yield to_json(changed)
 
 
 def mutated(document: Any, seed: int, count: int) -> Iterator[Any]:
-    """Change a document of dicts, lists and scalars in one to three places."""
+    """Yield copies of a document of dicts, lists and scalars with one to three changes."""
     rng = random.Random(seed)
     for _ in range(count):
         out = copy.deepcopy(document)
@@ -116,8 +116,8 @@ def _inline(value: Any) -> str:
 
 
 def header_mutants(file: bytes, seed: int, count: int) -> Iterator[bytes]:
-    """Change the header of a safetensors file; its length is kept right, the tensors stay as they
-    are.
+    """Yield safetensors files with a changed header of the right length. The tensors are
+    unchanged.
     """
     length = int.from_bytes(file[:8], "little")
     for header in json_mutants(json.loads(file[8 : 8 + length]), seed, count):
@@ -125,7 +125,7 @@ def header_mutants(file: bytes, seed: int, count: int) -> Iterator[bytes]:
 
 
 def _changed(document: Any, rng: random.Random) -> Any:
-    """Walk to a random place and change what is there."""
+    """Change the value at a random place."""
     if isinstance(document, str) and document[:1] in ("{", "[") and rng.random() < 0.8:
         try:
             return to_json(_changed(json.loads(document), rng)).decode("utf-8", "surrogatepass")

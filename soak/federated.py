@@ -1,5 +1,5 @@
-"""Fuzz what federated clients send and what a run has saved: the run goes on, its state stays as
-the honest clients make it.
+"""Mutated contributions of federated clients, and mutated saved runs. The run must continue, and
+its state must be that of the honest clients.
 """
 
 from __future__ import annotations
@@ -75,13 +75,14 @@ ODD: tuple[Any, ...] = (
 
 
 def honest(client: int, number: int) -> Contribution:
-    draw = torch.Generator().manual_seed(1000 * number + client)
-    tensors = {n: 0.1 * (1 + 0.1 * torch.randn(t.shape, generator=draw)) for n, t in START.items()}
+    """Return the contribution of an honest client in a round."""
+    rng = torch.Generator().manual_seed(1000 * number + client)
+    tensors = {n: 0.1 * (1 + 0.1 * torch.randn(t.shape, generator=rng)) for n, t in START.items()}
     return Contribution(client, number, DIGEST, tensors, 50 + client, 1, 8, 0.1, 0.5)
 
 
-def bent(tensors: State, rng: random.Random) -> Any:
-    """Tensors with one fault."""
+def damage_tensors(tensors: State, rng: random.Random) -> Any:
+    """Return tensors with one fault."""
     name = rng.choice(sorted(tensors, key=str))
     t = tensors[name]
     new: Any
@@ -118,32 +119,32 @@ def bent(tensors: State, rng: random.Random) -> Any:
     return {**tensors, name: new}
 
 
-def fuzzed(c: Contribution, rng: random.Random) -> Any:
-    """An answer with one fault or more."""
+def damage_contribution(c: Contribution, rng: random.Random) -> Any:
+    """Return a contribution with one fault or more."""
     if rng.random() < 0.03:
         return rng.choice([*ODD, Absence(c.client, "x" * 10**5)])
     for _ in range(rng.choice((1, 1, 2))):
         if rng.random() < 0.5:
-            whole = (
+            has_tensors = (
                 isinstance(c.tensors, dict)
                 and c.tensors
                 and all(isinstance(t, torch.Tensor) for t in c.tensors.values())
             )
-            c = replace(c, tensors=bent(c.tensors, rng) if whole else rng.choice(ODD))
+            tensors = damage_tensors(c.tensors, rng) if has_tensors else rng.choice(ODD)
+            c = replace(c, tensors=tensors)
         else:
             field = rng.choice(
                 ("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind")
             )
             value = rng.choice((*ODD, 3, 100, "weights", DIGEST))
-            if field != "client" or not (
-                type(value) is int and 0 <= value < CLIENTS
-            ):  # an engine knows which client an answer comes from
+            # An engine identifies the client of a contribution, so no other client's number.
+            if field != "client" or not (type(value) is int and 0 <= value < CLIENTS):
                 c = replace(c, **{field: value})
     return c
 
 
-class Fuzzed:
-    """An engine with one client that sends nonsense; sometimes more than once."""
+class HostileEngine:
+    """An engine with one client that sends damaged contributions, sometimes more than once."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -151,21 +152,21 @@ class Fuzzed:
     def ask(
         self, number: int, clients: Sequence[int], state: State
     ) -> Iterable[Contribution | Absence]:
-        answers: list[Any] = [honest(c, number) for c in clients if c != HOSTILE]
-        bad: list[Any] = []
+        contributions: list[Any] = [honest(c, number) for c in clients if c != HOSTILE]
+        damaged: list[Any] = []
         for _ in range(self.rng.choice((1, 1, 3))):
             try:
-                bad.append(fuzzed(honest(HOSTILE, number), self.rng))
+                damaged.append(damage_contribution(honest(HOSTILE, number), self.rng))
             except (RuntimeError, TypeError, NotImplementedError):  # torch cannot make this one
                 continue
-        answers += bad
-        self.rng.shuffle(answers)
-        return answers
+        contributions += damaged
+        self.rng.shuffle(contributions)
+        return contributions
 
 
-def went_on(seed: int) -> bool:
-    """A run with the fuzzer in it: all rounds are done, the honest count, and the state is where an
-    honest fifth client could have moved it.
+def run_survives(seed: int) -> bool:
+    """Run with a hostile client. Return whether all rounds are complete, all honest clients
+    contributed, and the state is within reach of an honest fifth client.
     """
     rng = random.Random(seed)
     settings = Settings(
@@ -177,31 +178,31 @@ def went_on(seed: int) -> bool:
     )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) if seed % 10 == 0 else None
-        found = run(Fuzzed(seed), START, settings, folder=folder, limits=LIMITS)
+        result = run(HostileEngine(seed), START, settings, folder=folder, limits=LIMITS)
         if folder is not None:
-            again = state_store.load(folder)
-            assert again is not None
-            json.dumps([r.absent for r in again.history])
+            saved = state_store.load(folder)
+            assert saved is not None
+            json.dumps([r.absent for r in saved.history])
     others = {c for c in range(CLIENTS) if c != HOSTILE}
-    complete = [r.number for r in found.history] == list(range(ROUNDS)) and all(
-        others <= set(r.contributed) for r in found.history
+    complete = [r.number for r in result.history] == list(range(ROUNDS)) and all(
+        others <= set(r.contributed) for r in result.history
     )
-    tensors = {**found.state, **found.memory.tensors}
+    tensors = {**result.state, **result.memory.tensors}
     sane = all(
         t.dtype == torch.float32 and bool(torch.isfinite(t).all()) and not t.requires_grad
         for t in tensors.values()
     )
-    moved = norm_of({n: found.state[n] - t for n, t in START.items()})
-    own = norm_of(honest(0, 0).tensors)
-    return (
-        complete and sane and moved <= ROUNDS * own * 4
-    )  # a factor of 5 in a weight of at most 100 / (100 + 4 x 50) for the mean
+    distance = norm_of({n: result.state[n] - t for n, t in START.items()})
+    honest_norm = norm_of(honest(0, 0).tensors)
+    # For the mean, a factor of 5 at a weight of at most 100 / (100 + 4 x 50).
+    return complete and sane and distance <= ROUNDS * honest_norm * 4
 
 
 def contributions(scale: float) -> Iterator[Outcome]:
+    """Run with hostile clients, with damaged Flower replies, and from damaged folders."""
     count = Counter("federated contributions")
     for seed in range(max(1, int(10_000 * scale))):
-        count.trial(lambda seed=seed: went_on(seed), f"seed {seed}".encode())  # type: ignore[misc]
+        count.trial(lambda seed=seed: run_survives(seed), f"seed {seed}".encode())  # type: ignore[misc]
     yield count.outcome()
     if find_spec("flwr") is not None:
         yield _replies(scale)
@@ -209,7 +210,7 @@ def contributions(scale: float) -> Iterator[Outcome]:
 
 
 def _replies(scale: float) -> Outcome:
-    """Flower's messages with odd records: each is a contribution or an absence."""
+    """Parse Flower messages with damaged records: each is a contribution or an absence."""
     from flwr.app import Array, ConfigRecord, Message, MetricRecord, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -217,7 +218,7 @@ def _replies(scale: float) -> Outcome:
 
     TaskIdentity._run_id = TaskIdentity._node_id = TaskIdentity._task_id = 1  # messages need a run
     count = Counter("federated Flower replies")
-    asked = Message(RecordDict(), 1, "train")
+    request = Message(RecordDict(), 1, "train")
     good = Array(np.zeros(3, np.float32))
 
     def trial(seed: int) -> bool:
@@ -261,11 +262,11 @@ def _replies(scale: float) -> Outcome:
             ) -> Iterable[Contribution | Absence]:
                 return [
                     *(honest(c, 0) for c in clients if c != HOSTILE),
-                    flower.from_reply(Message(content, reply_to=asked), HOSTILE),
+                    flower.from_reply(Message(content, reply_to=request), HOSTILE),
                 ]
 
-        found = run(Once(), START, Settings(clients=CLIENTS, rounds=1), limits=LIMITS)
-        return len(found.history[0].contributed) >= CLIENTS - 1
+        result = run(Once(), START, Settings(clients=CLIENTS, rounds=1), limits=LIMITS)
+        return len(result.history[0].contributed) >= CLIENTS - 1
 
     for seed in range(max(1, int(5_000 * scale))):
         count.trial(lambda seed=seed: trial(seed), f"seed {seed}".encode())  # type: ignore[misc]
@@ -273,22 +274,22 @@ def _replies(scale: float) -> Outcome:
 
 
 def _folders(scale: float) -> Outcome:
-    """Mutated files of a run: read as they were, or one typed error."""
+    """Load mutated files of a run: each loads with finite values, or raises one typed error."""
     count = Counter("federated run folders")
     settings = Settings(clients=CLIENTS, rounds=ROUNDS, strategy="fedadam")
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         state_store.begin(folder, settings, DIGEST, {})
-        run(Fuzzed(1), START, settings, folder=folder, limits=LIMITS)
+        run(HostileEngine(1), START, settings, folder=folder, limits=LIMITS)
         for name, focus in ((state_store.STATE_FILE, 2500), (state_store.RUN_FILE, None)):
             path = folder / name
             good = path.read_bytes()
 
             def read() -> bool:
                 state_store.begin(folder, settings, DIGEST, {})
-                found = state_store.load(folder)
-                return found is not None and all(
-                    bool(torch.isfinite(t).all()) for t in found.state.values()
+                saved = state_store.load(folder)
+                return saved is not None and all(
+                    bool(torch.isfinite(t).all()) for t in saved.state.values()
                 )
 
             for data in mutants(good, seed=3, count=max(1, int(5_000 * scale)), focus=focus):

@@ -1,8 +1,8 @@
-"""Mutated files of every kind that regauge reads: a typed error each time, or the result that the
-valid file gives; nothing is left behind.
+"""Mutated files of every kind that regauge reads. Each must raise a typed error or give a valid
+result, and leave no output behind.
 
-Half of the mutants change bytes (`harness.mutants`), half change values and keep the syntax
-(`documents`), where a kind has a syntax to keep.
+Half of the mutants change bytes (`harness.mutants`). The other half change values and keep the
+syntax (`documents`), if the kind of file has one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from regauge.errors import RegaugeError
 from soak.documents import header_mutants, json_mutants, mutated, to_toml
 from soak.harness import Counter, Outcome, mutants
 
-MUTANTS = 10_000  # of each kind at scale 1
-BUDGET_MB = 100  # memory that reading one of these files may add; each is smaller than 100 kB
+MUTANTS = 10_000  # per kind at scale 1
+BUDGET_MB = 100  # growth of memory by reading one of these files; each is smaller than 100 kB
 
-Mutants = Callable[[int, int], Iterator[bytes]]  # by seed and number
+Mutants = Callable[[int, int], Iterator[bytes]]  # (seed, count)
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Kind:
     """One valid file and its reader.
 
     Args:
-        good: the valid bytes. Bytes are changed mostly within the first `focus` of them.
-        read: put bytes in the file's place and read it. Returns whether the result is right; raises
-        a typed error for a file it rejects.
-        documents: mutants that keep the syntax, or None.
-        folder: must hold the same names after a file was rejected as before.
+        good: The valid bytes. Bytes are changed mostly within the first `focus` of them.
+        read: Writes bytes to the file and reads it. Returns whether the result is right, or raises
+            a typed error if it rejects the file.
+        documents: Mutants that keep the syntax, or None.
+        folder: Must contain the same names before and after a file is rejected.
     """
 
     good: bytes
@@ -61,7 +61,7 @@ class Kind:
             return self.read(data)
         except RegaugeError:
             if _names(self.folder) != before:
-                return False  # counted as lost: an output that a rejected file has left behind
+                return False  # counted as lost: a rejected file has left an output behind
             raise
 
 
@@ -70,13 +70,13 @@ def _names(folder: Path | None) -> list[str]:
 
 
 def _json(path: Path, read: Callable[[], bool]) -> Kind:
-    """A JSON file at a path, where it is put before each read."""
+    """Return the kind of a JSON file at a path, to which mutants are written before each read."""
     good = path.read_bytes()
     return Kind(good, partial(_placed, path, read), partial(json_mutants, json.loads(good)))
 
 
 def _tensors(path: Path, read: Callable[[], bool], folder: Path | None = None) -> Kind:
-    """A safetensors file at a path."""
+    """Return the kind of a safetensors file at a path."""
     good = path.read_bytes()
     length = 8 + int.from_bytes(good[:8], "little")
     return Kind(good, partial(_placed, path, read), partial(header_mutants, good), length, folder)
@@ -88,7 +88,7 @@ def _placed(path: Path, read: Callable[[], bool], data: bytes) -> bool:
 
 
 def _saved(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
-    """A pico-model as a checkpoint."""
+    """Save a pico-model as a checkpoint."""
     from safetensors.torch import save_file
 
     from support.picos import build, config_of
@@ -123,7 +123,7 @@ FAMILIES = (
 
 
 def config(folder: Path) -> list[Kind]:
-    """config.json as `inspect` and `move` read it, for every family."""
+    """Prepare config.json as `inspect` and `move` read it, for every family."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
@@ -143,7 +143,7 @@ def config(folder: Path) -> list[Kind]:
 
 
 def loaded(folder: Path) -> list[Kind]:
-    """config.json as `verify` and `split` read it: the class is built and the weights are
+    """Prepare config.json as `verify` and `split` read it: the class is built and the weights are
     loaded.
     """
     from regauge.checkpoints.reader import open_checkpoint
@@ -162,7 +162,7 @@ def loaded(folder: Path) -> list[Kind]:
 
 
 def discovered(folder: Path) -> list[Kind]:
-    """config.json of a model that no family describes: its class is built and traced."""
+    """Prepare config.json of a model that no family describes: its class is built and traced."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -185,7 +185,7 @@ def discovered(folder: Path) -> list[Kind]:
 
 
 def weights(folder: Path) -> list[Kind]:
-    """model.safetensors: every tensor of an accepted file is read, and has its declared shape."""
+    """Prepare model.safetensors. Every tensor of an accepted file must have its declared shape."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
@@ -204,7 +204,7 @@ def weights(folder: Path) -> list[Kind]:
 
 
 def index(folder: Path) -> list[Kind]:
-    """model.safetensors.index.json of a sharded folder."""
+    """Prepare model.safetensors.index.json of a sharded folder."""
     from regauge.checkpoints.reader import open_checkpoint
     from support.picos import build
 
@@ -218,7 +218,7 @@ def index(folder: Path) -> list[Kind]:
 
 
 def key(folder: Path, passphrase: str | None) -> list[Kind]:
-    """A key file. One that is accepted holds the same key."""
+    """Prepare a key file. An accepted one must hold the same key."""
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key, load_key, save_key
 
@@ -229,7 +229,7 @@ def key(folder: Path, passphrase: str | None) -> list[Kind]:
 
 
 def locked(folder: Path, where: str) -> list[Kind]:
-    """A locked model. Unlocking an accepted one gives the plain weights, bit for bit."""
+    """Prepare a locked model. Unlocking an accepted one must give the plain weights bit for bit."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key
@@ -245,8 +245,8 @@ def locked(folder: Path, where: str) -> list[Kind]:
     def unlocked() -> bool:
         opened = open_checkpoint(path)
         plan_unlock(opened, spec_of(opened), out, secret).write()
-        found = open_checkpoint(out)
-        same = {n: found.bits[n].tobytes() for n in found} == right
+        written = open_checkpoint(out)
+        same = {n: written.bits[n].tobytes() for n in written} == right
         shutil.rmtree(out)
         return same
 
@@ -257,7 +257,7 @@ def locked(folder: Path, where: str) -> list[Kind]:
 
 
 def sealed(folder: Path) -> list[Kind]:
-    """A sealed file. Opening an accepted one gives the plain bytes."""
+    """Prepare a sealed file. Opening an accepted one must give the plain bytes."""
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key
     from regauge.locking.seal import open_sealed, seal
@@ -277,9 +277,7 @@ def sealed(folder: Path) -> list[Kind]:
 
 
 def element(folder: Path) -> list[Kind]:
-    """An element file. An accepted one has an inverse: applied both ways, it gives the state
-    back.
-    """
+    """Prepare an element file. An accepted one must have an inverse that restores the state."""
     import torch
 
     from regauge.checkpoints.element_files import load_element, save_element
@@ -304,8 +302,8 @@ def element(folder: Path) -> list[Kind]:
 
 
 def spec_file(folder: Path) -> list[Kind]:
-    """A spec file (TOML). An accepted one can be written and read again, and names of any length
-    are matched at once.
+    """Prepare a spec file (TOML). An accepted one can be written and read again, and matches long
+    names in bounded time.
     """
     from regauge.checkpoints.spec_files import dump_spec, load_spec, parse_spec
     from support.picos import build, spec_of
@@ -336,13 +334,14 @@ def spec_file(folder: Path) -> list[Kind]:
 
 def _tomls(document: dict[str, Any], seed: int, count: int) -> Iterator[bytes]:
     return (
-        to_toml(one) if isinstance(one, dict) else b"" for one in mutated(document, seed, count)
+        to_toml(mutant) if isinstance(mutant, dict) else b""
+        for mutant in mutated(document, seed, count)
     )
 
 
 def adapter(folder: Path, what: str) -> list[Kind]:
-    """A LoRA adapter (adapter_config.json or adapter_model.safetensors), added to its model and
-    moved.
+    """Prepare a LoRA adapter (adapter_config.json or adapter_model.safetensors). An accepted one is
+    added to its model and transformed.
     """
     from safetensors.torch import save_file
 
@@ -366,29 +365,29 @@ def adapter(folder: Path, what: str) -> list[Kind]:
             r"^transformer\.h\.[12]\.mlp\.(c_fc|c_proj)": 8,
             ".*q_proj": 2,
         }
-        said = {
+        config = {
             "peft_type": "LORA",
             "r": RANK,
             "lora_alpha": ALPHA,
             "fan_in_fan_out": name == "gpt2",
             "alpha_pattern": patterns,
         }
-        said |= {
+        config |= {
             "use_rslora": False,
             "rank_pattern": {},
             "target_modules": ".*(q|v)_proj",
             "layers_pattern": None,
             "bias": "none",
         }
-        (place / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+        (place / "adapter" / "adapter_config.json").write_text(json.dumps(config))
         g = drawn(spec_of(model), 3, within="permutation")
 
         def read(place: Path = place, g: Any = g) -> bool:
-            found = open_adapted(f"{place / 'model'}+{place / 'adapter'}")
-            whole = all(tuple(found[n].shape) == e.shape for n, e in found.entries.items())
+            opened = open_adapted(f"{place / 'model'}+{place / 'adapter'}")
+            complete = all(tuple(opened[n].shape) == e.shape for n, e in opened.entries.items())
             moved, h = prepare_adapter(str(place / "adapter"), g)
             return (
-                whole
+                complete
                 and {n: make() for n, make in moved.thunks(h).items()}.keys()
                 == moved.checkpoint.entries.keys()
             )
@@ -447,7 +446,7 @@ RECIPES = (
 
 
 def recipe(folder: Path) -> list[Kind]:
-    """A merge recipe (YAML). An accepted one is laid out over two models, if it names no others."""
+    """Prepare a merge recipe (YAML). An accepted one of the two models is planned."""
     import yaml
 
     from regauge.merging.engine import open_merge, plan_merge
@@ -457,11 +456,11 @@ def recipe(folder: Path) -> list[Kind]:
     path = folder / "recipe.yaml"
 
     def read() -> bool:
-        found = read_recipe(path)
-        if set(found.models) <= set(models) and found.data is None:
-            plan, thunks = plan_merge(open_merge(found, force=True), folder / "out")
+        parsed = read_recipe(path)
+        if set(parsed.models) <= set(models) and parsed.data is None:
+            plan, thunks = plan_merge(open_merge(parsed, force=True), folder / "out")
             return len(thunks) == sum(len(f.tensors) for f in plan.files)
-        return found.origin == str(path)
+        return parsed.origin == str(path)
 
     kinds = []
     for document in RECIPES:
@@ -478,7 +477,7 @@ def recipe(folder: Path) -> list[Kind]:
 
 
 def results(folder: Path) -> list[Kind]:
-    """A results file, read and drawn as a page."""
+    """Prepare a results file, read and rendered as a page."""
     from regauge.results.findings import (
         Figure,
         Finding,
@@ -512,12 +511,12 @@ def results(folder: Path) -> list[Kind]:
     path, kinds = folder / "results.json", []
 
     def read() -> bool:
-        found = load_results(path)
-        page(found)
-        return to_json(from_json(to_json(found))) == to_json(found)
+        loaded = load_results(path)
+        page(loaded)
+        return to_json(from_json(to_json(loaded))) == to_json(loaded)
 
     for name, data in figures.items():
-        found = Results(
+        example = Results(
             "a title",
             (
                 Finding(
@@ -541,7 +540,7 @@ def results(folder: Path) -> list[Kind]:
             {"command": ["regauge", "verify"], "seed": 1, "nested": {"a": [1, 2]}},
             ("left out",),
         )
-        text = to_json(found).encode()
+        text = to_json(example).encode()
         kinds.append(
             Kind(text, partial(_placed, path, read), partial(json_mutants, json.loads(text)))
         )
@@ -549,7 +548,7 @@ def results(folder: Path) -> list[Kind]:
 
 
 def server(folder: Path) -> list[Kind]:
-    """The checkpoint of a split server, from which a server starts again."""
+    """Prepare the checkpoint of a split server, from which a server restarts."""
     import torch
 
     from regauge.split import Host, InProcess, connect
@@ -565,16 +564,16 @@ def server(folder: Path) -> list[Kind]:
         started = made("gpt2")
 
         def read() -> bool:
-            again = Host(started, ADAMW, folder=folder)
-            finite = all(bool(torch.isfinite(t).all()) for t in again.backbone().values())
-            again.save()  # what a server has restored, it can save again
+            restarted = Host(started, ADAMW, folder=folder)
+            finite = all(bool(torch.isfinite(t).all()) for t in restarted.backbone().values())
+            restarted.save()  # a server can save what it has restored
             return finite
 
         return [_tensors(folder / FILE, read)]
 
 
 def journal(folder: Path) -> list[Kind]:
-    """The session of a split client's journal."""
+    """Prepare the session of a split client's journal."""
     from regauge.split.client.journal import FolderJournal
 
     FolderJournal(folder / "journal")
@@ -587,7 +586,7 @@ def journal(folder: Path) -> list[Kind]:
 
 
 def federated(folder: Path) -> list[Kind]:
-    """run.json and global.safetensors of a federated run."""
+    """Prepare run.json and global.safetensors of a federated run."""
     import torch
 
     from regauge.federated.aggregation import Memory
@@ -611,41 +610,41 @@ def federated(folder: Path) -> list[Kind]:
         return read_settings(load_about(run)["settings"]).clients > 0
 
     def restored() -> bool:
-        found = load(run)
-        return found is not None and isinstance(found.history, tuple)
+        saved = load(run)
+        return saved is not None and isinstance(saved.history, tuple)
 
     return [_json(run / "run.json", described), _tensors(run / STATE_FILE, restored)]
 
 
 def tokenizer(folder: Path) -> list[Kind]:
-    """tokenizer.json: its vocabulary, its tokens and its mask."""
+    """Prepare tokenizer.json: its vocabulary, tokens and mask token."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
     from regauge.checkpoints.vocabulary import read_vocabulary
     from regauge.data.tokenizers import decode, encode, special_tokens
 
     words = {w: i for i, w in enumerate(("[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "good", "film"))}
-    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[MASK]"])
-    made.post_processor = processors.TemplateProcessing(
+    word_level = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    word_level.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_level.add_special_tokens(["[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    word_level.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     path = folder / "tokenizer.json"
-    made.save(str(path))
+    word_level.save(str(path))
 
     def read() -> bool:
-        found = read_vocabulary(folder)
+        vocab = read_vocabulary(folder)
         ids = encode(path, ["a good film"])[0]
         return (
-            isinstance(decode(path, ids), str) and len(special_tokens(path)) == 3 and len(found) > 0
+            isinstance(decode(path, ids), str) and len(special_tokens(path)) == 3 and len(vocab) > 0
         )
 
     return [_json(path, read)]
 
 
 def pickled(folder: Path) -> list[Kind]:
-    """A pickled checkpoint as `convert` reads it, zipped and in the older format."""
+    """Prepare a pickled checkpoint as `convert` reads it, zipped and in the older format."""
     import torch
 
     from regauge.checkpoints.convert import open_pickles
@@ -658,9 +657,9 @@ def pickled(folder: Path) -> list[Kind]:
         torch.save(state, path, _use_new_zipfile_serialization=zipped)
 
         def read(path: Path = path) -> bool:
-            found = open_pickles(path)
+            opened = open_pickles(path)
             return all(
-                t.bits() is not None for tensors in found.files.values() for t in tensors.values()
+                t.bits() is not None for tensors in opened.files.values() for t in tensors.values()
             )
 
         kinds.append(Kind(path.read_bytes(), partial(_placed, path, read), focus=4000))
@@ -668,7 +667,7 @@ def pickled(folder: Path) -> list[Kind]:
 
 
 def data(folder: Path, ending: str) -> list[Kind]:
-    """A data file; every row of an accepted one is read."""
+    """Prepare a data file. Every row of an accepted one is read."""
     import numpy as np
 
     from regauge.data.datasets import open_data
@@ -683,9 +682,9 @@ def data(folder: Path, ending: str) -> list[Kind]:
             import pyarrow as pa
             import pyarrow.parquet as pq
 
-            pictures = [{"bytes": _png(one), "path": None} for one in images]
+            encoded = [{"bytes": _png(image), "path": None} for image in images]
             pq.write_table(
-                pa.table({"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1], "image": pictures}),
+                pa.table({"text": ["a", "b", "c", "d"], "label": [0, 1, 0, 1], "image": encoded}),
                 path,
             )
         case ".jsonl":
@@ -700,9 +699,9 @@ def data(folder: Path, ending: str) -> list[Kind]:
             )
 
     def read() -> bool:
-        found = open_data(path)
+        opened = open_data(path)
         return all(
-            len(found[field]) == len(found) and found[field][0] is not None for field in found
+            len(opened[field]) == len(opened) and opened[field][0] is not None for field in opened
         )
 
     return [Kind(path.read_bytes(), partial(_placed, path, read), documents)]
@@ -722,7 +721,7 @@ def _png(image: Any, ending: str = "PNG") -> bytes:
 
 
 def image(folder: Path) -> list[Kind]:
-    """Images in a folder, decoded."""
+    """Prepare images in a folder. Accepted ones are decoded."""
     import numpy as np
 
     from regauge.data.datasets import open_data
@@ -769,12 +768,12 @@ KINDS: dict[str, Callable[[Path], list[Kind]]] = {
     "csv": partial(data, ending=".csv"),
     "image": image,
 }
-# What builds a class, or traces one, for each mutant.
+# Kinds that build or trace a model, or render a page, for each mutant: a fraction of the mutants.
 SLOW = {"config.json, loaded": 0.1, "config.json, discovered": 0.02, "results file": 0.1}
 
 
 def fuzz(name: str, count: int, seed: int = 1) -> Outcome:
-    """Read `count` mutants of one kind of file, shared out over its variants."""
+    """Read `count` mutants of one kind of file, divided among its variants."""
     counter = Counter(name)
     with tempfile.TemporaryDirectory(prefix="soak-") as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -795,8 +794,8 @@ def fuzz(name: str, count: int, seed: int = 1) -> Outcome:
 
 
 def _resident(field: str = "VmRSS") -> float:
-    """Return the resident memory now (and start a new peak), or its peak, in MB. 0 where the system
-    does not say.
+    """Return the resident memory (and reset its peak), or its peak, in MB; 0 where the system does
+    not report it.
     """
     try:
         if field == "VmRSS":

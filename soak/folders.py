@@ -15,7 +15,7 @@ from pathlib import Path
 
 from soak.harness import Counter, Outcome
 
-SECONDS = 60  # of a whole process, most of which is importing torch and transformers
+SECONDS = 60  # timeout of a process, which spends most of its time importing torch and transformers
 DIGITS = ["--data", "digits", "--mean", "0.3", "--std", "0.38"]
 SERVER = ["--server", "127.0.0.1:9", "--patience", "1"]
 ON_MODELS = {
@@ -46,8 +46,8 @@ ON_TOKENIZERS = {
 
 
 def hostile_folders(scale: float) -> Iterator[Outcome]:
-    """Run commands as processes on every kind of hostile folder. A marker that exists, or an answer
-    that was read, is `lost`.
+    """Run commands as processes on every kind of hostile folder. A trial is `lost` if code of the
+    folder ran (it writes a marker) or standard input was read.
     """
     import support.federations as federations
     import support.hostile_folders as hostile

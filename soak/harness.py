@@ -1,5 +1,5 @@
-"""Count what mutated input does to regauge, and measure the peak memory of a process that handles a
-bomb.
+"""Counters of the outcomes of mutated inputs, mutation of bytes, and the peak memory of child
+processes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ MEMORY_FACTOR = 3.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of one scenario. `peak_mb` is the largest growth over the process's idle memory,
-    `budget_mb` what the scenario declares.
+    """The counts of one scenario. `peak_mb` is the largest growth over the process's idle memory,
+    `budget_mb` the scenario's limit.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Counter:
             kind, place = "hangs", _place(error)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of a library in Rust is no Exception
+        except BaseException as error:  # a panic in a Rust library is a BaseException
             kind, what, place = (
                 "untyped",
                 f"{type(error).__name__}: {str(error)[:200]}",
@@ -122,9 +122,7 @@ class Counter:
         self._outcome = replace(o, trials=o.trials + 1, notes=notes, **{kind: getattr(o, kind) + 1})
 
     def peak(self, mb: float, budget_mb: float) -> None:
-        """Record the peak memory of a trial; the largest ratio to its budget is what is
-        reported.
-        """
+        """Record the peak memory of a trial. The largest ratio to its budget is reported."""
         o = self._outcome
         if o.peak_mb is None or o.budget_mb is None or mb / budget_mb > o.peak_mb / o.budget_mb:
             self._outcome = replace(o, peak_mb=mb, budget_mb=budget_mb)
@@ -161,8 +159,8 @@ WORDS = (
 
 
 def mutants(good: bytes, seed: int, count: int, focus: int | None = None) -> Iterator[bytes]:
-    """Flip bits, change bytes, cut, double, swap and fill stretches, insert words; mostly within
-    the first `focus` bytes.
+    """Yield mutants: flip bits, change bytes, delete, duplicate, swap and truncate ranges, insert
+    words; mostly within the first `focus` bytes.
     """
     rng = random.Random(seed)
     for _ in range(count):
@@ -196,8 +194,8 @@ def mutants(good: bytes, seed: int, count: int, focus: int | None = None) -> Ite
 
 @dataclass(frozen=True)
 class ChildRun:
-    """What a child process did: its exit code, seconds, peak resident memory and output. `code` is
-    None if it was stopped.
+    """The result of a child process: exit code, seconds, peak resident memory and output. `code` is
+    None if it timed out.
     """
 
     code: int | None
@@ -207,8 +205,8 @@ class ChildRun:
     stderr: str
 
 
-# A parent that has loaded torch passes its own resident set on to a forked child's ru_maxrss, so a
-# small process in between does the waiting.
+# A forked child's ru_maxrss starts at the resident set of its parent, which has loaded torch. So a
+# small process in between waits for the child.
 _WAITER = """
 import json, resource, subprocess, sys
 command, out, err, seconds = json.loads(sys.argv[1])
@@ -244,7 +242,7 @@ def run_child(command: Sequence[str], folder: Path, seconds: float = 60) -> Chil
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The table that is printed and quoted in SECURITY.md."""
+    """Format outcomes as the Markdown table that is printed and quoted in SECURITY.md."""
     lines = [
         (
             "| scenario | trials | rejected | accepted | untyped | hangs | lost | peak / budget "

@@ -1,5 +1,5 @@
-"""Kill commands that write at random moments, and rewrite their input while they read: the output
-is whole and right, or absent.
+"""Interruptions of commands that write: kills at random moments, and rewrites of their input while
+they read. The output must be complete and correct, or absent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """The SHA-256 of a file, or of every file of a folder."""
+    """Return the SHA-256 of a file, or of every file in a folder."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     return {
         p.relative_to(path).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
@@ -40,7 +40,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def _inputs(top: Path) -> dict[str, list[str]]:
-    """Make the inputs; the arguments of every command, without its output."""
+    """Make the inputs. Returns the arguments of every command, without its output."""
     a, b = make_checkpoint(top / "a", CONFIG, 0), make_checkpoint(top / "b", CONFIG, 1)
     (a / "tokenizer.json").write_text("{}")
     save_key(LOCK, top / "lock.key")
@@ -60,8 +60,8 @@ def _inputs(top: Path) -> dict[str, list[str]]:
 
 
 def kills(scale: float) -> Iterator[Outcome]:
-    """kill -9 at random moments of each command: nothing under the output's name or all of it, the
-    inputs as they were, and a second run succeeds.
+    """Kill each command (-9) at random moments. The output must be complete or absent, the inputs
+    unchanged, and a second run must succeed.
     """
     rng = random.Random(1)
     with tempfile.TemporaryDirectory() as temporary:
@@ -82,23 +82,24 @@ def kills(scale: float) -> Iterator[Outcome]:
                 time.sleep(rng.uniform(0.3, 1.05) * seconds)
                 process.kill()
                 process.wait()
-                whole = not os.path.lexists(out) or _is_right(name, out, expected)
+                is_complete = not os.path.lexists(out) or _is_right(name, out, expected)
                 _remove(out)
                 ended = subprocess.run(
                     command, capture_output=True, text=True, timeout=10 * HANG_SECONDS
                 )
-                again = ended.returncode == 0 and _is_right(name, out, expected)
-                kept = all(_digests(top / n) == digests for n, digests in before.items())
+                succeeds = ended.returncode == 0 and _is_right(name, out, expected)
+                unchanged = all(_digests(top / n) == digests for n, digests in before.items())
+                passed = is_complete and succeeds and unchanged
                 count.add(
-                    "accepted" if whole and again and kept else "lost",
-                    None if whole and again and kept else f"{name}: {ended.stderr[-300:]}",
+                    "accepted" if passed else "lost",
+                    None if passed else f"{name}: {ended.stderr[-300:]}",
                 )
                 _remove(out)
             yield count.outcome()
 
 
 def _is_right(name: str, out: Path, expected: dict[str, str]) -> bool:
-    """Is an output whole? Sealed files have a random salt: they are opened again."""
+    """Return whether an output is complete. Sealed files, which have a random salt, are opened."""
     if name != "seal":
         return _digests(out) == expected
     from regauge.locking.seal import open_sealed
@@ -113,8 +114,8 @@ def _remove(out: Path) -> None:
 
 
 def rewrites(scale: float) -> Iterator[Outcome]:
-    """Rewrite the locked weights in place, back and forth, while `unlock` checks and reads them:
-    the plain weights bit for bit, or a typed error.
+    """Rewrite the locked weights in place, back and forth, while `unlock` checks and reads them. It
+    must write the plain weights bit for bit, or raise a typed error.
     """
     for group in ("signed", "rotation"):
         count = Counter(f"rewrite during unlock ({group})")
@@ -133,12 +134,12 @@ def rewrites(scale: float) -> Iterator[Outcome]:
 
 
 def _unlocks(top: Path, weights: Path, at: int, trial: int, expected: dict[str, str]) -> bool:
-    """Unlock while another thread flips a byte; even trials wait for the check to be over."""
+    """Unlock while another thread flips a byte. In even trials it starts after the check."""
     stop = threading.Event()
 
     def flip() -> None:
         while not stop.is_set():
-            for _ in range(2):  # and back: the file is whole in the end
+            for _ in range(2):  # and back, so that the file is intact at the end
                 with weights.open("r+b") as file:
                     file.seek(at)
                     byte = file.read(1)

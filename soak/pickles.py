@@ -1,5 +1,5 @@
-"""Pickled checkpoints for `convert`: bombs with their peak memory, honest large files, and 10,000
-mutants beside `torch.load`.
+"""Pickled checkpoints for `convert`: bombs with their peak memory, valid large files, and 10,000
+mutants compared with `torch.load`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from regauge.checkpoints.convert import open_pickles
 from regauge.checkpoints.reader import open_checkpoint
 from soak.harness import Counter, Outcome, mutants, run_child
 
-SPARE_MB = 160  # what convert may take beyond the size of its file: 2 million opcodes become 142 MB
+SPARE_MB = 160  # memory of convert beyond the size of its file: 2 million opcodes take 142 MB
 
 
 def _convert(source: Path, out: Path) -> list[str]:
@@ -29,7 +29,7 @@ def _convert(source: Path, out: Path) -> list[str]:
 
 
 def convert_bombs(scale: float) -> Iterator[Outcome]:
-    """Convert each bomb, and honest checkpoints of up to 800 MB, in a process of its own."""
+    """Convert each bomb, and valid checkpoints of up to 800 MB, in child processes."""
     count, large = Counter("convert: bombs"), Counter("convert: large files")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -75,7 +75,7 @@ def convert_bombs(scale: float) -> Iterator[Outcome]:
 
 
 def _sources() -> dict[str, tuple[bytes, Callable[[bytes], bytes] | None]]:
-    """Honest files, and for pickles alone what packs them into a file again."""
+    """Return valid files by name, and for bare pickles a function that packs them into a file."""
     torch.manual_seed(0)
     shared = torch.randn(4, 3)
     state = {
@@ -118,8 +118,8 @@ def _sources() -> dict[str, tuple[bytes, Callable[[bytes], bytes] | None]]:
 def pickle_mutants(scale: float) -> Iterator[Outcome]:
     """Open 10,000 mutants.
 
-    What is accepted of a file with checksums must be what was saved; of other files, what
-    `torch.load` reads, where that reads it.
+    An accepted file with checksums must contain what was saved; any other, what `torch.load` reads,
+    if it can read the file.
     """
     sources = _sources()
     for number, (name, (good, pack)) in enumerate(sources.items()):
@@ -137,8 +137,8 @@ def pickle_mutants(scale: float) -> Iterator[Outcome]:
 def _agrees(path: Path, raw: bytes, saved: bytes | None) -> bool:
     path.write_bytes(raw)
     opened = open_pickles(path)
-    found = {n: t for file in opened.files.values() for n, t in file.items()}
-    bits = {n: t.bits().tobytes() for n, t in found.items()}
+    stored = {n: t for file in opened.files.values() for n, t in file.items()}
+    bits = {n: t.bits().tobytes() for n, t in stored.items()}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -150,6 +150,6 @@ def _agrees(path: Path, raw: bytes, saved: bytes | None) -> bool:
     for wrapper in ("state_dict", "model_state_dict", "model", "module", "params"):
         loaded = loaded[wrapper] if isinstance(loaded.get(wrapper), dict) else loaded
     tensors = {n: t for n, t in loaded.items() if isinstance(t, torch.Tensor)}
-    if tensors.keys() != {*found, *opened.aliases}:
+    if tensors.keys() != {*stored, *opened.aliases}:
         return False
     return all(bits[opened.aliases.get(n, n)] == bits_of(t).tobytes() for n, t in tensors.items())

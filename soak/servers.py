@@ -1,4 +1,4 @@
-"""Split servers: damaged checkpoints, and processes that are killed while they train."""
+"""Split servers: damaged checkpoints, and processes killed during training."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def server_checkpoints(scale: float) -> Iterator[Outcome]:
     """Start servers from damaged checkpoints: all that differ from the good one must be rejected.
 
     Bytes are mutated with the checksum in place, and with it removed, as in files of older
-    versions. There, damage to a tensor's numbers cannot be found; the server must still start sound
-    or not.
+    versions. Without a checksum, damage to a tensor's values cannot be detected; the server must
+    still start in a valid state, or not at all.
     """
     from support.split_pairs import made
 
@@ -41,9 +41,9 @@ def server_checkpoints(scale: float) -> Iterator[Outcome]:
             path.write_bytes(data)
             model.load_state_dict(start)
             host = Host(model, OPTIONS, folder=folder)
-            found = host.backbone()
+            weights = host.backbone()
             host.save()
-            return not is_same or all(torch.equal(found[n], t) for n, t in expected.items())
+            return not is_same or all(torch.equal(weights[n], t) for n, t in expected.items())
 
         header = 8 + int.from_bytes(good[:8], "little")
         count = Counter("server checkpoints: bytes")
@@ -87,16 +87,14 @@ def server_kills(scale: float) -> Iterator[Outcome]:
                 for step in range(STEPS):
                     client.pipe.send(step + 1)
                     if rng.random() < 0.4:
-                        client.pipe.poll(
-                            rng.uniform(0.0, 0.15)
-                        )  # somewhere in the step, or after it
+                        client.pipe.poll(rng.uniform(0.0, 0.15))  # within the step, or after it
                         server.kill()
                         server = splitprocs.server(port, folder, every=1)
                 client.said("end")
                 splitprocs.ended(server)
                 client.kill()
-                kept, calm = splitprocs.kept(folder, STEPS), splitprocs.calm(STEPS)
-                is_right = all(torch.equal(kept[n], t) for n, t in calm.items())
+                saved, expected = splitprocs.kept(folder, STEPS), splitprocs.calm(STEPS)
+                is_right = all(torch.equal(saved[n], t) for n, t in expected.items())
                 count.add("accepted" if is_right else "lost", None if is_right else "other weights")
             except AssertionError as error:
                 count.add("hangs", str(error))
@@ -106,7 +104,7 @@ def server_kills(scale: float) -> Iterator[Outcome]:
 
 
 def _train(host: Host, steps: range) -> None:
-    """Leave a checkpoint with moments, waiting gradients, an open pass and an ended session."""
+    """Write a checkpoint with moments, pending gradients, an open pass and an ended session."""
     from support.split_pairs import batch, made, optimizer_of, train
 
     other, mine = made("gpt2"), made("gpt2")

@@ -1,4 +1,4 @@
-"""Attack a live split server: memory bombs, floods of connections and health streams, mutated
+"""Attacks on a live split server: memory bombs, floods of connections and health streams, mutated
 frames.
 """
 
@@ -26,15 +26,13 @@ from soak.harness import HANG_SECONDS, Counter, Outcome
 
 MB = 1 << 20
 BUDGET_MB = 1024
-FRAMES_MB = (
-    96  # what a process of pico-models may grow by: buffers, graphs, and what allocators keep
-)
-FLOOD_MB = 64  # of connections and streams that are refused
+FRAMES_MB = 96  # growth of a process with pico-models: buffers, graphs, memory of allocators
+FLOOD_MB = 64  # growth by connections and streams that are rejected
 
 
 @dataclass
 class ServerProcess:
-    """A `regauge split serve` in a process of its own, and its resident memory."""
+    """A `regauge split serve` in a child process, and its resident memory."""
 
     process: subprocess.Popen[str]
     address: str
@@ -42,10 +40,10 @@ class ServerProcess:
     idle_mb: float = 0.0
 
     def memory_mb(self, name: str = "VmRSS") -> float:
-        found = re.search(
+        field = re.search(
             rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.process.pid}/status").read_text()
         )
-        return int(found[1]) / 1024 if found else 0.0
+        return int(field[1]) / 1024 if field else 0.0
 
     @contextmanager
     def peak(self) -> Iterator[list[float]]:
@@ -60,7 +58,7 @@ class ServerProcess:
 
 @contextmanager
 def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[ServerProcess]:
-    """Start a server on loopback, with at most so many open files."""
+    """Start a server on loopback, with at most `files` open files."""
     command = [
         sys.executable,
         "-m",
@@ -86,12 +84,12 @@ def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[Ser
     try:
         for line in process.stderr:
             lines.append(line.rstrip())
-            found = re.search(r"listens on (127\.0\.0\.1:\d+)", line)
-            if found:
+            address = re.search(r"listens on (127\.0\.0\.1:\d+)", line)
+            if address:
                 threading.Thread(
                     target=lambda: lines.extend(map(str.rstrip, process.stderr or ())), daemon=True
                 ).start()
-                yield ServerProcess(process, found[1], lines)
+                yield ServerProcess(process, address[1], lines)
                 return
         raise RuntimeError("\n".join(lines))
     finally:
@@ -103,7 +101,7 @@ def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[Ser
 
 
 def minilm() -> Any:
-    """A BERT of MiniLM's size, from a config."""
+    """Build a BERT of MiniLM's size from a config."""
     from transformers import BertConfig, BertForSequenceClassification
 
     sizes = {
@@ -119,7 +117,7 @@ def minilm() -> Any:
 
 
 def small_gpt2() -> Any:
-    """A GPT-2 of MiniLM's size, from a config."""
+    """Build a GPT-2 of MiniLM's size from a config."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -163,7 +161,7 @@ Bomb = Callable[[Any, ServerProcess], bool]
 
 
 def _pass(batch: int, tokens: int) -> Bomb:
-    """One forward pass of this size, and its backward pass if it is admitted."""
+    """Return a bomb: one forward pass of this size, and its backward pass if admitted."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         with linked(model, server.address, 120.0):
@@ -183,7 +181,7 @@ def _prediction(batch: int, tokens: int) -> Bomb:
 
 
 def _open_passes(count: int, batch: int, tokens: int) -> Bomb:
-    """Forward passes that are never finished."""
+    """Return a bomb: forward passes without backward passes."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         with linked(model, server.address, 120.0):
@@ -194,7 +192,7 @@ def _open_passes(count: int, batch: int, tokens: int) -> Bomb:
 
 
 def _bits(elements: int, with_session: bool) -> Bomb:
-    """A mask of one bit per entry that has eight bytes per entry when it is unpacked."""
+    """Return a bomb: a mask of one bit per entry, which unpacks to eight bytes per entry."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         from regauge.split.protocol.frames import Frame, Kind, decode, encode
@@ -232,21 +230,21 @@ def _error_of(reply: Any) -> Exception:
 
 
 def _generations(count: int, batch: int, tokens: int) -> Bomb:
-    """Texts whose keys and values stay with the server."""
+    """Return a bomb: texts whose keys and values stay on the server."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         with linked(model, server.address, 120.0), torch.no_grad():
-            held = [
+            caches = [
                 model(input_ids=ids(batch, tokens), use_cache=True).past_key_values
                 for _ in range(count)
             ]
-            return len(held) == count
+            return len(caches) == count
 
     return run
 
 
 def _sessions(count: int, batch: int, tokens: int) -> Bomb:
-    """Sessions whose last reply stays with the server, so that it can be sent again."""
+    """Return a bomb: sessions whose last reply the server stores, to send it again."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         from regauge.split import connect
@@ -268,7 +266,7 @@ def _sessions(count: int, batch: int, tokens: int) -> Bomb:
 
 
 def _half_frames(count: int, size: int) -> Bomb:
-    """Streams that each send most of a frame, and wait."""
+    """Return a bomb: streams that each send most of a frame and wait."""
 
     def run(model: Any, server: ServerProcess) -> bool:
         from regauge.split.protocol.channel import Loop
@@ -319,23 +317,21 @@ def memory_bombs(
     scale: float,
     options: tuple[str, ...] = ("--memory", f"{BUDGET_MB}M", "--client-memory", f"{BUDGET_MB}M"),
 ) -> Iterator[Outcome]:
-    """Send requests that need far more memory than the server's budget; measure the peak of its
-    resident memory.
+    """Send requests that need far more memory than the server's budget, and measure the peak of
+    its resident memory.
     """
     for build, bombs in ((minilm, BERT_BOMBS), (small_gpt2, GPT2_BOMBS)):
         model = build()
         model.train()
         with saved(model) as folder, serve(folder, "--lr", "1e-4", *options) as server:
             with linked(model, server.address):
-                forward(
-                    model, 2, 16
-                ).logits.sum().backward()  # so that weights, gradients and moments are there
+                # Allocates weights, gradients and moments before the measurement.
+                forward(model, 2, 16).logits.sum().backward()
             for name, bomb in list(bombs.items())[
                 : max(1, round(len(bombs) * min(1.0, scale * 10)))
             ]:
-                count = Counter(
-                    f"split memory: {name}", 12 * HANG_SECONDS
-                )  # several requests each; one is answered in far less
+                # A bomb is several requests; a single one takes far less.
+                count = Counter(f"split memory: {name}", 12 * HANG_SECONDS)
                 with server.peak() as peak:
                     count.trial(partial(bomb, model, server))
                 count.peak(peak[0], BUDGET_MB)
@@ -343,8 +339,8 @@ def memory_bombs(
 
 
 def frames(scale: float) -> Iterator[Outcome]:
-    """Deliver mutated requests to a live host: each gets a reply, a request is executed at most
-    once, and the weights stay as they are.
+    """Deliver mutated requests to a live host. Each must get a reply, a request must run at most
+    once, and the weights must not change.
     """
     from regauge.split import TransportError
     from regauge.split.protocol.frames import Kind, RefusedError, decode
@@ -352,7 +348,7 @@ def frames(scale: float) -> Iterator[Outcome]:
     from support.frame_mutants import SESSION, mutated, requests
 
     for name in ("gpt2", "llama"):
-        count, dice = Counter(f"split frames: {name}"), random.Random(11)
+        count, rng = Counter(f"split frames: {name}"), random.Random(11)
         host, good = requests(name)
         weights, before = host.backbone(), 0.0
         trials = max(100, round(50_000 * scale))
@@ -362,7 +358,7 @@ def frames(scale: float) -> Iterator[Outcome]:
             if i == min(1000, trials // 2):
                 before = resident_mb()
             session, current = host.sessions[SESSION], host
-            data, size = mutated(good, dice, session.done), dice.choice((17, 1000, 1 << 20))
+            data, size = mutated(good, rng, session.done), rng.choice((17, 1000, 1 << 20))
 
             def run(
                 data: bytes = data, size: int = size, host: Any = current, done: int = session.done
@@ -373,8 +369,8 @@ def frames(scale: float) -> Iterator[Outcome]:
                     )
                 except TransportError as error:  # half a frame is never answered
                     raise RefusedError("half", str(error)) from error
-                found = host.sessions.get(SESSION)
-                if found is not None and found.done not in (done, done + 1):
+                session = host.sessions.get(SESSION)
+                if session is not None and session.done not in (done, done + 1):
                     return False
                 if reply.kind is Kind.ERROR:
                     raise _error_of(reply)
@@ -382,7 +378,7 @@ def frames(scale: float) -> Iterator[Outcome]:
 
             count.trial(run, data)
             if len(session.pending) > 32:
-                session.pending.clear()  # as if their gradients had come
+                session.pending.clear()  # as if their gradients had arrived
         if any(not torch.equal(t, weights[n]) for n, t in host.backbone().items()):
             count.add("lost", "the weights have changed at a learning rate of 0")
         count.peak(max(0.0, resident_mb() - before), FRAMES_MB)
@@ -394,8 +390,8 @@ def resident_mb() -> float:
 
 
 def idle_connections(scale: float) -> Iterator[Outcome]:
-    """Open TCP connections without a TLS handshake to a server that may have 1,024 open files; a
-    client must still get through.
+    """Open TCP connections without a TLS handshake to a server with at most 1,024 open files. A
+    client must still be able to train.
     """
     from regauge.split.protocol.certificates import make_certificates
 
@@ -406,9 +402,8 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
         tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
         with serve(folder, "--lr", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
             host, _, port = server.address.rpartition(":")
-            _trains(
-                model, server, patience=50.0, tls=tls
-            )  # so that weights, gradients and moments are there
+            # Allocates weights, gradients and moments before the measurement.
+            _trains(model, server, patience=50.0, tls=tls)
             with ExitStack() as stack, server.peak() as peak:
                 for _ in range(number):
                     stack.enter_context(socket.create_connection((host, int(port)), 5))
@@ -419,8 +414,8 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
 
 
 def watch_streams(scale: float) -> Iterator[Outcome]:
-    """Open health streams of one client; further ones are refused with RESOURCE_EXHAUSTED, and
-    training goes on at its pace.
+    """Open health streams of one client. Those beyond the limit must be rejected with
+    RESOURCE_EXHAUSTED, and training must continue at its pace.
     """
     import grpc
 
@@ -447,11 +442,11 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
 
             for _ in range(number):
                 count.trial(opened)
-            beside = _step_seconds(model, server)
+            with_streams = _step_seconds(model, server)
             for stream in streams:
                 stream.cancel()
         count.peak(peak[0], FLOOD_MB)
-    print(f"    p95 of a step: {alone:.3f} s alone, {beside:.3f} s beside the streams")
+    print(f"    p95 of a step: {alone:.3f} s alone, {with_streams:.3f} s with the streams open")
     yield count.outcome()
 
 
@@ -461,7 +456,7 @@ def _trains(model: Any, server: ServerProcess, patience: float, tls: Any = None)
     try:
         with linked(model, server.address, patience, tls):
             forward(model, 2, 16).logits.sum().backward()
-    except TransportError:  # the client did not get through
+    except TransportError:  # the client could not connect
         return False
     return True
 

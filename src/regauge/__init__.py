@@ -1,7 +1,6 @@
-"""regauge: a Transformer's weights are one of many equal descriptions of the same function. regauge
-chooses which one.
+"""regauge: rewrite a Transformer's weights in other bases without changing its function.
 
-Names are imported when they are first used, so that `import regauge` costs no torch.
+Names are imported on first use, so that `import regauge` does not load torch.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# name -> the module it lives in. A test holds this table, the imports above and `__all__` together.
+# Exported name -> the module that defines it. A test keeps this table, the imports above and
+# `__all__` consistent.
 _HOME = {
     "Element": "core.element",
     "Key": "locking.keys",

@@ -1,4 +1,4 @@
-"""`python -m regauge`: the command line."""
+"""Entry point of `python -m regauge`."""
 
 import sys
 

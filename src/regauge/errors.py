@@ -1,11 +1,16 @@
-"""Every error that regauge raises on purpose. Each names the thing; `hint` is the way out."""
+"""The exception tree of regauge. A message names the fault; `hint` states the way out."""
 
 from __future__ import annotations
 
 
 class RegaugeError(Exception):
-    """The root of regauge's errors. The command line prints `error:` and `hint:` lines from it and
-    exits with 1.
+    """Base class of all errors of regauge.
+
+    The command line prints it as `error:` and `hint:` lines and exits with code 1.
+
+    Args:
+        message: The fault, with the names and values involved.
+        hint: What the user can do about it.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -14,11 +19,11 @@ class RegaugeError(Exception):
 
 
 class AxesError(RegaugeError):
-    """An axes string that cannot be read; the message points at the place."""
+    """An axes string that cannot be parsed; the message points at the character."""
 
 
 class PatternError(RegaugeError):
-    """A pattern of tensor names that is malformed, too large, or uses what is not supported."""
+    """A pattern of tensor names that is malformed, too large, or uses unsupported syntax."""
 
 
 class SpecError(RegaugeError):
@@ -34,12 +39,12 @@ class CheckpointError(RegaugeError):
 
 
 class CutError(RegaugeError):
-    """A model that cannot be cut or routed here, or a crossing that does not fit its boundary."""
+    """A model that cannot be cut or routed, or activations that do not fit the cut's boundary."""
 
 
 class EdgeError(RegaugeError):
-    """A model that cannot be authorised, or a step that would train it otherwise than the plain
-    one.
+    """A model that cannot be authorized, or an optimizer step that would train it differently from
+    the plain model.
     """
 
 
@@ -48,23 +53,23 @@ class UnknownModelError(RegaugeError):
 
 
 class CustomCodeError(UnknownModelError):
-    """A model, tokenizer or processor that only code of its checkpoint can build. regauge never
-    runs such code.
+    """A model, tokenizer or processor that needs code from its checkpoint. regauge never runs such
+    code.
     """
 
 
 class FindingsError(RegaugeError):
-    """A file of results that cannot be read."""
+    """A results file that cannot be read."""
 
 
 class KeyFileError(RegaugeError):
-    """A key that cannot be read or written, or that is for another purpose. No message ever holds a
-    byte of a key.
+    """A key file that cannot be read or written, or a key for another purpose. No message contains
+    bytes of a key.
     """
 
 
 class PassphraseError(KeyFileError):
-    """A passphrase that is wrong, or that is needed and was not given."""
+    """A wrong or missing passphrase."""
 
 
 class WrongKeyError(RegaugeError):
@@ -72,39 +77,47 @@ class WrongKeyError(RegaugeError):
 
 
 class TamperedModelError(RegaugeError):
-    """A locked model that is not as it was locked: names, shapes, dtypes, data, or the record of
-    the lock itself.
+    """A locked model that was changed after locking: names, shapes, dtypes, data, or the metadata
+    of the lock.
     """
 
 
 class TamperedFileError(RegaugeError):
-    """A sealed file that is not as it was sealed: changed, cut short, or in another order."""
+    """A sealed file that was changed, truncated or reordered after sealing."""
 
 
 class LockError(RegaugeError):
-    """A model that cannot be locked, unlocked or sealed as asked: it is locked already, or it is
-    not.
+    """A model that cannot be locked, unlocked or sealed, for instance because it is locked
+    already.
     """
 
 
 class UpdateError(RegaugeError):
-    """An update that does not belong to the model or holds no information, or a model without the
-    layers that an attack reads.
+    """An update that does not fit the model or carries no information, or a model without the
+    layers that an attack needs.
     """
 
 
 class MissingExtraError(RegaugeError):
-    """A library that is needed here and not installed."""
+    """A required optional library that is not installed."""
 
 
 class RegaugeWarning(UserWarning):
-    """A note on a result that is right. The command line prints it on stderr as `note:`."""
+    """A note on a valid result. The command line prints it to stderr as `note:`."""
 
 
 def need(module: str, extra: str) -> None:
-    """Raise the error that names the extra, unless the library is there."""
+    """Require an optional library.
+
+    Args:
+        module: The module to look for.
+        extra: The extra of regauge that installs it.
+
+    Raises:
+        MissingExtraError: The module is not installed.
+    """
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        message = f'{module} is needed for this and not installed: it is in the extra "{extra}"'
+        message = f'{module} is required but not installed: it is in the extra "{extra}"'
         raise MissingExtraError(message, hint=f"pip install 'regauge[{extra}]'")

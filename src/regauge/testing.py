@@ -1,8 +1,9 @@
-"""The law checker: does an element leave a model's function as it is? For tests of your own models
-as much as of ours.
+"""Checks that an element leaves a model's function unchanged, for tests of your own models.
 
-from regauge.testing import assert_symmetry
-assert_symmetry(model, spec, g, {"input_ids": ids})
+Example:
+    from regauge.testing import assert_symmetry
+
+    assert_symmetry(model, spec, g, {"input_ids": ids})
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from regauge.core.element import Element
 from regauge.core.spec import Spec
 from regauge.errors import SpecError
 
-# Largest |difference| of the outputs, relative to their largest absolute value (and at least 1),
-# that rounding alone explains.
+# Largest |difference| of the outputs, relative to max(1, largest absolute output), that rounding
+# alone explains.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
-_OUTPUTS_HINT = "the spec's `outputs` name what this class of model returns, with its axes"
+_OUTPUTS_HINT = "`outputs` in the spec must name what this class of model returns, with its axes"
 
 
 @contextlib.contextmanager
 def strict_float64() -> Iterator[None]:
-    """Within this context float64 models compute in float64 throughout.
+    """Compute float64 models in float64 throughout, within this context.
 
     Many models cast to float32 inside (norms, softmax, rotary tables), which hides errors below
-    1e-6 or shows a false exact zero. Here every request for float32 is answered with float64:
-    `Tensor.to`, `.float()`, `.type_as` targets, softmax's and factory functions' dtype.
+    1e-6 or yields a false exact zero. In this context every float32 dtype argument becomes float64:
+    of `Tensor.to`, `.float()`, `.type_as`, softmax and factory functions.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -66,8 +67,9 @@ def _grouped_mm(
     bias: torch.Tensor | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """torch's grouped product, which transformers runs experts with, knows no float64: each group
-    of rows by its own weights, one after the other.
+    """Multiply each group of rows by its own weights, one group after the other.
+
+    transformers runs experts with torch's grouped product, which does not support float64.
     """
     groups = torch.tensor_split(rows, offs[:-1].tolist())
     out = torch.cat([group @ weight for group, weight in zip(groups, weights, strict=True)])
@@ -75,8 +77,9 @@ def _grouped_mm(
 
 
 def compute_outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The named floating-point outputs of a model in evaluation mode, computed strictly in float64
-    if that is the model's dtype.
+    """Run a model in evaluation mode and return its floating-point outputs by name.
+
+    Computed strictly in float64 if that is the model's dtype.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     was_training = model.training
@@ -93,8 +96,9 @@ def compute_outputs(model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[s
 
 
 def name_outputs(result: Any) -> dict[str, torch.Tensor]:
-    """The floating-point tensors that a module returned, by name: one alone is called logits, those
-    of a tuple are numbered.
+    """Return the floating-point tensors in a module's result by name.
+
+    A single tensor is named "logits"; the items of a tuple are numbered.
     """
     if isinstance(result, torch.Tensor):
         return {"logits": result}
@@ -111,31 +115,34 @@ def name_outputs(result: Any) -> dict[str, torch.Tensor]:
 
 
 def select_outputs(spec: Spec, outs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The outputs that the spec speaks of, or all if it names none: T5 also hands out its encoder's
-    last state, which is an inner value.
+    """Return the outputs that the spec declares, or all if it declares none.
 
-    They must have the axes that the spec says, or it is the spec of another model.
+    Models may return inner values too: T5 returns its encoder's last state.
+
+    Raises:
+        SpecError: The model returns none of the declared outputs, or one with another number of
+            axes. Then the spec belongs to another model.
     """
     if not spec.outputs:
         return dict(outs)
-    named = {name: value for name, value in outs.items() if name in spec.outputs}
-    if not named:
+    selected = {name: value for name, value in outs.items() if name in spec.outputs}
+    if not selected:
         raise SpecError(
-            f"the spec speaks of {', '.join(spec.outputs)}, but the model returns "
-            f"{', '.join(outs) or 'nothing'}",
+            f"the model must return an output of the spec ({', '.join(spec.outputs)}), got "
+            f"{', '.join(outs) or 'none'}",
             hint=_OUTPUTS_HINT,
         )
     wrong = [
-        f'  "{name}" is {spec.outputs[name]} in the spec, and {list(value.shape)} in the model'
-        for name, value in named.items()
+        f'  "{name}" must have the axes {spec.outputs[name]}, got shape {list(value.shape)}'
+        for name, value in selected.items()
         if value.dim() != len(parse(spec.outputs[name]))
     ]
     if wrong:
         raise SpecError(
-            "\n".join(["the model's outputs have other axes than the spec says", *wrong]),
+            "\n".join(["the model's outputs do not have the axes of the spec", *wrong]),
             hint=_OUTPUTS_HINT,
         )
-    return named
+    return selected
 
 
 def symmetry_error(
@@ -146,23 +153,32 @@ def symmetry_error(
     *,
     force: bool = False,
 ) -> float:
-    """How far the moved model's outputs are from the model's own: the largest difference, relative
-    to the largest output (at least 1).
+    """Return the largest difference between the outputs of a model and of its transformed copy.
 
-    Outputs that the spec says live in a moved space are moved before they are compared. The model
-    is not changed. `force` tries an element that the spec does not allow.
+    Outputs in a visible space are transformed before the comparison. The model is not changed.
+
+    Args:
+        model: The model to check.
+        spec: Its spec.
+        g: The element to apply.
+        inputs: Keyword arguments of the model's forward.
+        force: Apply an element that the spec does not allow.
+
+    Returns:
+        The largest absolute difference, relative to the largest absolute output (at least 1); inf
+        if it is not a number.
     """
-    moved = copy.deepcopy(model)
+    transformed = copy.deepcopy(model)
     state = {k: v.detach() for k, v in model.state_dict().items()}
-    moved.load_state_dict(apply(g.to(spec), state, force=force))
+    transformed.load_state_dict(apply(g.to(spec), state, force=force))
     before, after = (
         select_outputs(spec, compute_outputs(model, inputs)),
-        compute_outputs(moved, inputs),
+        compute_outputs(transformed, inputs),
     )
     if not before:
         raise SpecError(
             f"{type(model).__name__} returned no floating-point output to compare",
-            hint="give inputs that it answers with logits or states",
+            hint="pass inputs for which it returns logits or hidden states",
         )
     worst = 0.0
     for name in before:
@@ -185,15 +201,24 @@ def assert_symmetry(
     *,
     tolerance: float | None = None,
 ) -> None:
-    """Raise AssertionError unless the element leaves the model's function as it is, within the
-    tolerance of the model's dtype.
+    """Assert that an element leaves the model's function unchanged.
+
+    Args:
+        model: The model to check. It is not changed.
+        spec: Its spec.
+        g: The element to apply.
+        inputs: Keyword arguments of the model's forward.
+        tolerance: Largest relative difference of the outputs; by default that of the model's dtype.
+
+    Raises:
+        AssertionError: The outputs differ by more than the tolerance.
     """
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
     allowed = TOLERANCE[dtype] if tolerance is None else tolerance
     error = symmetry_error(model, spec, g, inputs)
     if not error <= allowed:
-        moved = ", ".join(g.members)
+        spaces = ", ".join(g.members)
         raise AssertionError(
             f"{type(model).__name__} changed by {error:.3g} (tolerance {allowed:.3g} for "
-            f"{dtype}) when {moved} moved"
+            f"{dtype}) under an element on {spaces}"
         )

@@ -335,7 +335,7 @@ def test_several_answers_to_each_image() -> None:
     assert task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses", "beard"])[0][
         "attributes"
     ] == ["glasses", "beard"]
-    with pytest.raises(DataError, match="1 attributes are named, and the model answers 2"):
+    with pytest.raises(DataError, match="must name the 2 outputs of the model, got 1 names"):
         task_of(model, data, mean=[0.5], std=[0.5], attributes=["glasses"])
     pair = make_split_pair(vit(), "rows", ADAMW)
     many = examples(60, multi=True)
@@ -351,7 +351,7 @@ def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
     model = vit(num_labels=2, id2label={0: "neutral", 1: "happy"})
     task, _ = task_of(model, data, mean=[0.5], std=[0.5])
     assert prepare(task, data).batch(np.arange(2))[1].tolist() == [1, 0]
-    with pytest.raises(DataError, match='the label "happy", which the model does not know'):
+    with pytest.raises(DataError, match='the label "happy", which is not a class of the model'):
         prepare({**task, "names": ["neutral"]}, data)
 
 

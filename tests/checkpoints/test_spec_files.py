@@ -228,14 +228,14 @@ def test_repetition_and_stacks() -> None:
         (("(head.{i} qk.{i}) stream*", "("), "expected ')'"),
         (
             ('"experts.{expert}.w" = "expert stream*"', '"experts.{expert}.w" = ""'),
-            "its first axis is not that",
+            'must be "expert", got ""',
         ),
         (
             (
                 'expert = { size = 2, group = "permutation" }',
                 'expert = { size = 1_000_000_000, group = "permutation" }',
             ),
-            "a stack of 1000000000",
+            "must have at most 10000 tensors, got 1000000000",
         ),
         (
             (

@@ -244,7 +244,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "wrong shape": (
         lambda f: rewrite(f, lambda s: s.update({"model.norm.weight": torch.ones(65)})),
-        'axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
+        'axis 0 |stream| of "model.norm.weight" has size 65, expected 64',
     ),
     "missing tensor": (
         lambda f: rewrite(f, lambda s: s.pop("lm_head.weight")),
@@ -256,7 +256,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "contradicting config": (
         lambda f: reconfigure(f, num_attention_heads=4, num_key_value_heads=2, hidden_size=32),
-        "the spec says 32",
+        "expected 32",
     ),
     "senseless config": (
         lambda f: reconfigure(f, hidden_size="wide"),
@@ -849,10 +849,10 @@ def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
             "(and 2 more like it, layers 2-3)"
         ),
         (
-            'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, the spec '
-            "says 172 (and 3 more like it, layers 1-3)"
+            'regauge:   axis 0 ffn.0 of "model.layers.0.mlp.up_proj.weight" has size 171, expected '
+            "172 (and 3 more like it, layers 1-3)"
         ),
-        'regauge:   axis 0 |stream| of "model.norm.weight" has size 65, the spec says 64',
+        'regauge:   axis 0 |stream| of "model.norm.weight" has size 65, expected 64',
     ]
     assert len(json.loads(run("inspect", llama, "--json").out)["faults"]) == 8
 

@@ -95,13 +95,13 @@ def test_bar_keeps_the_structure() -> None:
         ("(head.0 qk.0", "expected ')'", 12),
         ("a) b", "unexpected ')'", 1),
         (") b", "unmatched ')'", 0),
-        ("a+ b", "expected a space", 2),
+        ("a+ b", "expected the name of a space", 2),
         ("|ffn.0 stream", "expected '|'", 6),
         ("|ffn.0|* b", "takes no star", 7),
-        ("a ? b", "expected a space", 2),
+        ("a ? b", "expected the name of a space", 2),
         ("a**", "unexpected '*'", 2),
         ("()", "empty bracket", 1),
-        ("9a", "expected a space", 0),
+        ("9a", "expected the name of a space", 0),
     ],
 )
 def test_parse_errors_point_at_the_place(text: str, message: str, column: int) -> None:

@@ -150,9 +150,7 @@ def test_norms_and_readers_that_are_no_real_numbers_are_refused(dtype: torch.dty
         state[name] = torch.zeros_like(state[name]).to(dtype)
     with pytest.raises(SpecError, match="does not fit the spec") as refused:
         fold_norms(spec, state)
-    said = [
-        f'  "{name}" is {str(dtype)[6:]}; what moves has floating-point numbers' for name in names
-    ]
+    said = [f'  "{name}" must have a floating-point dtype, got {str(dtype)[6:]}' for name in names]
     assert sorted(str(refused.value).splitlines()[1:]) == sorted(said)
 
 

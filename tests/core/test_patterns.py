@@ -119,7 +119,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_MAX_CACHED", 10)
     found = patterns.Pattern(r"(\w|x)*z")
     assert found.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
-    assert len(found._known) <= 10
+    assert len(found._cache) <= 10
 
 
 def test_every_pattern_of_the_families_is_supported() -> None:

@@ -260,7 +260,7 @@ def test_a_hub_id_is_read_from_its_parquet_files(
         ("a.jsonl", b"", "is empty"),
         ("a.csv", b"x,y\n", "is empty"),
         ("a.txt", b"\xff\xfe\x00", "cannot be read as .txt"),
-        ("a.pickle", b"", "an ending that is not known"),
+        ("a.pickle", b"", "suffix of .* must be one of"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, match: str) -> None:
@@ -271,12 +271,12 @@ def test_what_is_wrong_is_named(tmp_path: Path, name: str, content: bytes, match
 
 
 def test_what_is_absent_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"there is no .*none\.npz"):
+    with pytest.raises(DataError, match=r"none\.npz does not exist"):
         open_data(tmp_path / "none.npz")
-    with pytest.raises(DataError, match="holds no images"):
+    with pytest.raises(DataError, match="contains no images"):
         open_data(tmp_path)
     with pytest.raises(
-        DataError, match="the hub did not give it"
+        DataError, match="loading it from the hub failed"
     ):  # HF_HUB_OFFLINE is set for all tests
         open_data("nobody/nothing")
     with pytest.raises(DataError, match='rows has no field "y"'):

@@ -185,7 +185,7 @@ def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
         open_data(photos(tmp_path / "photos", *MIXED)),
     )
     with pytest.raises(
-        DataError, match=r"different sizes \(5 x 20 and 12 x 9\), and the model does not say"
+        DataError, match=r"different sizes \(5 x 20 and 12 x 9\), and the model does not define"
     ) as refused:
         read_examples(model, data, beside=tmp_path, **HALF)
     assert "preprocessor_config.json" in str(refused.value.hint)
@@ -296,11 +296,8 @@ def test_rows_without_a_label_are_refused(
     ):
         assert main(["jigsaw", *line, "--data", str(tmp_path / "d.npz"), *HOW]) == 1
         said = capsys.readouterr().err
-        assert (
-            "2 of 4 rows of d.npz have the label -1, row 2 the first, and there is no such class"
-            in said
-        )
-        assert "hint: leave these rows out" in said
+        assert "2 of 4 rows of d.npz have the label -1 (no label), the first is row 2" in said
+        assert "hint: remove these rows" in said
     for labelled, label in (
         (False, [0, 1, -1, -1]),
         (True, [[1, -1], [-1, 1], [1, 1], [-1, -1]]),
@@ -316,12 +313,20 @@ def test_rows_without_a_label_are_refused(
 @pytest.mark.parametrize(
     ("mean", "std", "said"),
     [
-        ("0.5,0.5", "0.5", "--mean has 2 numbers, and the model reads 3 channels"),
-        ("0.5", "0.5,0.5", "--std has 2 numbers, and the model reads 3 channels"),
-        ("0.5", "0", "--std is 0.0, and pixels are divided by it"),
-        ("0.5", "0.5,-1,0.5", "--std is 0.5, -1.0, 0.5, and pixels are divided by it"),
-        ("0.5", "inf", "--std is inf, which is not finite"),
-        ("nan", "0.5", "--mean is nan, which is not finite"),
+        (
+            "0.5,0.5",
+            "0.5",
+            "--mean must have one number for each channel (3), or one for all, got 2",
+        ),
+        (
+            "0.5",
+            "0.5,0.5",
+            "--std must have one number for each channel (3), or one for all, got 2",
+        ),
+        ("0.5", "0", "--std must be positive, got 0.0"),
+        ("0.5", "0.5,-1,0.5", "--std must be positive, got 0.5, -1.0, 0.5"),
+        ("0.5", "inf", "--std must be finite, got inf"),
+        ("nan", "0.5", "--mean must be finite, got nan"),
     ],
 )
 def test_mean_and_std_fit_the_channels(
@@ -352,7 +357,7 @@ def test_mean_and_std_fit_the_channels(
 
 def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path / "photos", ("RGB", 8, 8), ("RGB", 8, 8)))
-    with pytest.raises(DataError, match="nothing says how"):
+    with pytest.raises(DataError, match=r"normalization of the model.s images is unknown"):
         task_of(vit(), data, beside=tmp_path, mean=[0.3])
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5] * 3})
@@ -366,8 +371,8 @@ def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
     assert task_of(vit(), data, beside=tmp_path / "scalar")[0]["std"] == [0.25]
     with pytest.raises(
         DataError,
-        match=r"the image_mean of .*preprocessor_config.json has 3 numbers, and the model reads "
-        r"1 channel$",
+        match=r"the image_mean of .*preprocessor_config.json must have one number for each "
+        r"channel \(1\), or one for all, got 3$",
     ):
         task_of(vit(num_channels=1), data, beside=tmp_path)
     assert task_of(vit(num_channels=1), data, beside=tmp_path, **HALF)[0]["std"] == [0.5]

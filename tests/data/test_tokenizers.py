@@ -43,11 +43,11 @@ def test_marks_are_told_from_the_text(tmp_path: Path) -> None:
 )
 def test_what_is_no_tokenizer_is_one_error(tmp_path: Path, use: Callable[[Path], object]) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json is no tokenizer") as caught:
+    with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer") as caught:
         use(tmp_path / "tokenizer.json")
     assert caught.value.hint
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"there is no tokenizer .*empty here") as caught:
+    with pytest.raises(DataError, match=r"the tokenizer .*empty cannot be loaded") as caught:
         use(tmp_path / "empty")
     assert caught.value.hint
 

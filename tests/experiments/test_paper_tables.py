@@ -530,7 +530,7 @@ def test_the_papers_preset_names_what_is_missing(
 ) -> None:
     assert main([name, "--preset", "paper"]) == 1
     assert (
-        f"error: there is no {missing} on the disk, and the hub did not give it"
+        f"error: {missing} does not exist on disk, and loading it from the hub failed"
         in capsys.readouterr().err
     )
 

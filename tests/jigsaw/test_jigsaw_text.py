@@ -174,8 +174,8 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JigsawError, match="int is no tokenizer"):
         TextJigsaw(bert(), tokenizer=3)
     for name, says in (
-        ("none", "there is no tokenizer .*none here"),
-        ("none.json", r"none\.json is no tokenizer"),
+        ("none", "the tokenizer .*none cannot be loaded"),
+        ("none.json", r"none\.json cannot be read as a tokenizer"),
     ):
         with pytest.raises(DataError, match=says):
             TextJigsaw(bert(), tokenizer=tmp_path / name)

@@ -425,5 +425,5 @@ def test_signs_on_bits_are_signs_on_numbers() -> None:
     x = torch.randn(300, 400, generator=torch.Generator().manual_seed(0))
     a, b = (torch.from_numpy(g.members[s].matrix()[0]).float() for s in "ab")
     assert same_bits(apply(g, {"w": x})["w"], a @ x @ b.T)
-    with pytest.raises(ElementError, match="permutations only"):
+    with pytest.raises(ElementError, match="can only be permuted"):
         apply(g, {"w": torch.ones(300, 400, dtype=torch.int32)})

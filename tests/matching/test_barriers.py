@@ -424,13 +424,20 @@ def test_what_the_command_refuses(
     build("llama").float().save_pretrained(tmp_path / "llama")
     build("gpt2-untied").float().save_pretrained(tmp_path / "untied")
     says(1, "are of different architectures", a, str(tmp_path / "llama"), "--data", text)
-    says(1, "there is no nowhere.txt", a, b, "--data", "nowhere.txt")
+    says(1, "nowhere.txt does not exist", a, b, "--data", "nowhere.txt")
     says(2, "Missing option '--data'", a, b)
-    says(1, "there is no tokenizer beside it", b, a, "--data", text)
+    says(1, "needs a tokenizer, and its folder contains none", b, a, "--data", text)
     says(2, "is not NAME=THEIRS", a, b, "--data", text, "--field", "text")
     says(2, "is no number", a, b, "--data", text, "--mean", "x")
     (tmp_path / "t.tsv").write_text("sentence\tlabel\nw3 w4\t1\n")
-    says(1, "needs the field 'text', which t.tsv has not", a, b, "--data", str(tmp_path / "t.tsv"))
+    says(
+        1,
+        "needs the field 'text', which t.tsv does not have",
+        a,
+        b,
+        "--data",
+        str(tmp_path / "t.tsv"),
+    )
     says(
         1,
         "fewer than one window of 12",
@@ -455,7 +462,7 @@ def test_tasks_are_read_off_the_model(tmp_path: Path) -> None:
         "d", {"image": np.zeros((4, 8, 8, 3), np.uint8), "label": np.array([0, 1, 2, 4])}, ""
     )
     vit = build("vit")
-    with pytest.raises(DataError, match="nothing says how the model's images are normalised"):
+    with pytest.raises(DataError, match="the normalization of the model's images is unknown"):
         task_of(vit, images)
     (tmp_path / "preprocessor_config.json").write_text(
         json.dumps({"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.5, 0.5]})
@@ -465,7 +472,7 @@ def test_tasks_are_read_off_the_model(tmp_path: Path) -> None:
     inputs, labels = prepare(task, images).batch(np.arange(4))
     assert inputs["pixel_values"].shape == (4, 3, 8, 8)
     assert labels.tolist() == [0, 1, 2, 4]
-    with pytest.raises(DataError, match="the labels 0 to 5, and the model 5 classes"):
+    with pytest.raises(DataError, match="must be between -1 and 4, got 0 to 5"):
         task_of(
             vit,
             Data("d", {"image": images["image"], "label": np.array([0, 5, 2, 4])}, ""),
@@ -473,9 +480,9 @@ def test_tasks_are_read_off_the_model(tmp_path: Path) -> None:
         )
     with pytest.raises(DataError, match="needs the field 'label'"):
         task_of(vit, Data("d", {"image": images["image"]}, ""), beside=tmp_path)
-    with pytest.raises(DataError, match="gives no classes of images"):
+    with pytest.raises(DataError, match="does not classify images"):
         task_of(build("vit-base"), images, mean=[0.5], std=[0.5])
-    with pytest.raises(DataError, match="there is no loss for a BertModel"):
+    with pytest.raises(DataError, match="no loss is defined for BertModel"):
         task_of(build("bert-base"), images, tokenizer="x")
 
 

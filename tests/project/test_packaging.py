@@ -208,7 +208,7 @@ def test_the_error_names_the_extra_and_the_command() -> None:
     need("json", "split")  # what is there is no error
     with pytest.raises(
         MissingExtraError,
-        match='no_such_module is needed for this and not installed: it is in the extra "split"',
+        match='no_such_module is required but not installed: it is in the extra "split"',
     ) as raised:
         need("no_such_module", "split")
     assert raised.value.hint == "pip install 'regauge[split]'"

@@ -1,11 +1,11 @@
-"""Acting on tensors: one rule for weights, gradients, activations and masks.
+"""The action of elements on tensors: one rule for weights, gradients, activations and masks.
 
-Convention. An element moves activations, h' = M h; a weight of axes "out in*" becomes R W M^-1. A
-composite axis "(a b c)" is acted on from the inside out: c, then b, then a.
+Convention. An element transforms activations, h' = M h; a weight of axes "out in*" becomes R W
+M^-1. A product axis "(a b c)" is transformed from the inside out: c, then b, then a.
 
-`act` works in the tensor's own dtype, but never below float32. `apply` moves stored weights: more
-than a gather with signs goes through float64 (float32 for half precision) and is rounded once.
-Gathers and signs are exact in any dtype, and move numpy arrays of bits too, without torch.
+`act` works in the tensor's own dtype, but never below float32. `apply` transforms stored weights:
+anything beyond a gather with signs is computed in float64 (float32 for half precision) and rounded
+once. Gathers and signs are exact in any dtype, and act on numpy arrays of bits too, without torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Array = TypeVar("Array", "Tensor", Bits)
 
 
 def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool = False) -> Chain:
-    """What an element does along one axis of size n. `at` holds the place of every parent that
-    stands further out.
+    """Return the steps of an element along one axis of size n. `at` gives the index into every
+    parent further out.
     """
     sizes = g.spec.sizes
     match term:
@@ -49,20 +49,21 @@ def _chain(g: Element, term: ax.Term, n: int, at: Mapping[str, int], star: bool 
         case ax.Sum():
             parts = ax.block_sizes(term.terms, sizes, n, product=False)
             if parts is None:
-                raise SpecError(f"an axis of size {n} is not {term}")
+                raise SpecError(f"an axis of size {n} cannot be split into {term}")
             return direct_sum(
                 [_chain(g, t, p, at, star) for t, p in zip(term.terms, parts, strict=True)]
             )
         case ax.Product():
             parts = ax.block_sizes(term.factors, sizes, n, product=True)
             if parts is None:
-                raise SpecError(f"an axis of size {n} is not {term}")
+                raise SpecError(f"an axis of size {n} cannot be split into {term}")
             return _product(g, term.factors, parts, at, star != term.star)
 
 
 def _product(
     g: Element, factors: tuple[ax.Term, ...], parts: list[int], at: Mapping[str, int], star: bool
 ) -> Chain:
+    """Return the steps along a product axis: those of the inner factors, then of the outermost."""
     outer, n = factors[0], parts[0]
     if len(factors) == 1:
         return _chain(g, outer, n, at, star)
@@ -78,40 +79,38 @@ def _product(
 
 
 def _leaf(g: Element, leaf: ax.Leaf, n: int, at: Mapping[str, int], star: bool) -> Chain:
+    """Return the step along an axis, or factor of one, in a single space."""
     space = g.spec.spaces[leaf.space]
     if n != space.size:
-        raise SpecError(
-            f'an axis of size {n} cannot live in the space "{leaf.space}" of size {space.size}'
-        )
+        raise SpecError(f'an axis in the space "{leaf.space}" must have size {space.size}, got {n}')
     member = g.members.get(leaf.space)
     if member is None:
         return Chain(n)
     if space.over is not None:
         if space.over not in at:
             raise SpecError(
-                f'"{leaf.space}" lies over "{space.over}", which is no axis of this tensor'
+                f'"{leaf.space}" lies over "{space.over}", which must be an axis of the tensor too'
             )
         member = member.take(np.array([at[space.over]]))
     if leaf.bar:
         order = member if isinstance(member, Soft) else member.permutation()
         if order is None:
             raise ElementError(
-                f"|{leaf.space}| follows a permutation, but the element is none there"
+                f"|{leaf.space}| needs a permutation, but the element is not one on that space"
             )
         return Chain(n, (step(order),))
-    if leaf.star != star and not (
-        isinstance(member, Dense) and space.group.is_orthogonal
-    ):  # an orthogonal matrix is its own dual
+    # An orthogonal matrix is its own dual.
+    if leaf.star != star and not (isinstance(member, Dense) and space.group.is_orthogonal):
         with invertible(leaf.space):
             member = member.dual()
     return Chain(n, (step(member),))
 
 
 def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
-    """The axes whose own space is the parent of a space on another axis: those are gone through
-    place by place.
+    """Return the axes whose space is the parent of a space on another axis. They are handled index
+    by index.
     """
-    out = []
+    dims = []
     for i, term in enumerate(terms):
         if isinstance(term, ax.Leaf):
             children = set(g.spec.children(term.space))
@@ -121,29 +120,38 @@ def _outer_parents(g: Element, terms: Sequence[ax.Term]) -> list[int]:
                 if j != i
                 for leaf in ax.leaves(t)
             ):
-                out.append(i)
-    return out
+                dims.append(i)
+    return dims
 
 
 def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None) -> Array:
-    """Move a tensor with these axes. Differentiable; the result is a new tensor of the same shape,
-    dtype and device.
+    """Transform a tensor by an element. Differentiable.
 
-    A numpy array (of numbers, or of the bits of floating-point numbers) is moved too, by elements
-    that only permute and flip signs.
+    Args:
+        g: The element.
+        x: A tensor; or, for elements that only permute and flip signs, a numpy array of numbers or
+            of the bits of floating-point numbers.
+        axes: The axes string of x.
+        at: The index into each parent space that is not an axis of x.
 
-    >>> # act(g, hidden, "_ _ stream"); act(g, grad, dual(weight_axes)); act(rows, mask, "_ _ token
-    token*")
+    Returns:
+        A new tensor of the same shape, dtype and device.
+
+    Example:
+        act(g, hidden, "_ _ stream")
+        act(g, grad, dual(weight_axes))
+        act(rows, mask, "_ _ token token*")
     """
     terms = ax.parse(axes).terms
     if len(terms) != x.ndim:
         raise SpecError(
-            f"a tensor of shape {list(x.shape)} has {x.ndim} axes, but {axes!r} has {len(terms)}"
+            f"axes {axes!r} have {len(terms)} terms, but the tensor of shape {list(x.shape)} has "
+            f"{x.ndim} axes"
         )
     unknown = ax.spaces(axes) - g.spec.spaces.keys()
     if unknown:
         raise SpecError(
-            f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} speaks of'
+            f'the spec "{g.spec.family}" has no space "{min(unknown)}", which {axes!r} contains'
         )
     at = dict(at or {})
     outer = _outer_parents(g, terms)
@@ -157,7 +165,8 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
             for c, gather in zip(chains, gathers, strict=True)
         ):
             raise ElementError(
-                "an array of bits follows permutations and signs only", hint="give act a tensor"
+                "a numpy array can only be permuted and sign-flipped, but the element does more",
+                hint="pass a tensor",
             )
         return gather_bits(x, gathers)
     if all(
@@ -171,6 +180,7 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
 def _act_by_place(
     g: Element, x: Array, terms: Sequence[ax.Term], dim: int, at: Mapping[str, int]
 ) -> Array:
+    """Transform a tensor index by index along the axis of a parent space."""
     leaf = terms[dim]
     assert isinstance(leaf, ax.Leaf)
     rest = str(ax.Axes((*terms[:dim], *terms[dim + 1 :])))
@@ -188,10 +198,10 @@ def _act_by_place(
 
 
 def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
-    """Everything but gathers is computed in float32 or better."""
+    """Run chains along the axes, in float32 or better."""
     if not x.dtype.is_floating_point:
         raise ElementError(
-            f"a tensor of {x.dtype} follows permutations only, and this element does more",
+            f"a tensor of {x.dtype} can only be permuted, but the element does more",
             hint="convert it to a floating-point dtype",
         )
     work = x if x.dtype.itemsize >= 4 else x.float()
@@ -201,6 +211,7 @@ def _compute(x: Tensor, chains: Sequence[Chain]) -> Tensor:
 
 
 def _gather(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
+    """Permute every axis that has an index."""
     if all(index is None for index in indices):
         return x.clone()
     for dim, index in enumerate(indices):
@@ -210,7 +221,15 @@ def _gather(x: Tensor, indices: Sequence[Ints | None]) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorTransform:
-    """How one stored tensor of the moved state is made: from which tensor, and by what."""
+    """The computation of one stored tensor of a transformed state.
+
+    Args:
+        name: The tensor that is computed.
+        source: The tensor that it is computed from: another one of the same stack, or itself.
+        axes: The axes of both.
+        at: The index of the source into the space of its stack.
+        run: Maps the source's values to the result.
+    """
 
     name: str
     source: str
@@ -220,11 +239,11 @@ class TensorTransform:
 
 
 def tensor_transforms(g: Element, part: str | None = None) -> Iterator[TensorTransform]:
-    """One move per stored tensor, of all parts or one. A stack's tensors change places; every
-    tensor is read on its own.
+    """Yield the computation of every stored tensor, of all parts or one. Tensors of a stack are
+    permuted among each other.
     """
     if part is not None and part not in PARTS:
-        raise SpecError(f'there is no part "{part}"', hint=f"parts are {', '.join(PARTS)}")
+        raise SpecError(f'part must be one of {", ".join(PARTS)}, got "{part}"')
     for name, entry in stored_tensors(g.spec).items():
         if part is not None and g.spec.parts.get(entry.pattern) != part:
             continue
@@ -240,13 +259,14 @@ def tensor_transforms(g: Element, part: str | None = None) -> Iterator[TensorTra
 
 
 def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Array) -> Array:
-    moved = ax.spaces(axes) & g.members.keys()
+    """Transform a stored weight, as exactly as the element allows. Errors name the weight."""
+    changed = ax.spaces(axes) & g.members.keys()
     try:
-        if not moved:
+        if not changed:
             return w
         if isinstance(w, np.ndarray):
             return act(g, w, axes, at=at)
-        if is_exact_on(g, moved) and (w.dtype.is_floating_point or is_permutation_on(g, moved)):
+        if is_exact_on(g, changed) and (w.dtype.is_floating_point or is_permutation_on(g, changed)):
             return (
                 _act_on_bits(g, w.detach(), axes, at)
                 if w.device.type == "cpu"
@@ -260,20 +280,20 @@ def _move_weight(g: Element, name: str, axes: str, at: Mapping[str, int], w: Arr
 
 
 def _act_on_bits(g: Element, w: Tensor, axes: str, at: Mapping[str, int]) -> Tensor:
-    """A stored tensor moved as its bits: no gradient to carry, and numpy gathers faster."""
+    """Transform a stored tensor as bits: it needs no gradient, and numpy gathers faster."""
     import torch
 
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(w.dtype.itemsize)
     if bits is None:
         return act(g, w, axes, at=at)
-    # A view may say in its head, and not in its bits, that it is negated or conjugated.
+    # A view may be negated or conjugated by a flag, which its bits do not show.
     return torch.from_numpy(
         act(g, w.resolve_neg().resolve_conj().view(bits).numpy(), axes, at=at)
     ).view(w.dtype)
 
 
 def is_exact_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
-    """Does the element, or its members on these spaces, permute, flip signs and do nothing else?"""
+    """Return whether an element, or its members on these spaces, only permute and flip signs."""
     return all(
         is_exact(m)
         for m in (g.members.values() if spaces is None else [g.members[s] for s in spaces])
@@ -281,7 +301,7 @@ def is_exact_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
 
 
 def is_permutation_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
-    """Does the element, or its members on these spaces, permute and do nothing else?"""
+    """Return whether an element, or its members on these spaces, only permute."""
     members = g.members.values() if spaces is None else [g.members[s] for s in spaces]
     return all(isinstance(m, Monomial) and m.scale is None for m in members)
 
@@ -289,13 +309,23 @@ def is_permutation_on(g: Element, spaces: Iterable[str] | None = None) -> bool:
 def apply(
     g: Element, state: State, part: str | None = None, *, force: bool = False
 ) -> dict[str, Tensor]:
-    """A new state dict, moved: all of it, or one part. Names that the spec calls buffers, and other
-    parts, are passed on as they are.
+    """Transform a state dict by an element.
 
-    A state may hold some of the spec's tensors only; a name that the spec does not know is refused.
+    Args:
+        g: The element.
+        state: Tensors of the element's spec by name, all or some of them. Buffers of the spec are
+            passed through.
+        part: Transform only this part (embed, backbone or head) and pass the others through.
+        force: Apply an element that the spec does not allow, for tests and demonstrations. It
+            breaks the model's function.
 
-    `force` applies an element that the spec does not allow. It exists for tests and demonstrations:
-    the function breaks.
+    Returns:
+        A new state dict.
+
+    Raises:
+        ElementError: The element is not allowed on its spec.
+        SpecError: The state has a name that is not in the spec, or was not folded as the spec
+            requires.
     """
     return {name: thunk() for name, thunk in apply_lazily(g, state, part, force=force).items()}
 
@@ -303,8 +333,8 @@ def apply(
 def apply_lazily(
     g: Element, state: Mapping[str, Array], part: str | None = None, *, force: bool = False
 ) -> dict[str, Callable[[], Array]]:
-    """What `apply` does, one thunk per tensor, so that a checkpoint can be moved without ever being
-    in memory.
+    """Return what `apply` returns, as one thunk per tensor, so that a checkpoint need not fit into
+    memory.
     """
     if not force:
         g.require()
@@ -314,31 +344,34 @@ def apply_lazily(
     if unknown is not None:
         raise SpecError(
             f'"{unknown}" is in the state but not in the spec "{g.spec.family}"',
-            hint="regauge.check lists every misfit",
+            hint="regauge.check lists every mismatch",
         )
     thunks: dict[str, Callable[[], Array]] = {
         name: partial(state.__getitem__, name) for name in state
     }
-    for move in tensor_transforms(g, part):
-        if move.name in state:
-            if move.source not in state:
+    for transform in tensor_transforms(g, part):
+        if transform.name in state:
+            if transform.source not in state:
                 raise SpecError(
-                    f'"{move.name}" is made from "{move.source}", which the state lacks',
-                    hint="a stack moves as a whole",
+                    f'"{transform.name}" is computed from "{transform.source}", which is not in '
+                    "the state",
+                    hint="pass all tensors of a stack",
                 )
-            thunks[move.name] = partial(_transform_tensor, move, state)
+            thunks[transform.name] = partial(_transform_tensor, transform, state)
     return thunks
 
 
 def require_fixed(g: Element, state: Mapping[str, Any]) -> None:
-    """An element of a folded spec, on weights that were not folded, would break the function."""
+    """Raise a SpecError unless the state is folded as the element's spec requires. Otherwise the
+    element would break the function.
+    """
     require(
         check_fixed(g.spec, state),
-        "the state is not the folded one that the element's spec is of",
-        hint="apply it to what fold_norms returned",
+        "the state must be folded, as the spec of the element is",
+        hint="apply the element to the state that fold_norms returned",
     )
 
 
-def _transform_tensor(move: TensorTransform, state: Mapping[str, Array]) -> Array:
-    out: Array = move.run(state[move.source])
+def _transform_tensor(transform: TensorTransform, state: Mapping[str, Array]) -> Array:
+    out: Array = transform.run(state[transform.source])
     return out

@@ -1,12 +1,12 @@
 """Axes strings: the type signature of a tensor, one term per axis.
 
-    stream              the axis lives in the space `stream`
+    stream              the axis is indexed by the space `stream`
     stream*             the dual: the axis is contracted with that space
-    (head.0 qk.0)       a product, row-major; acted on from the inside out
-    a+b+c               a direct sum along one axis; may stand inside a product
-    |ffn.0|             follows the permutation part only: no sign, no scale, no rotation
+    (head.0 qk.0)       a product, row-major; transformed from the inside out
+    a+b+c               a direct sum along one axis; may appear inside a product
+    |ffn.0|             only the permutation part acts: no sign, no scale, no rotation
     _                   nothing acts
-    _768                the same, and the axis has this size
+    _768                the same, for an axis of this size
 
 A star on a bracket stars every space in it: "(head.0 vo.0)*" is "(head.0* vo.0*)". `| |` and `_`
 are their own duals. Brackets around a single term only group: "(rot.0+rest.0)*".
@@ -21,7 +21,7 @@ from functools import lru_cache
 
 from regauge.errors import AxesError
 
-# brackets within brackets; a real tensor has one or two, and everything here recurses into them
+# Nesting of brackets. Real tensors need one or two levels; the functions below recurse into them.
 _MAX_DEPTH = 20
 _HOLE = re.compile(r"_([1-9][0-9]{0,17})?")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
@@ -29,7 +29,7 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*(?:\.[A-Za-z0-9_]+)*")
 
 @dataclass(frozen=True)
 class Leaf:
-    """One space, perhaps starred, perhaps barred (permutation part only)."""
+    """One space, optionally starred (dual) or barred (permutation part only)."""
 
     space: str
     star: bool = False
@@ -41,8 +41,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Hole:
-    """An axis, or a part of one, on which nothing acts. Its size may be known all the same: a
-    vocabulary's.
+    """An axis, or a part of one, on which nothing acts. Its size may still be known, as that of a
+    vocabulary.
     """
 
     size: int | None = None
@@ -64,7 +64,7 @@ class Product:
 
 @dataclass(frozen=True)
 class Sum:
-    """A direct sum: the blocks lie one after the other along the axis."""
+    """A direct sum: blocks one after the other along the axis."""
 
     terms: tuple[Term, ...]
 
@@ -93,7 +93,7 @@ class Axes:
 
 @lru_cache(maxsize=65536)
 def parse(text: str) -> Axes:
-    """Read an axes string.
+    """Parse an axes string.
 
     >>> parse("(head.0 qk.0)  stream*")
     '(head.0 qk.0) stream*'
@@ -102,7 +102,7 @@ def parse(text: str) -> Axes:
 
 
 def dual(axes: str) -> str:
-    """The axes of a gradient, given those of its weight: every star flipped.
+    """Return the axes of a gradient, given those of its weight: every star flipped.
 
     >>> dual("(head.0 qk.0) stream* |ffn.0| _")
     '(head.0 qk.0)* stream |ffn.0| _'
@@ -111,8 +111,9 @@ def dual(axes: str) -> str:
 
 
 def bar(axes: str) -> str:
-    """The same axes, followed by the permutation part only: how second moments and other even
-    functions of a weight move.
+    """Return the same axes, transformed by the permutation part only.
+
+    Second moments and other even functions of a weight transform in this way.
 
     >>> bar("(head.0 qk.0*) stream*")
     '(|head.0| |qk.0|) |stream|'
@@ -143,9 +144,7 @@ def _flip(term: Term) -> Term:
 
 
 def leaves(term: Term, star: bool = False) -> Iterator[Leaf]:
-    """Every space in a term, left to right, with the stars of the brackets around it multiplied
-    in.
-    """
+    """Yield every space in a term, left to right, with the stars of its brackets multiplied in."""
     match term:
         case Leaf():
             yield replace(term, star=(term.star != star) and not term.bar)
@@ -160,12 +159,12 @@ def leaves(term: Term, star: bool = False) -> Iterator[Leaf]:
 
 
 def spaces(axes: str) -> frozenset[str]:
-    """The names of the spaces in an axes string."""
+    """Return the names of the spaces in an axes string."""
     return frozenset(leaf.space for term in parse(axes).terms for leaf in leaves(term))
 
 
 def size(term: Term, sizes: Mapping[str, int]) -> int | None:
-    """How long an axis of this term is, or None where a `_` leaves it open."""
+    """Return the length of an axis of this term, or None if it contains a `_` of unknown size."""
     match term:
         case Leaf():
             return sizes[term.space]
@@ -187,25 +186,28 @@ def size(term: Term, sizes: Mapping[str, int]) -> int | None:
 def block_sizes(
     terms: tuple[Term, ...], sizes: Mapping[str, int], total: int, *, product: bool
 ) -> list[int] | None:
-    """The sizes of the terms of a sum (or the factors of a product) that together make `whole`; one
-    `_` among them takes what is left.
+    """Return the sizes of the terms of a sum (or factors of a product) of a known total size.
 
-    None if they cannot make it.
+    One term of unknown size takes the remainder. None if the sizes do not match the total.
     """
     known = [size(t, sizes) for t in terms]
     if known.count(None) > 1:
         return None
-    rest = 1 if product else 0
+    covered = 1 if product else 0
     for n in known:
         if n is not None:
-            rest = rest * n if product else rest + n
+            covered = covered * n if product else covered + n
     if None in known:
-        missing = (total // rest if rest and total % rest == 0 else -1) if product else total - rest
-        return [missing if n is None else n for n in known] if missing >= 0 else None
-    return [n for n in known if n is not None] if rest == total else None
+        rest = total - covered
+        if product:
+            rest = total // covered if covered and total % covered == 0 else -1
+        return [rest if n is None else n for n in known] if rest >= 0 else None
+    return [n for n in known if n is not None] if covered == total else None
 
 
 class _Parser:
+    """A recursive-descent parser of axes strings."""
+
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
 
@@ -224,10 +226,9 @@ class _Parser:
             self.at += 1
 
     def axes(self) -> Axes:
-        terms = self.listing(end="")
-        return Axes(terms)
+        return Axes(self.sequence(end=""))
 
-    def listing(self, end: str) -> tuple[Term, ...]:
+    def sequence(self, end: str) -> tuple[Term, ...]:
         terms: list[Term] = []
         self.skip()
         while self.peek() != end:
@@ -251,10 +252,10 @@ class _Parser:
     def atom(self) -> Term:
         match self.peek():
             case "_":
-                found = _HOLE.match(self.text, self.at)
-                assert found
-                self.at = found.end()
-                return Hole(int(found.group(1)) if found.group(1) else None)
+                hole = _HOLE.match(self.text, self.at)
+                assert hole
+                self.at = hole.end()
+                return Hole(int(hole.group(1)) if hole.group(1) else None)
             case "|":
                 self.at += 1
                 name = self.name()
@@ -269,9 +270,9 @@ class _Parser:
                     raise self.fail(f"brackets more than {_MAX_DEPTH} deep")
                 self.at += 1
                 self.depth += 1
-                factors = self.listing(end=")")
+                factors = self.sequence(end=")")
                 if not factors:
-                    raise self.fail("an empty bracket")
+                    raise self.fail("empty bracket")
                 self.at += 1
                 self.depth -= 1
                 return Product(factors, star=self.star())
@@ -279,11 +280,11 @@ class _Parser:
                 return Leaf(self.name(), star=self.star())
 
     def name(self) -> str:
-        found = _NAME.match(self.text, self.at)
-        if not found:
-            raise self.fail("expected a space, '(', '|' or '_'")
-        self.at = found.end()
-        return found.group()
+        name = _NAME.match(self.text, self.at)
+        if not name:
+            raise self.fail("expected the name of a space, '(', '|' or '_'")
+        self.at = name.end()
+        return name.group()
 
     def star(self) -> bool:
         starred = self.peek() == "*"

@@ -1,4 +1,4 @@
-"""Serialise values to JSON in one canonical form, so that equal values have equal bytes."""
+"""Canonical JSON: equal values have equal bytes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def canonical_json(value: Any) -> bytes:
-    """Return JSON with sorted keys, no spaces and ASCII only: the form that is hashed and
-    authenticated.
+    """Serialize a value to JSON with sorted keys, no spaces and ASCII only, to hash or authenticate
+    it.
     """
     return json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False

@@ -1,4 +1,4 @@
-"""Compare a state with its spec, and a spec with itself: every fault at once."""
+"""Checks of a state against its spec, and of a spec for consistency. They list all faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from regauge.errors import AxesError, ElementError, SpecError
 
 @dataclass(frozen=True)
 class Fault:
-    """One misfit: the tensor (or space) it is about, and what is wrong."""
+    """One mismatch: the name of the tensor or space, and a message."""
 
     name: str
     text: str
@@ -36,13 +36,19 @@ class Fault:
 
 
 def check(spec: Spec, state: Mapping[str, Shaped], *, complete: bool = True) -> list[Fault]:
-    """Every misfit between a spec and a state (anything with shapes) at once, or an empty list.
+    """List every mismatch between a spec and a state.
 
-    Values are read only where the spec demands them, and where there are any: folded gains must be
-    constant. Not `whole`: the spec may have spaces that no tensor has.
+    Args:
+        spec: The spec. If it is inconsistent, only its own faults are listed.
+        state: Tensors, or anything else with shapes, by name. Values are read only to check that
+            folded gains are constant, and only if there are values.
+        complete: Whether every space of the spec must appear in a tensor.
+
+    Returns:
+        The faults; empty if the state fits.
     """
-    itself = check_spec(spec, complete=complete)  # a spec that makes no sense fits nothing
-    return itself or [
+    inconsistencies = check_spec(spec, complete=complete)
+    return inconsistencies or [
         *_check_names(spec, state),
         *_check_shapes(spec, state),
         *check_fixed(spec, state),
@@ -50,7 +56,7 @@ def check(spec: Spec, state: Mapping[str, Shaped], *, complete: bool = True) -> 
 
 
 def require(faults: Sequence[Fault], message: str, hint: str | None = None) -> None:
-    """Raise one error that lists all faults (the first twenty of them)."""
+    """Raise one SpecError that lists the faults (the first twenty), if there are any."""
     if faults:
         lines = [f"  {f}" for f in faults[:20]]
         if len(faults) > 20:
@@ -59,8 +65,12 @@ def require(faults: Sequence[Fault], message: str, hint: str | None = None) -> N
 
 
 def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
-    """Every way in which a spec contradicts itself. Not `whole`: parts of it could not be read, so
-    a space without tensors is no fault.
+    """List every inconsistency of a spec.
+
+    Args:
+        spec: The spec.
+        complete: Whether a space without tensors is a fault. Not if parts of the spec could not be
+            read.
     """
     faults: list[Fault] = []
 
@@ -71,7 +81,7 @@ def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
         if type(space.size) is not int or space.size < 1:
             fault(
                 name,
-                f'space "{name}" has size {space.size!r}, which must be a positive whole number',
+                f'the size of space "{name}" must be a positive whole number, got {space.size!r}',
             )
         if space.over is not None:
             parent = spec.spaces.get(space.over)
@@ -96,23 +106,23 @@ def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
             fault(name, f'"{name}" has axes {text}, but "{unknown}" is not a space')
         if known <= spec.spaces.keys():
             faults += _check_bars(spec, name, text)
-        found = STACK.search(name)
-        if found and str(ax.Axes(ax.parse(text).terms[:1])) != found.group(1):
-            fault(
-                name, f'"{name}" is stacked by "{found.group(1)}", but its first axis is not that'
-            )
-        elif found and found.group(1) in spec.spaces:
-            size = spec.spaces[found.group(1)].size
+        braces = STACK.search(name)
+        stack = braces.group(1) if braces else ""
+        first_axis = str(ax.Axes(ax.parse(text).terms[:1]))
+        if braces and first_axis != stack:
+            fault(name, f'the first axis of "{name}" must be "{stack}", got "{first_axis}"')
+        elif braces and stack in spec.spaces:
+            size = spec.spaces[stack].size
             if type(size) is int and size > MAX_STACK:
-                fault(name, f'"{name}" is a stack of {size} tensors; {MAX_STACK} are the most')
+                fault(name, f'the stack "{name}" must have at most {MAX_STACK} tensors, got {size}')
     for alias, target in spec.ties.items():
         if target not in spec.tensors or alias not in spec.tensors:
-            fault(alias, f'"{alias}" repeats "{target}", but not both are tensors of the spec')
+            fault(alias, f'"{alias}" repeats "{target}", but both must be tensors of the spec')
         elif _leaf_places(spec.tensors[alias]) != _leaf_places(spec.tensors[target]):
             fault(
                 alias,
-                f'"{alias}" repeats "{target}", but has axes {spec.tensors[alias]} where that '
-                f"has {spec.tensors[target]}",
+                f'"{alias}" repeats "{target}" and must have its axes {spec.tensors[target]}, got '
+                f"{spec.tensors[alias]}",
             )
         elif _signature(spec.tensors[alias]) != _signature(spec.tensors[target]):
             for space_name in sorted(ax.spaces(spec.tensors[target])):
@@ -125,7 +135,7 @@ def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
                     )
     for name, part in spec.parts.items():
         if part not in PARTS:
-            fault(name, f'"{name}" is in the part "{part}"; parts are {", ".join(PARTS)}')
+            fault(name, f'the part of "{name}" must be one of {", ".join(PARTS)}, got "{part}"')
         if name not in spec.tensors:
             fault(name, f'"{name}" is in the part "{part}", but is not a tensor of the spec')
     for name in spec.fixed:
@@ -140,21 +150,21 @@ def check_spec(spec: Spec, *, complete: bool = True) -> list[Fault]:
         ):
             fault(name, f'"{gain}" folds with "{name}", which is not a tensor of the spec')
         if len(pairs) == 1:
-            fault(gain, f'"{gain}" folds, but no layer is named to take it')
+            fault(gain, f'"{gain}" must have at least one layer to fold into')
     for gain, times in Counter(
         [*(n.gain for n in spec.norms), *(s.gain for s in spec.scales)]
     ).items():
         if times > 1:
             fault(
                 gain,
-                f'"{gain}" is listed {times} times among norms and scales: it would be folded '
-                "as often",
+                f'"{gain}" must be listed once among norms and scales, got {times} times: each '
+                "would fold it again",
             )
     return faults or [*_check_use(spec, complete)]
 
 
-def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
-    """Stacks that meet other tensors, and spaces whose size no tensor vouches for."""
+def _check_use(spec: Spec, complete: bool) -> Iterator[Fault]:
+    """Yield stacks that collide with other tensors, and spaces that no tensor uses."""
     for name, times in Counter(name for name, _ in iter_stored_tensors(spec)).items():
         if times > 1:
             yield Fault(
@@ -162,12 +172,13 @@ def _check_use(spec: Spec, whole: bool) -> Iterator[Fault]:
                 f'"{name}" is described {times} times: by a stack, and by another tensor or stack',
             )
     used = frozenset().union(*(ax.spaces(text) for text in spec.tensors.values()))
-    for name in spec.spaces if whole else ():
+    for name in spec.spaces if complete else ():
         if name not in used:
             yield Fault(name, f'space "{name}" is on no axis of any tensor')
 
 
 def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
+    """Yield bars without a permutation part, and spaces whose parent is not an axis."""
     for term in ax.parse(text).terms:
         for leaf in ax.leaves(term):
             group = spec.spaces[leaf.space].group
@@ -181,25 +192,28 @@ def _check_bars(spec: Spec, name: str, text: str) -> Iterator[Fault]:
             if over is not None and over not in ax.spaces(text) and not name.startswith("output "):
                 yield Fault(
                     name,
-                    f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which is no '
-                    "axis of it",
+                    f'"{name}" has axes {text}: "{leaf.space}" lies over "{over}", which must be '
+                    "an axis too",
                 )
 
 
 def _leaf_places(text: str) -> list[list[tuple[str, bool]]]:
+    """Return the spaces and bars of every axis, without stars."""
     return [[(leaf.space, leaf.bar) for leaf in ax.leaves(t)] for t in ax.parse(text).terms]
 
 
 def _signature(text: str) -> list[list[ax.Leaf]]:
+    """Return the spaces, bars and stars of every axis."""
     return [list(ax.leaves(t)) for t in ax.parse(text).terms]
 
 
 def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
+    """Yield missing and unexpected names. Of tied tensors, one is enough."""
     known = stored_tensors(spec)
-    families: dict[str, set[str]] = {}
+    by_target: dict[str, set[str]] = {}
     for alias, target in spec.ties.items():
-        families.setdefault(target, {target}).add(alias)
-    tied = {name: group for group in families.values() for name in group}
+        by_target.setdefault(target, {target}).add(alias)
+    tied = {name: names for names in by_target.values() for name in names}
     for name in known:
         if name not in state and not any(other in state for other in tied.get(name, ())):
             yield Fault(name, f'"{name}" is in the spec but not in the file')
@@ -209,6 +223,7 @@ def _check_names(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
 
 
 def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
+    """Yield tensors of another shape than their axes, or of a dtype that cannot be transformed."""
     sizes = spec.sizes
     for name, entry in stored_tensors(spec).items():
         if name not in state or not ax.spaces(entry.axes) <= spec.spaces.keys():
@@ -216,22 +231,23 @@ def _check_shapes(spec: Spec, state: Mapping[str, Shaped]) -> Iterator[Fault]:
         shape, terms = tuple(state[name].shape), ax.parse(entry.axes).terms
         dtype = str(getattr(state[name], "dtype", "float")).removeprefix("torch.")
         if ax.spaces(entry.axes) and not dtype.lower().startswith(("f", "bf")):
-            yield Fault(name, f'"{name}" is {dtype}; what moves has floating-point numbers')
+            yield Fault(name, f'"{name}" must have a floating-point dtype, got {dtype}')
         if len(shape) != len(terms):
             yield Fault(
                 name,
-                f'"{name}" has {len(shape)} axes {list(shape)}, the spec says {len(terms)}: '
+                f'"{name}" has {len(shape)} axes {list(shape)}, expected {len(terms)}: '
                 f"{entry.axes}",
             )
             continue
         for i, (n, term) in enumerate(zip(shape, terms, strict=True)):
             if not _fits(term, n, sizes):
-                expected = ax.size(term, sizes)
-                says = "what does not fit" if expected is None else str(expected)
-                yield Fault(name, f'axis {i} {term} of "{name}" has size {n}, the spec says {says}')
+                size = ax.size(term, sizes)
+                expected = "which does not fit" if size is None else f"expected {size}"
+                yield Fault(name, f'axis {i} {term} of "{name}" has size {n}, {expected}')
 
 
 def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
+    """Return whether an axis of size n can have this term."""
     match term:
         case ax.Hole():
             return term.size in (None, n)
@@ -247,13 +263,15 @@ def _fits(term: ax.Term, n: int, sizes: Mapping[str, int]) -> bool:
 
 
 def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
-    """The tensors that the spec says are constant, and are not."""
-    known = {
+    """List the tensors that must be constant by the spec and are not. Entries of a file header,
+    which have no values, are skipped.
+    """
+    tensors = {
         name: state[name] for name in spec.fixed if name in state and hasattr(state[name], "all")
-    }  # a header has shapes alone
+    }
     wrong = [
         (name, spec.fixed[name])
-        for name, x in known.items()
+        for name, x in tensors.items()
         if not bool((x == spec.fixed[name]).all())
     ]
     return [
@@ -264,8 +282,8 @@ def check_fixed(spec: Spec, state: Mapping[str, Any]) -> list[Fault]:
 
 @contextmanager
 def invertible(space: str) -> Iterator[None]:
-    """Inverses and duals are computed in here: a singular member of this space becomes an error
-    that names it.
+    """Raise an ElementError that names the space if an inverse or dual computed in this context
+    does not exist.
     """
     try:
         with np.errstate(divide="raise", invalid="raise"):
@@ -273,5 +291,5 @@ def invertible(space: str) -> Iterator[None]:
     except (np.linalg.LinAlgError, FloatingPointError) as error:
         raise ElementError(
             f'on "{space}" the element is singular: it has no inverse',
-            hint="g.faults() lists all that is wrong with it",
+            hint="g.faults() lists every fault of the element",
         ) from error

@@ -1,8 +1,9 @@
 """Group elements: one member per space, bound to a spec.
 
-`g @ h` is h first, then g. `~g` undoes g. A space without a member stays as it is. Members of a
-space that lies over another are indexed by the parent's place *before* the move, and travel with
-it: (pi, A) @ (rho, B) permutes by rho[pi] and pairs A with the B that stood at its place.
+`g @ h` applies h first, then g. `~g` is the inverse. A space without a member is unchanged. Members
+of a space that lies over another are indexed by the parent's place *before* the permutation of the
+parent, and are permuted with it: (pi, A) @ (rho, B) permutes by rho[pi] and composes A with the B
+at the same place.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from regauge.errors import ElementError
 
 @dataclass(frozen=True, eq=False)
 class Element:
-    """One description's change into another: what moves weights, gradients, activations and
-    masks.
+    """A change of basis: acts on weights, gradients, activations and masks.
+
+    Args:
+        spec: The spec whose spaces it acts on.
+        members: One group member per space; the identity on all others.
     """
 
     spec: Spec
@@ -36,7 +40,7 @@ class Element:
         ):
             raise ElementError(
                 "the two elements belong to different models",
-                hint="compose elements whose specs have the same spaces",
+                hint="compose elements whose specs have the same spaces and sizes",
             )
         members: dict[str, Member] = {}
         for name in self.spec.spaces:
@@ -58,12 +62,12 @@ class Element:
         return Element(self.spec, members)
 
     def __repr__(self) -> str:
-        moved = ", ".join(f"{name}: {self.spec.spaces[name].size}" for name in self.members)
-        return f"Element({self.spec.family}; {moved})"
+        sizes = ", ".join(f"{name}: {self.spec.spaces[name].size}" for name in self.members)
+        return f"Element({self.spec.family}; {sizes})"
 
     def _parent(self, name: str) -> Ints | None:
-        """Where the parent of this space takes its places from, if it has a parent and the parent
-        moves.
+        """Return the permutation of the parent of a space, or None if it has no parent or the
+        parent is unchanged.
         """
         over = self.spec.spaces[name].over
         return (
@@ -73,74 +77,67 @@ class Element:
         )
 
     def only(self, *names: str) -> Element:
-        """The same element on these spaces, and the identity on all others. `head` also stands for
-        `head.0`, `head.1`, ...
+        """Return the element restricted to these spaces. `head` also selects `head.0`, `head.1`,
+        ...
         """
         chosen = match_spaces(self.spec, names)
         return Element(self.spec, {n: m for n, m in self.members.items() if n in chosen})
 
     def without(self, *names: str) -> Element:
-        """The identity on these spaces, and the same element on all others."""
+        """Return the element with the identity on these spaces."""
         dropped = match_spaces(self.spec, names)
         return Element(self.spec, {n: m for n, m in self.members.items() if n not in dropped})
 
     def to(self, spec: Spec) -> Element:
-        """The same element on another spec with the same spaces: the live model and its stored
-        form, say.
+        """Return the same element on another spec with the same spaces, such as the spec of the
+        stored form of a live model.
         """
-        moved = replace(self, spec=spec)
-        strangers = [f for f in moved.faults() if moved._is_foreign(f.name)]
-        if strangers:
+        rebound = replace(self, spec=spec)
+        foreign = [f for f in rebound.faults() if rebound._is_foreign(f.name)]
+        if foreign:
             raise ElementError(
-                "the element belongs to another model\n"
-                + "\n".join(f"  {f}" for f in strangers[:20])
+                "the element belongs to another model\n" + "\n".join(f"  {f}" for f in foreign[:20])
             )
-        return moved
+        return rebound
 
     def _is_foreign(self, name: str) -> bool:
-        """Is this a member for another model: of a space that this one lacks, or of another
-        size?
+        """Return whether a member belongs to another model: to an unknown space, or of another
+        size.
         """
         space, member = self.spec.spaces.get(name), self.members[name]
         return space is None or member.size != space.size or member.count != self.spec.count(name)
 
     def faults(self) -> list[Fault]:
-        """Every reason why this element is not allowed on its spec."""
-        out: list[Fault] = []
+        """List every reason why this element is not allowed on its spec."""
+        faults: list[Fault] = []
         for name, member in self.members.items():
             space = self.spec.spaces.get(name)
             if space is None:
-                out.append(Fault(name, f'the model has no space "{name}"'))
+                faults.append(Fault(name, f'the model has no space "{name}"'))
             elif self._is_foreign(name):
-                has, want = (
-                    f"{member.count} x {member.size}",
-                    f"{self.spec.count(name)} x {space.size}",
-                )
-                out.append(Fault(name, f'the element has size {has} on "{name}", the model {want}'))
+                size = f"{member.count} x {member.size}"
+                expected = f"{self.spec.count(name)} x {space.size}"
+                text = f'on "{name}" the element has size {size}, expected {expected}'
+                faults.append(Fault(name, text))
             else:
-                wrong = space.group.fault(member)
-                if wrong:
-                    because = f" ({space.why})" if space.why else ""
-                    out.append(
-                        Fault(
-                            name,
-                            f'on "{name}" the element {wrong}; the group there is '
-                            f"{space.group}{because}",
-                        )
-                    )
-        return out
+                fault = space.group.fault(member)
+                if fault:
+                    reason = f" ({space.why})" if space.why else ""
+                    text = f'on "{name}" the element {fault}; the group there is {space.group}'
+                    faults.append(Fault(name, text + reason))
+        return faults
 
     def require(self) -> None:
-        """Raise one error that lists every fault."""
+        """Raise an ElementError that lists every fault, if there are any."""
         faults = self.faults()
         if faults:
-            other = all(self._is_foreign(f.name) for f in faults)
+            foreign = all(self._is_foreign(f.name) for f in faults)
             raise ElementError(
                 f'the element does not fit the model "{self.spec.family}"\n'
                 + "\n".join(f"  {f}" for f in faults[:20]),
                 hint="it was made for another model"
-                if other
-                else "draw it from this model's spec; rotations of the stream need folded norms "
+                if foreign
+                else "sample it from this model's spec; rotations of the stream need folded norms "
                 "(move --fold, fold_norms)",
             )
 
@@ -148,15 +145,24 @@ class Element:
 def element(
     spec: Spec, key: bytes | int, *, within: Kind = "full", spaces: Iterable[str] | None = None
 ) -> Element:
-    """The element that a key (32 bytes, or a seed for experiments) draws at random from each
-    space's group or its subgroup `within`.
+    """Sample an element at random, determined by a key.
 
-    Each space has its own stream, labelled "element/" and its name, so a restriction to some spaces
-    draws the same members.
+    Each space has its own stream of random numbers, labelled "element/" and its name, so that a
+    restriction to some spaces gives the same members on them.
+
+    Args:
+        spec: The spec whose groups are sampled.
+        key: 32 secret bytes, or an integer as a public seed for experiments.
+        within: The kind of subgroup to sample from: permutation, signed, orthogonal or full.
+        spaces: The spaces to act on, by name or root (`ffn` for `ffn.0`, `ffn.1`, ...); by default
+            all.
+
+    Raises:
+        ElementError: The key, the kind or a space is invalid.
     """
     secret = secret_of(key)
     if within not in KINDS:
-        raise ElementError(f'there is no kind "{within}"', hint=f"kinds are {', '.join(KINDS)}")
+        raise ElementError(f'within must be one of {", ".join(KINDS)}, got "{within}"')
     spaces = [spaces] if isinstance(spaces, str) else spaces
     chosen = spec.spaces.keys() if spaces is None else match_spaces(spec, spaces)
     members: dict[str, Member] = {}
@@ -170,23 +176,24 @@ def element(
 
 
 def identity(spec: Spec) -> Element:
+    """Return the element that changes nothing."""
     return Element(spec, {})
 
 
 def match_spaces(spec: Spec, names: Iterable[str]) -> set[str]:
-    """The spaces that names stand for: themselves, or all those that continue them after a dot
+    """Return the spaces that names select: those of that name, or that continue it after a dot
     (`ffn` for `ffn.0`, `ffn.1`, ...).
     """
-    out: set[str] = set()
+    selected: set[str] = set()
     for name in names:
-        found = {s for s in spec.spaces if s == name or s.startswith(name + ".")}
-        if not found:
+        matches = {s for s in spec.spaces if s == name or s.startswith(name + ".")}
+        if not matches:
             roots = sorted({s.split(".")[0] for s in spec.spaces})
             raise ElementError(
                 f'the model has no space "{name}"', hint=f"its spaces are {', '.join(roots)}"
             )
-        out |= found
-    return out
+        selected |= matches
+    return selected
 
 
 def _argsort(index: Ints | None) -> Ints:

@@ -1,8 +1,8 @@
-"""Fitting: the member M of a group that moves x nearest to y.
+"""Fits of group members: the member M that brings x nearest to y.
 
 Least squares over up to three sides: `plain` pairs (y against M x), `dual` pairs (y against M^-T x)
 and `bar` pairs (y against the permutation of M alone). A pair (y, x) is two stacks [count, size,
-features]. `Group.fit` in groups.py is how it is called; here is what the groups have in common.
+features]. Callers use `Group.fit` in groups.py; this module holds what the groups share.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from regauge.core.members import MAX_STRETCH, Complexes, Layout, Monomial, plane
 from regauge.core.rng import Floats, Ints
 
 Pair = tuple[Floats, Floats]
-PRECONDITION_SIZE = 512  # an assignment of so many takes longer than to prepare it
+PRECONDITION_SIZE = 512  # from this size on, preconditioning makes an assignment faster
 
 
 class SummedPair(NamedTuple):
-    """A pair that stands for many: y is the sum of their y x^T, x the identity."""
+    """A pair that represents many: y is the sum of their y x^T, x the identity."""
 
     y: Floats
     x: Floats
 
 
 def make_summed_pair(total: Floats) -> SummedPair:
+    """Return the pair that represents a sum of y x^T."""
     return SummedPair(total, np.broadcast_to(np.eye(total.shape[1]), total.shape))
 
 
 def first_target(*pairs: Pair | None) -> Floats:
-    """The y of the first side that is there."""
+    """Return the y of the first pair that is not None."""
     return next(p[0] for p in pairs if p is not None)
 
 
 def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
-    """Sum of y x^T: <M, C> is what the best orthogonal M maximises. A `total` that is given is
-    added to, in place.
+    """Return C, the sum of y x^T over pairs: the best orthogonal M maximizes <M, C>.
+
+    A `total` is added to in place.
     """
     for pair in pairs:
         if pair is not None:
@@ -48,12 +50,12 @@ def correlation(*pairs: Pair | None, total: Floats | None = None) -> Floats:
                 else np.add(total, product, out=total)
             )
     if total is None:
-        raise ValueError("there is no pair to correlate")
+        raise ValueError("correlation needs at least one pair")
     return total
 
 
 def polar(c: Floats) -> Floats:
-    """The orthogonal matrix nearest to each c: U V^T of its singular value decomposition
+    """Return the orthogonal matrix nearest to each c: U V^T of its singular value decomposition
     (Procrustes).
     """
     u, _, vt = np.linalg.svd(c)
@@ -61,7 +63,7 @@ def polar(c: Floats) -> Floats:
 
 
 def assign(scores: Floats) -> Ints:
-    """For each matrix of scores, the permutation that collects the most."""
+    """Return, for each matrix of scores, the permutation with the largest total score."""
     return np.stack([_assign_one(s) for s in scores]).astype(np.int64)
 
 
@@ -69,58 +71,61 @@ def _assign_one(score: Floats) -> Ints:
     from scipy.optimize import linear_sum_assignment
 
     best = np.asarray(score.argmax(1))
-    if len(np.unique(best)) == len(best):  # nobody is in another's way
+    if len(np.unique(best)) == len(best):  # the rows' maxima are a permutation already
         return best
     cost = _precondition_cost(score) if len(score) >= PRECONDITION_SIZE else -score
     return np.asarray(linear_sum_assignment(cost)[1])
 
 
 def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:
-    """What is lost with each pair, more a number for each row and each column, which changes no
-    assignment's rank. A few rounds of Sinkhorn's iteration find numbers near the dual optimum, from
-    where the exact search has a third of the way to go.
+    """Return the costs -score, shifted by a number for each row and each column.
+
+    The shifts do not change which assignment is best. A few rounds of Sinkhorn's iteration bring
+    them near the dual optimum, which cuts the time of the exact search to a third.
     """
     kernel = score.astype(np.float32)
-    high, warmth = kernel.max(1), np.float32(0.08) * kernel[::8].std()
-    if not (np.isfinite(warmth) and warmth > 0):
+    row_max, temperature = kernel.max(1), np.float32(0.08) * kernel[::8].std()
+    if not (np.isfinite(temperature) and temperature > 0):
         return -score
-    kernel -= high[:, None]
-    kernel /= warmth
-    np.exp(
-        np.maximum(kernel, np.float32(-60), out=kernel), out=kernel
-    )  # no smaller: numbers near the least there is are slow
+    kernel -= row_max[:, None]
+    kernel /= temperature
+    # Clipped, because arithmetic on subnormal numbers is slow.
+    np.exp(np.maximum(kernel, np.float32(-60), out=kernel), out=kernel)
     rows = columns = np.asarray(np.ones(len(kernel), np.float32))
     for _ in range(rounds):
         rows = np.asarray(1 / (kernel @ columns))
         columns = np.asarray(1 / (rows @ kernel))
-    by_row, by_column = high - warmth * np.log(rows), -warmth * np.log(columns)
-    if not (np.isfinite(by_row).all() and np.isfinite(by_column).all()):
+    row_shift = row_max - temperature * np.log(rows)
+    column_shift = -temperature * np.log(columns)
+    if not (np.isfinite(row_shift).all() and np.isfinite(column_shift).all()):
         return -score
-    cost: Floats = np.subtract(by_row.astype(np.float64)[:, None], score)
-    cost += by_column
+    cost: Floats = np.subtract(row_shift.astype(np.float64)[:, None], score)
+    cost += column_shift
     return cost
 
 
 def fit_signed(plain: Pair | None, dual: Pair | None, bar: Pair | None) -> Monomial:
-    """The best permutation with signs."""
+    """Fit a permutation with signs."""
     c = (
         correlation(plain, dual)
         if plain is not None or dual is not None
         else np.zeros_like(correlation(bar))
     )
     index = assign(np.abs(c) + (0 if bar is None else correlation(bar)))
-    picked = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
-    return Monomial(index, np.where(picked < 0, -1.0, 1.0))
+    assigned = np.take_along_axis(c, index[:, :, None], 2)[:, :, 0]
+    return Monomial(index, np.where(assigned < 0, -1.0, 1.0))
 
 
 def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive: bool) -> Monomial:
-    """Scale-free scores (cosines) decide who goes where; the scale then balances the two sides.
-    From one side: least squares.
+    """Fit a permutation with scales.
+
+    Cosines, which do not depend on scales, determine the permutation. The scales then balance the
+    two sides; with one side only, they are least squares.
     """
     sides = [_cosines(p) for p in (plain, dual) if p is not None]
     if positive or not sides:
         scores = np.asarray(sum(sides))
-    else:  # a sign may flip both sides at once, so only the product of their cosines is seen
+    else:  # a sign flips both sides at once, so only the product of their cosines is invariant
         scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
     index = assign(scores if bar is None else scores + _cosines(bar))
     (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = (
@@ -139,8 +144,10 @@ def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive
 
 
 def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool) -> Complexes:
-    """One factor per plane. Its phase is that of the summed products; its modulus balances the two
-    sides, or is least squares from one.
+    """Fit one complex factor per plane.
+
+    Its phase is that of the summed products. Its modulus balances the two sides; with one side
+    only, it is least squares.
     """
 
     def as_complex(pair: Pair | None) -> tuple[Complexes, Complexes] | None:
@@ -168,13 +175,13 @@ def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool
             modulus = _safe_ratio(np.abs(z), _norm2(p[1]))
         elif d is not None:
             modulus = _safe_ratio(_norm2(d[1]), np.abs(z))
-    turn = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
-    return np.asarray(_clip_factors(modulus) * turn, np.complex128)
+    phase = np.where(np.abs(z) > 0, z / np.where(np.abs(z) > 0, np.abs(z), 1), 1)
+    return np.asarray(_clip_factors(modulus) * phase, np.complex128)
 
 
 def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
-    """Balance both sides, then Procrustes. From one side only: least squares. Singular values
-    beyond the limit are brought within.
+    """Fit an invertible matrix: balance both sides, then Procrustes. With one side only, least
+    squares. Singular values beyond the limit are clipped.
     """
     if dual is None:
         best = np.stack([y @ np.linalg.pinv(x) for y, x in zip(*plain, strict=True)])
@@ -185,22 +192,22 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
 
 
 def fit_balance(plain: Floats, dual: Floats) -> Floats:
-    """For each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T; the identity where a side
-    is rank-deficient and there is none.
+    """Fit, for each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T.
+
+    B is the identity if a side is rank-deficient, since no solution exists then.
     """
     size = plain.shape[1]
-    found = [_balance_matrix(q, k) for q, k in zip(plain, dual, strict=True)]
-    u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in found]))
+    matrices = [_balance_matrix(q, k) for q, k in zip(plain, dual, strict=True)]
+    u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in matrices]))
     return np.asarray((u * _clip_factors(s)[:, None, :]) @ vt)
 
 
 def _fit_balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
+    """Fit one invertible matrix to both sides. If a side is rank-deficient, and so has no balanced
+    form, the other one determines the fit, or else the best rotation, which is safe.
+    """
     b1, b2 = _balance_matrix(q1, k1), _balance_matrix(q2, k2)
-    if (
-        b1 is None or b2 is None
-        # a rank-deficient side has no balanced form: the other one decides, or the best rotation,
-        # which is safe
-    ):
+    if b1 is None or b2 is None:
         if _has_full_rank(k1) and _has_full_rank(k2):
             return np.asarray(np.linalg.pinv(k1 @ np.linalg.pinv(k2)).T)
         if _has_full_rank(q1) and _has_full_rank(q2):
@@ -217,7 +224,9 @@ def _has_full_rank(x: Floats) -> bool:
 
 
 def _balance_matrix(q: Floats, k: Floats) -> Floats | None:
-    """B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T: the point of least norm on the orbit."""
+    """Return B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T, the point of least norm on the orbit; None if
+    a side is rank-deficient.
+    """
     rq, rk = (np.asarray(np.linalg.qr(side.T, mode="r")) for side in (q, k))
     if rq.shape[0] < rq.shape[1] or rk.shape[0] < rk.shape[1]:
         return None
@@ -228,9 +237,7 @@ def _balance_matrix(q: Floats, k: Floats) -> Floats | None:
 
 
 def _clip_factors(factors: Floats) -> Floats:
-    """The same factors where the limit allows them; elsewhere those far from the middle are cut
-    off.
-    """
+    """Clip the factors of a row around their median if they exceed the limit."""
     half = math.sqrt(MAX_STRETCH)
     middle = np.clip(np.median(factors, axis=1, keepdims=True), 1 / half, half)
     return np.where(
@@ -248,7 +255,7 @@ def _cosines(pair: Pair) -> Floats:
 
 
 def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
-    """<y, x>, <y, y> and <x, x> of every coordinate and the one assigned to it."""
+    """Return <y, x>, <y, y> and <x, x> of every coordinate of y and its assigned one of x."""
     if pair is None:
         return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
     y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
@@ -256,7 +263,7 @@ def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Flo
 
 
 def _safe_ratio(a: Floats, b: Floats) -> Floats:
-    """a / b, and 1 where that is no usable scale."""
+    """Return a / b, and 1 where that is not finite and positive."""
     with np.errstate(divide="ignore", invalid="ignore"):
         r = np.asarray(a / b)
     return np.where(np.isfinite(r) & (r > 0), r, 1.0)

@@ -1,15 +1,14 @@
-"""Folding norms: the same function, written so that the stream has a larger group.
+"""Norm folding: the same function, written so that the stream has a larger group.
 
 A norm with gain c and bias b that is read by linear layers only satisfies W (c * n + b) + a = (W
-diag(c)) n + (W b + a), where n is the normalised vector. So the gain goes into the columns of every
-reader and the bias into theirs, and what is left of the norm commutes with rotations: all of them
-for RMSNorm, those that keep the all-ones vector for LayerNorm (the mean is a product with that
-vector). A reader without a bias of its own, or one that is also given zeros for padding, leaves the
-norm's bias where it is, divided by the gain: c * n + b = c * (n + b / c); it then lives in the
+diag(c)) n + (W b + a), where n is the normalized vector. So the gain is folded into the columns of
+every reader and the bias into the readers' biases, and the rest of the norm commutes with
+rotations: all of them for RMSNorm, those that fix the all-ones vector for LayerNorm (the mean is a
+product with that vector). If a reader has no bias, or also reads zeros for padding, the norm's bias
+stays where it is, divided by the gain: c * n + b = c * (n + b / c); it is then a vector in the
 stream and rotates with it.
 
-LayerScale stands behind a writer, s * (W x + a) = (diag(s) W) x + s * a, and folds backwards into
-its rows.
+LayerScale follows a writer, s * (W x + a) = (diag(s) W) x + s * a, and folds back into its rows.
 
 A reader that is tied to the embedding is untied first: the table that writes the stream keeps its
 values, the one that reads it takes the gain.
@@ -36,13 +35,21 @@ if TYPE_CHECKING:
 
 
 def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
-    """Fold every norm and LayerScale that can be folded; a new spec and a new state of the same
-    function (the module's docstring says why).
+    """Fold every norm and LayerScale that can be folded. The function stays the same.
 
-    Tensors that folding does not touch are the input's own, not copies. In the new spec folded
-    gains are constant, and `check` holds them to it: freeze them in training. Spaces whose norms
-    are all folded get their larger group. Computed in float64 (float32 for half precision), rounded
-    once.
+    Computed in float64 (float32 for half precision) and rounded once. In the new spec, folded gains
+    are constant, which `check` verifies: freeze them in training. Spaces whose norms are all folded
+    get their larger group.
+
+    Args:
+        spec: The spec of the state.
+        state: The state dict. It is not changed.
+
+    Returns:
+        A new spec and a new state. Tensors that folding does not touch are shared with the input.
+
+    Raises:
+        SpecError: The state does not fit the spec, or a norm cannot be folded.
     """
     new, thunks = fold_lazily(spec, state)
     return new, {name: thunk() for name, thunk in thunks.items()}
@@ -51,11 +58,14 @@ def fold_norms(spec: Spec, state: State) -> tuple[Spec, dict[str, Tensor]]:
 def fold_lazily(
     spec: Spec, state: State, *, rounded: bool = True
 ) -> tuple[Spec, dict[str, Callable[[], Tensor]]]:
-    """What `fold_norms` does, one thunk per tensor. Norm vectors are read at once, everything else
-    when its thunk is called.
+    """Return what `fold_norms` returns, as one thunk per tensor. Norm vectors are read at once,
+    other tensors when their thunk is called.
 
-    Without `rounded` what folding touches stays in the precision it is computed in, for whoever
-    computes on and rounds in the end.
+    Args:
+        spec: The spec of the state.
+        state: The state dict.
+        rounded: Whether folded tensors are rounded to their stored dtype. If not, they stay in the
+            precision of the computation, for callers that compute further and round at the end.
     """
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
     folding = _Folding(spec, state)
@@ -68,7 +78,9 @@ def fold_lazily(
 
 
 def _require_own_weights(spec: Spec, norm: Norm) -> None:
-    """A reader takes the gain up. One that another tensor repeats would hand it on to that."""
+    """Raise a SpecError if another tensor repeats a reader of the norm: the gain would be folded
+    into that tensor too.
+    """
     read = {weight for weight, _ in norm.readers}
     for alias, target in spec.ties.items():
         if target in read and alias not in read:
@@ -80,14 +92,16 @@ def _require_own_weights(spec: Spec, norm: Norm) -> None:
 
 
 def resolve_tie(spec: Spec, state: Container[str], name: str) -> str:
-    """Where a tensor's values are: under its own name, or under that of one that is tied to it."""
+    """Return the name under which a state has a tensor's values: its own, or that of a tensor tied
+    to it.
+    """
     target = spec.ties.get(name, name)
     tied = [name, target, *(alias for alias, t in spec.ties.items() if t == target)]
     return next(n for n in tied if n in state)
 
 
 def folded_spec(spec: Spec) -> Spec:
-    """The spec of a folded state."""
+    """Return the spec of the folded state."""
     fixed = {
         **spec.fixed,
         **{n.gain: n.neutral for n in spec.norms},
@@ -135,9 +149,7 @@ def folded_spec(spec: Spec) -> Spec:
 
 
 class _Folding:
-    """The edits that folding makes, gathered per tensor and run in one go when the tensor is asked
-    for.
-    """
+    """The edits of a fold, collected per tensor and run together when the tensor is read."""
 
     def __init__(self, spec: Spec, state: State) -> None:
         self.spec, self.state = spec, state
@@ -151,33 +163,35 @@ class _Folding:
     def source(self, name: str) -> str:
         return resolve_tie(self.spec, self.state, name)
 
-    def each(self, pattern: str) -> dict[str, StoredTensor]:
+    def entries(self, pattern: str) -> dict[str, StoredTensor]:
+        """Return the stored tensors of a pattern."""
         return {name: entry for name, entry in self.stored.items() if entry.pattern == pattern}
 
     def fold(self, norm: Norm) -> None:
+        """Fold a norm into its readers."""
         gain = to_work_dtype(self.state[norm.gain]) + (1.0 - norm.neutral)
         term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
         shift = None if norm.bias is None else to_work_dtype(self.state[norm.bias])
-        taken = not norm.padded and all(b is not None for _, b in norm.readers)
+        folds_bias = not norm.padded and all(b is not None for _, b in norm.readers)
         for weight, bias in norm.readers:
-            for name, entry in self.each(weight).items():
+            for name, entry in self.entries(weight).items():
                 dim = _reading_axis(entry, term)
                 self.edit(name, partial(_scale_axis, by=gain, dim=dim))
-                if shift is not None and taken:
+                if shift is not None and folds_bias:
                     assert bias is not None
                     self.edit(
                         _bias_name(bias, entry),
                         partial(self._shifted, name=name, dim=dim, shift=shift),
                     )
         if norm.bias is not None and shift is not None:
-            if taken:
+            if folds_bias:
                 self.constants[norm.bias] = 0.0
             else:
                 lost = (gain == 0) & (shift != 0)
                 if bool(lost.any()):
                     raise SpecError(
                         f'"{norm.gain}" cannot be folded: {int(lost.sum())} zero gains have a '
-                        "bias that its reader, without one, cannot take up"
+                        "nonzero bias, which a reader without a bias cannot absorb"
                     )
                 self.edit(
                     norm.bias,
@@ -186,8 +200,8 @@ class _Folding:
         self.constants[norm.gain] = norm.neutral
 
     def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
-        """a + W b, with the values that W had before folding. A convolution adds up its kernel too:
-        b is the same at every place that it reads.
+        """Return a + W b with the values of W before folding. The kernel of a convolution is summed
+        too: b is the same at every position it reads.
         """
         w = to_work_dtype(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
         total = _scale_axis(w, shift, dim).sum(dim)
@@ -196,82 +210,87 @@ class _Folding:
         if total.numel() != a.numel():
             raise SpecError(
                 f'"{name}" of shape {list(w.shape)} reads a norm, but its bias of shape '
-                f"{list(a.shape)} cannot take the norm's bias up"
+                f"{list(a.shape)} cannot absorb the norm's bias"
             )
         return a + total.reshape(a.shape)
 
     def fold_back(self, scale: Scale) -> None:
+        """Fold a LayerScale into its writers."""
         gain = to_work_dtype(self.state[scale.gain])
         for weight, bias in scale.writers:
             for pattern in [weight] if bias is None else [weight, bias]:
-                for name, entry in self.each(pattern).items():
+                for name, entry in self.entries(pattern).items():
                     dim = _writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
                     self.edit(name, partial(_scale_axis, by=gain, dim=dim))
         self.constants[scale.gain] = 1.0
 
     def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
-        out: dict[str, Callable[[], Tensor]] = {
+        """Return a thunk for every tensor of the folded state."""
+        thunks: dict[str, Callable[[], Tensor]] = {
             name: partial(self.state.__getitem__, name) for name in self.state
         }
-        out |= {name: partial(self._edited, name, rounded) for name in self.edits}
-        for alias in (
-            self.edits.keys() & self.spec.ties.keys()
-        ):  # the one it repeats may not be stored: it becomes a tensor of its own too
-            out.setdefault(
+        thunks |= {name: partial(self._run_edits, name, rounded) for name in self.edits}
+        # The tensor that an untied one repeats may not be stored: it becomes its own tensor too.
+        for alias in self.edits.keys() & self.spec.ties.keys():
+            thunks.setdefault(
                 self.spec.ties[alias], partial(self.state.__getitem__, self.source(alias))
             )
-        out |= {
-            name: partial(self._constant, name, value) for name, value in self.constants.items()
+        thunks |= {
+            name: partial(self._make_constant, name, value)
+            for name, value in self.constants.items()
         }
-        return out
+        return thunks
 
-    def _constant(self, name: str, value: float) -> Tensor:
+    def _make_constant(self, name: str, value: float) -> Tensor:
         return self.state[name].new_full(self.state[name].shape, value)
 
-    def _edited(self, name: str, rounded: bool) -> Tensor:
+    def _run_edits(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
         work = to_work_dtype(original) * self.spec.untied.get(name, 1.0)
-        for change in self.edits[name]:
-            work = change(work)
+        for edit in self.edits[name]:
+            work = edit(work)
         return work.to(original.dtype) if rounded else work
 
 
 def to_work_dtype(x: Tensor) -> Tensor:
-    """Folding's precision: float64, or float32 for what was stored in half precision."""
+    """Convert a tensor to the precision of folding: float64, or float32 if it is half precision."""
     import torch
 
     return x.to(torch.float64 if x.dtype.itemsize >= 4 else torch.float32)
 
 
 def _scale_axis(w: Tensor, by: Tensor, dim: int) -> Tensor:
-    """w with one axis multiplied by a vector, which repeats where the axis is a multiple of it."""
+    """Multiply one axis of w by a vector, repeated if the axis is a multiple of its length."""
     shape = [1] * w.dim()
     shape[dim] = -1
     return w * by.repeat(w.shape[dim] // by.shape[0]).to(w.dtype).view(shape)
 
 
 def _bias_name(bias: str, entry: StoredTensor) -> str:
-    """The bias of a weight: of one of a stack that is stored apart, that of the same place."""
+    """Return the name of a weight's bias. For a tensor of a stack, it is the bias at the same
+    place.
+    """
     return bias if entry.parent is None else bias.replace(f"{{{entry.parent}}}", str(entry.place))
 
 
 def _reading_axis(entry: StoredTensor, gain: ax.Term) -> int:
-    """The axis of a reader that contracts what the norm writes."""
+    """Return the axis of a reader that is contracted with the norm's output."""
     return _axis(entry, gain, star=True)
 
 
 def _writing_axis(entry: StoredTensor, gain: ax.Term) -> int:
+    """Return the axis of a writer that the gain multiplies."""
     return _axis(entry, gain, star=False)
 
 
 def _axis(entry: StoredTensor, gain: ax.Term, star: bool) -> int:
     wanted = {leaf.space for leaf in ax.leaves(gain)}
     for dim, term in enumerate(ax.parse(entry.axes).terms):
-        found = list(ax.leaves(term))
+        leaves = list(ax.leaves(term))
         if (
-            found
-            and {leaf.space for leaf in found} == wanted
-            and all(leaf.star == star for leaf in found)
+            leaves
+            and {leaf.space for leaf in leaves} == wanted
+            and all(leaf.star == star for leaf in leaves)
         ):
             return dim
     raise SpecError(

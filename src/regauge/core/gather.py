@@ -1,8 +1,8 @@
-"""A permutation along one axis of a torch tensor, whose backward pass is a gather as well.
+"""Permutation along one axis of a torch tensor, with a gather as its backward pass.
 
-torch's own `index_select` is slow along the last axis (about eight times a `gather` by an index
-that is expanded and never stored), and its backward pass adds into zeros. A permutation has an
-inverse: the gradient is gathered by that.
+torch's `index_select` is slow along the last axis (about eight times the time of a `gather` by an
+expanded index, which is never stored), and its backward pass adds into zeros. A permutation has an
+inverse, by which the gradient is gathered.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ _apply: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor] 
 def permute(
     x: torch.Tensor, index: torch.Tensor, dim: int, inverse: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """out[.., i, ..] = x[.., index[i], ..] for a permutation `index`. Any dtype; differentiable,
-    forwards and backwards, and under torch.func.
+    """Permute one axis: out[.., i, ..] = x[.., index[i], ..]. Differentiable in forward and reverse
+    mode, and under torch.func.
 
-    `inverse` is the inverse of `index`, where it is at hand.
+    Args:
+        x: A tensor of any dtype.
+        index: The permutation.
+        dim: The axis.
+        inverse: The inverse of `index`, if known already.
     """
-    if (
-        not x.dtype.is_floating_point or x.dtype.itemsize < 2
-    ):  # gather has no kernel for 8-bit floats
+    # gather has no kernel for 8-bit floats
+    if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         return x.index_select(dim, index)
     return _apply(x, index, index.argsort() if inverse is None else inverse, dim % x.dim())

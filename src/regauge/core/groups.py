@@ -1,11 +1,12 @@
-"""The groups that a space may have: six verbs each (identity, sample, act, inverse, compose, fit).
+"""The groups that can act on a space, with six verbs: identity, sample, act, inverse, compose, fit.
 
 A group is a value without a size; a member is a stack of `count` matrices (one per index of the
-space's parent, or one). `within(kind)` is the largest subgroup of a kind: "permutation" (stored
-losslessly), "signed", "orthogonal" (norms kept), "full". `fault` says why a member is not in the
-group, or stretches more than `LIMIT` allows. Registry: `GROUPS`, by the name that spec files use.
+space's parent, or one). `within(kind)` returns the largest subgroup of a kind: "permutation"
+(lossless in storage), "signed", "orthogonal" (preserves norms), "full". `fault` returns the reason
+why a member is not in the group or stretches more than `MAX_STRETCH`. Registry: `GROUPS`, by the
+names in spec files.
 
-`fit` finds the member that moves x nearest to y; fitting.py says what its three sides are.
+`fit` returns the member that brings x nearest to y; fit.py explains its three sides.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ Kind = Literal["permutation", "signed", "orthogonal", "full"]
 KINDS: tuple[Kind, ...] = ("permutation", "signed", "orthogonal", "full")
 
 # Sampled scales and singular values lie within [1/sqrt(3), sqrt(3)]: condition numbers of at most
-# 3, which bf16 bears.
+# 3, which bf16 tolerates.
 _SPREAD = math.log(3.0) / 2
 
 
 class Group(ABC):
-    """The verbs that all groups share. A group adds identity, sample, fit, within, fault, and its
-    size in bits or dimensions.
+    """Base class of the groups. A subclass adds sample, fit, within, fault, and its size in bits or
+    dimensions.
     """
 
     name: ClassVar[str]
@@ -63,54 +64,62 @@ class Group(ABC):
         return self.name
 
     def identity(self, size: int, count: int = 1) -> Member:
+        """Return `count` identities of a size."""
         return Monomial(np.tile(np.arange(size), (count, 1)))
 
     @abstractmethod
-    def sample(self, size: int, count: int, stream: Stream) -> Member: ...
+    def sample(self, size: int, count: int, stream: Stream) -> Member:
+        """Sample `count` members of a size from a stream of random numbers."""
 
     def act(
         self, member: Member, x: torch.Tensor, dim: int = -1, *, dual: bool = False
     ) -> torch.Tensor:
-        """Move one axis of x, of size count * size, by the member (or its dual)."""
+        """Transform one axis of x, of size count * size, by the member (or its dual)."""
         from regauge.core.steps import step
 
         return step(member.dual() if dual else member)(x, dim)
 
     def inverse(self, member: Member) -> Member:
+        """Return the inverse of a member."""
         return member.inverse()
 
     def compose(self, a: Member, b: Member) -> Member:
-        """b first, then a."""
+        """Return the member that applies b first, then a."""
         return a.after(b)
 
     @abstractmethod
     def fit(
         self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
-    ) -> Member: ...
+    ) -> Member:
+        """Return the member that brings x nearest to y, over pairs (y, x) of up to three sides."""
 
     @abstractmethod
-    def within(self, kind: Kind) -> Group: ...
+    def within(self, kind: Kind) -> Group:
+        """Return the largest subgroup of a kind."""
 
     @abstractmethod
-    def fault(self, member: Member) -> str | None: ...
+    def fault(self, member: Member) -> str | None:
+        """Return the reason why a member is not in the group, or None. It completes "the element
+        ...".
+        """
 
     def bits(self, size: int) -> float:
-        """log2 of the number of members; of the discrete part where the group is continuous."""
+        """Return log2 of the number of members, or of the discrete part of a continuous group."""
         return 0.0
 
     def dim(self, size: int) -> int:
-        """The number of continuous parameters."""
+        """Return the number of continuous parameters."""
         return 0
 
     @property
     def is_orthogonal(self) -> bool:
-        """Are all members orthogonal, so that the star changes nothing?"""
+        """Whether all members are orthogonal, so that they equal their duals."""
         return True
 
 
 @dataclass(frozen=True)
 class Trivial(Group):
-    """Nothing but the identity."""
+    """The identity alone."""
 
     name = "trivial"
 
@@ -128,12 +137,12 @@ class Trivial(Group):
 
     def fault(self, member: Member) -> str | None:
         same = np.allclose(member.matrix(), np.eye(member.size), atol=1e-9)
-        return None if same else "moves something"
+        return None if same else "is not the identity"
 
 
 @dataclass(frozen=True)
 class Permutation(Group):
-    """S_n: what LayerNorm gains and GELU leave."""
+    """S_n: the symmetry of LayerNorm gains and GELU."""
 
     name = "permutation"
 
@@ -160,7 +169,7 @@ class Permutation(Group):
 
 @dataclass(frozen=True)
 class SignedPermutation(Permutation):
-    """Permutations with signs: what RMSNorm gains and odd functions leave."""
+    """Permutations with signs: the symmetry of RMSNorm gains and odd functions."""
 
     name = "signed"
 
@@ -188,8 +197,8 @@ class SignedPermutation(Permutation):
 
 @dataclass(frozen=True)
 class Scaling(Group):
-    """Permutations with a scale for each coordinate: positive (ReLU), or any but zero (the up and
-    down side of a gated FFN).
+    """Permutations with a scale per coordinate: positive (ReLU), or nonzero (the up and down side
+    of a gated FFN).
     """
 
     positive: bool
@@ -238,7 +247,7 @@ class Scaling(Group):
 
 @dataclass(frozen=True)
 class Orthogonal(Group):
-    """O(n): what RMSNorm leaves once its gains are folded."""
+    """O(n): the symmetry of RMSNorm once its gains are folded."""
 
     name = "orthogonal"
 
@@ -260,11 +269,8 @@ class Orthogonal(Group):
         if isinstance(member, Monomial):
             return SignedPermutation().fault(member)
         m = member.matrix()
-        return (
-            None
-            if np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7)
-            else "is not orthogonal"
-        )
+        orthogonal = np.allclose(m @ m.swapaxes(1, 2), np.eye(member.size), rtol=0, atol=1e-7)
+        return None if orthogonal else "is not orthogonal"
 
     def bits(self, size: int) -> float:
         return 1.0
@@ -275,8 +281,8 @@ class Orthogonal(Group):
 
 @dataclass(frozen=True)
 class OrthogonalFixingOnes(Orthogonal):
-    """The orthogonal matrices that keep the all-ones vector: what LayerNorm leaves once its gains
-    are folded.
+    """The orthogonal matrices that fix the all-ones vector: the symmetry of LayerNorm once its
+    gains are folded.
     """
 
     name = "orthogonal-ones"
@@ -299,8 +305,8 @@ class OrthogonalFixingOnes(Orthogonal):
     def fault(self, member: Member) -> str | None:
         if isinstance(member, Monomial):
             return Permutation().fault(member)
-        kept = np.allclose(member.matrix().sum(2), 1, rtol=0, atol=1e-7)
-        return super().fault(member) or (None if kept else "does not keep the all-ones vector")
+        fixes_ones = np.allclose(member.matrix().sum(2), 1, rtol=0, atol=1e-7)
+        return super().fault(member) or (None if fixes_ones else "does not fix the all-ones vector")
 
     def bits(self, size: int) -> float:
         return 1.0 if size > 1 else 0.0
@@ -311,8 +317,8 @@ class OrthogonalFixingOnes(Orthogonal):
 
 @dataclass(frozen=True)
 class Rotary(Group):
-    """One turn, and unless `unit` one scale, for each 2-plane: what rotary positions leave of the
-    query-key product.
+    """One rotation, and unless `unit` one scale, per 2-plane: the symmetry of the query-key product
+    under rotary positions.
     """
 
     layout: Layout
@@ -374,7 +380,7 @@ class Rotary(Group):
 
 @dataclass(frozen=True)
 class PlaneSigns(Rotary):
-    """One sign for each 2-plane: what QK-norm with rotary positions leaves."""
+    """One sign per 2-plane: the symmetry of QK-norm with rotary positions."""
 
     unit: bool = True
 
@@ -390,23 +396,21 @@ class PlaneSigns(Rotary):
     def fit(
         self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None
     ) -> Member:
-        turn = super().fit(plain, dual, bar)
-        assert isinstance(turn, Planes)
-        return Planes(np.where(turn.factor.real < 0, -1.0, 1.0).astype(np.complex128), self.layout)
+        fitted = super().fit(plain, dual, bar)
+        assert isinstance(fitted, Planes)
+        signs = np.where(fitted.factor.real < 0, -1.0, 1.0)
+        return Planes(signs.astype(np.complex128), self.layout)
 
     def within(self, kind: Kind) -> Group:
         return Trivial() if kind == "permutation" else self
 
     def fault(self, member: Member) -> str | None:
-        wrong = super().fault(member)
-        if wrong:
-            return wrong
-        m = member.matrix()
-        return (
-            None
-            if np.allclose(np.abs(np.einsum("kii->ki", m)), 1, rtol=0, atol=1e-9)
-            else "turns planes by more than a sign"
-        )
+        fault = super().fault(member)
+        if fault:
+            return fault
+        diagonal = np.einsum("kii->ki", member.matrix())
+        only_signs = np.allclose(np.abs(diagonal), 1, rtol=0, atol=1e-9)
+        return None if only_signs else "rotates planes by more than a sign"
 
     def bits(self, size: int) -> float:
         return size / 2
@@ -417,18 +421,18 @@ class PlaneSigns(Rotary):
 
 @dataclass(frozen=True)
 class GeneralLinear(Group):
-    """Every invertible matrix: what a dot product leaves."""
+    """The invertible matrices: the symmetry of a dot product."""
 
     name = "linear"
 
     def sample(self, size: int, count: int, stream: Stream) -> Member:
-        """U diag(s) V with U, V Haar and log s uniform: condition number at most 3."""
+        """Sample U diag(s) V with U, V Haar and log s uniform: condition number at most 3."""
 
-        def one() -> Floats:
+        def sample_matrix() -> Floats:
             u, v = haar(size, stream), haar(size, stream)
             return np.asarray((u * np.exp(_SPREAD * (2 * stream.uniforms(size) - 1))) @ v)
 
-        return Dense(np.stack([one() for _ in range(count)]))
+        return Dense(np.stack([sample_matrix() for _ in range(count)]))
 
     def fit(
         self, plain: Pair | None = None, dual: Pair | None = None, bar: Pair | None = None

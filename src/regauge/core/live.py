@@ -1,5 +1,5 @@
-"""Moving a live module in place, with its gradients and the state of its optimizer, so that
-training goes on across the move.
+"""In-place transforms of a live module with its gradients and optimizer state, so that training
+can continue.
 """
 
 from __future__ import annotations
@@ -34,57 +34,64 @@ def apply_(
     *,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Move a live module in place, its gradients too, and with it the state of its optimizer, so
-    that training goes on across the move.
+    """Transform a live module in place, with its gradients and optimizer state.
 
-    Everything that can be wrong is looked at first: a refused move changes nothing.
+    Everything is checked first: if an error is raised, nothing has changed. First moments and
+    momenta transform as gradients do, second moments by the permutation alone.
 
-    First moments and momenta follow as gradients do, second moments by the permutation alone. With
-    an optimizer, the element must be made of (signed) permutations: Adam-type states have no other
-    symmetry.
+    Args:
+        g: The element. With an optimizer it must consist of (signed) permutations, since Adam-type
+            states have no other symmetry.
+        module: The module.
+        part: Transform only this part: embed, backbone or head.
+        optimizer: The optimizer of the module, if training continues.
+
+    Raises:
+        ElementError: The element is not allowed, or the optimizer's state cannot follow it.
+        SpecError: The module does not fit the element's spec.
     """
     import torch
 
     g.require()
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    every = {**tensors, **dict(module.named_parameters(remove_duplicate=False))}
+    with_ties = {**tensors, **dict(module.named_parameters(remove_duplicate=False))}
     known = stored_tensors(g.spec)
-    missing = [name for name in known if name not in every]
+    missing = [name for name in known if name not in with_ties]
     if missing:
         raise SpecError(
-            f'the module has no "{missing[0]}", which the spec "{g.spec.family}" speaks of '
-            f"({len(missing)} such names)",
-            hint="move the model inside its wrapper (DDP, PEFT), before adapters are put on",
+            f'the module has no "{missing[0]}", which is in the spec "{g.spec.family}" '
+            f"({len(missing)} missing)",
+            hint="pass the model inside its wrapper (DDP, PEFT), before adapters are added",
         )
-    strange = [
+    unexpected = [
         name
         for name, _ in module.named_parameters()
         if name not in known and not g.spec.is_buffer(name)
     ]
-    if strange:
+    if unexpected:
         raise SpecError(
-            f'the module has "{strange[0]}", which is not in the spec "{g.spec.family}"',
-            hint="move the model before adapters are put on",
+            f'the module has "{unexpected[0]}", which is not in the spec "{g.spec.family}"',
+            hint="transform the model before adapters are added",
         )
     require_fixed(g, tensors)
-    plan = [m for m in tensor_transforms(g, part) if m.name in tensors]
-    misfits = check(g.spec, {name: every[name] for name in known})
-    misfits += [
-        Fault(m.name, f'"{m.name}" is {tensors[m.name].dtype}, which follows permutations only')
-        for m in plan
-        if not tensors[m.name].is_floating_point()
-        and not is_permutation_on(g, ax.spaces(m.axes) & g.members.keys())
+    plan = [t for t in tensor_transforms(g, part) if t.name in tensors]
+    faults = check(g.spec, {name: with_ties[name] for name in known})
+    faults += [
+        Fault(t.name, f'"{t.name}" is {tensors[t.name].dtype}, which can only be permuted')
+        for t in plan
+        if not tensors[t.name].is_floating_point()
+        and not is_permutation_on(g, ax.spaces(t.axes) & g.members.keys())
     ]
-    require(misfits, f'the module does not fit the spec "{g.spec.family}"')
+    require(faults, f'the module does not fit the spec "{g.spec.family}"')
     with torch.no_grad():
         states = _transform_optimizer_states(g, plan, tensors, optimizer) if optimizer else []
-        for m in plan:
-            grad, source = tensors[m.name].grad, tensors[m.source].grad
+        for t in plan:
+            grad, source = tensors[t.name].grad, tensors[t.source].grad
             if grad is not None and source is not None:
-                states.append((grad, act(g, source, ax.dual(m.axes), at=m.at)))
-        staged = {m.name: m.run(tensors[m.source]) for m in plan if m.source != m.name}
-        for m in plan:
-            tensors[m.name].copy_(staged[m.name] if m.name in staged else m.run(tensors[m.name]))
+                states.append((grad, act(g, source, ax.dual(t.axes), at=t.at)))
+        staged = {t.name: t.run(tensors[t.source]) for t in plan if t.source != t.name}
+        for t in plan:
+            tensors[t.name].copy_(staged[t.name] if t.name in staged else t.run(tensors[t.name]))
         for target, value in states:
             target.copy_(value)
 
@@ -101,31 +108,32 @@ def _transform_optimizer_states(
     tensors: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
 ) -> list[tuple[Tensor, Tensor]]:
+    """Return (tensor of the optimizer's state, its new value) pairs."""
     import torch
 
     for name, member in g.members.items():
         if SignedPermutation().fault(member):
             raise ElementError(
                 f'the optimizer\'s state cannot follow the element on "{name}": Adam-type '
-                "states keep signed permutations only",
-                hint='draw the element with within="signed", or move before training starts',
+                "states allow signed permutations only",
+                hint='sample the element with within="signed", or apply it before training starts',
             )
     names = {id(tensor): name for name, tensor in tensors.items()}
     if not any(id(p) in names for group in optimizer.param_groups for p in group["params"]):
         raise ElementError(
-            "the optimizer holds parameters that the module does not have",
-            hint="give the optimizer of this module",
+            "the optimizer has parameters that the module does not have",
+            hint="pass the optimizer of this module",
         )
-    for p, held in optimizer.state.items():
-        for key, value in held.items():
-            plain = (
+    for p, state in optimizer.state.items():
+        for key, value in state.items():
+            is_scalar = (
                 isinstance(value, int | float)
                 or value is None
                 or (isinstance(value, torch.Tensor) and value.dim() == 0)
             )
             if (
                 id(p) in names
-                and not plain
+                and not is_scalar
                 and (
                     not isinstance(value, torch.Tensor)
                     or value.shape != p.shape
@@ -133,27 +141,16 @@ def _transform_optimizer_states(
                 )
             ):
                 raise ElementError(
-                    f'the optimizer holds "{key}" for "{names[id(p)]}", which regauge does not '
-                    "know how to move",
-                    hint="move the module before its optimizer is made",
+                    f'the optimizer has a state "{key}" for "{names[id(p)]}", which regauge cannot '
+                    "transform",
+                    hint="transform the module before its optimizer is created",
                 )
-    out: list[tuple[Tensor, Tensor]] = []
-    for m in plan:
-        mine, theirs = (
-            optimizer.state.get(tensors[m.name], {}),
-            optimizer.state.get(tensors[m.source], {}),
-        )
-        for key in (_FIRST_MOMENTS | _SECOND_MOMENTS) & mine.keys() & theirs.keys():
-            if isinstance(mine[key], torch.Tensor):
-                out.append(
-                    (
-                        mine[key],
-                        act(
-                            g,
-                            theirs[key],
-                            ax.dual(m.axes) if key in _FIRST_MOMENTS else ax.bar(m.axes),
-                            at=m.at,
-                        ),
-                    )
-                )
-    return out
+    values: list[tuple[Tensor, Tensor]] = []
+    for t in plan:
+        target = optimizer.state.get(tensors[t.name], {})
+        source = optimizer.state.get(tensors[t.source], {})
+        for key in (_FIRST_MOMENTS | _SECOND_MOMENTS) & target.keys() & source.keys():
+            if isinstance(target[key], torch.Tensor):
+                axes = ax.dual(t.axes) if key in _FIRST_MOMENTS else ax.bar(t.axes)
+                values.append((target[key], act(g, source[key], axes, at=t.at)))
+    return values

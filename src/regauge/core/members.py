@@ -1,9 +1,9 @@
-"""Members of groups, as numbers: three representations, each a stack of `count` invertible matrices
-of one `size`.
+"""Members of groups: three representations, each a stack of `count` invertible matrices of one
+`size`.
 
-Convention. A member moves vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] *
-x[index[i]]. `Planes` multiplies the complex number of each 2-plane. `a.after(b)` is b first, then
-a. `dual` is the inverse transpose: what acts on an axis that is contracted.
+Convention. A member transforms vectors: x -> M x. A `Monomial` gathers: (M x)[i] = scale[i] *
+x[index[i]]. `Planes` multiplies the complex number of each 2-plane. `a.after(b)` applies b first,
+then a. `dual` is the inverse transpose, which acts on contracted axes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from regauge.core.rng import Floats, Ints
 Complexes = npt.NDArray[np.complex128]
 Layout = Literal["half", "interleaved"]
 
-# The largest ratio between two factors by which a member stretches, 1 counted among them: so it
-# bounds condition numbers and scales alike. Rounding grows with it: at the limit a float32 model
-# still keeps its function to about 1e-4. Six samples composed stay within.
+# The largest ratio between two factors by which a member stretches, with 1 counted as a factor: it
+# bounds condition numbers and scales alike. Rounding errors grow with it: at the limit a float32
+# model keeps its function to about 1e-4. Six samples composed stay within the limit.
 MAX_STRETCH = 1e3
 
 
 @dataclass(frozen=True, eq=False)
 class Monomial:
-    """A permutation, perhaps with a scale (or sign) for each coordinate. `scale` is None for plain
+    """A permutation, with an optional scale (or sign) per coordinate. `scale` is None for plain
     permutations.
     """
 
@@ -43,9 +43,9 @@ class Monomial:
         return int(self.index.shape[1])
 
     def inverse(self) -> Monomial:
-        back = np.argsort(self.index, axis=1)
+        index = np.argsort(self.index, axis=1)
         return Monomial(
-            back, None if self.scale is None else 1 / np.take_along_axis(self.scale, back, 1)
+            index, None if self.scale is None else 1 / np.take_along_axis(self.scale, index, 1)
         )
 
     def dual(self) -> Monomial:
@@ -56,8 +56,8 @@ class Monomial:
             return Dense(self.matrix()).after(other)
         scale = self.scale
         if other.scale is not None:
-            moved = np.take_along_axis(other.scale, self.index, 1)
-            scale = moved if scale is None else scale * moved
+            permuted = np.take_along_axis(other.scale, self.index, 1)
+            scale = permuted if scale is None else scale * permuted
         return Monomial(np.take_along_axis(other.index, self.index, 1), scale)
 
     def matrix(self) -> Floats:
@@ -104,7 +104,7 @@ class Dense:
         return Dense(self.values[order])
 
     def permutation(self) -> Monomial | None:
-        """The permutation that this matrix follows, or None if it is no monomial matrix."""
+        """Return the permutation part of this matrix, or None if the matrix is not monomial."""
         index = np.abs(self.values).argmax(axis=2)
         stripped = self.values.copy()
         np.put_along_axis(stripped, index[:, :, None], 0.0, 2)
@@ -117,9 +117,10 @@ class Dense:
 
 @dataclass(frozen=True, eq=False)
 class Soft(Dense):
-    """A map that mixes coordinates, doubly stochastic, as a transport plan is: no group element, so
-    that what it moves becomes another function. It acts on every axis alike, as a barycentric
-    average does; on barred axes too.
+    """A doubly stochastic map that mixes coordinates, such as a transport plan.
+
+    It is not a group element: it changes the function. It acts on every axis alike, barred ones
+    too, as a barycentric average does.
     """
 
     def dual(self) -> Soft:
@@ -131,7 +132,7 @@ class Soft(Dense):
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """One turn and one scale for each 2-plane: plane j is (j, j + size/2) in the half-split layout,
+    """One rotation and one scale per 2-plane: plane j is (j, j + size/2) in the half-split layout,
     (2j, 2j+1) in the interleaved one.
     """
 
@@ -169,7 +170,7 @@ class Planes:
         return Planes(self.factor[order], self.layout)
 
     def permutation(self) -> Monomial:
-        """Turns and scales move no coordinate to another's place."""
+        """Return the identity: rotations and scales of planes permute no coordinates."""
         return Monomial(np.tile(np.arange(self.size), (self.count, 1)))
 
 
@@ -177,8 +178,8 @@ Member = Monomial | Dense | Planes
 
 
 def is_exact(member: Member) -> bool:
-    """Does it only permute and flip signs? Then it moves stored numbers bit for bit, in any
-    floating-point format.
+    """Return whether a member only permutes and flips signs, which is exact on stored numbers of
+    any floating-point format.
     """
     match member:
         case Monomial():
@@ -190,7 +191,7 @@ def is_exact(member: Member) -> bool:
 
 
 def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
-    """The first and the second coordinate of every 2-plane."""
+    """Return the first and the second coordinates of all 2-planes."""
     order = np.arange(size)
     return (
         (order[: size // 2], order[size // 2 :]) if layout == "half" else (order[0::2], order[1::2])
@@ -198,18 +199,18 @@ def planes(size: int, layout: Layout) -> tuple[Ints, Ints]:
 
 
 def stretch_ratio(factors: Floats) -> Floats:
-    """For each row of factors (scales, singular values), the largest ratio between two of them, 1
-    counted among them.
+    """Return, for each row of factors (scales, singular values), the largest ratio between two of
+    them, with 1 counted as a factor.
     """
     with np.errstate(divide="ignore"):
         return np.asarray(np.maximum(factors.max(1), 1) / np.minimum(factors.min(1), 1))
 
 
 def stretch_fault(factors: Floats) -> str | None:
-    """Why the factors by which a stack of members stretches are refused, or None."""
-    reaches = stretch_ratio(factors)
-    worst = factors[int(reaches.argmax())]
-    if reaches.max() <= MAX_STRETCH * (1 + 1e-9):
+    """Return why the factors by which a stack of members stretches are not allowed, or None."""
+    ratios = stretch_ratio(factors)
+    worst = factors[int(ratios.argmax())]
+    if ratios.max() <= MAX_STRETCH * (1 + 1e-9):
         return None
     return (
         f"stretches by factors from {worst.min():.3g} to {worst.max():.3g}, which with 1 "
@@ -218,7 +219,9 @@ def stretch_fault(factors: Floats) -> str | None:
 
 
 def monomial_scale(member: Member) -> tuple[Floats, str | None]:
-    """The scales of a member as a permutation with scales, or the reason why it is none."""
+    """Return the scales of a member, and the reason why it is not a permutation with scales, or
+    None.
+    """
     if not isinstance(member, Monomial):
         values = member.matrix()
         order = Dense(values).permutation()
@@ -231,7 +234,7 @@ def monomial_scale(member: Member) -> tuple[Floats, str | None]:
 
 
 def permutation_index(member: Member) -> Ints:
-    """The index of a single permutation."""
+    """Return the index of a single permutation."""
     order = member.permutation()
-    assert order is not None, "a parent moves by permutations"
+    assert order is not None, "parents are permuted only"
     return np.asarray(order.index[0], np.int64)

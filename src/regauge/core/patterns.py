@@ -1,12 +1,12 @@
-"""Patterns of tensor names that come from files: a subset of Python's regular expressions, matched
+"""Patterns of tensor names from untrusted files: a subset of Python's regular expressions, matched
 in bounded time.
 
 Supported are literals, `.`, classes (`[a-z_]`, `\\d`, `\\w`, `\\s`), groups, `|`, the quantifiers
 `* + ? {m} {m,} {m,n}` and the anchors `^` and `$`. Look-around, back-references, flags and word
-boundaries are rejected. A pattern that is accepted matches what `re.fullmatch` matches.
+boundaries are rejected. An accepted pattern matches what `re.fullmatch` matches.
 
 `re` backtracks: `(a+)+b` takes 2^n steps on a name of n characters. Here a set of states is stepped
-once per character, so a match takes at most `STATES` steps per character, whatever the pattern.
+once per character, so a match takes at most `MAX_STATES` steps per character for any pattern.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from functools import lru_cache
 
 from regauge.errors import PatternError
 
-MAX_LENGTH, MAX_STATES = (
-    500,
-    1000,
-)  # characters of a pattern, and states it may have once its counts are written out
-_MAX_DEPTH = 20  # groups inside each other
-_MAX_CACHED = 10_000  # transitions that are remembered
+MAX_LENGTH = 500  # characters of a pattern
+MAX_STATES = 1000  # states of a pattern, with its counts expanded
+_MAX_DEPTH = 20  # nesting of groups
+_MAX_CACHED = 10_000  # transitions in the cache of a pattern
 
 _Test = Callable[[str], bool]
 _CATEGORIES: dict[str, _Test] = {
@@ -35,30 +33,27 @@ _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a"}
 
 @lru_cache(maxsize=2048)
 def compile_pattern(text: str) -> Pattern:
-    """Read a pattern.
+    """Compile a pattern.
 
     Raises:
-        PatternError: the pattern is malformed, too long, or uses what is not supported.
+        PatternError: The pattern is malformed, too long, or uses unsupported syntax.
     """
     return Pattern(text)
 
 
 class Pattern:
-    """A pattern as a set of states with their transitions (Thompson's construction, stepped as sets
-    and remembered).
+    """A pattern as a nondeterministic automaton (Thompson's construction), stepped by sets of
+    states with a cache of transitions.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self._jumps: list[tuple[int, ...]] = [
-            ()
-        ]  # of each state, those reached without a character; state 0 is the end
-        self._tests: list[tuple[_Test, int] | None] = [
-            None
-        ]  # of each state, the character it takes and where that leads
-        self._anchors: dict[
-            int, str
-        ] = {}  # states that are passed only at the start ("^") or at the end ("$")
+        # For each state, those reached without a character. State 0 is the accepting one.
+        self._jumps: list[tuple[int, ...]] = [()]
+        # For each state, the test of the character it consumes and the state that follows.
+        self._tests: list[tuple[_Test, int] | None] = [None]
+        # States that are passed only at the start ("^") or at the end ("$") of a name.
+        self._anchors: dict[int, str] = {}
         if len(text) > MAX_LENGTH:
             raise PatternError(
                 f"a pattern must have at most {MAX_LENGTH} characters, got {len(text)}: "
@@ -66,7 +61,7 @@ class Pattern:
             )
         node = _Parser(text).parse()
         self._start = self._closure({node(self, 0)}, "^")
-        self._known: dict[tuple[frozenset[int], str], frozenset[int]] = {}
+        self._cache: dict[tuple[frozenset[int], str], frozenset[int]] = {}
 
     def matches(self, name: str) -> bool:
         """Return whether the pattern matches the whole name."""
@@ -75,11 +70,11 @@ class Pattern:
             if not states:
                 return False
             key = (states, character)
-            following = self._known.get(key)
+            following = self._cache.get(key)
             if following is None:
-                if len(self._known) >= _MAX_CACHED:
-                    self._known.clear()
-                following = self._known[key] = self._step(states, character)
+                if len(self._cache) >= _MAX_CACHED:
+                    self._cache.clear()
+                following = self._cache[key] = self._step(states, character)
             states = following
         return 0 in self._closure(set(states), "$" if name else "^$")
 
@@ -88,18 +83,18 @@ class Pattern:
         return self._closure({t[1] for t in tests if t is not None and t[0](character)}, "")
 
     def _closure(self, states: set[int], anchors: str) -> frozenset[int]:
-        """Add every state that is reached without a character. Anchors that do not hold here are
-        kept, and not passed.
+        """Add every state that is reached without a character. States whose anchor does not hold
+        are included, but not passed.
         """
-        waiting, found = list(states), set(states)
-        while waiting:
-            state = waiting.pop()
+        pending, reached = list(states), set(states)
+        while pending:
+            state = pending.pop()
             if self._anchors.get(state, "") not in anchors:
                 continue
-            new = [s for s in self._jumps[state] if s not in found]
-            found.update(new)
-            waiting += new
-        return frozenset(found)
+            new = [s for s in self._jumps[state] if s not in reached]
+            reached.update(new)
+            pending += new
+        return frozenset(reached)
 
     def _add(
         self, jumps: tuple[int, ...] = (), test: tuple[_Test, int] | None = None, anchor: str = ""
@@ -107,7 +102,7 @@ class Pattern:
         """Add a state and return its number."""
         if len(self._jumps) >= MAX_STATES:
             raise PatternError(
-                f"a pattern must have at most {MAX_STATES} states, counts written out: "
+                f"a pattern must have at most {MAX_STATES} states with its counts expanded: "
                 f"{self.text[:80]!r}"
             )
         self._jumps.append(jumps)
@@ -118,7 +113,7 @@ class Pattern:
 
 
 # A node builds the states of a part of the pattern, given the state that follows it, and returns
-# the first.
+# its first state.
 _Node = Callable[[Pattern, int], int]
 
 
@@ -147,17 +142,17 @@ def _alternation(nodes: list[_Node]) -> _Node:
     )
 
 
-def _repeat(node: _Node, least: int, most: int | None) -> _Node:
+def _repeat(node: _Node, minimum: int, maximum: int | None) -> _Node:
     def build(p: Pattern, after: int) -> int:
-        if most is None:
+        if maximum is None:
             loop = p._add()
             p._jumps[loop] = (node(p, loop), after)
             after = loop
         else:
             end = after
-            for _ in range(most - least):
+            for _ in range(maximum - minimum):
                 after = p._add((node(p, after), end))
-        for _ in range(least):
+        for _ in range(minimum):
             after = node(p, after)
         return after
 
@@ -165,7 +160,7 @@ def _repeat(node: _Node, least: int, most: int | None) -> _Node:
 
 
 class _Parser:
-    """A recursive descent over the pattern's text."""
+    """A recursive-descent parser of patterns."""
 
     def __init__(self, text: str) -> None:
         self.text, self.at, self.depth = text, 0, 0
@@ -176,9 +171,9 @@ class _Parser:
             raise self.fault("unbalanced parenthesis")
         return node
 
-    def fault(self, what: str) -> PatternError:
+    def fault(self, message: str) -> PatternError:
         return PatternError(
-            f"pattern {self.text[:80]!r}, character {self.at + 1}: {what}",
+            f"pattern {self.text[:80]!r}, character {self.at + 1}: {message}",
             hint="supported: literals, . [a-z] \\d \\w \\s ( | ) * + ? {m,n} ^ $",
         )
 
@@ -219,7 +214,7 @@ class _Parser:
         return _repeat(node, *counts)
 
     def counts(self) -> tuple[int, int | None] | None:
-        """Read a quantifier, or None. A brace that is none is a literal, as in `re`."""
+        """Read a quantifier, or return None. Any other brace is a literal, as in `re`."""
         simple = {"*": (0, None), "+": (1, None), "?": (0, 1)}.get(self.peek())
         if simple is not None:
             self.at += 1
@@ -232,11 +227,11 @@ class _Parser:
             return None
         if len(low) > 4 or len(high) > 4:
             raise self.fault(f"a count must be below {MAX_STATES}")
-        least, most = int(low or 0), (int(high) if high else None) if comma else int(low)
-        if max(least, most or 0) > MAX_STATES or (most is not None and most < least):
+        minimum, maximum = int(low or 0), (int(high) if high else None) if comma else int(low)
+        if max(minimum, maximum or 0) > MAX_STATES or (maximum is not None and maximum < minimum):
             raise self.fault(f"a count must be below {MAX_STATES}, the smaller first")
         self.at += len(inner) + 2
-        return least, most
+        return minimum, maximum
 
     def atom(self) -> _Node:
         match self.take():
@@ -276,7 +271,7 @@ class _Parser:
         return _character(test if test is not None else character.__eq__)
 
     def escape(self) -> tuple[_Test | None, str]:
-        """Read what follows a backslash: the test of a category, or the literal character."""
+        """Read an escape after its backslash: the test of a category, or a literal character."""
         letter = self.take()
         if letter.lower() in _CATEGORIES:
             test = _CATEGORIES[letter.lower()]
@@ -288,7 +283,7 @@ class _Parser:
         return None, letter
 
     def characters(self) -> _Test:
-        """Read a class, behind its bracket."""
+        """Read a character class after its bracket."""
         negated = self.peek() == "^"
         self.at += negated
         single: set[str] = set()

@@ -1,8 +1,8 @@
-"""The spec: what a model's tensors are, as data. Spaces with size and group, tensors with axes
-strings, and where the model is cut.
+"""Specs: the symmetry of a model as data. Spaces with sizes and groups, tensors with axes strings,
+and the parts at which the model is cut.
 
-A tensor name may hold a space in braces, "experts.{expert.0}.w1.weight" with axes "expert.0 |ffn.0|
-stream*": the checkpoint stores one tensor per index, and the spec reads them as the stack.
+A tensor name may contain a space in braces, "experts.{expert.0}.w1.weight" with axes "expert.0
+|ffn.0| stream*": the checkpoint stores one tensor per index, and the spec treats them as a stack.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from regauge.core.patterns import compile_pattern
 
 PARTS = ("embed", "backbone", "head")
 STACK = re.compile(r"\{([^{}]+)\}")
-# tensors in one stack: they are listed one by one, and a mistaken size must not take forever
+# Tensors in one stack. They are listed one by one, so a wrong size must not take forever.
 MAX_STACK = 10_000
 
 
 class Shaped(Protocol):
-    """Anything with a shape: a tensor, or the header entry of one. Its dtype is looked at if it has
-    one.
+    """Anything with a shape: a tensor, or its entry in a file header. A dtype is checked if
+    present.
     """
 
     @property
@@ -33,14 +33,17 @@ class Shaped(Protocol):
 
 @dataclass(frozen=True)
 class Space:
-    """A space: its size, the largest group that commutes with everything that touches it, and why
-    it is not larger.
+    """A space that axes are indexed by.
 
-    `over` names a parent: one member per index of it. `folded` is the group after `fold_norms`,
-    where that is larger. `constant` says what becomes of a vector that is added at every token:
-    "unseen" if on the dual side it changes nothing (keys under a softmax), "passed" if on the plain
-    side it arrives at the readers as it is (values, whose weights sum to one), and nothing if
-    neither is known.
+    Args:
+        size: Its dimension.
+        group: The largest group that commutes with all operations on the space.
+        over: The parent space, if the group has one member per index of a parent.
+        folded: The group after `fold_norms`, if larger.
+        why: The reason why the group is not larger.
+        constant: The effect of a vector that is added at every token: "unseen" if it has none on
+            the dual side (keys under a softmax), "passed" if on the plain side it reaches the
+            readers unchanged (values, whose attention weights sum to one), "" if unknown.
     """
 
     size: int
@@ -53,12 +56,16 @@ class Space:
 
 @dataclass(frozen=True)
 class Norm:
-    """A norm that can be folded: its gain (and bias), and the (weight, bias) of every layer that
-    reads it.
+    """A norm that can be folded.
 
-    `neutral` is the stored value that means no gain: 1, or 0 where the model adds one to it.
-    `padded`: zeros are put in between norm and readers (Swin fills up its windows, a convolution
-    its edges), so only the gain may go into the readers; the bias must stay before the padding.
+    Args:
+        gain: The tensor of its gain.
+        bias: The tensor of its bias, if it has one.
+        readers: The (weight, bias) of every layer that reads the norm.
+        neutral: The stored value that means a gain of one: 1, or 0 if the model adds one to it.
+        padded: Whether zeros are inserted between norm and readers (Swin pads its windows, a
+            convolution its edges). Then only the gain is folded; the bias must stay before the
+            padding.
     """
 
     gain: str
@@ -70,8 +77,8 @@ class Norm:
 
 @dataclass(frozen=True)
 class Scale:
-    """A gain on the writer side of a residual branch (LayerScale): folds backwards into the
-    (weight, bias) of its writers.
+    """A gain at the end of a residual branch (LayerScale), which folds back into the (weight, bias)
+    of its writers.
     """
 
     gain: str
@@ -82,12 +89,22 @@ class Scale:
 class Spec:
     """The symmetry of one model.
 
-    `ties` maps a name to the tensor it repeats; `untied` holds the factor that a repeated tensor
-    takes when it becomes its own (1 if absent), and `untied_config` what config.json says then
-    besides "tie_word_embeddings": false. `outputs` gives the axes of what callers see: a space
-    there is *visible*. `fixed` holds tensors that must be constant (folded gains). `buffers` are
-    patterns of names that checkpoints may carry and that nothing moves. `config` is what
-    config.json must say for this state.
+    Args:
+        family: The name of the model family.
+        spaces: The spaces by name.
+        tensors: The axes string of every tensor.
+        parts: The part of every tensor: embed, backbone or head.
+        ties: From a tensor's name to the name of the tensor it repeats.
+        untied: The factor of a repeated tensor when it is stored separately (1 if absent).
+        untied_config: Entries of config.json when a tie is removed, besides "tie_word_embeddings":
+            false.
+        outputs: The axes of the model's outputs. Spaces in them are *visible*.
+        norms: The norms that can be folded.
+        scales: The LayerScales that can be folded.
+        fixed: Tensors that must be constant (folded gains), with their values.
+        buffers: Patterns of names that checkpoints may contain and that nothing transforms.
+        notes: Remarks for readers.
+        config: Entries that config.json must have for this state.
     """
 
     family: str
@@ -107,30 +124,33 @@ class Spec:
 
     @property
     def sizes(self) -> dict[str, int]:
+        """The size of every space."""
         return {name: space.size for name, space in self.spaces.items()}
 
     @property
     def visible(self) -> frozenset[str]:
-        """The spaces that callers see at the outputs: moving them changes what the model
-        returns.
-        """
+        """The spaces of the outputs: transforming them changes what the model returns."""
         return frozenset().union(*(ax.spaces(a) for a in self.outputs.values()))
 
     def count(self, name: str) -> int:
-        """How many members an element has in this space: one, or one per index of the parent."""
+        """Return how many members an element has in a space: one, or one per index of its
+        parent.
+        """
         over = self.spaces[name].over
         return 1 if over is None else self.spaces[over].size
 
     def children(self, name: str) -> list[str]:
+        """List the spaces that lie over a space."""
         return [s for s, space in self.spaces.items() if space.over == name]
 
     def is_buffer(self, name: str) -> bool:
+        """Return whether a tensor name matches a pattern of `buffers`."""
         return any(compile_pattern(pattern).matches(name) for pattern in self.buffers)
 
 
 class StoredTensor(NamedTuple):
-    """One tensor as it is stored: its pattern in the spec, the axes it has, and its place in the
-    stack if it is one of a stack.
+    """One tensor as stored: its pattern in the spec, its axes, and if it is part of a stack, the
+    space of the stack and its place there.
     """
 
     pattern: str
@@ -140,21 +160,22 @@ class StoredTensor(NamedTuple):
 
 
 def stored_tensors(spec: Spec) -> dict[str, StoredTensor]:
-    """Every tensor name that a state of this spec has, stacks unrolled."""
+    """Return the tensors in a state of this spec by name, stacks unrolled."""
     return dict(iter_stored_tensors(spec))
 
 
 def iter_stored_tensors(spec: Spec) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield the items of `stored_tensors` one by one."""
     for pattern, text in spec.tensors.items():
-        found = STACK.search(pattern)
-        if not found:
+        braces = STACK.search(pattern)
+        if not braces:
             yield pattern, StoredTensor(pattern, text)
             continue
-        parent = found.group(1)
+        parent = braces.group(1)
         terms = ax.parse(text).terms
         rest = str(ax.Axes(terms[1:]))
         for i in range(spec.spaces[parent].size):
             yield (
-                pattern[: found.start()] + str(i) + pattern[found.end() :],
+                pattern[: braces.start()] + str(i) + pattern[braces.end() :],
                 StoredTensor(pattern, rest, parent, i),
             )

@@ -1,7 +1,7 @@
-"""Steps along one axis: what a member does to it, and how steps are joined.
+"""Steps along one axis of a tensor: the operations of a member, and their composition.
 
 Permutations gather, (p . x)[i] = x[p[i]], and are never multiplied out: all gathers along one axis
-become one index.
+are fused into one index.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Gather:
 
     @property
     def is_exact(self) -> bool:
-        """Does it change places and signs, and nothing else?"""
+        """Whether it only permutes and flips signs."""
         return self.scale is None or bool((np.abs(self.scale) == 1).all())
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
@@ -103,14 +103,14 @@ class RotatePlanes:
         rows = x.movedim(dim, -1)
         blocks = rows.reshape(*rows.shape[:-1], count, 2 * half)
         a, b = blocks.index_select(-1, first), blocks.index_select(-1, second)
-        joined = torch.cat([a * re - b * im, a * im + b * re], dim=-1)
-        back = torch.argsort(torch.cat([first, second]))
-        return joined.index_select(-1, back).reshape(rows.shape).movedim(-1, dim)
+        rotated = torch.cat([a * re - b * im, a * im + b * re], dim=-1)
+        order = torch.argsort(torch.cat([first, second]))
+        return rotated.index_select(-1, order).reshape(rows.shape).movedim(-1, dim)
 
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """A direct sum of unlike steps: each acts on its own stretch of the axis."""
+    """A direct sum of different steps: each acts on its own range of the axis."""
 
     chains: tuple[Chain, ...]
 
@@ -132,32 +132,34 @@ Step = Gather | Multiply | RotatePlanes | Blocks
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Steps along one axis, first one first. No steps: nothing acts."""
+    """Steps along one axis, in the order in which they are applied. Without steps, the identity."""
 
     size: int
     steps: tuple[Step, ...] = ()
 
     def __call__(self, x: Tensor, dim: int) -> Tensor:
-        for one in self.steps:
-            x = one(x, dim)
+        for step in self.steps:
+            x = step(x, dim)
         return x
 
     def then(self, later: Chain) -> Chain:
+        """Append the steps of another chain. Consecutive gathers are fused."""
         steps = list(self.steps)
-        for one in later.steps:
-            if steps and isinstance(steps[-1], Gather) and isinstance(one, Gather):
-                steps[-1] = _fuse(steps[-1], one)
+        for step in later.steps:
+            if steps and isinstance(steps[-1], Gather) and isinstance(step, Gather):
+                steps[-1] = _fuse(steps[-1], step)
             else:
-                steps.append(one)
+                steps.append(step)
         return Chain(self.size, tuple(steps))
 
     @property
     def gather(self) -> Gather | None:
-        """The one gather that this chain is, if it is just that."""
+        """The gather that this chain consists of, or None if it is anything else."""
         return self.steps[0] if len(self.steps) == 1 and isinstance(self.steps[0], Gather) else None
 
 
 def _fuse(first: Gather, later: Gather) -> Gather:
+    """Return the gather that applies one gather after another."""
     scale = later.scale
     if first.scale is not None:
         scale = first.scale[later.index] if scale is None else scale * first.scale[later.index]
@@ -165,8 +167,8 @@ def _fuse(first: Gather, later: Gather) -> Gather:
 
 
 def step(member: Member) -> Step:
-    """A member as a step along an axis of size count * size: its matrices are the diagonal blocks,
-    in order.
+    """Return a member as a step along an axis of size count * size, with its matrices as diagonal
+    blocks.
     """
     match member:
         case Monomial():
@@ -186,8 +188,8 @@ def step(member: Member) -> Step:
 
 
 def _flip_planes(member: Planes) -> Gather:
-    """A sign for each 2-plane: nothing changes its place, and unlike a product of complex numbers
-    it keeps every bit of a zero.
+    """Return a step that flips the signs of 2-planes. Unlike a product of complex numbers it keeps
+    every bit of a zero.
     """
     scale = np.empty((member.count, member.size))
     for side in planes(member.size, member.layout):
@@ -196,7 +198,7 @@ def _flip_planes(member: Planes) -> Gather:
 
 
 def direct_sum(chains: Sequence[Chain]) -> Chain:
-    """Chains side by side along one axis. Like steps are joined; unlike ones stay blocks."""
+    """Concatenate chains along one axis. Steps of one type are joined, others become `Blocks`."""
     size = sum(c.size for c in chains)
     if all(not c.steps for c in chains):
         return Chain(size)
@@ -225,6 +227,7 @@ def direct_sum(chains: Sequence[Chain]) -> Chain:
 
 
 def _join(steps: Sequence[Step]) -> Step | None:
+    """Concatenate steps into one, or return None if their types or blocks differ."""
     first = steps[0]
     if isinstance(first, Multiply) and all(
         isinstance(s, Multiply) and s.values.shape[1:] == first.values.shape[1:] for s in steps
@@ -244,18 +247,19 @@ def _join(steps: Sequence[Step]) -> Step | None:
 
 
 def widen(chain: Chain, width: int) -> Chain:
-    """The chain of an outer factor, on an axis whose inner factors together have this width."""
+    """Extend the chain of an outer factor to an axis whose inner factors have this total width."""
     if width == 1 or not chain.steps:
         return Chain(chain.size * width, chain.steps)
     steps: list[Step] = []
-    for one in chain.steps:
-        if not isinstance(one, Gather):
+    for step in chain.steps:
+        if not isinstance(step, Gather):
             # M (x) I: gather so that the inner index comes first, act, gather back.
             order = np.arange(chain.size * width).reshape(chain.size, width).T.reshape(-1)
-            inner = direct_sum([Chain(chain.size, (one,))] * width)
+            inner = direct_sum([Chain(chain.size, (step,))] * width)
             swap, back = Gather(order), Gather(np.argsort(order))
             steps += [swap, *inner.steps, back]
         else:
-            index = (one.index[:, None] * width + np.arange(width)).reshape(-1)
-            steps.append(Gather(index, None if one.scale is None else np.repeat(one.scale, width)))
+            index = (step.index[:, None] * width + np.arange(width)).reshape(-1)
+            scale = None if step.scale is None else np.repeat(step.scale, width)
+            steps.append(Gather(index, scale))
     return Chain(chain.size * width, tuple(steps))

@@ -1,4 +1,4 @@
-"""Uniform draws from a stream: permutations, and orthogonal matrices, of the whole space or of the
+"""Uniform samples from a stream: permutations, and orthogonal matrices of the full space or of the
 complement of the all-ones vector.
 """
 
@@ -12,17 +12,15 @@ from regauge.core.rng import Floats, Ints, Stream
 
 
 def haar(size: int, stream: Stream) -> Floats:
-    """A Haar-distributed orthogonal matrix, from size^2 normals of the stream in row-major
-    order.
-    """
+    """Sample a Haar-distributed orthogonal matrix from size^2 normals of the stream, row by row."""
     q, r = np.linalg.qr(stream.normals(size * size).reshape(size, size))
     # Fix the signs of R's diagonal: plain QR is not Haar-distributed (Mezzadri 2007, sec. 4).
     return np.asarray(q * np.where(np.diag(r) < 0, -1.0, 1.0))
 
 
 def ones_complement(size: int) -> Floats:
-    """Columns that span the complement of the all-ones vector: the Householder reflection of e_0 to
-    ones/sqrt(n), without its first column.
+    """Return columns that span the complement of the all-ones vector: the Householder reflection of
+    e_0 to ones/sqrt(n), without its first column.
     """
     v = np.full(size, 1 / math.sqrt(size))
     v[0] -= 1.0
@@ -32,8 +30,8 @@ def ones_complement(size: int) -> Floats:
 
 
 def lift(r: Floats) -> Floats:
-    """An orthogonal matrix on the complement of the ones vector, as one of full size that keeps the
-    ones vector.
+    """Extend an orthogonal matrix on the complement of the ones vector to one of full size that
+    fixes the ones vector.
     """
     size = r.shape[0] + 1
     basis = ones_complement(size)
@@ -41,4 +39,5 @@ def lift(r: Floats) -> Floats:
 
 
 def permutations(size: int, count: int, stream: Stream) -> Ints:
+    """Sample `count` uniform permutations."""
     return np.stack([stream.permutation(size) for _ in range(count)])

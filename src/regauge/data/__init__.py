@@ -1,1 +1,1 @@
-"""Examples in, batches out: data sets, tokenizers, tasks."""
+"""Datasets, tokenizers, tasks and the training loop."""

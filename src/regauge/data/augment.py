@@ -1,9 +1,9 @@
-"""Images of a training batch, changed: mirrored, moved, cropped, RandAugment, erased, mixed. All of
-it is from one generator, so that a training that goes on draws what it would have drawn.
+"""Augmentation of image batches: flip, shift, crop, RandAugment, random erasing, mixup and CutMix.
+All random numbers come from one generator, so that a resumed run uses the same ones.
 
-The strong half is DeiT's recipe, which papers 000 and 002 train by: RandAugment 9 / 0.5 (two of
-fifteen changes, each done half of the time, at strength N(9, 0.5) of 10), mixup (alpha 0.8) or
-CutMix (alpha 1), half of the batches each, erasing with noise, and smoothed labels.
+`DEIT_AUGMENTATION` is DeiT's recipe, which papers 000 and 002 use: RandAugment 9 / 0.5 (two of
+fifteen transforms, each applied half of the time, at strength N(9, 0.5) of 10), mixup (alpha 0.8)
+or CutMix (alpha 1), half of the batches each, erasing with noise, and label smoothing.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch.nn.functional as F
 Tensor = torch.Tensor
 AugmentConfig = Mapping[str, Any]
 MAX_STRENGTH = 10.0  # the largest strength of RandAugment
-# DeiT's settings; the image's mean and deviation have to be added, because colours are changed
-# where they are between 0 and 1.
+# The mean and std of the images must be added: colours are transformed with values in [0, 1].
 DEIT_AUGMENTATION: dict[str, Any] = {
     "flip": True,
     "crop": 0.08,
@@ -34,23 +33,28 @@ DEIT_AUGMENTATION: dict[str, Any] = {
 
 
 def augment_images(pixels: Tensor, config: AugmentConfig, rng: np.random.Generator) -> Tensor:
-    """Each image mirrored or not (`flip`), moved by up to `shift` pixels each way (what comes in
-    from outside is zero), cropped to no less than the share `crop` of its area and made as large as
-    before, changed by RandAugment of a `strength` (needs `mean` and `std`), and with a probability
-    `erase` a rectangle of it replaced by noise.
+    """Augment each image of a batch.
+
+    Args:
+        pixels: The images, [n, channels, height, width].
+        config: `flip` mirrors half of the images. `shift` moves each by up to that many pixels,
+            padded with zeros. `crop` crops to at least that fraction of the area and resizes back.
+            `strength` applies RandAugment (needs `mean` and `std`). `erase` is the probability of
+            replacing a rectangle by noise.
+        rng: The source of randomness.
     """
     n, side = len(pixels), pixels.shape[-1]
     if config.get("flip"):
         chosen = torch.from_numpy(rng.random(n) < 0.5).to(pixels.device)
         pixels = torch.where(chosen[:, None, None, None], pixels.flip(-1), pixels)
-    most = int(config.get("shift", 0))
-    if most:
-        wide = F.pad(pixels, (most,) * 4)
-        places = rng.integers(0, 2 * most + 1, (n, 2))
+    shift = int(config.get("shift", 0))
+    if shift:
+        padded = F.pad(pixels, (shift,) * 4)
+        corners = rng.integers(0, 2 * shift + 1, (n, 2))
         pixels = torch.stack(
             [
                 image[:, y : y + side, x : x + side]
-                for image, (y, x) in zip(wide, places, strict=True)
+                for image, (y, x) in zip(padded, corners, strict=True)
             ]
         )
     if config.get("crop"):
@@ -79,92 +83,100 @@ def augment_images(pixels: Tensor, config: AugmentConfig, rng: np.random.Generat
 def mix_images(
     pixels: Tensor, labels: Tensor, classes: int, config: AugmentConfig, rng: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The batch with itself in reverse: all of each image (mixup) or a rectangle of it (CutMix),
-    and labels as shares of classes, smoothed.
+    """Mix a batch with itself in reverse order.
+
+    Args:
+        pixels: The images.
+        labels: Their classes.
+        classes: The number of classes.
+        config: `mixup` and `cutmix` are the alphas of blending images and of pasting rectangles; if
+            both are set, one is chosen at random. `smooth` is the label smoothing.
+        rng: The source of randomness.
+
+    Returns:
+        The mixed images, and labels as class probabilities.
     """
     smooth = float(config.get("smooth", 0.0))
-    shares = F.one_hot(labels, classes).to(pixels.dtype) * (1 - smooth) + smooth / classes
-    ways = [name for name in ("mixup", "cutmix") if config.get(name)]
-    if not ways:
-        return pixels, shares
-    way = ways[int(rng.integers(len(ways)))]
-    own = float(rng.beta(config[way], config[way]))
-    if way == "mixup":
-        pixels = own * pixels + (1 - own) * pixels.flip(0)
+    targets = F.one_hot(labels, classes).to(pixels.dtype) * (1 - smooth) + smooth / classes
+    methods = [name for name in ("mixup", "cutmix") if config.get(name)]
+    if not methods:
+        return pixels, targets
+    method = methods[int(rng.integers(len(methods)))]
+    weight = float(rng.beta(config[method], config[method]))
+    if method == "mixup":
+        pixels = weight * pixels + (1 - weight) * pixels.flip(0)
     else:
-        top, left, height, width = _sample_rectangle(pixels.shape[-2:], 1 - own, 1.0, rng)
+        top, left, height, width = _sample_rectangle(pixels.shape[-2:], 1 - weight, 1.0, rng)
         pixels = pixels.clone()
         other = pixels.flip(0)
         pixels[..., top : top + height, left : left + width] = other[
             ..., top : top + height, left : left + width
         ]
-        own = 1 - height * width / (pixels.shape[-2] * pixels.shape[-1])
-    return pixels, own * shares + (1 - own) * shares.flip(0)
+        weight = 1 - height * width / (pixels.shape[-2] * pixels.shape[-1])
+    return pixels, weight * targets + (1 - weight) * targets.flip(0)
 
 
 def rand_augment(
     image: Tensor, strength: float, rng: np.random.Generator, count: int = 2
 ) -> Tensor:
-    """RandAugment of one image with values between 0 and 1."""
+    """Apply RandAugment to one image with values in [0, 1]: `count` transforms at random."""
     names = list(TRANSFORMS)
-    for name in rng.integers(0, len(names), count):
+    for choice in rng.integers(0, len(names), count):
         level = float(np.clip(rng.normal(strength, 0.5), 0, MAX_STRENGTH)) / MAX_STRENGTH
-        side = 1.0 if rng.random() < 0.5 else -1.0
+        sign = 1.0 if rng.random() < 0.5 else -1.0
         if rng.random() < 0.5:
-            image = TRANSFORMS[names[name]](image, level, side).clamp(0, 1)
+            image = TRANSFORMS[names[choice]](image, level, sign).clamp(0, 1)
     return image
 
 
 def _sample_rectangle(
-    shape: tuple[int, ...], area: float, aspect: float, draw: np.random.Generator
+    shape: tuple[int, ...], area: float, aspect: float, rng: np.random.Generator
 ) -> tuple[int, int, int, int]:
-    """A rectangle of about this share of an image: top, left, height, width."""
+    """Sample a rectangle of about this fraction of an image: top, left, height, width."""
     rows, columns = int(shape[-2]), int(shape[-1])
     height = min(rows, round(math.sqrt(area * rows * columns * aspect)))
     width = min(columns, round(math.sqrt(area * rows * columns / aspect)))
     return (
-        int(draw.integers(0, rows - height + 1)),
-        int(draw.integers(0, columns - width + 1)),
+        int(rng.integers(0, rows - height + 1)),
+        int(rng.integers(0, columns - width + 1)),
         height,
         width,
     )
 
 
-def _random_crop(image: Tensor, least: float, draw: np.random.Generator) -> Tensor:
-    area, aspect = (
-        draw.uniform(least, 1.0),
-        math.exp(draw.uniform(math.log(3 / 4), math.log(4 / 3))),
-    )
-    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, draw)
+def _random_crop(image: Tensor, min_area: float, rng: np.random.Generator) -> Tensor:
+    """Crop an image to a random rectangle and resize it to its former size."""
+    area = rng.uniform(min_area, 1.0)
+    aspect = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, rng)
     part = image[None, :, top : top + max(1, height), left : left + max(1, width)]
     return F.interpolate(
         part, tuple(image.shape[-2:]), mode="bicubic", align_corners=False, antialias=True
     )[0]
 
 
-def _random_erase(image: Tensor, draw: np.random.Generator) -> Tensor:
-    area, aspect = (
-        draw.uniform(0.02, 1 / 3),
-        math.exp(draw.uniform(math.log(0.3), math.log(1 / 0.3))),
-    )
-    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, draw)
+def _random_erase(image: Tensor, rng: np.random.Generator) -> Tensor:
+    """Replace a random rectangle of an image by normal noise."""
+    area = rng.uniform(0.02, 1 / 3)
+    aspect = math.exp(rng.uniform(math.log(0.3), math.log(1 / 0.3)))
+    top, left, height, width = _sample_rectangle(tuple(image.shape[-2:]), area, aspect, rng)
     image = image.clone()
     image[:, top : top + height, left : left + width] = torch.from_numpy(
-        draw.normal(size=(image.shape[0], height, width))
+        rng.normal(size=(image.shape[0], height, width))
     ).to(image)
     return image
 
 
-# What RandAugment does, by the names that it is known by: (image, level from 0 to 1, side -1 or 1).
-# A larger level is always a larger change.
+# The transforms of RandAugment: (image, level in [0, 1], sign -1 or 1). A higher level is always a
+# stronger change.
 
 
-def _auto_contrast(image: Tensor, level: float, side: float) -> Tensor:
+def _auto_contrast(image: Tensor, level: float, sign: float) -> Tensor:
     low, high = image.amin((1, 2), keepdim=True), image.amax((1, 2), keepdim=True)
     return torch.where(high > low, (image - low) / (high - low).clamp(min=1e-12), image)
 
 
-def _equalize(image: Tensor, level: float, side: float) -> Tensor:
+def _equalize(image: Tensor, level: float, sign: float) -> Tensor:
     return torch.stack([_equalize_channel(channel) for channel in image])
 
 
@@ -179,23 +191,25 @@ def _equalize_channel(channel: Tensor) -> Tensor:
 
 
 def _affine(image: Tensor, matrix: list[list[float]]) -> Tensor:
+    """Resample an image by an affine map."""
     theta = torch.tensor([matrix], dtype=image.dtype, device=image.device)
     grid = F.affine_grid(theta, [1, *image.shape], align_corners=False)
     inside = F.grid_sample(torch.ones_like(image)[None], grid, mode="bilinear", align_corners=False)
+    # Pixels from outside of the image are grey.
     return (
         F.grid_sample(image[None], grid, mode="bilinear", align_corners=False) + 0.5 * (1 - inside)
-    )[0]  # grey comes in from outside
+    )[0]
 
 
-def _rotate(image: Tensor, level: float, side: float) -> Tensor:
-    angle = math.radians(30 * level * side)
+def _rotate(image: Tensor, level: float, sign: float) -> Tensor:
+    angle = math.radians(30 * level * sign)
     return _affine(
         image, [[math.cos(angle), -math.sin(angle), 0.0], [math.sin(angle), math.cos(angle), 0.0]]
     )
 
 
-def _blend(image: Tensor, other: Tensor, level: float, side: float) -> Tensor:
-    return other + (1 + 0.9 * level * side) * (image - other)
+def _blend(image: Tensor, other: Tensor, level: float, sign: float) -> Tensor:
+    return other + (1 + 0.9 * level * sign) * (image - other)
 
 
 def _grey(image: Tensor) -> Tensor:
@@ -224,7 +238,7 @@ def _smooth(image: Tensor) -> Tensor:
     return out
 
 
-def _posterize(image: Tensor, level: float, side: float) -> Tensor:
+def _posterize(image: Tensor, level: float, sign: float) -> Tensor:
     bits = 4 - int(4 * level)
     values = (image * 255).round().long().clamp(0, 255)
     return (
@@ -234,34 +248,34 @@ def _posterize(image: Tensor, level: float, side: float) -> Tensor:
     )
 
 
-def _solarize_add(image: Tensor, level: float, side: float) -> Tensor:
+def _solarize_add(image: Tensor, level: float, sign: float) -> Tensor:
     return torch.where(image < 0.5, image + min(128, int(110 * level)) / 255, image)
 
 
 TRANSFORMS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
     "AutoContrast": _auto_contrast,
     "Equalize": _equalize,
-    "Invert": lambda image, level, side: 1 - image,
+    "Invert": lambda image, level, sign: 1 - image,
     "Rotate": _rotate,
     "Posterize": _posterize,
-    "Solarize": lambda image, level, side: torch.where(image < 1 - level, image, 1 - image),
+    "Solarize": lambda image, level, sign: torch.where(image < 1 - level, image, 1 - image),
     "SolarizeAdd": _solarize_add,
-    "Color": lambda image, level, side: _blend(image, _grey(image), level, side),
-    "Contrast": lambda image, level, side: _blend(
-        image, _grey(image).mean().expand_as(image), level, side
+    "Color": lambda image, level, sign: _blend(image, _grey(image), level, sign),
+    "Contrast": lambda image, level, sign: _blend(
+        image, _grey(image).mean().expand_as(image), level, sign
     ),
-    "Brightness": lambda image, level, side: _blend(image, torch.zeros_like(image), level, side),
-    "Sharpness": lambda image, level, side: _blend(image, _smooth(image), level, side),
-    "ShearX": lambda image, level, side: _affine(
-        image, [[1.0, 0.3 * level * side, 0.0], [0.0, 1.0, 0.0]]
+    "Brightness": lambda image, level, sign: _blend(image, torch.zeros_like(image), level, sign),
+    "Sharpness": lambda image, level, sign: _blend(image, _smooth(image), level, sign),
+    "ShearX": lambda image, level, sign: _affine(
+        image, [[1.0, 0.3 * level * sign, 0.0], [0.0, 1.0, 0.0]]
     ),
-    "ShearY": lambda image, level, side: _affine(
-        image, [[1.0, 0.0, 0.0], [0.3 * level * side, 1.0, 0.0]]
+    "ShearY": lambda image, level, sign: _affine(
+        image, [[1.0, 0.0, 0.0], [0.3 * level * sign, 1.0, 0.0]]
     ),
-    "TranslateX": lambda image, level, side: _affine(
-        image, [[1.0, 0.0, 0.9 * level * side], [0.0, 1.0, 0.0]]
+    "TranslateX": lambda image, level, sign: _affine(
+        image, [[1.0, 0.0, 0.9 * level * sign], [0.0, 1.0, 0.0]]
     ),
-    "TranslateY": lambda image, level, side: _affine(
-        image, [[1.0, 0.0, 0.0], [0.0, 1.0, 0.9 * level * side]]
+    "TranslateY": lambda image, level, sign: _affine(
+        image, [[1.0, 0.0, 0.0], [0.0, 1.0, 0.9 * level * sign]]
     ),
 }

@@ -1,19 +1,15 @@
-"""Data by uri: one way to open what experiments, audits and users bring.
+"""Datasets by URI: files, folders and the hub through one function.
 
-    open_data("digits", split="test")                                # scikit-learn's handwritten
-    digits: nothing is downloaded
+    open_data("digits", split="test")            # scikit-learn's digits; nothing is downloaded
     open_data("mnist.npz", fields={"image": "X_train", "label": "y_train"})
-    open_data("reviews.parquet")         open_data("train.tsv")       open_data("notes.jsonl")
-    open_data("book.txt")
-    open_data("photos/")                                             # a folder per class, or images
-    alone
-    open_data("stanfordnlp/imdb", split="test")                      # a data set of the hub, as
-    parquet
+    open_data("reviews.parquet")                 # also .tsv, .csv, .jsonl, .txt
+    open_data("photos/")                         # a folder per class, or images alone
+    open_data("stanfordnlp/imdb", split="test")  # a dataset of the hub, as parquet
 
-`fields` maps the names that you want to those in the source; text, image and label need no mention
-where the source calls them so. Without it every field keeps its own name. Numbers come as numpy
-arrays, texts as lists, encoded images as `Pictures`, which are decoded when they are looked at. The
-digest says what was read, wherever it lay.
+`fields` maps the names that you want to those in the source; text, image and label are included
+without mention if the source has them. Without `fields` every field keeps its name. Numbers are
+returned as numpy arrays, texts as lists, encoded images as `EncodedImages`, which are decoded on
+access. The digest identifies the data, independent of their location.
 """
 
 from __future__ import annotations
@@ -38,42 +34,37 @@ from regauge.checkpoints.files import format_bytes
 from regauge.data.parquet import Chunk, count_pages, read_chunks
 from regauge.errors import CheckpointError, RegaugeError, need
 
-Size = int | tuple[int, int]  # of both sides, or height and width
+Size = int | tuple[int, int]  # height and width; one number for both
 DEFAULT_FIELDS = ("text", "image", "label")
-_IMAGE_FORMATS = (
-    "PNG",
-    "JPEG",
-    "BMP",
-    "GIF",
-    "WEBP",
-    "TIFF",
-    "PPM",
-)  # by content: of an EPS file, Pillow would run Ghostscript
-MAX_PIXELS = 100_000_000  # of one image
-MAX_RATIO, SPARE = (
-    32,
-    1 << 28,
-)  # a compressed file may become so many times its size, plus so many bytes
-MAX_VALUES = (
-    1 << 25
-)  # of a parquet file that is smaller than its values: columns of one repeated value take no space
+# Formats are detected by content. EPS is excluded: Pillow would run Ghostscript.
+_IMAGE_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+MAX_PIXELS = 100_000_000  # pixels of one image
+# A compressed file may inflate to MAX_RATIO times its size plus SPARE bytes.
+MAX_RATIO, SPARE = 32, 1 << 28
+# Values of a small parquet file: columns of one repeated value take almost no space.
+MAX_VALUES = 1 << 25
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
 
 
 class DataError(RegaugeError):
-    """A data set that cannot be read, or has not what was asked of it."""
+    """A dataset that cannot be read or does not fit its use."""
 
 
 @dataclass(frozen=True)
 class EncodedImages(Sequence[Any]):
-    """Encoded images: bytes, or paths of files. Looking at one decodes it, to a `size` and a
-    `colour` (L or RGB) if given. A size is one number of pixels for both sides, or height and
-    width.
+    """Encoded images, which are decoded on access.
+
+    Args:
+        sources: The images as bytes or paths.
+        size: Resize images to this height and width, in pixels.
+        nearest: Resize by nearest neighbour and keep the mode: for label maps, whose values must
+            not be interpolated.
+        colour: Convert images to this mode, L or RGB.
     """
 
     sources: tuple[bytes | Path, ...]
     size: Size | None = None
-    nearest: bool = False  # for label maps, whose values must not be mixed
+    nearest: bool = False
     colour: str | None = None
 
     def __len__(self) -> int:
@@ -113,40 +104,42 @@ class EncodedImages(Sequence[Any]):
                 return np.asarray(image)
         except RegaugeError:
             raise
-        except Image.DecompressionBombError as error:  # raised before the size can be asked for
+        except Image.DecompressionBombError as error:  # raised before the size can be read
             digits = re.search(r"[0-9]+", str(error))
             raise _too_large(label, f"{int(digits[0]):,} pixels" if digits else "more") from error
         except Exception as error:  # decoders raise errors of many kinds for damaged files
-            first = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(
-                f"{label} cannot be read as an image: {first}", hint="mend it, or leave it out"
+                f"{label} cannot be read as an image: {reason}", hint="repair or remove it"
             ) from error
 
     def to_array(self, rows: Sequence[int] | None = None) -> Any:
-        """Those rows, or all, as one array [n, height, width(, channels)]. Grey ones among others
-        are given three channels.
+        """Decode these images, or all, into one array [n, height, width(, channels)].
+
+        Grey images among coloured ones get three channels.
         """
-        found = [self[i] for i in (range(len(self)) if rows is None else rows)]
-        if len({f.ndim for f in found}) > 1:
-            found = [f if f.ndim == 3 else np.repeat(f[..., None], 3, -1) for f in found]
-        sizes = sorted({f.shape[:2] for f in found})
+        images = [self[i] for i in (range(len(self)) if rows is None else rows)]
+        if len({image.ndim for image in images}) > 1:
+            images = [x if x.ndim == 3 else np.repeat(x[..., None], 3, -1) for x in images]
+        sizes = sorted({image.shape[:2] for image in images})
         if len(sizes) > 1:
-            told = " and ".join(f"{h} x {w}" for h, w in (sizes[0], sizes[-1]))
+            extremes = " and ".join(f"{h} x {w}" for h, w in (sizes[0], sizes[-1]))
             raise DataError(
-                f"the images have different sizes, {told} among them",
-                hint="make them one size, or give open_data a size",
+                f"the images have different sizes, {extremes} among them",
+                hint="resize them, or pass a size to open_data",
             )
-        return np.stack(found)
+        return np.stack(images)
 
     @cached_property
     def sizes(self) -> frozenset[tuple[int, int]]:
-        """Every (height, width) that the files have, by their headers. What cannot be read is no
-        matter here: looking at it says so.
+        """Every (height, width) of the files, by their headers.
+
+        Files that cannot be read are skipped: decoding them raises the error.
         """
         need("PIL", "data")
         from PIL import Image
 
-        found = set()
+        sizes = set()
         for source in self.sources:
             with (
                 contextlib.suppress(Exception),
@@ -155,20 +148,20 @@ class EncodedImages(Sequence[Any]):
                     formats=_IMAGE_FORMATS,
                 ) as opened,
             ):
-                found.add((opened.height, opened.width))
-        return frozenset(found)
+                sizes.add((opened.height, opened.width))
+        return frozenset(sizes)
 
 
 def _too_large(label: str, size: str) -> DataError:
     return DataError(
         f"{label} must have at most {MAX_PIXELS / 1e6:.0f} million pixels, got {size}",
-        hint="scale it down first, or leave it out",
+        hint="scale it down, or remove it",
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Fields of equal length, by name, and the digest of what they were read from."""
+    """A dataset: fields of equal length by name, and the digest of their source."""
 
     name: str
     fields: Mapping[str, Any]
@@ -190,7 +183,7 @@ class Data:
         return iter(self.fields)
 
     def take(self, n: int | None, seed: int | None = None) -> Data:
-        """The first n rows, or n drawn by a seed; all of them for None."""
+        """Return the first n rows, or n rows sampled with a seed; all of them if n is None."""
         if n is None or n >= len(self):
             return self
         rows = (
@@ -213,52 +206,62 @@ def open_data(
     config: str | None = None,
     size: Size | None = None,
 ) -> Data:
-    """The data at a path, or of the hub (`owner/name`, with its `config` and `split`). `size` is
-    for images of different sizes.
+    """Open a dataset.
+
+    Args:
+        uri: A file, a folder of images, a dataset of the hub (`owner/name`), or "digits".
+        fields: From the names that you want to those in the source. By default all fields keep
+            their names.
+        split: The split of a dataset of the hub, or of digits.
+        config: The config of a dataset of the hub, if it has several.
+        size: Resize images to this height and width.
+
+    Raises:
+        DataError: The data do not exist, cannot be read, or have fields of different lengths.
     """
     path = Path(uri).expanduser()
     if str(uri) == "digits":
-        found, digest = _read_digits(split)
+        columns, digest = _read_digits(split)
     elif path.is_dir():
-        found, digest = _read_folder(path, size)
+        columns, digest = _read_folder(path, size)
     elif path.is_file():
         raw = _read_bytes(path)
-        found, digest = _find_reader(path)(raw, path, size), _digest(raw)
+        columns, digest = _find_reader(path)(raw, path, size), _digest(raw)
     elif str(uri).count("/") == 1 and not path.suffix and not str(uri).startswith((".", "/", "~")):
-        found, digest = _read_hub(str(uri), config, split, size)
+        columns, digest = _read_hub(str(uri), config, split, size)
     else:
         raise DataError(
-            f"there is no {uri}",
+            f"{uri} does not exist",
             hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id "
             "(owner/name), or digits",
         )
     if fields is not None:
-        whole = Data(str(uri), found, "")
-        named = {name: whole[source] for name, source in fields.items()}
-        count = len(next(iter(named.values()), ()))
-        own = [
+        source_data = Data(str(uri), columns, "")
+        renamed = {name: source_data[source] for name, source in fields.items()}
+        count = len(next(iter(renamed.values()), ()))
+        defaults = [
             name
             for name in DEFAULT_FIELDS
-            if name in found
-            and name not in named
+            if name in columns
+            and name not in renamed
             and name not in fields.values()
-            and len(found[name]) == count
+            and len(columns[name]) == count
         ]
-        found = named | {name: found[name] for name in own}
-    lengths = {name: len(values) for name, values in found.items()}
+        columns = renamed | {name: columns[name] for name in defaults}
+    lengths = {name: len(values) for name, values in columns.items()}
     if not lengths or not all(lengths.values()):
-        raise DataError(f"{uri} is empty", hint="is it the right file, and the right split?")
+        raise DataError(f"{uri} is empty", hint="check the file and the split")
     if len(set(lengths.values())) > 1:
-        told = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
+        listing = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
         raise DataError(
-            f"the fields of {uri} have different lengths: {told}",
-            hint="choose those that belong together with --field, or fields={...}",
+            f"the fields of {uri} have different lengths: {listing}",
+            hint="choose fields of one length with --field, or fields={...}",
         )
-    return Data(path.name, found, _digest(digest.encode(), json.dumps([fields, size]).encode()))
+    return Data(path.name, columns, _digest(digest.encode(), json.dumps([fields, size]).encode()))
 
 
 def text_of(data: Data, field: str = "text") -> str:
-    """All of a text file, character by character as it was."""
+    """Join the lines of a text file into its exact text."""
     return "\n".join(data[field])
 
 
@@ -303,11 +306,11 @@ def _read_npy(raw: bytes, name: str) -> Any:
         raise ValueError(
             f'array "{name}" holds Python objects, which can run code when they are read'
         )
-    needed, found = prod(shape) * dtype.itemsize, len(raw) - file.tell()
-    if min(shape, default=0) < 0 or needed != found:
+    expected, actual = prod(shape) * dtype.itemsize, len(raw) - file.tell()
+    if min(shape, default=0) < 0 or expected != actual:
         raise ValueError(
-            f'array "{name}" of shape {list(shape)} and dtype {dtype} must have {needed} bytes, '
-            f"got {found}"
+            f'array "{name}" of shape {list(shape)} and dtype {dtype} must have {expected} bytes, '
+            f"got {actual}"
         )
     file.seek(0)
     return npy.read_array(file, allow_pickle=False)
@@ -331,8 +334,8 @@ def _read_parquet(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
 
 
 def _arrow_values(array: Any) -> list[Any]:
-    """The values of an Arrow array. Those that the file stores once and refers to often are one
-    object.
+    """Return the values of an Arrow array. Dictionary-encoded values are shared objects, so that
+    repeated ones take no extra memory.
     """
     import pyarrow as pa
 
@@ -355,19 +358,15 @@ def _arrow_values(array: Any) -> list[Any]:
 
 
 def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
-    """Bound the values of a parquet file, and their bytes when decompressed, by what its pages
-    declare.
+    """Raise a DataError if the pages of a parquet file declare too many values or decompressed
+    bytes.
     """
-    values, inflated, size, hint = (
-        0,
-        0,
-        len(raw),
-        "if you trust the file, split it into smaller ones",
-    )
+    values, inflated, size = 0, 0, len(raw)
+    hint = "if you trust the file, split it into smaller ones"
     for chunk in chunks:
-        found, uncompressed = count_pages(raw, chunk)
-        values += max(found, chunk.values, chunk.rows) * chunk.width // 8
-        inflated += uncompressed
+        page_values, page_bytes = count_pages(raw, chunk)
+        values += max(page_values, chunk.values, chunk.rows) * chunk.width // 8
+        inflated += page_bytes
     if inflated > MAX_RATIO * size + SPARE:
         limit = (
             f"{format_bytes(MAX_RATIO * size + SPARE)} ({MAX_RATIO} times its size plus "
@@ -386,7 +385,7 @@ def _require_bounded(chunks: Sequence[Chunk], path: Path, raw: bytes) -> None:
 
 
 def _read_table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-    """With a line of names first. Tabs need no quotes, so that quotes in a .tsv are text."""
+    """Read a .csv or .tsv file with a header line. Quotes in a .tsv are text."""
     lines = io.StringIO(raw.decode("utf-8-sig"), newline="")
     reader = (
         csv.reader(lines)
@@ -401,9 +400,8 @@ def _read_table(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
 
 
 def _read_jsonl(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
-    rows = [
-        json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()
-    ]  # splitlines also cuts at U+2028, inside of a text
+    # Not splitlines, which also splits at U+2028 inside of a text.
+    rows = [json.loads(line) for line in raw.decode("utf-8-sig").split("\n") if line.strip()]
     for number, row in enumerate(rows, 1):
         if not isinstance(row, dict) or row.keys() != rows[0].keys():
             raise ValueError(f"object {number} has other fields than the first")
@@ -431,52 +429,54 @@ def _find_reader(path: Path) -> Callable[[bytes, Path, Size | None], dict[str, A
     read = READERS.get(path.suffix)
     if read is None:
         raise DataError(
-            f"{path} has an ending that is not known here",
-            hint=f"known are {', '.join(READERS)}, and folders of images",
+            f'the suffix of {path} must be one of {", ".join(READERS)}, got "{path.suffix}"',
+            hint="convert the file; images are read from a folder",
         )
 
-    def named(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
+    def read_with_errors(raw: bytes, path: Path, size: Size | None) -> dict[str, Any]:
         try:
             return read(raw, path, size)
         except RegaugeError:
             raise
-        # numpy, pyarrow and zipfile raise errors of many kinds for files that are none of theirs
+        # numpy, pyarrow and zipfile raise errors of many types for files of other formats
         except Exception as error:
-            first = (str(error) or type(error).__name__).splitlines()[0]
+            reason = (str(error) or type(error).__name__).splitlines()[0]
             raise DataError(
-                f"{path} cannot be read as {path.suffix}: {first}",
-                hint="the ending says how a file is read; is it the right one?",
+                f"{path} cannot be read as {path.suffix}: {reason}",
+                hint="the suffix determines the format; check that it is right",
             ) from error
 
-    return named
+    return read_with_errors
 
 
 def _read_folder(path: Path, size: Size | None) -> tuple[dict[str, Any], str]:
-    """A folder per class, or images alone (then their names are a field, by which label maps find
-    their images).
+    """Read images in one folder per class, or without classes.
+
+    The field "name" contains the file names, by which label maps are matched to their images.
     """
+    # Hidden folders, such as .ipynb_checkpoints, are not classes.
     classes = sorted(
         p for p in path.iterdir() if p.is_dir() and not p.name.startswith(".") and _list_images(p)
-    )  # .ipynb_checkpoints is no class
-    found = [(p, i) for i, folder in enumerate(classes) for p in _list_images(folder)] or [
+    )
+    images = [(p, i) for i, folder in enumerate(classes) for p in _list_images(folder)] or [
         (p, 0) for p in _list_images(path)
     ]
-    if not found:
+    if not images:
         raise DataError(
-            f"{path} holds no images",
-            hint="a folder per class, or images alone; known endings are "
+            f"{path} contains no images",
+            hint="give a folder per class, or a folder of images; their suffixes must be one of "
             f"{', '.join(IMAGE_SUFFIXES)}",
         )
     digest = hashlib.sha256()
-    for p, _ in found:
+    for p, _ in images:
         digest.update(_digest(str(p.relative_to(path)).encode(), _read_bytes(p)).encode())
-    pictures = EncodedImages(tuple(p for p, _ in found), size)
+    encoded = EncodedImages(tuple(p for p, _ in images), size)
     labels = (
-        {"label": np.array([i for _, i in found]), "class": [classes[i].name for _, i in found]}
+        {"label": np.array([i for _, i in images]), "class": [classes[i].name for _, i in images]}
         if classes
         else {}
     )
-    return {"image": pictures, "name": [p.stem for p, _ in found], **labels}, digest.hexdigest()
+    return {"image": encoded, "name": [p.stem for p, _ in images], **labels}, digest.hexdigest()
 
 
 def _list_images(folder: Path) -> list[Path]:
@@ -484,11 +484,11 @@ def _list_images(folder: Path) -> list[Path]:
 
 
 def _read_digits(split: str) -> tuple[dict[str, Any], str]:
-    """scikit-learn's digits come in the order of their writers: the last fifth, other hands, is the
-    test.
+    """Load scikit-learn's digits. They are ordered by writer: the last fifth, by other writers, is
+    the test split.
     """
     if split not in ("train", "test"):
-        raise DataError(f'digits has no split "{split}"', hint="train or test")
+        raise DataError(f'digits has no split "{split}"', hint="use train or test")
     need("sklearn", "experiments")
     from sklearn.datasets import load_digits
 
@@ -497,16 +497,16 @@ def _read_digits(split: str) -> tuple[dict[str, Any], str]:
         np.round(bunch.images * (255 / 16)).astype(np.uint8),
         bunch.target.astype(np.int64),
     )
-    part = slice(0, 1440) if split == "train" else slice(1440, None)
-    images, labels = images[part], labels[part]
+    rows = slice(0, 1440) if split == "train" else slice(1440, None)
+    images, labels = images[rows], labels[rows]
     return {"image": images, "label": labels}, _digest(images.tobytes(), labels.tobytes())
 
 
 def _read_hub(
     uri: str, config: str | None, split: str, size: Size | None
 ) -> tuple[dict[str, Any], str]:
-    """The hub keeps every public data set as parquet too, in its own branch:
-    `config/split/0000.parquet`, and so on.
+    """Read a dataset of the hub, which stores every public dataset as parquet in a branch:
+    `config/split/0000.parquet` and so on.
     """
     need("huggingface_hub", "hub")
     import huggingface_hub as hub
@@ -521,28 +521,27 @@ def _read_hub(
         configs = sorted({f.split("/")[0] for f in files})
         if config is None and len(configs) > 1:
             raise DataError(
-                f"the data set {uri} has several configs: {', '.join(configs)}",
-                hint="give open_data a config",
+                f"the dataset {uri} has several configs: {', '.join(configs)}",
+                hint="pass a config to open_data",
             )
-        chosen = [f for f in files if f.startswith(f"{config or ''.join(configs)}/{split}/")]
-        if not chosen:
+        shards = [f for f in files if f.startswith(f"{config or ''.join(configs)}/{split}/")]
+        if not shards:
             known = ", ".join(sorted({"/".join(f.split("/")[:2]) for f in files})) or "none"
             raise DataError(
-                f'the data set {uri} has no split "{split}"' + (f" of {config}" if config else ""),
+                f'the dataset {uri} has no split "{split}"' + (f" of {config}" if config else ""),
                 hint=f"config/split: {known}",
             )
         paths = [
-            Path(hub.hf_hub_download(uri, f, repo_type="dataset", revision=branch)) for f in chosen
+            Path(hub.hf_hub_download(uri, f, repo_type="dataset", revision=branch)) for f in shards
         ]
     except RegaugeError:
         raise
-    except (
-        Exception
-    ) as error:  # no network, no such data set, no rights: the hub's library has an error for each
-        first = (str(error) or type(error).__name__).splitlines()[0]
+    # The hub's library has an error type for each of: no network, no such dataset, no access.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"there is no {uri} on the disk, and the hub did not give it: {first}",
-            hint="give a path, or connect; HF_TOKEN opens gated data",
+            f"{uri} does not exist on disk, and loading it from the hub failed: {reason}",
+            hint="give a path, or connect to the hub; gated data need HF_TOKEN",
         ) from error
     raws = [_read_bytes(p) for p in paths]
     parts = [_find_reader(p)(raw, p, size) for p, raw in zip(paths, raws, strict=True)]
@@ -550,10 +549,9 @@ def _read_hub(
 
 
 def _convert_column(values: list[Any], size: Size | None) -> Any:
-    """A column as what it is: numbers, encoded images, or texts."""
-    if values and all(
-        isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values
-    ):  # how the hub stores images
+    """Convert a column to an array of numbers, encoded images, or a list of texts."""
+    # The hub stores images as {"bytes": ..., "path": ...}.
+    if values and all(isinstance(v, Mapping) and isinstance(v.get("bytes"), bytes) for v in values):
         values = [v["bytes"] for v in values]
     if values and all(isinstance(v, bytes) for v in values):
         return EncodedImages(tuple(values), size)
@@ -572,7 +570,7 @@ def _convert_column(values: list[Any], size: Size | None) -> Any:
 
 
 def _parse_numbers(texts: list[str]) -> Any:
-    """A column of a table as numbers where all of it is; otherwise letter by letter as it was."""
+    """Convert a column of texts to numbers if all of them are; otherwise return it unchanged."""
     for kind in (int, float):
         try:
             return np.array([kind(text) for text in texts])
@@ -605,8 +603,9 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _digest(*parts: bytes) -> str:
-    found = hashlib.sha256()
+    """Return the SHA-256 of byte strings, each preceded by its length."""
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "big"))
-        found.update(part)
-    return found.hexdigest()
+        digest.update(len(part).to_bytes(8, "big"))
+        digest.update(part)
+    return digest.hexdigest()

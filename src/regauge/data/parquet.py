@@ -1,9 +1,8 @@
-"""Footers and page headers of parquet files: how many values and bytes a file becomes, by its
-pages.
+"""Footers and page headers of parquet files: the values and bytes that a file decompresses to.
 
-Arrow allocates what a page's header declares, and reads a page whole. The sums in the file's footer
-may be smaller, so that a file of 535 bytes takes gigabytes: the headers have to be counted first.
-The footer is parsed here too, since pyarrow's view of a damaged one can abort the process.
+Arrow allocates what a page's header declares, and reads a page as a whole. The sums in the file's
+footer may be smaller, so that a file of 535 bytes can take gigabytes: the headers must be counted
+first. The footer is parsed here too, since pyarrow can abort the process on a damaged one.
 
 References:
     - Apache Parquet, parquet.thrift: FileMetaData, ColumnMetaData, PageHeader.
@@ -16,15 +15,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-MAX_FIELDS = 2_000_000  # of a footer: about 100,000 column chunks
-_MAX_HEADER = 1 << 20  # bytes of a page header: statistics hold two values
+MAX_FIELDS = 2_000_000  # fields of a footer: about 100,000 column chunks
+_MAX_HEADER = 1 << 20  # bytes of a page header: its statistics contain two values
 _BYTE_ARRAY = 6  # the physical type of texts and images
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A column of one row group, by the footer: its path, physical type, bytes per value of fixed
-    length, and pages.
+    """A column of one row group, as the footer declares it.
+
+    Args:
+        path: The name of the column.
+        is_bytes: Whether its physical type is a byte array.
+        width: The bytes per value of fixed length.
+        rows: The rows of the row group.
+        values: The values of the column.
+        start: The first byte of its pages.
+        stop: The byte after its pages.
     """
 
     path: str
@@ -43,20 +50,20 @@ def read_chunks(raw: bytes) -> list[Chunk]:
         ValueError: The footer is damaged, or has more than `MAX_FIELDS` fields.
     """
     if len(raw) < 12 or raw[-4:] != b"PAR1":
-        raise ValueError("it does not end like a parquet file")
+        raise ValueError("it does not end with the magic bytes of parquet")
     length = int.from_bytes(raw[-8:-4], "little")
     if length > len(raw) - 12:
         raise ValueError(f"its footer must have at most {len(raw) - 12} bytes, got {length}")
     footer = _CompactReader(raw, len(raw) - 8 - length, len(raw) - 8).struct(0)
-    leaves = [
-        _get_ints(element, 2)[0] for element in _get_structs(footer, 2) if not element.get(5)
-    ]  # those without children
+    # The widths of schema elements without children.
+    leaves = [_get_ints(element, 2)[0] for element in _get_structs(footer, 2) if not element.get(5)]
     return [
         chunk for group in _get_structs(footer, 4) for chunk in _row_group_chunks(group, leaves)
     ]
 
 
 def _row_group_chunks(group: dict[int, Any], leaves: list[int]) -> Iterator[Chunk]:
+    """Yield the column chunks of a row group, given the widths of the columns."""
     columns = [_get_struct(column, 3) for column in _get_structs(group, 1)]
     if len(columns) != len(leaves):
         raise ValueError(f"a row group must have {len(leaves)} columns, got {len(columns)}")
@@ -76,53 +83,54 @@ def _row_group_chunks(group: dict[int, Any], leaves: list[int]) -> Iterator[Chun
 
 
 def count_pages(raw: bytes, chunk: Chunk) -> tuple[int, int]:
-    """Count the values of the data pages that a reader of a chunk decodes, and the bytes of all its
-    pages when decompressed.
+    """Count the values in the data pages that a reader of a chunk decodes, and the decompressed
+    bytes of all its pages.
 
     Raises:
         ValueError: A page is damaged, or lies outside of the chunk.
     """
-    found, size, at = 0, 0, chunk.start
+    values, size, at = 0, 0, chunk.start
     if not 0 <= chunk.start <= chunk.stop <= len(raw):
         raise ValueError("a column lies outside of the file")
-    while (
-        found < chunk.values and at < chunk.stop
-    ):  # a reader stops at the page that reaches the footer's number
+    # A reader stops at the page that reaches the footer's number of values.
+    while values < chunk.values and at < chunk.stop:
         reader = _CompactReader(raw, at, min(chunk.stop, at + _MAX_HEADER))
         header = reader.struct(0)
         inflated, stored = _get_ints(header, 2, 3)
         if stored > chunk.stop - reader.at:
             raise ValueError(f"the page at byte {at} lies outside of its column")
-        count = (
-            _get_ints(_get_struct(header, 5), 1)[0] + _get_ints(_get_struct(header, 8), 1)[0]
-        )  # data of version 1 or 2
-        found, size, at = found + count, size + inflated, reader.at + stored
-    return found, size
+        # Data pages of version 1 or 2.
+        count = _get_ints(_get_struct(header, 5), 1)[0] + _get_ints(_get_struct(header, 8), 1)[0]
+        values, size, at = values + count, size + inflated, reader.at + stored
+    return values, size
 
 
 def _get_ints(fields: dict[int, Any], *which: int) -> list[int]:
-    found = [fields.get(i, 0) for i in which]
-    if not all(type(n) is int and 0 <= n < 1 << 60 for n in found):
+    """Return integer fields by number; a missing one is 0."""
+    numbers = [fields.get(i, 0) for i in which]
+    if not all(type(n) is int and 0 <= n < 1 << 60 for n in numbers):
         raise ValueError("it declares a size that is not a number, or negative")
-    return found
+    return numbers
 
 
 def _get_struct(fields: dict[int, Any], which: int) -> dict[int, Any]:
-    found = fields.get(which, {})
-    if not isinstance(found, dict):
-        raise ValueError("a field of its metadata has another type")
-    return found
+    """Return a struct field by number; a missing one is empty."""
+    struct = fields.get(which, {})
+    if not isinstance(struct, dict):
+        raise ValueError(f"field {which} of its metadata must be a struct")
+    return struct
 
 
 def _get_structs(fields: dict[int, Any], which: int) -> list[dict[int, Any]]:
-    found = fields.get(which, [])
-    if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
-        raise ValueError("a field of its metadata has another type")
-    return found
+    """Return a field that is a list of structs by number; a missing one is empty."""
+    structs = fields.get(which, [])
+    if not isinstance(structs, list) or not all(isinstance(s, dict) for s in structs):
+        raise ValueError(f"field {which} of its metadata must be a list of structs")
+    return structs
 
 
 class _CompactReader:
-    """A reader of Thrift's compact protocol: structs as dictionaries by the number of the field."""
+    """A reader of Thrift's compact protocol. Structs are dictionaries by field number."""
 
     def __init__(self, raw: bytes, at: int, stop: int) -> None:
         self.raw, self.at, self.stop, self.left = raw, at, stop, MAX_FIELDS

@@ -1,8 +1,8 @@
-"""Tasks: from data to batches, and from logits to numbers. Everything here is a function of a
+"""Tasks: from data to batches, and from logits to losses and metrics. Everything is a function of a
 task's parameters and its data.
 
-A task's parameters are plain JSON: {"kind": "images", ...}. `prepare` makes examples of them; a
-batch is what a model's forward is given, and the labels of its logits.
+A task's parameters are plain JSON: {"kind": "images", ...}. `prepare` turns them and the data into
+examples; a batch is the arguments of a model's forward, and the labels of its logits.
 """
 
 from __future__ import annotations
@@ -30,10 +30,16 @@ Parameters = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Examples by number: `batch(rows)` is (arguments of forward by name, labels). `classes` is how
-    many a label can be. Logits have one row for each example, or are `dense` (classes come second),
-    `causal` (a token predicts the next), or of `tokens` (each its own). With `multi` a label is
-    several answers, yes or no each (`classes` of them), and accuracy is their mean.
+    """Examples by index. By default, logits have one row per example.
+
+    Args:
+        count: The number of examples.
+        classes: The number of classes.
+        batch: Maps indices to (arguments of forward by name, labels).
+        dense: Whether logits are per pixel, with classes as the second axis.
+        causal: Whether each token predicts the next.
+        tokens: Whether each token has a label.
+        multi_label: Whether an example has `classes` binary labels. Accuracy is their mean.
     """
 
     count: int
@@ -48,14 +54,18 @@ class Examples:
         return self.count
 
     def only(self, rows: Any) -> Examples:
-        """These examples, in this order."""
-        chosen = np.asarray(rows)
-        return replace(self, count=len(chosen), batch=lambda i: self.batch(chosen[i]))
+        """Return the examples at these indices, in this order."""
+        selected = np.asarray(rows)
+        return replace(self, count=len(selected), batch=lambda i: self.batch(selected[i]))
 
 
 def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -> Examples:
-    """Examples of a task. Texts need a tokenizer: a tokenizer.json, or what transformers'
-    AutoTokenizer knows.
+    """Prepare the examples of a task.
+
+    Args:
+        task: Its parameters. `kind` is images, scenes, maps, reviews, text or masked.
+        data: The dataset.
+        tokenizer: For texts: a tokenizer.json, a folder or a hub id.
     """
     match task["kind"]:
         case "images":
@@ -71,94 +81,97 @@ def prepare(task: Parameters, data: Data, tokenizer: Path | str | None = None) -
         case "masked":
             return _masked_examples(task, data, tokenizer)
     raise DataError(
-        f'there is no task "{task["kind"]}"', hint="images, scenes, maps, reviews, text or masked"
+        "the kind of a task must be one of images, scenes, maps, reviews, text, masked, got "
+        f'"{task["kind"]}"'
     )
 
 
 def conform_images(task: Parameters, data: Data) -> Data:
-    """The data with images of one colour, where the task has a mean for each of three, and of one
-    size, where the task has one and they differ: they are still decoded when they are looked at.
+    """Convert encoded images to the task's colours and size.
+
+    They become RGB if the task has three means, and of the task's size if their sizes differ. They
+    are still decoded on access.
     """
-    held = data["image"]
-    if not isinstance(held, EncodedImages):
+    images = data["image"]
+    if not isinstance(images, EncodedImages):
         return data
-    if held.colour is None and len(task["mean"]) == 3:
-        held = replace(held, colour="RGB")
-    if held.size is None and task.get("size") is not None and len(held.sizes) > 1:
-        held = replace(held, size=height_and_width(task["size"]))
-    return replace(data, fields={**data.fields, "image": held})
+    if images.colour is None and len(task["mean"]) == 3:
+        images = replace(images, colour="RGB")
+    if images.size is None and task.get("size") is not None and len(images.sizes) > 1:
+        images = replace(images, size=height_and_width(task["size"]))
+    return replace(data, fields={**data.fields, "image": images})
 
 
 def match_channels(module: torch.nn.Module, data: Data) -> Data:
-    """The data with images of as many channels as the model reads, if it says so: grey ones as RGB,
-    and RGB as grey.
+    """Convert images to the number of channels that the model reads, if known: grey to RGB, or RGB
+    to grey.
     """
-    held, channels = data.fields.get("image"), channels_of(module)
-    if held is None or channels not in (1, 3):
+    images, channels = data.fields.get("image"), channels_of(module)
+    if images is None or channels not in (1, 3):
         return data
-    if isinstance(held, EncodedImages):
-        held = replace(held, colour="L" if channels == 1 else "RGB")
-    elif isinstance(held, np.ndarray) and held.ndim == 3 and channels == 3:
-        held = np.broadcast_to(
-            held[..., None], (*held.shape, 3)
-        )  # a view: nothing is copied before it is looked at
-    elif isinstance(held, np.ndarray) and held.ndim == 4 and held.shape[-1] == 3 and channels == 1:
-        held = np.round(held @ np.array([0.299, 0.587, 0.114], np.float32)).astype(
-            np.uint8
-        )  # ITU-R 601, as PIL has it
-    return replace(data, fields={**data.fields, "image": held})
+    if isinstance(images, EncodedImages):
+        images = replace(images, colour="L" if channels == 1 else "RGB")
+    elif isinstance(images, np.ndarray):
+        if images.ndim == 3 and channels == 3:
+            images = np.broadcast_to(images[..., None], (*images.shape, 3))  # a view, not a copy
+        elif images.ndim == 4 and images.shape[-1] == 3 and channels == 1:
+            luma = np.array([0.299, 0.587, 0.114], np.float32)  # ITU-R 601, as in PIL
+            images = np.round(images @ luma).astype(np.uint8)
+    return replace(data, fields={**data.fields, "image": images})
 
 
 def _image_examples(task: Parameters, data: Data) -> Examples:
-    """Images and one label each. `mean` and `std` per channel, of values in 0..1; `size` (one
-    number, or height and width) makes every image that large. Labels that are words are numbered by
-    their place in `names`. `attributes` are fields that say yes or no (1, or 0 or -1): each image
-    then has all of them for a label, as it has where the labels are rows of such numbers.
+    """Prepare image classification.
+
+    `mean` and `std` are per channel, of values in [0, 1]. `size` (one number, or height and width)
+    resizes every image. Labels that are words are numbered by their place in `names`. `attributes`
+    are fields of binary labels (1; 0 or -1): each image then has all of them as its label, as it
+    has if the labels are rows of such numbers.
     """
-    pictures = conform_images(task, data)["image"]
-    found = (
-        _load_labels(task, data) if task.get("labelled", True) else np.zeros(len(data), np.int64)
-    )
-    multi = found.ndim == 2
-    labels = torch.from_numpy(found > 0).float() if multi else torch.from_numpy(found)
-    chosen = _select_part(task, len(data))
+    images = conform_images(task, data)["image"]
+    is_labelled = task.get("labelled", True)
+    numbers = _load_labels(task, data) if is_labelled else np.zeros(len(data), np.int64)
+    multi_label = numbers.ndim == 2
+    labels = torch.from_numpy(numbers > 0).float() if multi_label else torch.from_numpy(numbers)
+    selected = _select_part(task, len(data))
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
-        rows = chosen[rows]
-        pixels = pictures.to_array(rows) if isinstance(pictures, EncodedImages) else pictures[rows]
+        rows = selected[rows]
+        pixels = images.to_array(rows) if isinstance(images, EncodedImages) else images[rows]
         return {"pixel_values": _normalize(pixels, task)}, labels[rows]
 
-    return Examples(len(chosen), int(task["classes"]), batch, multi_label=multi)
+    return Examples(len(selected), int(task["classes"]), batch, multi_label=multi_label)
 
 
 def _load_labels(task: Parameters, data: Data) -> Any:
     if task.get("attributes"):
         return np.stack([np.asarray(data[name]).astype(np.int64) for name in task["attributes"]], 1)
-    given = np.asarray(data["label"])
-    if given.dtype.kind in "US":
+    labels = np.asarray(data["label"])
+    if labels.dtype.kind in "US":
         number = {name: i for i, name in enumerate(task.get("names", ()))}
-        unknown = sorted(set(given.tolist()) - number.keys())
+        unknown = sorted(set(labels.tolist()) - number.keys())
         if unknown:
             known = ", ".join(number) or "none"
             raise DataError(
-                f'{data.name} has the label "{unknown[0]}", which the model does not know',
+                f'{data.name} has the label "{unknown[0]}", which is not a class of the model',
                 hint=f"its classes by name: {known}",
             )
-        return np.array([number[name] for name in given.tolist()], np.int64)
-    return given.astype(np.int64)
+        return np.array([number[name] for name in labels.tolist()], np.int64)
+    return labels.astype(np.int64)
 
 
 def _select_part(task: Parameters, n: int) -> Any:
-    """The rows of a task's `part` = [from, to], as shares of the rows in an order drawn once and
-    for all; without one, all rows.
+    """Return the rows of a task's `part` = [from, to], as fractions of the rows in a fixed random
+    order; without a part, all rows.
     """
     if "part" not in task:
         return np.arange(n)
-    begin, end = (round(share * n) for share in task["part"])
+    begin, end = (round(fraction * n) for fraction in task["part"])
     return np.sort(np.random.default_rng(0).permutation(n)[begin:end])
 
 
 def _normalize(pixels: Any, task: Parameters) -> Tensor:
+    """Convert bytes to normalized pixel values [n, channels, height, width] of the task's size."""
     x = torch.from_numpy(np.ascontiguousarray(pixels)).float() / 255
     x = x[:, None] if x.dim() == 3 else x.permute(0, 3, 1, 2)
     if x.shape[1] == 1 and len(task["mean"]) == 3:
@@ -172,15 +185,17 @@ def _normalize(pixels: Any, task: Parameters) -> Tensor:
 
 
 def _scene_examples(task: Parameters, data: Data) -> Examples:
-    """Pixel labels from labelled images: each scene is a board of tiles, some of which hold one
-    image, `piece` pixels wide and at a place of its own. A pixel's class is that of the image it
-    belongs to (+1), where that is brighter than a quarter; all else is background, 0.
+    """Prepare segmentation of scenes that are composed of labelled images.
+
+    A scene is a grid of tiles, some of which contain one image, `piece` pixels wide and at a random
+    place. A pixel's class is that of its image (+1) if the pixel is brighter than a quarter; all
+    others are background, 0.
     """
     tiles, side, piece, count = task["tiles"], task["side"], task["piece"], task["count"]
-    pictures = torch.from_numpy(np.asarray(data["image"])).float()[:, None] / 255
-    small = F.interpolate(pictures, (piece, piece), mode="area")[:, 0].numpy()
-    draw = np.random.default_rng(task["seed"])
-    span, height = side // tiles, piece
+    images = torch.from_numpy(np.asarray(data["image"])).float()[:, None] / 255
+    small = F.interpolate(images, (piece, piece), mode="area")[:, 0].numpy()
+    rng = np.random.default_rng(task["seed"])
+    span = side // tiles
     scenes, maps = (
         np.zeros((count, side, side), np.float32),
         np.zeros((count, side, side), np.int64),
@@ -188,18 +203,14 @@ def _scene_examples(task: Parameters, data: Data) -> Examples:
     for scene, truth in zip(scenes, maps, strict=True):
         for row in range(tiles):
             for column in range(tiles):
-                if draw.random() < task["empty"]:
+                if rng.random() < task["empty"]:
                     continue
-                i, top, left = (
-                    draw.integers(len(small)),
-                    row * span + draw.integers(span - height + 1),
-                    column * span + draw.integers(span - height + 1),
-                )
-                here = np.s_[top : top + height, left : left + height]
-                scene[here], truth[here] = (
-                    small[i],
-                    np.where(small[i] > 0.25, int(data["label"][i]) + 1, 0),
-                )
+                i = rng.integers(len(small))
+                top = row * span + rng.integers(span - piece + 1)
+                left = column * span + rng.integers(span - piece + 1)
+                window = np.s_[top : top + piece, left : left + piece]
+                scene[window] = small[i]
+                truth[window] = np.where(small[i] > 0.25, int(data["label"][i]) + 1, 0)
     pixels, labels = (
         (torch.from_numpy(scenes)[:, None] - task["mean"][0]) / task["std"][0],
         torch.from_numpy(maps),
@@ -213,66 +224,73 @@ def _scene_examples(task: Parameters, data: Data) -> Examples:
 
 
 def _map_examples(task: Parameters, data: Data) -> Examples:
-    """Images and label maps of the same size (ADE20k): fields "image" and "map"; the map's 0 is no
-    class and counts nowhere.
+    """Prepare segmentation of images with label maps of the same size (ADE20k), in the fields
+    "image" and "map". A 0 in the map means no class and is ignored.
     """
-    pictures, maps = conform_images(task, data)["image"], data["map"]
+    images, maps = conform_images(task, data)["image"], data["map"]
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
         labels = torch.from_numpy(maps.to_array(rows).astype(np.int64)) - 1
-        return {"pixel_values": _normalize(pictures.to_array(rows), task)}, torch.where(
-            labels < 0, -100, labels
-        )
+        pixels = _normalize(images.to_array(rows), task)
+        return {"pixel_values": pixels}, torch.where(labels < 0, -100, labels)
 
     return Examples(len(data), int(task["classes"]), batch, dense=True)
 
 
 def _review_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """Texts and one label each, padded to the longest of the batch. `first` is a token put in front
-    (BERT reads its place), `pad` fills up. Two texts (`premise` and `hypothesis`) follow each other
-    with `pad` between; with `special` the tokenizer puts its own marks, and what is cut to `length`
-    keeps that of the end (BART reads its answer there). Rows whose label is negative are left out,
-    as SNLI's own page asks. Where the task is not `labelled`, labels are not read.
+    """Prepare text classification, padded to the longest text of a batch.
+
+    `first` is a token before the text (BERT classifies at its position), `pad` the padding. Two
+    texts (`premise` and `hypothesis`) are joined with `pad` between. With `special` the tokenizer
+    adds its special tokens, and texts truncated to `length` keep those at the end (BART classifies
+    there). Rows with a negative label are skipped, as the page of SNLI requests. If the task is not
+    `labelled`, labels are not read.
     """
-    given = data["label"] if task.get("labelled", True) else [0] * len(data)
-    keep = [i for i in _select_part(task, len(data)) if int(given[i]) >= 0]
+    numbers = data["label"] if task.get("labelled", True) else [0] * len(data)
+    labelled_rows = [i for i in _select_part(task, len(data)) if int(numbers[i]) >= 0]
     texts = [data["text"]] if "text" in data.fields else [data["premise"], data["hypothesis"]]
     parts = [
-        encode(tokenizer, [field[i] for i in keep], add_special_tokens=bool(task.get("special")))
+        encode(
+            tokenizer,
+            [field[i] for i in labelled_rows],
+            add_special_tokens=bool(task.get("special")),
+        )
         for field in texts
     ]
     first = [] if task.get("first") is None else [task["first"]]
     pad, length = task["pad"], task["length"]
     ids = [first + _join_with(pad, row) for row in zip(*parts, strict=True)]
-    long = next((i for i, row in enumerate(ids) if len(row) > length), None)
+    too_long = next((i for i, row in enumerate(ids) if len(row) > length), None)
     end = (
-        surrounding_tokens(tokenizer, texts[-1][keep[long]])[1]
-        if task.get("special") and long is not None
+        surrounding_tokens(tokenizer, texts[-1][labelled_rows[too_long]])[1]
+        if task.get("special") and too_long is not None
         else []
     )
     ids = [row if len(row) <= length else row[: max(length - len(end), 0)] + end for row in ids]
-    labels = torch.tensor([int(given[i]) for i in keep])
+    labels = torch.tensor([int(numbers[i]) for i in labelled_rows])
 
     def batch(rows: Any) -> tuple[dict[str, Tensor], Tensor]:
-        chosen = [ids[i] or [pad] for i in rows]
-        longest = max(map(len, chosen))
-        tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in chosen])
-        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in chosen])
+        sequences = [ids[i] or [pad] for i in rows]
+        longest = max(map(len, sequences))
+        tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in sequences])
+        mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in sequences])
         return {"input_ids": tokens, "attention_mask": mask}, labels[rows]
 
     return Examples(len(ids), int(task["classes"]), batch)
 
 
-def _join_with(between: int, rows: tuple[list[int], ...]) -> list[int]:
-    out = list(rows[0])
-    for row in rows[1:]:
-        out += [between, *row]
-    return out
+def _join_with(separator: int, texts: tuple[list[int], ...]) -> list[int]:
+    """Concatenate texts with a token between them."""
+    joined = list(texts[0])
+    for text in texts[1:]:
+        joined += [separator, *text]
+    return joined
 
 
 def _text_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows of `length` tokens, one every `stride` (by default side by side);
-    `part` = [from, to] as shares of its characters. All but a window's first are predicted.
+    """Prepare language modelling of one text in windows of `length` tokens, one every `stride` (by
+    default `length`). `part` = [from, to] selects a fraction of its characters. All tokens but the
+    first of a window are predicted.
     """
     windows = _tokenize_windows(task, data, tokenizer, task["length"])
     return Examples(
@@ -284,17 +302,17 @@ def _text_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -
 
 
 def _masked_examples(task: Parameters, data: Data, tokenizer: Path | str | None) -> Examples:
-    """One running text in windows, each between the tokenizer's own marks; of every window a
-    `share` of tokens (0.15), drawn once and for all, is replaced by the mask, and these are
+    """Prepare masked language modelling of one text in windows between the tokenizer's special
+    tokens. A fixed random `share` (0.15) of the tokens of every window is replaced by the mask and
     predicted.
     """
     before, after, mask = special_tokens(tokenizer)
     inner = _tokenize_windows(task, data, tokenizer, task["length"] - len(before) - len(after))
-    draw = torch.Generator().manual_seed(int(task.get("seed", 0)))
-    hidden = torch.rand(inner.shape, generator=draw) < task.get("share", 0.15)
-    hidden[~hidden.any(1), 0] = True  # at least one of each
+    generator = torch.Generator().manual_seed(int(task.get("seed", 0)))
+    hidden = torch.rand(inner.shape, generator=generator) < task.get("share", 0.15)
+    hidden[~hidden.any(1), 0] = True  # at least one token of each window
     ends = [
-        torch.tensor(marks, dtype=torch.long).expand(len(inner), -1) for marks in (before, after)
+        torch.tensor(tokens, dtype=torch.long).expand(len(inner), -1) for tokens in (before, after)
     ]
     ids = torch.cat([ends[0], inner.masked_fill(hidden, mask), ends[1]], 1)
     labels = torch.cat(
@@ -316,40 +334,41 @@ def _masked_examples(task: Parameters, data: Data, tokenizer: Path | str | None)
 def _tokenize_windows(
     task: Parameters, data: Data, tokenizer: Path | str | None, length: int
 ) -> Tensor:
-    """The tokens of a running text, [windows, length]."""
-    whole = text_of(data)
-    begin, end = (round(share * len(whole)) for share in task.get("part", (0, 1)))
-    ids = encode(tokenizer, [whole[begin:end]])[0][: task.get("tokens")]
+    """Tokenize a text into windows, [windows, length]."""
+    text = text_of(data)
+    begin, end = (round(fraction * len(text)) for fraction in task.get("part", (0, 1)))
+    ids = encode(tokenizer, [text[begin:end]])[0][: task.get("tokens")]
     if len(ids) < length:
         raise DataError(
             f"{data.name} has {len(ids)} tokens, fewer than one window of {length}",
-            hint="give more text, or a smaller length",
+            hint="use more text, or a smaller length",
         )
     if max(ids) >= task["classes"]:
         raise DataError(
-            f"the tokenizer gives the token {max(ids)}, and the model knows {task['classes']}",
-            hint="is it this model's tokenizer?",
+            f"token ids must be below the model's vocabulary size {task['classes']}, got "
+            f"{max(ids)}",
+            hint="check that the tokenizer belongs to the model",
         )
     return torch.tensor(ids).unfold(0, length, task.get("stride", length))
 
 
 def logits_of(model: torch.nn.Module, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits, [examples, classes, ...]. Images go by place: timm calls them x."""
+    """Compute the logits, [examples, classes, ...]. Images are passed by position, because timm
+    names the argument x.
+    """
     return logits_and_extra_loss(model, inputs)[0]
 
 
 def logits_and_extra_loss(
     model: torch.nn.Module, inputs: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor | None]:
-    """The logits, and what a model that is wrapped for its training adds to the loss, if it adds
-    anything.
-    """
+    """Compute the logits, and the extra loss of a model that is wrapped for training, or None."""
     out = model(inputs["pixel_values"]) if "pixel_values" in inputs else model(**inputs)
     return (out, None) if isinstance(out, Tensor) else (out.logits, getattr(out, "extra", None))
 
 
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross entropy: of examples, of pixels, of next tokens, or of answers."""
+    """Compute the mean cross entropy of examples, pixels, tokens or binary labels."""
     if examples.causal:
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     if examples.tokens:
@@ -360,35 +379,35 @@ def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def compute_metrics(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
-    """What a table reports, from the confusion matrix [truth, guess] of all examples or pixels, or
-    from the mean nats of a next token.
+    """Compute the metrics of a task, from the confusion matrix [truth, prediction] of all examples
+    or pixels, or from the mean nats of a next token.
     """
     if examples.causal:
         return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
     table = confusion.double()
-    right, truth, guess = table.diag(), table.sum(1), table.sum(0)
-    accuracy = float(right.sum() / table.sum())
+    correct, truth, predicted = table.diag(), table.sum(1), table.sum(0)
+    accuracy = float(correct.sum() / table.sum())
     if not examples.dense:
         return {"accuracy": accuracy}
-    there = truth > 0
+    present = truth > 0
     return {
         "aAcc": accuracy,
-        "mIoU": float((right / (truth + guess - right).clamp(min=1))[there].mean()),
-        "mAcc": float((right / truth.clamp(min=1))[there].mean()),
+        "mIoU": float((correct / (truth + predicted - correct).clamp(min=1))[present].mean()),
+        "mAcc": float((correct / truth.clamp(min=1))[present].mean()),
     }
 
 
 def chance_metrics(examples: Examples, confusion: Tensor) -> dict[str, float]:
-    """What a guess without looking gets: the commonest class for pixels, any class for examples,
-    every token alike for texts.
+    """Compute the metrics of a guess without input: the most common class for pixels, any class for
+    examples, uniform tokens for texts.
     """
     if examples.causal:
         return {"perplexity": float(examples.classes)}
     if not examples.dense:
         return {"accuracy": 1 / examples.classes}
     truth = confusion.double().sum(1)
-    common, there = float(truth.max() / truth.sum()), int((truth > 0).sum())
-    return {"aAcc": common, "mIoU": common / there, "mAcc": 1 / there}
+    most_common, present = float(truth.max() / truth.sum()), int((truth > 0).sum())
+    return {"aAcc": most_common, "mIoU": most_common / present, "mAcc": 1 / present}
 
 
 def task_of(
@@ -403,14 +422,27 @@ def task_of(
     labelled: bool = True,
     attributes: Sequence[str] = (),
 ) -> tuple[dict[str, Any], Path | str | None]:
-    """What a model does with data, read off its class and config: the task's parameters, and the
-    tokenizer for texts.
+    """Infer the task of a model on data from its class and config.
 
-    A language model reads texts; a classifier of texts needs texts and labels, one of images needs
-    images and labels. Where no loss is wanted, nothing need be `labelled`, and any model will do.
-    `beside` is the folder that the model came from: its tokenizer and its preprocessor_config.json
-    are used where nothing else is given. `length` is in tokens. `attributes` are fields with
-    several answers to each image.
+    A language model needs texts; a classifier of texts or images needs labels too.
+
+    Args:
+        module: The model.
+        data: The dataset.
+        beside: The folder of the model. Its tokenizer and preprocessor_config.json are the
+            defaults of the next arguments.
+        tokenizer: The tokenizer for texts.
+        length: The largest number of tokens.
+        mean: The mean of the images per channel.
+        std: The standard deviation of the images per channel.
+        labelled: Whether a loss is needed. Without, any model will do and labels are not read.
+        attributes: Fields of binary labels.
+
+    Returns:
+        The task's parameters, and the tokenizer for texts.
+
+    Raises:
+        DataError: The data do not fit the model, or a tokenizer or normalization is missing.
     """
     config, name = getattr(module, "config", None), type(module).__name__
     if reads_images(module):
@@ -419,8 +451,8 @@ def task_of(
             not classes or (config is not None and not name.endswith("ForImageClassification"))
         ):
             raise DataError(
-                f"{name} gives no classes of images, so that there is no loss to measure",
-                hint="give a model ...ForImageClassification",
+                f"{name} does not classify images, so it has no loss",
+                hint="pass a model ...ForImageClassification",
             )
         _require_fields(data, name, "image", *(attributes or ["label"] if labelled else []))
         mean, std = _load_normalization(beside, mean, std, module)
@@ -436,28 +468,29 @@ def task_of(
         if labelled and attributes:
             if len(attributes) != classes:
                 raise DataError(
-                    f"{len(attributes)} attributes are named, and the model answers {classes}",
-                    hint="is it this model's data?",
+                    f"attributes must name the {classes} outputs of the model, got "
+                    f"{len(attributes)} names",
+                    hint="check that the data belong to the model",
                 )
             return task | {"attributes": list(attributes)}, None
         if labelled and np.asarray(data["label"]).dtype.kind in "US":
-            named = getattr(config, "id2label", None) or {}
-            return task | {"names": [str(named[i]) for i in sorted(named)]}, None
+            id2label = getattr(config, "id2label", None) or {}
+            return task | {"names": [str(id2label[i]) for i in sorted(id2label)]}, None
         if labelled:
             _require_labels(data, int(classes or 0))
             _require_all_labels(data)
         return task | ({} if labelled else {"labelled": False}), None
     if tokenizer is None:
-        found = (
+        candidates = (
             [] if beside is None else [beside / "tokenizer.json", beside / "tokenizer_config.json"]
         )
         tokenizer = next(
-            (p if p.name == "tokenizer.json" else p.parent for p in found if p.exists()), None
+            (p if p.name == "tokenizer.json" else p.parent for p in candidates if p.exists()), None
         )
     if tokenizer is None:
         raise DataError(
-            f"{name} reads tokens, and there is no tokenizer beside it",
-            hint="--tokenizer FILE (a tokenizer.json), a folder or a hub id",
+            f"{name} needs a tokenizer, and its folder contains none",
+            hint="pass --tokenizer: a tokenizer.json, a folder or a hub id",
         )
     assert config is not None
     length = min(length or 256, _max_tokens(config))
@@ -472,22 +505,22 @@ def task_of(
         if labelled:
             _require_labels(data, int(config.num_labels))
         pad = config.pad_token_id if config.pad_token_id is not None else 0
-        reads = {
+        task = {
             "kind": "reviews",
             "classes": int(config.num_labels),
             "length": length,
             "pad": int(pad),
             "special": True,
         }
-        return reads | ({} if labelled else {"labelled": False}), tokenizer
+        return task | ({} if labelled else {"labelled": False}), tokenizer
     raise DataError(
-        f"there is no loss for a {name} here",
-        hint="known are language models, and classifiers of texts and of images",
+        f"no loss is defined for {name}",
+        hint="use a language model, or a classifier of texts or images",
     )
 
 
-# Kinds of models that count places from behind the padding token's: that many rows of their tables
-# are no places.
+# Model types whose positions start after the padding token's id: that many rows of their position
+# tables are not used.
 _OFFSET_POSITIONS = frozenset(
     (
         "camembert",
@@ -506,7 +539,7 @@ _OFFSET_POSITIONS = frozenset(
 
 
 def _max_tokens(config: Any) -> int:
-    """How many tokens a model has places for."""
+    """Return the largest number of tokens that a model has positions for."""
     rows = int(getattr(config, "max_position_embeddings", None) or 512)
     return (
         rows - (config.pad_token_id or 0) - 1
@@ -516,21 +549,19 @@ def _max_tokens(config: Any) -> int:
 
 
 def read_examples(
-    module: torch.nn.Module, data: Data, **how: Any
+    module: torch.nn.Module, data: Data, **options: Any
 ) -> tuple[Examples, dict[str, Any]]:
-    """Data as a model reads them, and its task: `task_of`, which says what may be given, and
-    `prepare`.
-    """
+    """Return the data as examples for a model, and its task. `options` are those of `task_of`."""
     if reads_images(module):
         data = match_channels(module, data)
-    task, reader = task_of(module, data, **how)
-    return prepare(task, data, reader), task
+    task, tokenizer = task_of(module, data, **options)
+    return prepare(task, data, tokenizer), task
 
 
 def sample_batches(
     examples: Examples, count: int, seed: int, batch: int = 16
 ) -> list[tuple[dict[str, Tensor], Tensor]]:
-    """Some of the examples, drawn by a seed, in batches of inputs and labels."""
+    """Sample `count` examples with a seed, in batches of inputs and labels."""
     rows = np.sort(np.random.default_rng(seed).permutation(len(examples))[:count])
     return [examples.batch(rows[i : i + batch]) for i in range(0, len(rows), batch)]
 
@@ -540,8 +571,8 @@ def _require_fields(data: Data, name: str, *fields: str) -> None:
     if missing:
         raise DataError(
             f"a {name} needs the field{'s' * (len(missing) > 1)} "
-            f"{' and '.join(repr(f) for f in missing)}, which {data.name} has not",
-            hint=f"it has {', '.join(map(repr, data.fields))}; name yours with --field "
+            f"{' and '.join(repr(f) for f in missing)}, which {data.name} does not have",
+            hint=f"it has {', '.join(map(repr, data.fields))}; map one with --field "
             f"{missing[0]}=NAME",
         )
 
@@ -551,117 +582,122 @@ def _require_labels(data: Data, classes: int) -> None:
         labels = np.asarray(data["label"]).astype(np.int64)
     except ValueError as error:
         raise DataError(
-            f'the field "label" of {data.name} holds no numbers',
+            f'the field "label" of {data.name} must contain numbers',
             hint="labels are 0, 1, ... in the order of the model's classes",
         ) from error
     if labels.ndim == 2 and labels.shape[1] != classes:
         raise DataError(
-            f"{data.name} has {labels.shape[1]} answers to each example, and the model {classes}",
-            hint="is it this model's data?",
+            f"the labels of {data.name} must have {classes} values per example, got "
+            f"{labels.shape[1]}",
+            hint="check that the data belong to the model",
         )
     if labels.size and ((labels.ndim == 1 and labels.max() >= classes) or labels.min() < -1):
         raise DataError(
-            f"{data.name} has the labels {labels.min()} to {labels.max()}, and the model "
-            f"{classes} classes",
-            hint="is it this model's data?",
+            f"the labels of {data.name} must be between -1 and {classes - 1}, got {labels.min()} "
+            f"to {labels.max()}",
+            hint="check that the data belong to the model",
         )
 
 
 def _require_all_labels(data: Data) -> None:
-    """No -1, by which data sets mark what has no label. Of texts such rows are left out
-    (`_reviews`); in rows of answers it says no.
+    """Raise a DataError if a label is -1, by which datasets mark unlabelled rows.
+
+    Of texts such rows are skipped (`_review_examples`); in rows of binary labels -1 means no.
     """
     labels = np.asarray(data["label"]).astype(np.int64)
-    without = np.flatnonzero(labels == -1) if labels.ndim == 1 else labels[:0]
-    if len(without):
+    unlabelled = np.flatnonzero(labels == -1) if labels.ndim == 1 else labels[:0]
+    if len(unlabelled):
         raise DataError(
-            f"{len(without)} of {len(labels)} rows of {data.name} have the label -1, row "
-            f"{without[0]} the first, and there is no such class",
-            hint="leave these rows out",
+            f"{len(unlabelled)} of {len(labels)} rows of {data.name} have the label -1 (no label), "
+            f"the first is row {unlabelled[0]}",
+            hint="remove these rows",
         )
 
 
 def _load_normalization(
     beside: Path | None, mean: Any, std: Any, module: torch.nn.Module
 ) -> list[list[float]]:
-    """Mean and std as given; what is not, from the file beside the model, or from timm's
-    pretrained_cfg.
+    """Return mean and std: the arguments, or else those of the model's preprocessor_config.json or
+    of timm's pretrained_cfg.
     """
     timm = getattr(module, "pretrained_cfg", None)
-    found, where = dict(timm) if timm else {}, "the {} in the model's pretrained_cfg"
+    defaults, source = dict(timm) if timm else {}, "the {} in the model's pretrained_cfg"
     path = None if beside is None else beside / "preprocessor_config.json"
     if path is not None and path.exists() and not (mean and std):
         try:
-            about = load_json(path.read_text())
-            found = (
-                {"mean": about["image_mean"], "std": about["image_std"]}
-                if about.get("do_normalize", True)
+            preprocessor = load_json(path.read_text())
+            defaults = (
+                {"mean": preprocessor["image_mean"], "std": preprocessor["image_std"]}
+                if preprocessor.get("do_normalize", True)
                 else {"mean": [0.0], "std": [1.0]}
             )
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
-                f"{path} does not say how images are normalised: {error!r}",
-                hint="--mean and --std say it",
+                f"{path} must define image_mean and image_std: {error!r}",
+                hint="pass --mean and --std",
             ) from error
-        where = f"the image_{{}} of {path}"
-    names = ["--mean" if mean else where.format("mean"), "--std" if std else where.format("std")]
-    mean, std = (given or found.get(name) for given, name in ((mean, "mean"), (std, "std")))
+        source = f"the image_{{}} of {path}"
+    names = ["--mean" if mean else source.format("mean"), "--std" if std else source.format("std")]
+    mean, std = mean or defaults.get("mean"), std or defaults.get("std")
     if mean is None or std is None:
         raise DataError(
-            "nothing says how the model's images are normalised",
-            hint="--mean 0.5 --std 0.5, say; or put preprocessor_config.json beside it",
+            "the normalization of the model's images is unknown",
+            hint="pass --mean 0.5 --std 0.5, for example, or add preprocessor_config.json to the "
+            "model's folder",
         )
     mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
     channels = channels_of(module)
     for name, numbers in zip(names, (mean, std), strict=True):
         if channels is not None and len(numbers) not in (1, channels):
             raise DataError(
-                f"{name} has {len(numbers)} numbers, and the model reads {channels} "
-                f"channel{'s' * (channels > 1)}",
-                hint="--mean and --std take one number, or one for each channel",
+                f"{name} must have one number for each channel ({channels}), or one for all, got "
+                f"{len(numbers)}",
+                hint="pass --mean and --std with one number, or one for each channel",
             )
         if not np.isfinite(numbers).all():
             raise DataError(
-                f"{name} is {', '.join(map(str, numbers))}, which is not finite",
-                hint="pixels are 0 to 1: --mean 0.5 --std 0.5, say",
+                f"{name} must be finite, got {', '.join(map(str, numbers))}",
+                hint="pixels are in [0, 1]: --mean 0.5 --std 0.5, for example",
             )
     if min(std) <= 0:
         raise DataError(
-            f"{names[1]} is {', '.join(map(str, std))}, and pixels are divided by it",
-            hint="give numbers above 0: --std 0.5, say",
+            f"{names[1]} must be positive, got {', '.join(map(str, std))}",
+            hint="pixels are divided by it: --std 0.5, for example",
         )
     longest = max(len(mean), len(std))
     return [x * longest if len(x) == 1 and longest > 1 else x for x in (mean, std)]
 
 
 def size_of(module: torch.nn.Module) -> tuple[int, int] | None:
-    """Height and width of the images that a model reads, if it says so. timm's pretrained_cfg tells
-    of the weights that it once loaded: what the model itself was made for goes before.
+    """Return the height and width of the images that a model reads, or None if unknown.
+
+    The size of the model itself precedes that in timm's pretrained_cfg, which describes the weights
+    that were loaded.
     """
-    said = getattr(getattr(module, "config", None), "image_size", None) or getattr(
+    declared = getattr(getattr(module, "config", None), "image_size", None) or getattr(
         getattr(module, "patch_embed", None), "img_size", None
     )
-    size = said or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
+    size = declared or (getattr(module, "pretrained_cfg", None) or {}).get("input_size")
     return height_and_width(size) if size else None
 
 
 def height_and_width(size: int | Sequence[int]) -> tuple[int, int]:
-    """Height and width, of one number for both or of a list that ends in them."""
+    """Return height and width, from one number for both or a list that ends in them."""
     height, width = size[-2:] if isinstance(size, Sequence) else (size, size)
     return int(height), int(width)
 
 
 def _preprocessor_size(beside: Path | None, data: Data) -> tuple[int, int] | None:
-    """What preprocessor_config.json makes of images of different sizes, for a model that takes any;
-    None where they have one.
+    """Return the size in preprocessor_config.json, to which a model of any size resizes images of
+    different sizes; None if the images have one size.
     """
-    held = data["image"]
-    if not isinstance(held, EncodedImages) or held.size is not None or len(held.sizes) < 2:
+    images = data["image"]
+    if not isinstance(images, EncodedImages) or images.size is not None or len(images.sizes) < 2:
         return None
     path = None if beside is None else beside / "preprocessor_config.json"
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        about = load_json(path.read_text()) if path is not None else {}
-        size: Any = about.get("crop_size") or about.get("size")
+        preprocessor = load_json(path.read_text()) if path is not None else {}
+        size: Any = preprocessor.get("crop_size") or preprocessor.get("size")
         return (
             height_and_width(
                 (size["height"], size["width"]) if "height" in size else size["shortest_edge"]
@@ -669,16 +705,16 @@ def _preprocessor_size(beside: Path | None, data: Data) -> tuple[int, int] | Non
             if isinstance(size, dict)
             else height_and_width(size)
         )
-    told = " and ".join(f"{h} x {w}" for h, w in (min(held.sizes), max(held.sizes)))
+    extremes = " and ".join(f"{h} x {w}" for h, w in (min(images.sizes), max(images.sizes)))
     raise DataError(
-        f"the images of {data.name} have different sizes ({told}), and the model does not say "
-        "which it reads",
-        hint='make them one size, or put preprocessor_config.json with "size" beside the model',
+        f"the images of {data.name} have different sizes ({extremes}), and the model does not "
+        "define one",
+        hint='resize them, or add preprocessor_config.json with "size" to the model\'s folder',
     )
 
 
 def reads_images(module: torch.nn.Module) -> bool:
-    """Whether a model reads images: timm's, which have no config, all do."""
+    """Return whether a model reads images. Models of timm, which have no config, all do."""
     return (
         getattr(module, "config", None) is None
         or "pixel_values" in inspect.signature(module.forward).parameters
@@ -686,11 +722,12 @@ def reads_images(module: torch.nn.Module) -> bool:
 
 
 def channels_of(module: torch.nn.Module) -> int | None:
-    """How many channels the images have that a model reads, if it says so: its config, or the first
-    convolution, unless that reads more than images have (TResNet's reads whole blocks of pixels).
+    """Return the number of channels that a model reads, or None if unknown: that of its config, or
+    of the first convolution, unless this reads more than images have (TResNet's reads blocks of
+    pixels).
     """
-    said = getattr(getattr(module, "config", None), "num_channels", None)
-    if said:
-        return int(said)
+    declared = getattr(getattr(module, "config", None), "num_channels", None)
+    if declared:
+        return int(declared)
     first = next((m.in_channels for m in module.modules() if isinstance(m, torch.nn.Conv2d)), None)
     return first if first is None or first <= 4 else None

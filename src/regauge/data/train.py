@@ -1,9 +1,9 @@
-"""The training loop: seeded batches, a warm-up and cosine schedule, augmentation, saved state and
+"""The training loop: seeded batches, warm-up and cosine schedule, augmentation, saved state and
 exact resumption.
 
 Training is a function of its parameters alone: batches, learning rates, augmentation and dropout
 depend on the seed and the step. An interrupted run resumes as if it had not stopped, and two runs
-with one seed see the same batches in the same order.
+with one seed use the same batches in the same order.
 """
 
 from __future__ import annotations
@@ -40,16 +40,20 @@ def train_model(
     """Train a model in place by a recipe.
 
     Args:
-        recipe: `optimizer` with its `rate` (and `more` arguments), `batch`, `epochs` or `steps`,
-        `dtype`; optionally `warmup` (share of the steps),
-            `clip` (largest norm of a gradient), `augment` (see `regauge.data.augment`) and `looks`.
-        work: where the state of an interrupted run is saved and found.
-        look: evaluated before the first step and `looks` times after it.
-        on_step: called after every step with its number, the number of steps and the loss.
-        on_resume: called with the step from which a saved run resumes.
+        model: The model.
+        examples: The training examples.
+        recipe: `optimizer` with its learning rate `rate` (and `more` arguments), `batch` (size),
+            `epochs` or `steps`, `dtype`; optionally `warmup` (fraction of the steps), `clip`
+            (largest gradient norm), `augment` (see `regauge.data.augment`) and `looks` (number of
+            evaluations).
+        seed: The seed of batches, augmentation and dropout.
+        work: The store of an interrupted run's state, and the device.
+        evaluate: Called before the first step and `looks` times after it.
+        on_step: Called after every step with its number, the number of steps and the loss.
+        on_resume: Called with the step from which a saved run resumes.
 
     Returns:
-        The loss of every step, and a list of [step, value of `look`].
+        The loss of every step, and a list of [step, value of `evaluate`].
     """
     model.train()
     dtype = getattr(torch, recipe["dtype"])
@@ -66,33 +70,32 @@ def train_model(
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        step, losses, seen = _resume(model, optimizer, work)
+        step, losses, evaluations = _resume(model, optimizer, work)
         if step and on_resume is not None:
             on_resume(step)
-        saved = time.monotonic()
+        saved_at = time.monotonic()
         while True:
-            if evaluate and step in due and (not seen or seen[-1][0] < step):
-                seen.append([step, evaluate()])
+            if evaluate and step in due and (not evaluations or evaluations[-1][0] < step):
+                evaluations.append([step, evaluate()])
                 model.train()
             if step >= total:
-                return losses, seen
+                return losses, evaluations
             epoch, place = divmod(step, per_epoch)
             rows = np.random.default_rng([seed, epoch]).permutation(len(examples))[
                 place * batch : (place + 1) * batch
             ]
-            change = recipe.get("augment", {})
-            rows = np.resize(
-                rows[: -(-batch // change.get("repeat", 1))], len(rows)
-            )  # the same images several times, each changed in its own way
+            augment = recipe.get("augment", {})
+            # Repeated augmentation: the same images several times, each with its own changes.
+            rows = np.resize(rows[: -(-batch // augment.get("repeat", 1))], len(rows))
             for group in optimizer.param_groups:
                 group["lr"] = recipe["rate"] * schedule(step, total, recipe.get("warmup", 0.1))
             inputs, labels = move_batch(examples.batch(rows), work.device, dtype)
-            if change:
-                draw = np.random.default_rng([seed, step, 1])
-                inputs["pixel_values"] = augment_images(inputs["pixel_values"], change, draw)
-                if {"mixup", "cutmix", "smooth"} & change.keys():
+            if augment:
+                rng = np.random.default_rng([seed, step, 1])
+                inputs["pixel_values"] = augment_images(inputs["pixel_values"], augment, rng)
+                if {"mixup", "cutmix", "smooth"} & augment.keys():
                     inputs["pixel_values"], labels = mix_images(
-                        inputs["pixel_values"], labels, examples.classes, change, draw
+                        inputs["pixel_values"], labels, examples.classes, augment, rng
                     )
             with exact_arithmetic(dtype):
                 logits, extra = logits_and_extra_loss(model, inputs)
@@ -106,13 +109,13 @@ def train_model(
             step += 1
             if on_step is not None:
                 on_step(step, total, losses[-1])
-            if time.monotonic() - saved >= work.every:
-                _save_state(model, optimizer, step, {"losses": losses, "seen": seen}, work)
-                saved = time.monotonic()
+            if time.monotonic() - saved_at >= work.every:
+                _save_state(model, optimizer, step, {"losses": losses, "seen": evaluations}, work)
+                saved_at = time.monotonic()
 
 
 def count_steps(recipe: Parameters, examples: int) -> int:
-    """How many steps a recipe has: `steps`, or `epochs` over the examples."""
+    """Return the number of steps of a recipe: `steps`, or `epochs` over the examples."""
     return (
         int(recipe["steps"])
         if "steps" in recipe
@@ -121,13 +124,12 @@ def count_steps(recipe: Parameters, examples: int) -> int:
 
 
 def schedule(step: int, total: int, warmup: float) -> float:
-    """A linear rise and a cosine down to nothing, as a share of the rate."""
-    rise = max(1, round(warmup * total))
-    return (
-        (step + 1) / rise
-        if step < rise
-        else 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, total - rise)))
-    )
+    """Return the learning rate as a fraction of its peak: linear warm-up, then cosine to zero."""
+    warmup_steps = max(1, round(warmup * total))
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    decay_steps = max(1, total - warmup_steps)
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / decay_steps))
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -138,8 +140,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 def exact_arithmetic(dtype: torch.dtype) -> Any:
-    """In float64 nothing on the way may be rounded to less; in other dtypes the model computes as
-    ever.
+    """Return a context in which float64 models compute in float64 throughout; it does nothing for
+    other dtypes.
     """
     return strict_float64() if dtype == torch.float64 else contextlib.nullcontext()
 
@@ -147,6 +149,7 @@ def exact_arithmetic(dtype: torch.dtype) -> Any:
 def move_batch(
     batch: tuple[dict[str, Tensor], Tensor], device: str, dtype: torch.dtype
 ) -> tuple[dict[str, Tensor], Tensor]:
+    """Move a batch to a device, and its floating-point inputs to a dtype."""
     inputs, labels = batch
     return {
         k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in inputs.items()
@@ -156,15 +159,15 @@ def move_batch(
 def mean_loss(
     model: torch.nn.Module, examples: Examples, batch: int, dtype: torch.dtype, device: str
 ) -> float:
-    """The mean loss over examples, in evaluation mode."""
+    """Compute the mean loss over examples, in evaluation mode."""
     model.eval()
-    found = 0.0
+    total = 0.0
     with torch.no_grad(), exact_arithmetic(dtype):
         for start in range(0, len(examples), batch):
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = move_batch(examples.batch(rows), device, dtype)
-            found += len(rows) * float(loss_of(examples, logits_of(model, inputs), labels))
-    return found / len(examples)
+            total += len(rows) * float(loss_of(examples, logits_of(model, inputs), labels))
+    return total / len(examples)
 
 
 def _save_state(
@@ -174,6 +177,7 @@ def _save_state(
     history: Mapping[str, Any],
     work: ResumeState,
 ) -> None:
+    """Save the weights, the optimizer's moments, the random state and the history."""
     tensors = {f"model/{name}": t.clone() for name, t in model.state_dict().items()} | {
         "random": torch.get_rng_state()
     }
@@ -189,32 +193,34 @@ def _save_state(
 def _resume(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, work: ResumeState
 ) -> tuple[int, list[float], list[list[float]]]:
-    """Go on where an interrupted run stood: weights, the optimizer's moments, the random state, the
-    number of the step.
+    """Restore a saved run: weights, the optimizer's moments, the random state.
+
+    Returns:
+        The number of steps done, their losses, and the evaluations so far.
     """
-    found = work.load()
-    if found is None:
+    saved = work.load()
+    if saved is None:
         return 0, [], []
     model.load_state_dict(
         {
             name.removeprefix("model/"): t
-            for name, t in found.tensors.items()
+            for name, t in saved.tensors.items()
             if name.startswith("model/")
         }
     )
     state: dict[int, dict[str, Any]] = {}
-    for name, tensor in found.tensors.items():
+    for name, tensor in saved.tensors.items():
         if name.startswith("optimizer/"):
             _, i, key = name.split("/")
             state.setdefault(int(i), {})[key] = tensor
     optimizer.load_state_dict(
         {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
     )
-    torch.set_rng_state(found.tensors["random"])
-    if "random/cuda" in found.tensors:
-        torch.cuda.set_rng_state(found.tensors["random/cuda"])
+    torch.set_rng_state(saved.tensors["random"])
+    if "random/cuda" in saved.tensors:
+        torch.cuda.set_rng_state(saved.tensors["random/cuda"])
     return (
-        int(found.values["step"]),
-        list(found.values["losses"]),
-        list(found.values.get("seen", [])),
+        int(saved.values["step"]),
+        list(saved.values["losses"]),
+        list(saved.values.get("seen", [])),
     )

@@ -398,7 +398,7 @@ def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, 
     ).read_bytes()
     said = run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key)
     assert said.code == 1
-    assert "give -o OUT" in said.err
+    assert "pass -o OUT" in said.err
     assert (
         run(
             "lock",

@@ -173,9 +173,9 @@ def _is_input(term: ax.Term) -> bool:
     return bool(leaves) and all(leaf.star for leaf in leaves)
 
 
-def _lora_terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Term, ...]:
+def _lora_terms(layer: Layer, kind: str, suffix: str | None, name: str) -> tuple[ax.Term, ...]:
     """Return the axes of a LoRA tensor, without the stack."""
-    match kind, what:
+    match kind, suffix:
         case "lora_A", "weight":
             return (_HOLE, layer.into, *layer.rest)
         case "lora_B", "weight":

@@ -100,7 +100,7 @@ class Archive:
             )
 
     def read(self, record: Record, limit: int) -> bytes:
-        """Read a whole entry of at most `limit` bytes."""
+        """Read an entry of at most `limit` bytes."""
         if record.size > limit:
             raise CheckpointError(
                 f'{self.label}: entry "{record.name}" must have at most {format_bytes(limit)}, got '
@@ -110,9 +110,9 @@ class Archive:
             )
         return b"".join(self.chunks(record))
 
-    def damage_error(self, what: str) -> CheckpointError:
+    def damage_error(self, reason: str) -> CheckpointError:
         """Return the error for a damaged archive."""
-        return CheckpointError(f"{self.label} is damaged: {what}", hint="fetch the file again")
+        return CheckpointError(f"{self.label} is damaged: {reason}", hint="fetch the file again")
 
 
 class _BoundedReader:
@@ -149,9 +149,10 @@ def open_archive(
         CheckpointError: The archive is damaged, or exceeds a bound.
     """
 
-    def rejection(what: str) -> CheckpointError:
+    def rejection(reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{label} cannot be read: {what}", hint="fetch the file again, from a source you trust"
+            f"{label} cannot be read: {reason}",
+            hint="fetch the file again, from a source you trust",
         )
 
     try:

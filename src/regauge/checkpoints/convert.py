@@ -387,9 +387,9 @@ def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], b
     The file holds five pickles, then each storage as its number of elements and its bytes.
     """
 
-    def load_error(what: str) -> CheckpointError:
+    def load_error(reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{path} cannot be read as a torch checkpoint: {what}", hint="fetch the file again"
+            f"{path} cannot be read as a torch checkpoint: {reason}", hint="fetch the file again"
         )
 
     if data[257:262] == b"ustar":

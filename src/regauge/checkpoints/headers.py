@@ -76,8 +76,8 @@ def read_header(path: Path) -> Shard:
         CheckpointError: The file is damaged, truncated, or not a safetensors file.
     """
 
-    def damage_error(what: str) -> CheckpointError:
-        return CheckpointError(f"{path} is damaged: {what}", hint="fetch the file again")
+    def damage_error(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path} is damaged: {reason}", hint="fetch the file again")
 
     require_file(path)
     with wrap_read_errors(path), path.open("rb") as file:

@@ -296,11 +296,11 @@ class _Machine:
             )
 
     def rejection(
-        self, what: str, hint: str = "save model.state_dict() alone, where you trust the file"
+        self, reason: str, hint: str = "save model.state_dict() alone, where you trust the file"
     ) -> CheckpointError:
         """Return the error for a pickle that is not a checkpoint."""
         return CheckpointError(
-            f"{self.label} holds more than tensors, or is damaged: {what}", hint=hint
+            f"{self.label} holds more than tensors, or is damaged: {reason}", hint=hint
         )
 
     # the stack

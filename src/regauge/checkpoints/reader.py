@@ -158,10 +158,12 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def dtypes(self) -> dict[str, str]:
+        """The dtypes by name, as safetensors names them."""
         return {name: entry.dtype for name, entry in self.entries.items()}
 
     @property
     def is_folder(self) -> bool:
+        """Whether a folder was opened, not a file."""
         return self.path.is_dir()
 
     @property

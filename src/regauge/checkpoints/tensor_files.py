@@ -60,12 +60,12 @@ def write_tensors(
         fsync_folder(path.parent)
 
 
-def read_tensors(path: Path, what: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors and metadata of a file.
 
     Args:
         path: The file.
-        what: The kind of file that its metadata must name.
+        kind: The kind of file that its metadata must name.
         version: The version that its metadata must name.
 
     Raises:
@@ -90,9 +90,9 @@ def read_tensors(path: Path, what: str, version: int) -> tuple[dict[str, Tensor]
         raise CheckpointError(
             f"{path} cannot be read: {error}", hint="restore it from a copy"
         ) from error
-    if metadata.get("regauge") != what or metadata.get("version") != str(version):
+    if metadata.get("regauge") != kind or metadata.get("version") != str(version):
         raise CheckpointError(
-            f'{path} is not a "{what}" file of version {version}',
+            f'{path} is not a "{kind}" file of version {version}',
             hint="pass another folder, or upgrade regauge",
         )
     expected = metadata.pop(CHECKSUM, None)

@@ -255,12 +255,12 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
     return key
 
 
-def read_private(path: Path | str, what: str, limit: int = _MAX_FILE_BYTES) -> bytes:
+def read_private(path: Path | str, kind: str, limit: int = _MAX_FILE_BYTES) -> bytes:
     """Read a file that holds a secret: a key, a passphrase, the private key of a certificate.
 
     Args:
         path: The file.
-        what: Its kind, for messages: "passphrase file".
+        kind: Its kind, for messages: "passphrase file".
         limit: The largest size in bytes.
 
     Raises:
@@ -268,7 +268,7 @@ def read_private(path: Path | str, what: str, limit: int = _MAX_FILE_BYTES) -> b
             or others may access it.
     """
     path = Path(path)
-    data, mode = _read(path, what, limit, f"pass a {what}")
+    data, mode = _read(path, kind, limit, f"pass a {kind}")
     _require_private(path, mode)
     return data
 
@@ -281,7 +281,7 @@ def _require_private(path: Path, mode: int) -> None:
         )
 
 
-def _read(path: Path, what: str, limit: int, hint: str) -> tuple[bytes, int]:
+def _read(path: Path, kind: str, limit: int, hint: str) -> tuple[bytes, int]:
     """Return the bytes and the mode of a file.
 
     Kind, size and mode are those of the opened file, so that it cannot be exchanged in between.
@@ -304,7 +304,7 @@ def _read(path: Path, what: str, limit: int, hint: str) -> tuple[bytes, int]:
             raise KeyFileError(f"{path} is not a regular file", hint="pass a file on disk")
         if status.st_size > limit:
             raise KeyFileError(
-                f"{path} must have at most {limit} bytes as a {what}, got {status.st_size}",
+                f"{path} must have at most {limit} bytes as a {kind}, got {status.st_size}",
                 hint=hint,
             )
         return os.read(fd, limit), stat.S_IMODE(status.st_mode)

@@ -605,9 +605,10 @@ def _build_job(
     thunks = source.thunks(g, "backbone")
     # A key is readable by its owner only, and so is an output made with it.
     plan = source.plan(out, g, thunks, "backbone", OWNER)
-    moved = {m.name for m in tensor_transforms(g, "backbone")}
+    transformed = {m.name for m in tensor_transforms(g, "backbone")}
     plan = replace(
-        plan, known_digests={name: digest for name, digest in digests.items() if name not in moved}
+        plan,
+        known_digests={name: digest for name, digest in digests.items() if name not in transformed},
     )
     config = (
         None

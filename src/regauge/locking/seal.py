@@ -156,12 +156,14 @@ class _Sealer:
         self.buffer, self.number = bytearray(), 0
 
     def write(self, data: bytes) -> None:
+        """Add plaintext; full chunks are written."""
         self.buffer += data
         while len(self.buffer) > CHUNK:
             self._put(bytes(self.buffer[:CHUNK]), last=False)
             del self.buffer[:CHUNK]
 
     def close(self) -> None:
+        """Write the last chunk."""
         self._put(bytes(self.buffer), last=True)
 
     def _put(self, chunk: bytes, last: bool) -> None:

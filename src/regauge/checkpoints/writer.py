@@ -277,7 +277,7 @@ def _finished_shards(partial: Path, plan: Plan, digest: str) -> set[str]:
 
 
 class _TensorWriter:
-    """Computes the tensors of a plan and writes them to the partial folder."""
+    """A writer that computes the tensors of a plan into the partial folder."""
 
     def __init__(
         self,
@@ -368,6 +368,7 @@ class _TensorWriter:
             os.close(fd)
 
     def _put(self, fd: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Compute a tensor, check it against the plan, and write it to an open file."""
         import numpy as np
 
         tensor, size, finite = self.thunks[name](), 0, True

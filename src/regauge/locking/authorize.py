@@ -464,14 +464,14 @@ def _plan_hooks(
         # An argument that blocks pass on to the next is transformed once, at the first block. An
         # argument of all blocks is transformed once by their owner, if the owner passes it on.
         once = {
-            n: a for n, a in transforms.items() if n == boundary.stream or n in boundary.returns
+            n: t for n, t in transforms.items() if n == boundary.stream or n in boundary.returns
         }
         shared = {
-            n: a
-            for n, a in transforms.items()
+            n: t
+            for n, t in transforms.items()
             if n not in once and n in inspect.signature(owner.forward).parameters
         }
-        per_block = {n: a for n, a in transforms.items() if n not in once and n not in shared}
+        per_block = {n: t for n, t in transforms.items() if n not in once and n not in shared}
         if shared:
             yield owner, "enter", _make_enter_hook(owner, shared)
         for i, block in enumerate(blocks):

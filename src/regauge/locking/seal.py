@@ -144,7 +144,7 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
 
 
 class _Sealer:
-    """Encrypts a stream into chunks of a file.
+    """A writer that encrypts a stream into chunks of a file.
 
     A full chunk is buffered until more data arrive, because the last chunk has another nonce.
     """
@@ -172,7 +172,7 @@ class _Sealer:
 
 
 class _Opener:
-    """Decrypts the chunks of a file; only authenticated plaintext is returned."""
+    """A reader that decrypts the chunks of a file and returns only authenticated plaintext."""
 
     def __init__(self, path: Path, file: IO[bytes], key: bytes, associated: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305

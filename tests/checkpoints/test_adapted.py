@@ -248,7 +248,7 @@ def test_a_lone_bias_is_refused(tmp_path: Path) -> None:
         {n: t for n, t in state.items() if not n.startswith(layer) or n.endswith("bias")},
     )
     with pytest.raises(
-        RegaugeError, match=r'"base_model.*query.lora_B.bias", and no A and B of that layer'
+        RegaugeError, match=r'"base_model.*query.lora_B.bias", but no A and B of that layer'
     ):
         open_adapted(source)
 

@@ -214,7 +214,7 @@ def test_experts_on_disk_move_as_a_stack() -> None:
             (3, 13),
             "axis 1 .* has size 13, expected 12",
         ),
-        ("base_model.model.transformer.h.0.attn.c_attn.lora_A.bias", (3,), "can be moved"),
+        ("base_model.model.transformer.h.0.attn.c_attn.lora_A.bias", (3,), "can be transformed"),
         ("base_model.model.transformer.h.0.attn.c_attn.ia3_l", (36,), "neither a tensor"),
     ],
 )

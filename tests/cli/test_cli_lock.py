@@ -97,7 +97,7 @@ def test_passphrases(
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open barley")
     said = run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back")
     assert said.code == 1
-    assert "the passphrase does not open" in said.err
+    assert "the passphrase does not unwrap" in said.err
     assert "barley" not in said.err
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open sesame")
     assert (
@@ -128,7 +128,7 @@ def test_a_passphrase_file_that_others_can_read_is_refused(
     assert listed(tmp_path) == ["word"]
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert (
-        "no regular file"
+        "not a regular file"
         in run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "pipe").err
     )
 
@@ -238,7 +238,7 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
         ),
         (
             ["unlock", tmp_path / "locked", "-k", tmp_path / "sealing"],
-            'is a key for "seal", and this needs one for "lock"',
+            'must be "lock", got "seal"',
         ),
         (
             ["unlock", tmp_path / "locked", "-k", tmp_path / "loose"],
@@ -251,13 +251,13 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
             "its data were changed",
         ),
         (["unlock", tmp_path / "short", "-k", key], "truncated"),
-        (["unlock", tmp_path / "heads", "-k", key], "other spaces than its config now says"),
+        (["unlock", tmp_path / "heads", "-k", key], "other spaces than its config declares"),
         (
             ["unlock", tmp_path / "heads", "-k", key, "--retrained"],
-            "other spaces than its config now says",
+            "other spaces than its config declares",
         ),
         (["rekey", tmp_path / "locked", "-k", key, "--to", key], "already"),
-        (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "nothing would be locked"),
+        (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "the lock would have no effect"),
         (["lock", llama, "-k", llama / "inside"], "would be given away with it"),
         (["move", tmp_path / "locked", "--random"], "its key would no longer fit"),
     ):
@@ -352,7 +352,7 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
     assert run("keygen", "-o", tmp_path / "other").code == 0
     said = run("lock", "--reseal", tmp_path / "trained", "-k", tmp_path / "other", "--dry-run")
     assert said.code == 1, "a dry run checks what a run does"
-    assert "and this is" in said.err
+    assert "the model was locked by the key" in said.err
     said = run("lock", "--reseal", llama, "-k", key, "--dry-run")
     assert f"{llama} is not locked" in said.err
     before = contents(tmp_path / "trained")
@@ -398,7 +398,7 @@ def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, 
     ).read_bytes()
     said = run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key)
     assert said.code == 1
-    assert "give -o OUT" in said.err
+    assert "pass -o OUT" in said.err
     assert (
         run(
             "lock",
@@ -512,13 +512,13 @@ def test_seal_and_open(run: Run, tmp_path: Path, llama: Path, key: Path) -> None
     )
     assert contents(tmp_path / "back") == contents(llama)
     said = run("seal", llama, "-k", key, "-o", tmp_path / "x")
-    assert 'is a key for "lock", and this needs one for "seal"' in said.err
+    assert 'must be "seal", got "lock"' in said.err
     said = run("seal", tmp_path, "-k", tmp_path / "sealing", "-o", tmp_path.parent / "x.sealed")
     assert "would be given away with it" in said.err
     os.truncate(tmp_path / "llama.sealed", 500_000)
     said = run("open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "x")
     assert said.code == 1
-    assert "is not as it was sealed" in said.err
+    assert "was changed or truncated since it was sealed" in said.err
     assert listed(tmp_path) == ["back", "key", "llama", "llama.sealed", "sealing"]
 
 

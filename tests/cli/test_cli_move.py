@@ -664,7 +664,7 @@ SHARDS: dict[str, tuple[dict[str, list[str]], dict[str, str], str]] = {
     "unplaced": ({ONE: ["a", "b"], TWO: ["c"]}, {"a": ONE, "c": TWO}, f'{ONE} has "b", which'),
     "one name": ({"x.bin": ["a"], "x.pt": ["b"]}, {"a": "x.bin", "b": "x.pt"}, "x.bin and x.pt of"),
     "no shard": ({ONE: ["a"]}, {"a": ONE, "b": TWO}, f"lacks 1 of its 2 shards: {TWO}"),
-    "hidden": ({".x.bin": ["a"]}, {"a": ".x.bin"}, "which is no name of a shard"),
+    "hidden": ({".x.bin": ["a"]}, {"a": ".x.bin"}, "which is not a valid name of a shard"),
 }
 
 
@@ -691,9 +691,9 @@ def test_convert_says_what_it_leaves_out(run: Run, tmp_path: Path) -> None:
     said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out", "--json")
     assert said.code == 0
     for line in (
-        '"b" stands beside "model" and is left out',
-        '"epoch" stands beside "model" and is left out',
-        '"step" is no tensor and is left out',
+        '"b" is stored beside "model" and is left out',
+        '"epoch" is stored beside "model" and is left out',
+        '"step" is not a tensor and is left out',
     ):
         assert f"regauge: warning: {line}\n" in said.err
     assert json.loads(said.out)["dropped"] == ["b", "epoch", "step"]
@@ -895,7 +895,7 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     (tmp_path / ".out.partial").symlink_to(victim)
     said = run("move", llama, "--random", "-o", tmp_path / "out")
     assert said.code == 1
-    assert "is in the way" in said.err
+    assert "was not written by regauge" in said.err
     assert (victim / "data").read_text() == "precious"
     (tmp_path / "b.config.json").write_text("precious")
     assert (
@@ -1047,7 +1047,7 @@ def test_pipes_are_refused(run: Run, tmp_path: Path, llama: Path) -> None:
     ):
         said = run(*arguments)
         assert said.code == 1
-        assert "is no regular file\nregauge: hint: " in said.err
+        assert "is not a regular file\nregauge: hint: " in said.err
 
 
 def test_threads_have_a_limit(run: Run, tmp_path: Path, llama: Path) -> None:

@@ -203,7 +203,7 @@ def test_a_device_is_not_replaced(
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     assert main(["verify", str(vit), option, str(pipe)]) == 1
-    assert "is no regular file" in capsys.readouterr().err
+    assert "is not a regular file" in capsys.readouterr().err
     assert pipe.is_fifo()
     assert main(["verify", str(vit), "--report", "-"]) == 2
     assert (

@@ -394,8 +394,8 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     authorize_with_element(twin, g)
     with pytest.raises(
         EdgeError,
-        match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW keeps signed "
-        r"permutations",
+        match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW commutes "
+        r"with signed permutations",
     ) as error:
         train(twin, IDS, adamw, 1)
     assert "SGD" in str(error.value.hint)
@@ -417,7 +417,7 @@ def test_trained_gains_dropout_and_scales_are_refused() -> None:
         train(vit, PICOS["vit"].inputs, sgd, 1)
     _, scaled, k = pair("llama")
     authorize_with_element(scaled, k)
-    with pytest.raises(EdgeError, match="no optimizer keeps"):
+    with pytest.raises(EdgeError, match="no optimizer commutes"):
         train(scaled, IDS, sgd, 1)
 
 
@@ -456,7 +456,7 @@ def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -
     inner = held["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
     if how == "added":
         optimizer.add_param_group({"params": [inner]})
-    with pytest.raises(EdgeError, match=r"up_proj.*AdamW keeps signed permutations only"):
+    with pytest.raises(EdgeError, match=r"up_proj.*AdamW commutes with signed permutations only"):
         optimizer.step()
 
 

@@ -134,11 +134,11 @@ def test_one_key_locks_models_by_unrelated_elements() -> None:
 def test_wrong_keys() -> None:
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
-    with pytest.raises(WrongKeyError, match=f"locked by the key {KEY.id}, and this is {OTHER.id}"):
+    with pytest.raises(WrongKeyError, match=f"locked by the key {KEY.id}, got {OTHER.id}"):
         unlock(spec, locked, record, OTHER)
-    with pytest.raises(KeyFileError, match='is for "seal"'):
+    with pytest.raises(KeyFileError, match='must be "lock", got "seal"'):
         unlock(spec, locked, record, Key(seed_key(1), "seal"))
-    with pytest.raises(KeyFileError, match='is for "seal"'):
+    with pytest.raises(KeyFileError, match='must be "lock", got "seal"'):
         lock(spec, model.state_dict(), Key(seed_key(1), "seal"))
     with pytest.raises(TamperedModelError, match="record was changed"):
         unlock(spec, locked, replace(record, key=OTHER.id), OTHER)
@@ -320,13 +320,13 @@ def test_spaces() -> None:
         same_bits(t, unlock(spec, locked.state, locked.record, KEY)[n]) for n, t in state.items()
     )
     with pytest.raises(
-        LockError, match=r"nothing would be locked: ffn\.0, ffn\.1 can move without any effect"
+        LockError, match=r"the lock would have no effect: ffn\.0, ffn\.1 can be transformed"
     ) as refused:
         lock(spec, state, KEY, spaces=["ffn"])
-    assert refused.value.hint == "a lock moves a space that joins the parts: stream"
+    assert refused.value.hint == "lock a space that the parts share: stream"
     with pytest.raises(ElementError, match='no space "nothing"'):
         lock(spec, state, KEY, spaces=["nothing"])
-    with pytest.raises(LockError, match='no lock by "linear"'):
+    with pytest.raises(LockError, match='rotation, got "linear"'):
         lock(spec, state, KEY, group="linear")
 
 

@@ -161,9 +161,7 @@ def test_files_that_are_added_are_refused(run: Run, plain: Path, tmp_path: Path,
     ADDED[name](folder / name)
     assert run("keygen", "-o", tmp_path / "key").code == 0
     for command in ("unlock", "rekey"):
-        with pytest.raises(
-            TamperedModelError, match=f"{name} was added to the folder since"
-        ) as refused:
+        with pytest.raises(TamperedModelError, match=f"{name} was added to the folder") as refused:
             job(command, folder, tmp_path / "out")
         assert "--reseal" in str(refused.value.hint)
     with pytest.raises(TamperedModelError, match="was added"):
@@ -287,7 +285,7 @@ def test_authorize_holds_memory_to_the_files(plain: Path, tmp_path: Path) -> Non
     (tmp_path / "good").replace(
         folder / "model.safetensors"
     )  # another file: the library may have mapped the first
-    with pytest.raises(TamperedModelError, match="in memory is not what"):
+    with pytest.raises(TamperedModelError, match="in memory differs from"):
         authorize(model, KEY, files=folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(TamperedModelError, match=r"tokenizer\.json was changed"):
@@ -386,5 +384,5 @@ def test_a_live_model_of_another_class(tmp_path: Path) -> None:
     lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight[0, 0] += 1
-    with pytest.raises(TamperedModelError, match="in memory is not what"):
+    with pytest.raises(TamperedModelError, match="in memory differs from"):
         lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)

@@ -174,13 +174,13 @@ def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
 
 def test_wrong_keys(tmp_path: Path, folder: Path) -> None:
     seal(folder, KEY, tmp_path / "sealed")
-    with pytest.raises(WrongKeyError, match=f"sealed by the key {KEY.id}, and this is {OTHER.id}"):
+    with pytest.raises(WrongKeyError, match=f"sealed by the key {KEY.id}, got {OTHER.id}"):
         open_sealed(tmp_path / "sealed", OTHER, tmp_path / "out")
     for purpose in (
         lambda key: seal(folder, key, tmp_path / "x"),
         lambda key: open_sealed(tmp_path / "sealed", key, tmp_path / "x"),
     ):
-        with pytest.raises(KeyFileError, match='is for "lock", and this needs one for "seal"'):
+        with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
             purpose(Key(seed_key(1), "lock"))
     forged = (tmp_path / "sealed").read_bytes().replace(KEY.id.encode(), OTHER.id.encode())
     assert isinstance(refused(tmp_path / "sealed", forged, OTHER), TamperedFileError)
@@ -196,7 +196,7 @@ def test_bad_places(tmp_path: Path, folder: Path) -> None:
         (lambda: seal(folder, KEY, tmp_path / "no" / "x"), "does not exist"),
         (lambda: open_sealed(tmp_path / "sealed", KEY, tmp_path / "taken"), "exists already"),
         (lambda: open_sealed(folder / "weights", KEY, tmp_path / "x"), "is not a sealed file"),
-        (lambda: open_sealed(folder, KEY, tmp_path / "x"), "no regular file"),
+        (lambda: open_sealed(folder, KEY, tmp_path / "x"), "not a regular file"),
         (lambda: open_sealed(tmp_path / "absent", KEY, tmp_path / "x"), "cannot be read"),
     ):
         with pytest.raises(RegaugeError, match=why):

@@ -174,7 +174,7 @@ def test_in_python_a_module_of_ones_own_is_locked_at_the_cut_that_was_found() ->
 def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
     found = discovery_of(Hidden(torch.relu), torch.randn(2, 6))
     assert found.boundaries == ()
-    with pytest.raises(LockError, match="nothing would be locked") as caught:
+    with pytest.raises(LockError, match="the lock would have no effect") as caught:
         regauge.lock(found.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
     assert "no embedding or head" in str(caught.value.hint)
     torch.manual_seed(0)

@@ -1,3 +1,1 @@
-"""Bytes on disk: read, plan, write and convert checkpoints; element files, spec files and
-adapters.
-"""
+"""Checkpoints on disk: readers, writers, conversion, adapters, element files and spec files."""

@@ -1,21 +1,20 @@
-"""LoRA adapters in PEFT's names and layout: moved by the same element as the model that they belong
-to.
+"""LoRA adapters in PEFT's names and layout, transformed by the element of their model.
 
-An adapter adds B A to the weight of a layer, whose axes are "out in*". So A, [r, in], has axes "_
-in*" and B, [out, r], has "out _": the axes of the layer say it all, and moving an adapter is the
-one action, over a spec that is derived from the model's. PEFT's A and B are those of torch's Linear
-whatever the layout of the layer itself (GPT-2's Conv1D is "in* out").
+An adapter adds B A to the weight of a layer with axes "out in*". So A, [r, in], has axes "_ in*",
+and B, [out, r], has "out _". The axes of the layer determine those of the adapter: transforming an
+adapter is the usual action over a spec derived from the model's. PEFT lays A and B out as torch's
+Linear, whatever the layout of the layer itself (GPT-2's Conv1D is "in* out").
 
     adapter = load_file("adapter_model.safetensors")       # trained on the locked model
     plain = move_adapter(~g, adapter, part="backbone")     # for the plain one
 
-What is moved: `lora_A`, `lora_B` with or without a bias, `lora_embedding_A` and `_B`, DoRA's
-`lora_magnitude_vector`, and whole tensors of the model (`modules_to_save`, trained biases).
-Prefixes ("base_model.model.") and names of adapters ("lora_A.default.weight") may be there or not.
-Other kinds of adapters are refused by name.
+Supported: `lora_A`, `lora_B` with or without a bias, `lora_embedding_A` and `_B`, DoRA's
+`lora_magnitude_vector`, and full tensors of the model (`modules_to_save`, trained biases).
+Prefixes ("base_model.model.") and adapter names ("lora_A.default.weight") are optional. Other kinds
+of adapters raise an error that names the tensor.
 
-DoRA normalises the rows of a weight (of an embedding's table, the columns): its magnitudes follow
-permutations and signs of the layer's output, and every rotation of its input.
+DoRA normalizes the rows of a weight (the columns of an embedding): its magnitudes follow signed
+permutations of the layer's output, and every rotation of its input.
 """
 
 from __future__ import annotations
@@ -47,16 +46,21 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(
 _HOLE = ax.Hole()
 
 HINT = (
-    "LoRA's A and B, DoRA's magnitudes and whole tensors of the model are moved; is the "
-    "adapter of this model?"
+    "supported are LoRA's A and B, DoRA's magnitudes and full tensors of the model; check that "
+    "the adapter belongs to this model"
 )
 
 
 class Layer(NamedTuple):
-    """The layer of a LoRA tensor: its prefix in the adapter, its weight's pattern in the spec, and
-    the terms of its output, its input and the rest.
+    """The layer that a LoRA tensor adapts.
 
-    `stack` is the term of a stack of experts that are stored one by one.
+    Attributes:
+        prefix: Prefix of the layer's name in the adapter.
+        pattern: Pattern of the layer's weight in the spec.
+        stack: Axes term of a stack of experts that are stored one by one; empty otherwise.
+        out: Axes term of the output.
+        into: Axes term of the input.
+        rest: Further terms (a convolution's kernel).
     """
 
     prefix: str
@@ -68,16 +72,22 @@ class Layer(NamedTuple):
 
     @property
     def is_table(self) -> bool:
-        """Is this an embedding, [rows, width], neither of which is contracted?"""
+        """Whether this is an embedding, [rows, width], neither of which is contracted."""
         return any(ax.leaves(self.into)) and not _is_input(self.into)
 
 
 def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
-    """The spec of an adapter with these tensors, on a model with this spec. Its spaces, and so its
-    elements, are the model's.
+    """Derive the spec of an adapter from the spec of its model.
 
-    >>> # adapter_spec(spec_of(model),
-    adapter).tensors["base_model.model.h.0.attn.c_proj.lora_B.weight"] is "stream _"
+    The spaces are the model's, so elements of the model apply to the adapter:
+    `tensors["base_model.model.h.0.attn.c_proj.lora_B.weight"]` is "stream _".
+
+    Args:
+        spec: The spec of the model.
+        names: The names of the adapter's tensors.
+
+    Raises:
+        SpecError: A tensor is not supported, or adapts a layer that the model does not have.
     """
     known = stored_tensors(spec)
     tensors: dict[str, str] = {}
@@ -97,36 +107,39 @@ def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
 
 
 def _describe_tensor(spec: Spec, known: Mapping[str, Any], name: str) -> tuple[str, str, str]:
-    """What the adapter's spec says of one tensor: its name (with braces if it is one of a stack),
-    its axes, the pattern of the weight behind it.
+    """Return the entry of one tensor in the adapter's spec.
+
+    Returns:
+        Its name (with braces if it is one of a stack), its axes, and the pattern of the weight that
+        it adapts.
     """
-    found = LORA.fullmatch(name)
-    if found is None:
-        whole = find_tensor(known, unwrap_name(name))
-        if whole is None:
+    lora = LORA.fullmatch(name)
+    if lora is None:
+        target = find_tensor(known, unwrap_name(name))
+        if target is None:
             raise SpecError(f'"{name}" is neither a tensor of the model nor one of a LoRA adapter')
-        pattern = known[whole[1]].pattern
-        if known[whole[1]].parent is not None:
+        pattern = known[target[1]].pattern
+        if known[target[1]].parent is not None:
             raise SpecError(
-                f'"{name}" is one expert of several, which are moved with the whole model only'
+                f'"{name}" is a single expert; experts are transformed only together with the model'
             )
         return name, spec.tensors[pattern], pattern
-    layer = _find_layer(spec, known, name, unwrap_name(found["layer"]))
-    terms = _lora_terms(layer, found["kind"], found["what"], name)
+    layer = _find_layer(spec, known, name, unwrap_name(lora["layer"]))
+    terms = _lora_terms(layer, lora["kind"], lora["what"], name)
     new = name
     if layer.stack:
         stem = layer.pattern.removesuffix(".weight")
-        new = layer.prefix + stem + name[len(found["layer"]) :]
+        new = layer.prefix + stem + name[len(lora["layer"]) :]
     return new, str(ax.Axes((*layer.stack, *terms))), layer.pattern
 
 
 def unwrap_name(name: str) -> str:
-    """The model's name of what PEFT has wrapped."""
+    """Return the model's name of a tensor that PEFT has wrapped."""
     return _WRAPPED.sub("", f"{name}.")[:-1]
 
 
 def find_tensor(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
-    """A name without whatever stands before the model's own, and that."""
+    """Split a name into a prefix and a known name; None if no suffix is known."""
     words = name.split(".")
     for i in range(len(words)):
         if ".".join(words[i:]) in known:
@@ -135,10 +148,11 @@ def find_tensor(known: Mapping[str, Any], name: str) -> tuple[str, str] | None:
 
 
 def _find_layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> Layer:
-    found = find_tensor(known, f"{path}.weight")
-    if found is None:
+    """Return the layer at a path of the model; `name` is the LoRA tensor, for errors."""
+    target = find_tensor(known, f"{path}.weight")
+    if target is None:
         raise SpecError(f'"{name}" adapts a layer that the model does not have')
-    prefix, weight = found
+    prefix, weight = target
     entry = known[weight]
     terms = ax.parse(spec.tensors[entry.pattern]).terms
     stack, terms = (terms[:1], terms[1:]) if entry.parent is not None else ((), terms)
@@ -151,23 +165,24 @@ def _find_layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> L
 
 
 def _is_input(term: ax.Term) -> bool:
-    """Is this axis contracted with what the layer reads: are all of its spaces starred? (A key's
-    output has a star on `qk` alone.)
+    """Return whether an axis is contracted with the layer's input: all of its spaces are starred.
+
+    (The output of a key projection has a star on `qk` alone.)
     """
-    inner = list(ax.leaves(term))
-    return bool(inner) and all(leaf.star for leaf in inner)
+    leaves = list(ax.leaves(term))
+    return bool(leaves) and all(leaf.star for leaf in leaves)
 
 
-def _lora_terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[ax.Term, ...]:
-    match kind, what:
+def _lora_terms(layer: Layer, kind: str, suffix: str | None, name: str) -> tuple[ax.Term, ...]:
+    """Return the axes of a LoRA tensor, without the stack."""
+    match kind, suffix:
         case "lora_A", "weight":
             return (_HOLE, layer.into, *layer.rest)
         case "lora_B", "weight":
             return (layer.out, _HOLE, *(_HOLE for _ in layer.rest))
         case "lora_B", "bias":
             return (layer.out,)
-        # An embedding's table is [rows, width]: what it adds is (B A)^T, so its rows are A's and
-        # its width is B's.
+        # An embedding is [rows, width] and its update is (B A)^T: its rows are A's, its width B's.
         case "lora_embedding_A", None:
             return (_HOLE, layer.out)
         case "lora_embedding_B", None:
@@ -176,26 +191,28 @@ def _lora_terms(layer: Layer, kind: str, what: str | None, name: str) -> tuple[a
             return ax.parse(
                 ax.bar(str(ax.Axes((layer.into if layer.is_table else layer.out,))))
             ).terms
-    raise SpecError(f'"{name}" is no tensor of a LoRA adapter that can be moved')
+    raise SpecError(f'"{name}" is not a LoRA tensor that can be transformed')
 
 
 def move_adapter(
     g: Element, state: Mapping[str, Tensor], part: str | None = None
 ) -> dict[str, Tensor]:
-    """A new adapter, moved by an element of the model: all of it, or what belongs to one part. A
-    lock moves the backbone; `~g` brings it back.
+    """Return an adapter transformed by an element of its model.
+
+    Args:
+        g: The element of the model; `~g` undoes it.
+        state: The tensors of the adapter.
+        part: Transform only the tensors of this part ("backbone" for a locked model). Default: all.
     """
     return apply(element_for(g, state), state, part)
 
 
 def element_for(g: Element, tensors: Mapping[str, Shaped]) -> Element:
-    """The same element over the spec of an adapter with these tensors, whose shapes are looked
-    at.
-    """
+    """Return the element over the spec of an adapter with these tensors, after checking shapes."""
     spec = adapter_spec(g.spec, tensors)
     sizes = replace(
         spec, tensors={n: axes.replace("|", "") for n, axes in spec.tensors.items()}
-    )  # bars say how an axis moves, not how long it is
+    )  # a bar changes the action on an axis, not its size
     require(
         check(sizes, tensors, complete=False),
         f'the adapter does not fit the spec "{spec.family}"',
@@ -206,8 +223,10 @@ def element_for(g: Element, tensors: Mapping[str, Shaped]) -> Element:
 
 
 def require_lora(folder: Path) -> None:
-    """Refuse an adapter whose adapter_config.json, if there is one, says that it is something else
-    than LoRA on the model's own layers.
+    """Raise if adapter_config.json, when present, declares anything but LoRA on the model's layers.
+
+    Raises:
+        SpecError: `peft_type` is not LORA, or the tensors are not those of the model's layers.
     """
     from regauge.checkpoints.reader import read_json
 
@@ -217,24 +236,25 @@ def require_lora(folder: Path) -> None:
     config = read_json(path)
     if config.get("peft_type", "LORA") != "LORA":
         raise SpecError(
-            f"{path} describes a {config['peft_type']} adapter; only LORA is moved",
-            hint="merge it into its model and move that",
+            f"{path} describes a {config['peft_type']} adapter; only LORA is supported",
+            hint="merge it into its model and transform that",
         )
     for key in ("layer_replication", "target_parameters", "megatron_config"):
         if config.get(key):
             raise SpecError(
-                f'{path} says "{key}", so its tensors are not those of the model\'s layers',
-                hint="merge it into its model and move that",
+                f'{path} sets "{key}", so its tensors are not those of the model\'s layers',
+                hint="merge it into its model and transform that",
             )
 
 
 def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
+    """Raise if the element acts on a DoRA layer by more than its magnitudes can follow."""
     known = stored_tensors(g.spec)
     for name in names:
-        found = LORA.fullmatch(name)
-        if found is None or found["kind"] != "lora_magnitude_vector":
+        lora = LORA.fullmatch(name)
+        if lora is None or lora["kind"] != "lora_magnitude_vector":
             continue
-        layer = _find_layer(g.spec, known, name, unwrap_name(found["layer"]))
+        layer = _find_layer(g.spec, known, name, unwrap_name(lora["layer"]))
         written, read = (layer.into, layer.out) if layer.is_table else (layer.out, layer.into)
         for side, term, group, allowed in (
             ("output", written, SignedPermutation(), "signed permutations"),
@@ -244,8 +264,7 @@ def _require_magnitudes(g: Element, names: Iterable[str]) -> None:
                 member = g.members.get(leaf.space)
                 if member is not None and group.fault(member):
                     raise ElementError(
-                        f'"{name}" holds the norms of rows, which on the layer\'s {side} follow '
-                        f"{allowed} only; "
-                        f'the element does more on "{leaf.space}"',
-                        hint="merge the adapter into its model and move that",
+                        f'"{name}" holds row norms, which on the layer\'s {side} follow {allowed} '
+                        f'only; the element on "{leaf.space}" is more general',
+                        hint="merge the adapter into its model and transform that",
                     )

@@ -1,10 +1,9 @@
-"""Zip archives from untrusted sources: every entry checked and bounded before a byte of it is used.
+"""Zip archives from untrusted sources: every entry is checked and bounded before it is used.
 
 `open_archive` parses the directory once and rejects what a writer of checkpoints or arrays never
-produces: encrypted entries, two entries of one name, entries that overlap, compression other than
-deflate, and archives that inflate beyond a stated bound. Entries that are stored as they are can be
-mapped (`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the
-directory.
+produces: encrypted entries, duplicate names, overlapping entries, compression other than deflate,
+and archives that inflate beyond a stated bound. Uncompressed entries can be mapped
+(`Record.start`); `Archive.chunks` streams any entry and compares its CRC-32 with the directory.
 """
 
 from __future__ import annotations
@@ -19,11 +18,10 @@ from typing import BinaryIO
 from regauge.checkpoints.files import format_bytes
 from regauge.errors import CheckpointError
 
-MAX_DIRECTORY = (
-    1 << 24
-)  # bytes of the zip directory: about 150,000 entries with the names that torch writes
+# bytes of the zip directory: about 150,000 entries with the names that torch writes
+MAX_DIRECTORY = 1 << 24
 MAX_RATIO = 8  # all entries, inflated, over the size of the archive
-SPARE = 1 << 26  # bytes that are allowed beyond every ratio, for small archives
+SPARE = 1 << 26  # bytes allowed beyond every ratio, for small archives
 _CHUNK = 1 << 20
 _LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
@@ -33,7 +31,7 @@ _ENCRYPTED = 0x1 | 0x40 | 0x2000
 
 @dataclass(frozen=True)
 class Record:
-    """One entry: where its bytes lie in the archive, and what they must become."""
+    """One entry: the place of its bytes in the archive, and their inflated size and checksum."""
 
     name: str
     start: int
@@ -45,8 +43,9 @@ class Record:
 
 @dataclass(frozen=True)
 class Archive:
-    """An open zip archive whose entries have been checked. `checksums` is False if the writer left
-    out every CRC-32.
+    """An open zip archive whose entries have been checked.
+
+    `checksums` is False if the writer omitted every CRC-32.
     """
 
     file: BinaryIO
@@ -55,8 +54,10 @@ class Archive:
     checksums: bool
 
     def chunks(self, record: Record) -> Iterator[bytes]:
-        """Stream an entry in pieces of at most 1 MiB; raise at its end unless size and CRC-32 agree
-        with the directory.
+        """Yield an entry in pieces of at most 1 MiB.
+
+        Raises:
+            CheckpointError: At the end, if size or CRC-32 differ from the directory.
         """
         crc, size, at = 0, 0, record.start
         inflate = zlib.decompressobj(-15) if record.deflated else None
@@ -99,7 +100,7 @@ class Archive:
             )
 
     def read(self, record: Record, limit: int) -> bytes:
-        """Read a whole entry of at most `limit` bytes."""
+        """Read an entry of at most `limit` bytes."""
         if record.size > limit:
             raise CheckpointError(
                 f'{self.label}: entry "{record.name}" must have at most {format_bytes(limit)}, got '
@@ -109,12 +110,13 @@ class Archive:
             )
         return b"".join(self.chunks(record))
 
-    def damage_error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.label} is damaged: {what}", hint="fetch the file again")
+    def damage_error(self, reason: str) -> CheckpointError:
+        """Return the error for a damaged archive."""
+        return CheckpointError(f"{self.label} is damaged: {reason}", hint="fetch the file again")
 
 
 class _BoundedReader:
-    """The view of a file that `zipfile` gets: no read is larger than the directory may be."""
+    """A file handle for `zipfile` that rejects reads larger than the directory may be."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -126,8 +128,8 @@ class _BoundedReader:
     def read(self, n: int = -1) -> bytes:
         if n > MAX_DIRECTORY:
             raise zipfile.BadZipFile(
-                f"the zip directory must have at most {format_bytes(MAX_DIRECTORY)}, got "
-                f"{format_bytes(n)}"
+                f"the zip directory must have at most {format_bytes(MAX_DIRECTORY)}, "
+                f"got {format_bytes(n)}"
             )
         return self._file.read(MAX_DIRECTORY if n < 0 else n)
 
@@ -140,22 +142,22 @@ def open_archive(
     Args:
         file: The archive, seekable. It stays open, and must outlive the result.
         label: The name of the archive in errors.
-        max_ratio: All entries together may inflate to this many times the size of the archive, plus
-        `spare`.
-        spare: Bytes.
+        max_ratio: Bound on the inflated size of all entries, relative to the size of the archive.
+        spare: Bytes that are allowed in addition.
 
     Raises:
         CheckpointError: The archive is damaged, or exceeds a bound.
     """
 
-    def refused(what: str) -> CheckpointError:
+    def rejection(reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{label} cannot be read: {what}", hint="fetch the file again, from a source you trust"
+            f"{label} cannot be read: {reason}",
+            hint="fetch the file again, from a source you trust",
         )
 
     try:
         with zipfile.ZipFile(_BoundedReader(file)) as opened:
-            found, directory = opened.infolist(), opened.start_dir
+            infos, directory = opened.infolist(), opened.start_dir
     except (
         zipfile.BadZipFile,
         OSError,
@@ -165,26 +167,26 @@ def open_archive(
         UnicodeError,
         OverflowError,
     ) as error:
-        raise refused(f"not a valid zip archive ({error})") from error
+        raise rejection(f"not a valid zip archive ({error})") from error
     records: dict[str, Record] = {}
     end, total = 0, 0
-    for info in sorted(found, key=lambda info: info.header_offset):
+    for info in sorted(infos, key=lambda info: info.header_offset):
         name = info.filename
         if info.flag_bits & _ENCRYPTED:
-            raise refused(f'entry "{name}" is encrypted')
+            raise rejection(f'entry "{name}" is encrypted')
         if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise refused(
+            raise rejection(
                 f'entry "{name}" must be stored or deflated, got compression method '
                 f"{info.compress_type}"
             )
         if name in records:
-            raise refused(f'two entries are named "{name}"')
+            raise rejection(f'two entries are named "{name}"')
         start = _data_start(file, info, end, directory)
         if start is None or start + info.compress_size > directory:
-            raise refused(f'entry "{name}" overlaps another one, or lies outside of the archive')
+            raise rejection(f'entry "{name}" overlaps another one, or lies outside the archive')
         deflated = info.compress_type == zipfile.ZIP_DEFLATED
         if not deflated and info.compress_size != info.file_size:
-            raise refused(
+            raise rejection(
                 f'entry "{name}" is stored as {info.compress_size} bytes, but declares '
                 f"{info.file_size}"
             )
@@ -196,20 +198,19 @@ def open_archive(
     if total > limit:
         raise CheckpointError(
             f"{label} must inflate to at most {format_bytes(limit)} ({max_ratio} times its size "
-            "plus "
-            f"{format_bytes(spare)}), got {format_bytes(total)}",
+            f"plus {format_bytes(spare)}), got {format_bytes(total)}",
             hint="if you trust the file, repack it without compression (unzip, then zip -0)",
         )
     return Archive(
         file,
         label,
-        {info.filename: records[info.filename] for info in found},
+        {info.filename: records[info.filename] for info in infos},
         any(r.crc for r in records.values()),
     )
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo, end: int, directory: int) -> int | None:
-    """Return where the data of an entry begin, by its local header.
+    """Return the start of an entry's data, from its local header.
 
     None unless the header lies between `end` and the directory, and names the same entry.
     """

@@ -1,5 +1,6 @@
-"""A tensor that is made piece by piece, so that it need not be in memory as a whole, and a piece is
-used while the cache still holds it.
+"""Tensors that are computed block by block.
+
+The full tensor need not fit in memory, and a block is used while it is still in the CPU cache.
 """
 
 from __future__ import annotations
@@ -16,8 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """The shape and dtype of a tensor, and what makes it: flat numpy arrays of its bits, in order.
-    The next may take the place of the last.
+    """A tensor computed on demand.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        make: Returns an iterator over flat numpy arrays of the tensor's bits, in order. The next
+            array may reuse the memory of the last.
     """
 
     shape: tuple[int, ...]
@@ -25,26 +31,28 @@ class Blocks:
     make: Callable[[], Iterator[Any]]
 
     def tensor(self) -> Tensor:
-        """All of it."""
+        """Return the full tensor."""
         import torch
 
-        out = torch.empty(self.shape, dtype=self.dtype)
-        bits, at = bits_of(out).reshape(-1), 0
-        for piece in self.make():
-            bits[at : at + piece.size] = piece
-            at += piece.size
-        return out
+        tensor = torch.empty(self.shape, dtype=self.dtype)
+        bits, at = bits_of(tensor).reshape(-1), 0
+        for block in self.make():
+            bits[at : at + block.size] = block
+            at += block.size
+        return tensor
 
 
-def materialize(made: Tensor | Blocks) -> Tensor:
-    return made.tensor() if isinstance(made, Blocks) else made
+def materialize(value: Tensor | Blocks) -> Tensor:
+    """Return blocks as one tensor, and a tensor unchanged."""
+    return value.tensor() if isinstance(value, Blocks) else value
 
 
 def bits_of(tensor: Tensor) -> Any:
-    """A tensor's bits as a numpy array of whole numbers: no copy, unless it is elsewhere or not
-    contiguous.
+    """Return the bits of a tensor as a numpy array of integers.
+
+    Copies only if the tensor is on another device or not contiguous.
     """
     import torch
 
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return tensor.detach().cpu().resolve_neg().contiguous().view(whole).numpy()
+    dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.detach().cpu().resolve_neg().contiguous().view(dtype).numpy()

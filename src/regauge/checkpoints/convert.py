@@ -1,9 +1,8 @@
 """Pickled checkpoints, read for conversion without torch and without running code.
 
-The pickle is read by `regauge.checkpoints.pickles`, the zip by `regauge.checkpoints.archives`; both
-are bounded. The bytes of the tensors stay in the file, which is mapped, and are handed to the
-writer tensor by tensor. Declared sizes are compared with those in the file, and every byte of a
-zipped file with its CRC-32.
+`regauge.checkpoints.pickles` reads the pickle and `regauge.checkpoints.archives` the zip; both are
+bounded. The file is mapped, and its tensors are passed to the writer one by one. Declared sizes are
+compared with those in the file, and every byte of a zip with its CRC-32.
 """
 
 from __future__ import annotations
@@ -51,25 +50,32 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "params")
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """The bytes of one storage: a stretch of the mapped file, or a copy of what was compressed."""
+    """The bytes of one storage: a range of the mapped file, or an inflated copy.
+
+    Attributes:
+        path: The file.
+        buffer: The mapped file, or the inflated bytes.
+        start: Offset of the storage in the buffer.
+        size: Size of the file in bytes.
+        order: Byte order, "<" or ">".
+    """
 
     path: Path
     buffer: mmap.mmap | bytes
     start: int
-    size: int  # of the file
+    size: int
     order: str = "<"
 
     def bits(self, tensor: PickledTensor) -> Any:
-        """Return a tensor as a numpy array of unsigned integers: a view, unless its bytes have to
-        be swapped.
+        """Return a tensor as a numpy array of unsigned integers: a view, unless bytes are
+        swapped.
         """
         import numpy as np
 
         if not tensor.numel:
             return np.empty(tensor.shape, f"<u{tensor.itemsize}")
-        if (
-            isinstance(self.buffer, mmap.mmap) and self.buffer.size() != self.size
-        ):  # behind a shortened file's end, a read would kill the process
+        # Reading a map beyond the end of a truncated file would kill the process (SIGBUS).
+        if isinstance(self.buffer, mmap.mmap) and self.buffer.size() != self.size:
             raise CheckpointError(
                 f"{self.path} changed while it was read: it had {self.size} bytes, now it has "
                 f"{self.buffer.size()}",
@@ -89,7 +95,7 @@ class Source:
         return view.astype(f"<u{tensor.itemsize}") if self.order == ">" else view
 
     def byte_offset(self, tensor: PickledTensor) -> int:
-        """Return the position of a tensor's first byte in the buffer."""
+        """Return the offset of a tensor's first byte in the buffer."""
         return (
             self.start
             + tensor.storage.offset * tensor.storage.itemsize
@@ -99,13 +105,14 @@ class Source:
 
 @dataclass(frozen=True)
 class MappedTensor:
-    """A tensor of a pickled file: its description, and the bytes that it looks into."""
+    """A tensor of a pickled file: its metadata and the bytes of its storage."""
 
     tensor: PickledTensor
     source: Source
 
     @property
     def location(self) -> tuple[Any, ...]:
+        """The memory that the tensor covers; equal for tensors that share all of it."""
         return (
             id(self.source.buffer),
             self.source.byte_offset(self.tensor),
@@ -115,14 +122,21 @@ class MappedTensor:
         )
 
     def bits(self) -> Any:
+        """Return the tensor as a numpy array of unsigned integers."""
         return self.source.bits(self.tensor)
 
 
 @dataclass(frozen=True)
 class PickledCheckpoint:
-    """The tensors of pickled files, by file. `aliases` maps a name to the tensor it repeats;
-    `dropped` an entry that is left out to the reason. `unchecked` names the files that carry no
-    checksums.
+    """The tensors of one or several pickled files.
+
+    Attributes:
+        path: The file or folder that was opened.
+        files: The tensors by file and name.
+        aliases: Name of a tensor that shares all its memory with another -> name of the other.
+        dropped: Entry that is left out -> the reason.
+        metadata: The index of a sharded folder, or empty.
+        unchecked: The files without checksums.
     """
 
     path: Path
@@ -134,15 +148,16 @@ class PickledCheckpoint:
 
 
 def open_pickles(source: Path) -> PickledCheckpoint:
-    """Open one pickled file or a folder of them. Names that share all their memory with an earlier
-    one become aliases.
+    """Open one pickled file or a folder of them.
+
+    Tensors that share all their memory with an earlier one become aliases.
 
     Raises:
         CheckpointError: A file is damaged, exceeds a bound, or holds more than a checkpoint needs.
     """
     if not source.exists():
         raise CheckpointError(
-            f"{source} does not exist", hint="name a pickled file, or a folder with one"
+            f"{source} does not exist", hint="pass a pickled file, or a folder with one"
         )
     folder = source if source.is_dir() else None
     paths, metadata = _find_files(source)
@@ -158,69 +173,70 @@ def open_pickles(source: Path) -> PickledCheckpoint:
     unchecked: list[str] = []
     for path in paths:
         tensors = files.setdefault(path.name, {})
-        seen: dict[tuple[Any, ...], str] = {}
-        loaded, beside, checked = _load(path)
-        dropped |= beside
+        first_names: dict[tuple[Any, ...], str] = {}
+        loaded, siblings, checked = _load(path)
+        dropped |= siblings
         if not checked:
             unchecked.append(path.name)
         for name, value in loaded.items():
             if value is None:
-                dropped[name] = "is no tensor"
+                dropped[name] = "is not a tensor"
                 continue
             names[path.name][name] = None
             if (
                 value.tensor.numel
-                and value.location in seen
+                and value.location in first_names
                 and config.get("tie_word_embeddings") is not False
             ):
-                aliases[name] = seen[value.location]
+                aliases[name] = first_names[value.location]
             else:
-                seen[value.location] = name
+                first_names[value.location] = name
                 tensors[name] = value
     if metadata:
         require_matching_index(source / _INDEX, metadata["weight_map"], names)
     if not any(files.values()):
         raise CheckpointError(
             f"{source} holds no tensors",
-            hint="a checkpoint is a dictionary of tensors, as model.state_dict() gives it",
+            hint="a checkpoint is a dictionary of tensors, as model.state_dict() returns it",
         )
     return PickledCheckpoint(source, files, aliases, dropped, metadata, tuple(unchecked))
 
 
 def _find_files(source: Path) -> tuple[list[Path], dict[str, Any]]:
+    """Return the pickled files of a path, and the index if they are shards."""
     if not source.is_dir():
         require_file(source)
         if source.suffix == ".safetensors":
             raise CheckpointError(
-                f"{source} is a safetensors file already", hint="regauge move reads it as it is"
+                f"{source} is a safetensors file already", hint="regauge move reads it directly"
             )
         return [source], {}
-    index = source / _INDEX
+    index_path = source / _INDEX
     if (source / "pytorch_model.bin").is_file():
         return [source / "pytorch_model.bin"], {}
-    if index.is_file():
-        read = read_index(index)
-        names = sorted(set(read["weight_map"].values()))
+    if index_path.is_file():
+        index = read_index(index_path)
+        names = sorted(set(index["weight_map"].values()))
         missing = [n for n in names if not (source / n).is_file()]
         if missing:
             raise CheckpointError(
                 f"{source} lacks {len(missing)} of its {len(names)} shards: "
                 f"{', '.join(missing[:5])}",
-                hint=f"fetch what {index.name} names",
+                hint=f"fetch all files of {index_path.name}",
             )
-        return [source / n for n in names], read
+        return [source / n for n in names], index
     if (source / WEIGHTS).exists() or (source / INDEX).exists():
         raise CheckpointError(
-            f"{source} has safetensors files already", hint="regauge move reads it as it is"
+            f"{source} has safetensors files already", hint="regauge move reads it directly"
         )
-    found = sorted(
+    pickles = sorted(
         p for p in source.iterdir() if p.suffix in PICKLES and p.name != "training_args.bin"
     )
-    if len(found) == 1:
-        return found, {}
+    if len(pickles) == 1:
+        return pickles, {}
     raise CheckpointError(
-        f"{source} has {'no' if not found else len(found)} pickled checkpoints",
-        hint="name one file",
+        f"{source} has {'no' if not pickles else len(pickles)} pickled checkpoints",
+        hint="pass one file",
     )
 
 
@@ -228,7 +244,7 @@ def _load(path: Path) -> tuple[dict[str, MappedTensor | None], dict[str, str], b
     """Read the dictionary of a file.
 
     Returns:
-        The tensors by name (None for any other value), the entries beside a wrapped dictionary with
+        The tensors by name (None for any other value), the entries beside a nested state dict with
         the reason why they are left out, and whether the file has checksums.
     """
     require_file(path)
@@ -236,17 +252,17 @@ def _load(path: Path) -> tuple[dict[str, MappedTensor | None], dict[str, str], b
     loaded, sources, checked = (_load_zip if data[:4] == b"PK\x03\x04" else _load_legacy)(
         path, data
     )
-    beside: dict[str, str] = {}
+    siblings: dict[str, str] = {}
     for wrapper in _WRAPPERS:
         inner = loaded.get(wrapper) if isinstance(loaded, dict) else None
         if isinstance(inner, dict):
-            beside |= {
-                str(name): f'stands beside "{wrapper}"' for name in loaded if name != wrapper
+            siblings |= {
+                str(name): f'is stored beside "{wrapper}"' for name in loaded if name != wrapper
             }
             loaded = inner
     if not isinstance(loaded, dict):
         raise CheckpointError(
-            f"{path} holds a {type(loaded).__name__}, not a dictionary of tensors",
+            f"{path} must hold a dictionary of tensors, got {type(loaded).__name__}",
             hint="save model.state_dict()",
         )
     for name, value in loaded.items():
@@ -257,49 +273,46 @@ def _load(path: Path) -> tuple[dict[str, MappedTensor | None], dict[str, str], b
             )
         if isinstance(value, UnsupportedTensor):
             raise CheckpointError(
-                f'"{name}" of {path} is {value.kind}, and cannot be written',
+                f'"{name}" of {path} is {value.kind}, which cannot be written',
                 hint="save dense tensors",
             )
         if isinstance(value, PickledTensor) and name == "__metadata__":
             raise CheckpointError(
-                f'{path} has a tensor named "{name}", a name that safetensors keeps for itself',
+                f'{path} has a tensor named "{name}", a name that safetensors reserves',
                 hint="rename it",
             )
-    tensors = [value for value in loaded.values() if isinstance(value, PickledTensor)]
-    _require_bounded(path, tensors)
-    kept = {
+    dense = [value for value in loaded.values() if isinstance(value, PickledTensor)]
+    _require_bounded(path, dense)
+    mapped = {
         n: MappedTensor(v, sources[v.storage.key]) if isinstance(v, PickledTensor) else None
         for n, v in loaded.items()
     }
-    return kept, beside, checked
+    return mapped, siblings, checked
 
 
 def _require_bounded(path: Path, tensors: list[PickledTensor]) -> None:
-    """Bound what views can expand to. A tensor whose strides are zero, or tensors that overlap, are
-    larger than the file that holds them.
-    """
-    held = sum({t.storage.key: t.storage.nbytes for t in tensors}.values())
+    """Raise if views expand too far: overlapping tensors or zero strides can exceed the file."""
+    stored = sum({t.storage.key: t.storage.nbytes for t in tensors}.values())
     total = sum(
         {
             (t.storage.key, t.storage.offset, t.offset, t.shape, t.stride): t.nbytes
             for t in tensors
         }.values()
     )
-    limit = MAX_EXPANSION * held + SPARE
+    limit = MAX_EXPANSION * stored + SPARE
     if total > limit:
         largest = max(tensors, key=lambda t: t.nbytes)
         raise CheckpointError(
             f"the tensors of {path} must have at most {format_bytes(limit)} ({MAX_EXPANSION} times "
-            f"the {format_bytes(held)} that it stores, "
-            f"plus {format_bytes(SPARE)}), got {format_bytes(total)}: one has shape "
-            f"{list(largest.shape)} "
-            f"and strides {list(largest.stride)}",
+            f"the {format_bytes(stored)} that it stores, plus {format_bytes(SPARE)}), got "
+            f"{format_bytes(total)}: one has shape {list(largest.shape)} and strides "
+            f"{list(largest.stride)}",
             hint="if you trust the file, save its expanded tensors with .contiguous()",
         )
 
 
 def _map_file(path: Path) -> mmap.mmap:
-    """Map a file for reading. The map lives as long as a tensor refers to it."""
+    """Map a file for reading; the map lives as long as a tensor refers to it."""
     with wrap_read_errors(path), path.open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise CheckpointError(
@@ -330,7 +343,7 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
         if order not in (b"little", b"big"):
             raise archive.damage_error(f"its byte order must be little or big, got {order!r}")
         if end != records["data.pkl"].size:
-            raise archive.damage_error("its pickle has bytes behind its end")
+            raise archive.damage_error("its pickle has trailing bytes")
         sources = {}
         for key, storage in storages.items():
             record = records.get(f"data/{key}")
@@ -340,8 +353,8 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
                 )
             if record.size != storage.nbytes:
                 raise archive.damage_error(
-                    f'its record "{record.name}" has {record.size} bytes, the storage in it '
-                    f"{storage.nbytes}"
+                    f'its record "{record.name}" must have {storage.nbytes} bytes, got '
+                    f"{record.size}"
                 )
             buffer = b"".join(archive.chunks(record)) if record.deflated else data
             sources[key] = Source(
@@ -356,7 +369,12 @@ def _load_zip(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool
 
 
 def _require_checksums(archive: Archive, used: set[str]) -> None:
-    """Compare the entries that have not been read yet with their CRC-32."""
+    """Compare the entries that have not been read yet with their CRC-32.
+
+    Args:
+        archive: The archive.
+        used: Names of the storages; those that were compressed have been inflated and checked.
+    """
     for name, record in archive.records.items():
         if not (record.deflated and name.partition("/")[2] in used):
             for _ in archive.chunks(record):
@@ -364,13 +382,14 @@ def _require_checksums(archive: Archive, used: set[str]) -> None:
 
 
 def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], bool]:
-    """Read the format before torch 1.6: five pickles, then each storage as its number of elements
-    and its bytes.
+    """Read the format before torch 1.6.
+
+    The file holds five pickles, then each storage as its number of elements and its bytes.
     """
 
-    def damaged(what: str) -> CheckpointError:
+    def load_error(reason: str) -> CheckpointError:
         return CheckpointError(
-            f"{path} cannot be read as a torch checkpoint: {what}", hint="fetch the file again"
+            f"{path} cannot be read as a torch checkpoint: {reason}", hint="fetch the file again"
         )
 
     if data[257:262] == b"ustar":
@@ -379,11 +398,11 @@ def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], b
             hint="load and save it with an old torch first",
         )
     if data[0] != 0x80:
-        raise damaged("it begins neither like a zip nor like a pickle")
+        raise load_error("it starts neither like a zip nor like a pickle")
     magic, at, _ = read_pickle(data, str(path))
     protocol, at, _ = read_pickle(data, str(path), at) if magic == _MAGIC else (None, at, {})
     if protocol != _PROTOCOL:
-        raise damaged("torch.save did not write it")
+        raise load_error("it was not written by torch.save")
     _, at, _ = read_pickle(data, str(path), at)
     value, at, storages = read_pickle(data, str(path), at)
     keys, at, _ = read_pickle(data, str(path), at)
@@ -392,32 +411,43 @@ def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], b
         or len(keys) != len(storages)
         or {k for k in keys if isinstance(k, str)} != storages.keys()
     ):
-        raise damaged("its list of storages differs from those that its tensors use")
+        raise load_error("its list of storages differs from those that its tensors use")
     sources = {}
     for key in keys:
         storage: Storage = storages[key]
         numel = int.from_bytes(data[at : at + 8], "little")
         if numel != storage.full_numel or at + 8 + storage.nbytes > len(data):
-            raise damaged(
+            raise load_error(
                 f'storage "{key}" must have {storage.full_numel} elements, got {numel}, with '
                 f"{max(0, len(data) - at - 8)} bytes left in the file"
             )
         sources[key] = Source(path, data, at + 8, len(data))
         at += 8 + storage.nbytes
     if at != len(data):
-        raise damaged(f"it has {len(data) - at} bytes behind its last storage")
+        raise load_error(f"it has {len(data) - at} bytes after its last storage")
     return value, sources, False
 
 
 def plan_conversion(
     out: Path, pickles: PickledCheckpoint
 ) -> tuple[Plan, dict[str, Callable[[], Any]]]:
-    """The plan of the safetensors files, and the thunks that fill it. Shards stay shards."""
+    """Plan the safetensors files of a conversion; shards stay shards.
+
+    Args:
+        out: The output folder, or a .safetensors file if there is one pickled file.
+        pickles: The opened pickles.
+
+    Returns:
+        The plan, and the thunks that compute its tensors.
+
+    Raises:
+        CheckpointError: The output cannot hold the tensors, or two files would get one name.
+    """
     single = len(pickles.files) == 1
     if is_file_name(out) and not single:
         raise CheckpointError(
             f"{pickles.path} has {len(pickles.files)} shards and cannot become the one file {out}",
-            hint="name a folder with -o",
+            hint="pass a folder with -o",
         )
     files: list[File] = []
     thunks: dict[str, Callable[[], Any]] = {}
@@ -427,30 +457,31 @@ def plan_conversion(
             if single
             else re.sub(r"^pytorch_model", "model", Path(file).stem) + ".safetensors"
         )
-        taken = next(
-            (f for f, made in zip(pickles.files, files, strict=False) if made.name == name), None
+        duplicate = next(
+            (f for f, planned in zip(pickles.files, files, strict=False) if planned.name == name),
+            None,
         )
-        if taken is not None:
+        if duplicate is not None:
             raise CheckpointError(
-                f"{taken} and {file} of {pickles.path} would both become {name}",
-                hint="rename one of them, and in the index",
+                f"{duplicate} and {file} of {pickles.path} would both become {name}",
+                hint="rename one of them, also in the index",
             )
-        described = []
+        entries = []
         for key, pickled in tensors.items():
             dtype = DTYPE_NAMES.get(pickled.tensor.dtype)
             if dtype is None:
                 raise CheckpointError(
                     f'"{key}" of {file} is torch.{pickled.tensor.dtype}, which regauge does not '
-                    "move",
-                    hint="start from the unquantised checkpoint",
+                    "support",
+                    hint="start from the unquantized checkpoint",
                 )
-            described.append((key, dtype, pickled.tensor.shape))
+            entries.append((key, dtype, pickled.tensor.shape))
             thunks[key] = pickled.bits
-        files.append(File(name, tuple(described), {"format": "pt"}))
+        files.append(File(name, tuple(entries), {"format": "pt"}))
     small: dict[str, bytes] = {}
     if not single:
         small[INDEX] = index_of(files, {"metadata": pickles.metadata.get("metadata")})
-    copies, left = (
+    copies, skipped = (
         other_files(pickles.path, {*small, *pickles.files})
         if pickles.path.is_dir() and not is_file_name(out)
         else ({}, ())
@@ -460,4 +491,4 @@ def plan_conversion(
         if pickles.path.is_dir()
         else {pickles.path}
     )
-    return Plan(tuple(files), small, copies, left, mode=strictest_mode(inputs)), thunks
+    return Plan(tuple(files), small, copies, skipped, mode=strictest_mode(inputs)), thunks

@@ -1,7 +1,6 @@
-"""Documents from elsewhere (JSON, TOML, YAML): how large they may be, and JSON that the rest of the
-package can rely on.
+"""Size limits for untrusted documents (JSON, TOML, YAML), and a strict JSON parser.
 
-The limits are far above what real files have, and low enough that a file within them is read in
+The limits are far above the sizes of real files, and low enough that any file within them parses in
 seconds. docs/formats.md lists them.
 """
 
@@ -28,9 +27,13 @@ DEPTH = 100  # lists and objects inside each other
 def read_document(path: Path, limit: int, error: type[RegaugeError] = CheckpointError) -> bytes:
     """Read a file of at most `limit` bytes.
 
+    Args:
+        path: The file.
+        limit: The largest size in bytes.
+        error: The type of the error for a file that is too large.
+
     Raises:
-        RegaugeError: the file is larger, is no regular file or cannot be read; of the type `error`
-        where it is too large.
+        RegaugeError: The file is too large, not a regular file, or cannot be read.
     """
     require_file(path)
     with wrap_read_errors(path), path.open("rb") as file:
@@ -38,19 +41,19 @@ def read_document(path: Path, limit: int, error: type[RegaugeError] = Checkpoint
         data = file.read(limit + 1) if size <= limit else b""
     if size > limit or len(data) > limit:
         raise error(
-            f"{path} must have at most {format_bytes(limit)}, got "
-            f"{format_bytes(max(size, len(data)))}",
-            hint="is it the right file?",
+            f"{path} must have at most {format_bytes(limit)}, "
+            f"got {format_bytes(max(size, len(data)))}",
+            hint="check that it is the right file",
         )
     return data
 
 
 def load_json(text: str | bytes) -> Any:
-    """Parse JSON. Every fault is a ValueError, nesting that is too deep for the parser included."""
+    """Parse JSON; raise ValueError for every fault, including too deep nesting."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("nested too deeply") from None
 
 
 def parse_json(
@@ -61,14 +64,18 @@ def parse_json(
     *,
     surrogates: bool = False,
 ) -> Any:
-    """Parse JSON. A document that is nested more than `DEPTH` deep, or has text that is not valid
-    Unicode, is rejected like one that is not JSON: it could not be written again.
+    """Parse JSON of bounded depth and valid Unicode, so that it can be written again.
 
     Args:
-        data: the document.
-        where: what errors name.
-        error, hint: the type of the error, and its way out.
-        surrogates: accept text that is not valid Unicode; the caller replaces it.
+        data: The document.
+        where: The name of the document in errors.
+        error: The type of the error.
+        hint: The hint of the error.
+        surrogates: Accept text that is not valid Unicode; the caller replaces it.
+
+    Raises:
+        RegaugeError: Of type `error`: the document is not JSON, is nested more than `DEPTH` deep,
+            or has a lone surrogate.
     """
     try:
         value = load_json(data)
@@ -88,11 +95,12 @@ def parse_json(
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether no value lies more than `DEPTH` deep. Level by level, since a recursion would
-    end where the parser's did.
+    """Return whether containers are nested at most `DEPTH` deep.
+
+    Works level by level: a recursive check would overflow where the parser did.
     """
     level = [value] if isinstance(value, dict | list) else []
     for _ in range(DEPTH):
-        inner = (v for one in level for v in (one.values() if isinstance(one, dict) else one))
+        inner = (v for node in level for v in (node.values() if isinstance(node, dict) else node))
         level = [v for v in inner if isinstance(v, dict | list)]
     return not level

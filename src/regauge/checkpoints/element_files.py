@@ -1,6 +1,4 @@
-"""Elements as files, and as the plain arrays that are in them: docs/formats.md says what they
-hold.
-"""
+"""Element files, and the arrays that represent an element. docs/formats.md describes the format."""
 
 from __future__ import annotations
 
@@ -20,10 +18,17 @@ VERSION = 1
 
 
 def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
-    """Write an element as a safetensors file, members as arrays. It appears whole or not at all,
-    for its owner only: who has it can undo it.
+    """Write an element as a safetensors file, atomically and readable by the owner only.
 
-    One that its model does not allow is refused: it could not be loaded again.
+    The file is a secret: its holder can undo the transform.
+
+    Args:
+        g: The element.
+        path: The file.
+        new: Raise if the file exists instead of replacing it.
+
+    Raises:
+        ElementError: The model does not allow the element; it could not be loaded again.
     """
     from safetensors.numpy import save
 
@@ -46,9 +51,7 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
 
 
 def arrays_of(g: Element) -> tuple[dict[str, Any], dict[str, str]]:
-    """An element as plain arrays, and the kind of each member: what `element_of` makes one of
-    again.
-    """
+    """Return the arrays of an element and the kind of each member, the inverse of `element_of`."""
     arrays: dict[str, Any] = {}
     kinds: dict[str, str] = {}
     for name, member in g.members.items():
@@ -60,9 +63,8 @@ def arrays_of(g: Element) -> tuple[dict[str, Any], dict[str, str]]:
                     arrays[f"{name}:scale"] = np.asarray(member.scale, np.float64)
             case Dense():
                 kinds[name] = "dense"
-                arrays[f"{name}:matrix"] = np.ascontiguousarray(
-                    member.values, np.float64
-                )  # a fit of float32 models has float32 members
+                # A fit of float32 models has float32 members.
+                arrays[f"{name}:matrix"] = np.ascontiguousarray(member.values, np.float64)
             case Planes():
                 kinds[name] = f"planes-{member.layout}"
                 arrays[f"{name}:factor"] = np.stack(
@@ -77,12 +79,23 @@ def element_of(
     kinds: Mapping[str, str],
     where: Path | str = "the element",
 ) -> Element:
-    """An element of a model, out of its arrays. Whether the model allows it is not looked at."""
+    """Build an element from its arrays, without checking that the model allows it.
+
+    Args:
+        spec: The spec of the model.
+        arrays: The arrays of all members, by "name:key".
+        kinds: The kind of each member.
+        where: The name of the element in errors.
+    """
     return Element(spec, {name: _member(where, name, kind, arrays) for name, kind in kinds.items()})
 
 
 def load_element(path: Path | str, spec: Spec) -> Element:
-    """Read an element for a model. One that was made for another model is refused."""
+    """Read an element file.
+
+    Raises:
+        ElementError: The file is damaged, has a newer format, or belongs to another model.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -107,7 +120,7 @@ def load_element(path: Path | str, spec: Spec) -> Element:
             )
         g = element_of(spec, arrays, json.loads(metadata["members"]), path)
         if version < 1:
-            raise ValueError(f"its version is {version}")
+            raise ValueError(f"version must be >= 1, got {version}")
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ElementError(f"{path} is damaged: {error}", hint="restore it from a copy") from error
     g.require()
@@ -115,15 +128,16 @@ def load_element(path: Path | str, spec: Spec) -> Element:
 
 
 def _member(path: Path | str, name: str, kind: str, arrays: Mapping[str, Any]) -> Member:
-    """One member out of its arrays, whose shapes and dtypes must be those that it was written
-    with.
-    """
+    """Build one member from its arrays, after checking their shapes and dtypes."""
 
     def array(key: str, ndim: int, dtype: str) -> Any:
-        found = arrays[f"{name}:{key}"]
-        if found.ndim != ndim or found.dtype != dtype or 0 in found.shape:
-            raise ValueError(f'"{name}:{key}" is {found.dtype} {list(found.shape)}')
-        return found
+        value = arrays[f"{name}:{key}"]
+        if value.ndim != ndim or value.dtype != dtype or 0 in value.shape:
+            raise ValueError(
+                f'"{name}:{key}" must be {dtype} with {ndim} axes, got {value.dtype} '
+                f"{list(value.shape)}"
+            )
+        return value
 
     match kind:
         case "monomial":
@@ -131,18 +145,21 @@ def _member(path: Path | str, name: str, kind: str, arrays: Mapping[str, Any]) -
             scale = array("scale", 2, "float64") if f"{name}:scale" in arrays else None
             if scale is not None and scale.shape != index.shape:
                 raise ValueError(
-                    f'"{name}:scale" has shape {list(scale.shape)}, its index {list(index.shape)}'
+                    f'"{name}:scale" must have the shape of its index, {list(index.shape)}, got '
+                    f"{list(scale.shape)}"
                 )
             return Monomial(index, scale)
         case "dense":
             values = array("matrix", 3, "float64")
             if values.shape[1] != values.shape[2]:
-                raise ValueError(f'"{name}:matrix" has shape {list(values.shape)}')
+                raise ValueError(f'"{name}:matrix" must be square, got {list(values.shape)}')
             return Dense(values)
         case "planes-half" | "planes-interleaved":
             factor = array("factor", 3, "float64")
             if factor.shape[2] != 2:
-                raise ValueError(f'"{name}:factor" has shape {list(factor.shape)}')
+                raise ValueError(
+                    f'"{name}:factor" must have 2 as its last size, got {list(factor.shape)}'
+                )
             return Planes(
                 factor[..., 0] + 1j * factor[..., 1],
                 "half" if kind.endswith("half") else "interleaved",

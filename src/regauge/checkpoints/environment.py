@@ -1,4 +1,4 @@
-"""Where regauge runs: the versions that compute here, and the folder for what can be made again."""
+"""The runtime environment: versions of the loaded libraries, and the cache folder."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import sys
 from pathlib import Path
 
 
-def versions(*more: str) -> dict[str, str]:
-    """What computes here, as far as it is loaded."""
+def versions(*modules: str) -> dict[str, str]:
+    """Return the versions of regauge, Python and the loaded libraries, and of further `modules`."""
     from regauge import __version__
 
-    found = {"regauge": __version__, "python": platform.python_version()}
-    for name in ("torch", "transformers", "timm", *more):
+    result = {"regauge": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers", "timm", *modules):
         if name in sys.modules:
-            found[name] = str(getattr(sys.modules[name], "__version__", "?"))
-    return found
+            result[name] = str(getattr(sys.modules[name], "__version__", "?"))
+    return result
 
 
 def default_cache() -> Path:
-    """$REGAUGE_CACHE, or the system's usual place for what can be made again."""
-    given = os.environ.get("REGAUGE_CACHE")
-    if given:
-        return Path(given)
+    """Return $REGAUGE_CACHE, or a folder in the cache directory of the platform."""
+    override = os.environ.get("REGAUGE_CACHE")
+    if override:
+        return Path(override)
     if sys.platform == "win32":
-        usual = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
+        base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
     else:
-        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return usual / "regauge" / "experiments"
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "regauge" / "experiments"

@@ -1,6 +1,4 @@
-"""Files and folders: which may be read, the system's errors as typed ones, permissions,
-all-or-nothing writes, and sizes as text.
-"""
+"""Files and folders: typed errors, permissions, atomic writes, link checks and sizes as text."""
 
 from __future__ import annotations
 
@@ -17,20 +15,17 @@ from pathlib import Path
 
 from regauge.errors import CheckpointError
 
-EVERYONE, OWNER = (
-    0o777,
-    0o700,
-)  # the most that an output may allow, before the umask; what an output made with a key allows
+EVERYONE = 0o777  # the loosest mode of an output, before the umask
+OWNER = 0o700  # the mode of an output that was made with a key
 _CHUNK = 1 << 20
 
 
 def strictest_mode(inputs: Iterable[Path]) -> int:
-    """Return the permission bits that an output of these files and folders may have at most, as
-    those of a folder.
+    """Return the loosest folder mode for an output that is made of these files and folders.
 
     A class of users (group, others) keeps its bits only if it can read every input: a private file
-    makes a private folder. The owner keeps all. A file made by this rule gets the same bits without
-    those for execution (`file_mode`). The umask is honoured in addition, by the system.
+    makes a private folder. The owner keeps all bits. A file gets the same bits without those for
+    execution (`file_mode`). The system applies the umask in addition.
 
     >>> oct(strictest_mode([]))
     '0o777'
@@ -38,14 +33,14 @@ def strictest_mode(inputs: Iterable[Path]) -> int:
     mode = EVERYONE
     for path in inputs:
         with wrap_read_errors(path):
-            found = path.stat().st_mode
-        needed = 0o111 if stat.S_ISDIR(found) else 0o444
-        allowed = stat.S_IMODE(found) & 0o777
+            input_mode = path.stat().st_mode
+        needed = 0o111 if stat.S_ISDIR(input_mode) else 0o444
+        allowed = stat.S_IMODE(input_mode) & 0o777
         for shift in (0, 3):  # others, group
             bits = allowed >> shift & 0o7
             if not bits & (needed >> shift & 0o7):
                 mode &= ~(0o7 << shift)
-            elif stat.S_ISDIR(found):
+            elif stat.S_ISDIR(input_mode):
                 mode &= ~(0o7 << shift) | bits << shift
             elif not bits & 0o2:
                 mode &= ~(0o2 << shift)
@@ -53,29 +48,31 @@ def strictest_mode(inputs: Iterable[Path]) -> int:
 
 
 def file_mode(mode: int) -> int:
-    """Return the bits of a file in a folder with these bits."""
+    """Return the mode of a file in a folder with this mode."""
     return mode & 0o666
 
 
 def make_folder(folder: Path, mode: int = EVERYONE) -> None:
-    """Make a folder and those above it that are missing, all with these bits. One that is there
-    stays as it is.
-    """
+    """Create a folder and its missing parents with this mode; existing folders stay unchanged."""
     for path in (*reversed(folder.parents), folder):
         if not path.is_dir():
             path.mkdir(mode=mode, exist_ok=True)
 
 
 def restrict_mode(path: Path, mode: int) -> None:
-    """Take away what `mode` does not allow. Nothing is ever added."""
-    found = stat.S_IMODE(path.stat().st_mode)
-    if found & ~mode:
-        path.chmod(found & mode)
+    """Remove the permission bits that are not in `mode`; never add any."""
+    current = stat.S_IMODE(path.stat().st_mode)
+    if current & ~mode:
+        path.chmod(current & mode)
 
 
 def copy_file(source: Path, target: Path, mode: int) -> bytes:
-    """Copy a regular file to a new name, with these bits from its first moment, and flush it.
-    Returns the SHA-256 of the bytes that were written.
+    """Copy a regular file to a new name and flush it.
+
+    The copy is created with the mode, not changed to it later.
+
+    Returns:
+        The SHA-256 of the bytes that were written.
     """
     require_file(source)
     digest = hashlib.sha256()
@@ -93,12 +90,15 @@ def copy_file(source: Path, target: Path, mode: int) -> bytes:
 
 @contextlib.contextmanager
 def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> Iterator[Path]:
-    """Yield a hidden folder beside `out`, for its owner only, that takes the place of `out` at the
-    end: whole or not at all.
+    """Yield a hidden folder beside `out` that atomically becomes `out` at the end.
 
-    For what other libraries write: files and folders in it get the bits of `mode`, less the umask,
-    just before. An older `out` must be an empty folder, or is removed with `replace` once the new
-    one is in its place.
+    For output that other libraries write. The folder is readable by the owner only until it is
+    complete; then its files and folders get `mode`, less the umask.
+
+    Args:
+        out: The output folder. It must not exist, or be empty, unless `replace` is set.
+        mode: The mode of the folder and, without the bits for execution, of its files.
+        replace: Remove an existing `out` once the new one is in place.
     """
     partial = temp_sibling(out)
     with wrap_write_errors(out):
@@ -120,8 +120,9 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
 
 
 def _read_umask(folder: Path) -> int:
-    """Return what the umask leaves of all bits, read off a new folder: `os.umask` can only be read
-    by changing it, for all threads at once.
+    """Return the mode that the umask allows, read from a new folder.
+
+    `os.umask` can only be read by changing it, for all threads at once.
     """
     probe = folder / f".{os.urandom(6).hex()}"
     probe.mkdir()
@@ -140,43 +141,44 @@ def _fsync(path: Path) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Refuse what is there and is no regular file: opening a pipe would wait for its other end.
-    What is absent is left to whoever opens it.
+    """Raise if a path exists and is not a regular file: opening a pipe would block.
+
+    A missing file passes; opening it raises.
     """
-    # these take names that are too long for the system
+    # os.path accepts names that are too long for the system; Path raises.
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
         raise CheckpointError(
-            f"{path} is no regular file",
-            hint="name a file on the disk: pipes and devices cannot be read twice",
+            f"{path} is not a regular file",
+            hint="pass a file on disk: pipes and devices cannot be read twice",
         )
 
 
 def require_inside(path: Path, folder: Path) -> None:
-    """Refuse a link in a model folder that leads out of it, or nowhere: what it names would be
-    copied into the output.
+    """Raise if a link in a model folder points outside of it or is dangling.
 
-    A snapshot in the cache of the Hugging Face hub (models--OWNER--NAME/snapshots/REVISION) has
-    links to the blobs of its repository, beside the snapshots; they may lead anywhere in that
-    repository's folder.
+    Its target would be copied into the output. A snapshot in the Hugging Face cache
+    (models--OWNER--NAME/snapshots/REVISION) links to blobs beside the snapshots, so its links may
+    point anywhere in the folder of its repository.
     """
     root = folder.resolve()
     if root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--"):
         root = root.parent.parent
     try:
-        real = path.resolve(strict=True)
+        target = path.resolve(strict=True)
     except (OSError, RuntimeError) as error:  # dangling, or a loop
         raise CheckpointError(
-            f"{path} is a link that leads nowhere", hint="remove it, or fetch the model again"
+            f"{path} is a dangling link", hint="remove it, or fetch the model again"
         ) from error
-    if not real.is_relative_to(root):
+    if not target.is_relative_to(root):
         raise CheckpointError(
-            f"{path} must stay within the model folder, but is a link to {real}",
+            f"{path} must stay within the model folder, but is a link to {target}",
             hint="replace the link by a copy of the file, if you trust it",
         )
 
 
 @contextlib.contextmanager
 def wrap_read_errors(path: Path) -> Iterator[None]:
+    """Raise CheckpointError in place of OSError, with the name of the file that was read."""
     try:
         yield
     except OSError as error:
@@ -185,13 +187,13 @@ def wrap_read_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def wrap_write_errors(path: Path) -> Iterator[None]:
-    """Turn what the system says into one error that names the file and the way out."""
+    """Raise CheckpointError in place of OSError, with the name of the file and a hint."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"no space left on the device while writing {path}; nothing was kept",
+                f"no space left on the device while writing {path}; the partial output was removed",
                 hint="free some space, or write to another disk",
             ) from error
         raise CheckpointError(
@@ -202,8 +204,18 @@ def wrap_write_errors(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def exclusive_lock(folder: Path, message: str, hint: str) -> Iterator[None]:
-    """Refuse whoever comes second to a folder. It is free again when its holder is gone, however
-    that ended. Where the system cannot lock folders, nothing is refused.
+    """Hold an exclusive lock on a folder.
+
+    The system releases the lock when the process ends, however it ends. Without effect on systems
+    that cannot lock folders.
+
+    Args:
+        folder: The folder.
+        message: The message of the error.
+        hint: The hint of the error.
+
+    Raises:
+        CheckpointError: Another process holds the lock.
     """
     try:
         import fcntl
@@ -223,7 +235,7 @@ def exclusive_lock(folder: Path, message: str, hint: str) -> Iterator[None]:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where the system can."""
+    """Flush the directory entries of a folder to disk, on systems that support it."""
     with contextlib.suppress(OSError):
         fd = os.open(folder, os.O_RDONLY)
         try:
@@ -233,36 +245,37 @@ def fsync_folder(folder: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written before the work that it is for."""
+    """Raise if a file cannot be written, before the work that produces it."""
     with wrap_write_errors(path):
         _require_replaceable(path)
         if not path.absolute().parent.is_dir() or not os.access(path.absolute().parent, os.W_OK):
             raise CheckpointError(
-                f"{path} cannot be written: its folder does not exist, or is not yours",
+                f"{path} cannot be written: its folder does not exist or is not writable",
                 hint="check that the folder exists and is writable",
             )
 
 
 def _require_replaceable(path: Path) -> None:
-    """A target is a regular file or nothing: a rename over a device or a pipe would take its
-    place.
-    """
+    """Raise unless a target is absent or a regular file: a rename would replace a pipe."""
     if path.is_dir():
-        raise CheckpointError(f"{path} is a folder", hint="name a file")
+        raise CheckpointError(f"{path} is a folder", hint="pass a file")
     require_file(path)
 
 
 def temp_sibling(path: Path) -> Path:
-    """A hidden name beside a file, for what is not whole yet. It is random: in a container every
-    process may have the same number, and would meet what a killed one has left.
+    """Return a hidden, random name beside a file, for its incomplete content.
+
+    Process ids do not suffice: they repeat in containers, and would collide with the files of a
+    killed process.
     """
     return path.with_name(f".{path.name}.partial-{os.urandom(6).hex()}")
 
 
 def replace_folder(new: Path, old: Path) -> None:
-    """Put the folder `new` in the place of `old`, which is removed. Where the system can exchange
-    two names (Linux), one of the two is in place at every moment; elsewhere `old` is moved aside
-    first, and back if the second rename fails.
+    """Replace the folder `old` by `new`.
+
+    On Linux the two names are exchanged in one step, so one of the two is always in place.
+    Elsewhere `old` is moved aside first, and back if the second rename fails.
     """
     aside = temp_sibling(old)
     if not old.exists():
@@ -281,22 +294,25 @@ def replace_folder(new: Path, old: Path) -> None:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Exchange two names in one step; False where the system or the file system cannot."""
+    """Exchange two names in one step; return False if the (file) system does not support it."""
     try:
         rename = ctypes.CDLL(None).renameat2
     except (AttributeError, OSError, TypeError):
         return False
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(a), here, os.fsencode(b), swap) == 0)
+    at_fdcwd, rename_exchange = -100, 2
+    return bool(rename(at_fdcwd, os.fsencode(a), at_fdcwd, os.fsencode(b), rename_exchange) == 0)
 
 
 def write_bytes(
     path: Path, data: bytes | bytearray | memoryview, mode: int = 0o666, *, new: bool = False
 ) -> None:
-    """Write one file so that it appears whole or not at all, in place of an older one of that name,
-    or refusing to if it must be `new`.
+    """Write a file atomically, in place of an existing one.
 
-    It is never looser than the file that it replaces.
+    Args:
+        path: The file.
+        data: Its content.
+        mode: Its mode, restricted to that of the file it replaces.
+        new: Raise if the file exists instead of replacing it.
     """
     with wrap_write_errors(path):
         _require_replaceable(path)
@@ -316,7 +332,7 @@ def write_bytes(
 
 
 def format_bytes(n: int) -> str:
-    """A number of bytes as people say it: 12 B, 3.4 kB, 1,234.5 MB."""
+    """Format a number of bytes: 12 B, 3.4 kB, 1,234.5 MB."""
     return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"
 
 
@@ -324,8 +340,9 @@ _MAX_KEY_FILE_BYTES = 1 << 16
 
 
 def is_key_file(path: Path) -> bool:
-    """Return whether a file is a regauge key file, whatever its name and mode. A key is never
-    copied along with a model.
+    """Return whether a file is a regauge key file, whatever its name and mode.
+
+    A key is never copied along with a model.
     """
     try:
         if not path.is_file() or path.stat().st_size > _MAX_KEY_FILE_BYTES:

@@ -1,22 +1,19 @@
-"""How the process gets its memory."""
+"""Memory allocation of the process."""
 
 from __future__ import annotations
 
 import ctypes
 
-_TRIM, _PAD, _MAP, _ARENAS = (
-    -1,
-    -2,
-    -3,
-    -8,
-)  # glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX
-_LARGE = 1 << 25  # the largest threshold that every glibc takes
+# glibc's M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX
+_TRIM, _PAD, _MAP, _ARENAS = -1, -2, -3, -8
+_LARGE = 1 << 25  # the largest threshold that every glibc accepts
 
 
 def reuse_memory() -> None:
-    """Keep freed memory for what comes next, where the C library is glibc: a command that makes one
-    tensor after the other would else hand every one back to the system and wait for new pages to be
-    cleared. Nothing happens elsewhere.
+    """Configure glibc to keep freed memory for reuse; without effect on other C libraries.
+
+    A command that computes one tensor after another would otherwise return each to the system, and
+    wait until new pages are cleared.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,8 +1,8 @@
 """A bounded reader of the pickles inside torch checkpoints: opcodes in, inert values out.
 
-No object of the pickle is built and no function in it is called. Tensors become `PickledTensor`, a
-description of where their values lie; of all other values only strings, numbers and the shape of
-containers remain. The reader knows the opcodes that `torch.save` writes and the globals that
+No object of the pickle is built and no function in it is called. Tensors become `PickledTensor`,
+the metadata that locate their values; of all other values only strings, numbers and the structure
+of containers remain. The reader accepts the opcodes that `torch.save` writes and the globals that
 `torch.load(weights_only=True)` accepts, and rejects the rest. Bytes, opcodes, nesting and
 dimensions are bounded.
 
@@ -30,7 +30,7 @@ MAX_DIMENSIONS = 32
 MAX_NUMBER = 1 << 60  # sizes, strides and offsets
 _MAX_GLOBAL = 256  # characters of a module or of a name
 
-# Storage class -> dtype and bytes per element, by the names that torch gives them.
+# Storage class -> dtype and bytes per element, by torch's names.
 _STORAGES = {
     "UntypedStorage": ("uint8", 1),
     "ByteStorage": ("uint8", 1),
@@ -136,10 +136,15 @@ _GLOBALS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A stretch of memory that tensors look into: the key of its bytes in the file and its declared
-    size.
+    """A block of memory that tensors view.
 
-    `offset` and `numel` select a part of `whole` elements, in files of the format before torch 1.6.
+    Attributes:
+        key: Key of its bytes in the file.
+        dtype: Its dtype.
+        itemsize: Bytes per element.
+        full_numel: Its declared number of elements.
+        offset: First element of the selected part (files of the format before torch 1.6).
+        numel: Number of elements of the selected part.
     """
 
     key: str
@@ -156,8 +161,9 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class PickledTensor:
-    """A strided tensor whose every element lies within its storage. Offset and strides count
-    elements.
+    """A strided tensor whose elements all lie within its storage.
+
+    Offset and strides are numbers of elements.
     """
 
     storage: Storage
@@ -185,7 +191,7 @@ class UnsupportedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """Any other value. `name` is what it is, or was called."""
+    """Any other value. `name` is its type, its repr, or the global that would build it."""
 
     name: str
 
@@ -209,30 +215,28 @@ def read_pickle(
     Args:
         data: The bytes that hold it.
         label: The name of the file in errors.
-        start: Where it begins.
+        start: The position of its first byte.
 
     Returns:
-        The value, the position behind the pickle, and every storage that it refers to, by key.
+        The value, the position after the pickle, and every storage that it refers to, by key.
 
     Raises:
-        CheckpointError: The pickle is damaged, exceeds a bound, or needs more than a checkpoint
-        does.
+        CheckpointError: The pickle is damaged, exceeds a bound, or uses features that checkpoints
+            do not need.
     """
     machine = _Machine(data, label, start)
     try:
         return machine.run(), machine.at, machine.storages
     except (IndexError, KeyError, ValueError, TypeError, struct.error) as error:
         raise CheckpointError(
-            f"{label} is damaged: its pickle makes no sense at byte {machine.at} "
+            f"{label} is damaged: its pickle is invalid at byte {machine.at} "
             f"({type(error).__name__})",
             hint="fetch the file again",
         ) from error
 
 
 class _Machine:
-    """The stack machine of a pickle. Every opcode and every copied item is taken from one
-    budget.
-    """
+    """The stack machine of a pickle. Opcodes and copied items share one budget."""
 
     def __init__(self, data: bytes | mmap.mmap, label: str, start: int) -> None:
         self.data, self.label, self.at = data, label, start
@@ -244,6 +248,7 @@ class _Machine:
         self.storages: dict[str, Storage] = {}
 
     def run(self) -> Any:
+        """Execute opcodes up to STOP and return the value on top of the stack."""
         table = _OPCODES
         while True:
             code = self.take(1)[0]
@@ -260,6 +265,7 @@ class _Machine:
     # reading
 
     def take(self, n: int) -> bytes:
+        """Return the next n bytes."""
         at = self.at
         if at + n > self.end:
             if self.end < len(self.data):
@@ -271,15 +277,18 @@ class _Machine:
         return self.data[at : at + n]
 
     def number(self, code: str) -> int:
+        """Read an integer by its `struct` format."""
         return int(struct.unpack(code, self.take(struct.calcsize(code)))[0])
 
     def line(self) -> str:
+        """Read a line, without its end."""
         stop = self.data.find(b"\n", self.at, min(self.end, self.at + _MAX_GLOBAL + 1))
         if stop < 0:
             raise self.rejection(f"a name in its pickle must have at most {_MAX_GLOBAL} characters")
         return self.take(stop + 1 - self.at)[:-1].decode("utf-8")
 
     def spend(self, n: int) -> None:
+        """Deduct n steps from the budget."""
         self.budget -= n
         if self.budget < 0:
             raise self.rejection(
@@ -287,10 +296,11 @@ class _Machine:
             )
 
     def rejection(
-        self, what: str, hint: str = "save model.state_dict() alone, where you trust the file"
+        self, reason: str, hint: str = "save model.state_dict() alone, where you trust the file"
     ) -> CheckpointError:
+        """Return the error for a pickle that is not a checkpoint."""
         return CheckpointError(
-            f"{self.label} holds more than tensors, or is damaged: {what}", hint=hint
+            f"{self.label} holds more than tensors, or is damaged: {reason}", hint=hint
         )
 
     # the stack
@@ -299,21 +309,25 @@ class _Machine:
         self.stack.append(value)
 
     def mark(self) -> None:
+        """Open a container."""
         if len(self.marks) >= MAX_DEPTH:
             raise self.rejection(f"its pickle must nest at most {MAX_DEPTH} levels")
         self.marks.append(self.stack)
         self.stack = []
 
     def pop_mark(self) -> list[Any]:
+        """Close a container and return its items."""
         items, self.stack = self.stack, self.marks.pop()
         return items
 
     def put(self, index: int) -> None:
+        """Store the top of the stack in the memo."""
         if index > MAX_OPCODES:  # picklers count from zero
             raise self.rejection(f"memo index must be <= {MAX_OPCODES:,}, got {index:,}")
         self.memo[index] = self.stack[-1]
 
     def tuple_of(self, n: int) -> None:
+        """Replace the top n values by a tuple of them."""
         if len(self.stack) < n:
             raise IndexError
         items = tuple(self.stack[-n:])
@@ -321,6 +335,7 @@ class _Machine:
         self.push(items)
 
     def set_items(self, items: list[Any]) -> None:
+        """Add alternating keys and values to the dictionary on top of the stack."""
         target = self.stack[-1]
         if type(target) is not dict or len(items) % 2:
             raise self.rejection(f"cannot set items of a {type(target).__name__}")
@@ -328,20 +343,24 @@ class _Machine:
             target[_sanitize_key(key)] = value
 
     def append_items(self, items: list[Any]) -> None:
+        """Extend the list on top of the stack."""
         target = self.stack[-1]
         if type(target) is not list:
             raise self.rejection(f"cannot append to a {type(target).__name__}")
         target.extend(items)
 
     def protocol(self) -> None:
+        """Skip the protocol number."""
         self.take(1)
 
     def text(self, n: int) -> None:
+        """Push a string of n bytes."""
         self.push(self.take(n).decode("utf-8", "surrogatepass"))
 
     # globals and calls
 
     def find_global(self) -> None:
+        """Push a global of the allow-list; it is never imported."""
         module, name = self.line(), self.line()
         module = {"__builtin__": "builtins", "torch.tensor": "torch._tensor"}.get(module, module)
         if f"{module}.{name}" not in _GLOBALS:
@@ -351,6 +370,7 @@ class _Machine:
         self.push(_Global(f"{module}.{name}"))
 
     def reduce(self) -> None:
+        """Replace a global and its arguments by the inert value of the call."""
         args = self.stack.pop()
         function = self.stack.pop()
         if type(function) is not _Global or type(args) is not tuple:
@@ -358,6 +378,7 @@ class _Machine:
         self.push(self.call(function.name, args))
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
+        """Return the inert value of a call, without calling anything."""
         if name in _UNSUPPORTED:
             return UnsupportedTensor(_UNSUPPORTED[name])
         match name.rpartition(".")[2], args:
@@ -408,18 +429,20 @@ class _Machine:
                     )
                 )
             case last, _ if last.startswith(("_rebuild", "OrderedDict", "Size", "Parameter")):
-                raise self.rejection(f"the arguments of {name} make no sense")
+                raise self.rejection(f"the arguments of {name} are invalid")
         return Opaque(name)
 
     def build(self) -> None:
-        """Ignore the attributes of dictionaries, which carry no weights; those of a tensor could
-        change it.
+        """Ignore the attributes of dictionaries, which carry no weights.
+
+        Attributes of a tensor are rejected: they could change it.
         """
         self.stack.pop()
         if isinstance(self.stack[-1], PickledTensor | UnsupportedTensor):
             raise self.rejection("cannot set the state of a tensor")
 
     def storage(self) -> None:
+        """Replace a persistent id by the storage that it describes."""
         pid = self.stack.pop()
         match pid:
             case ("storage", _Global(name), str() as key, str(), int() as numel):
@@ -432,11 +455,11 @@ class _Machine:
         if known is None:
             raise self.rejection(f"{name} is not a storage class")
         offset, size = (0, numel) if view is None else (view[1], view[2])
-        whole = _check_number(numel)
-        storage = Storage(key, *known, whole, _check_number(offset), _check_number(size))
-        if storage.offset + storage.numel > whole:
+        full_numel = _check_number(numel)
+        storage = Storage(key, *known, full_numel, _check_number(offset), _check_number(size))
+        if storage.offset + storage.numel > full_numel:
             raise self.rejection(
-                f'a view of storage "{key}" must end at element {whole}, got '
+                f'a view of storage "{key}" must end at element {full_numel} at most, got '
                 f"{storage.offset + storage.numel}"
             )
         first = self.storages.setdefault(key, storage)
@@ -456,6 +479,7 @@ class _Machine:
         dtype: str | None = None,
         metadata: Any = (),
     ) -> Any:
+        """Return the tensor with these arguments of torch's rebuild functions."""
         if type(storage) is not Storage or type(size) is not tuple or type(stride) is not tuple:
             raise self.rejection("a tensor must have a storage, a shape and strides")
         if len(size) != len(stride) or len(size) > MAX_DIMENSIONS:
@@ -486,6 +510,7 @@ class _Machine:
 
 
 def _check_number(value: Any) -> int:
+    """Return a size, stride or offset; raise ValueError unless it is a bounded integer >= 0."""
     if type(value) is not int or not 0 <= value < MAX_NUMBER:
         raise ValueError
     return value
@@ -494,8 +519,8 @@ def _check_number(value: Any) -> int:
 def _sanitize_key(key: Any) -> Any:
     """Replace every key that is not a string.
 
-    Strings are hashed with a secret seed. Numbers can be chosen so that their hashes are equal,
-    which stalls a dictionary, and hashing a deep tuple overflows the stack of the interpreter.
+    Python hashes strings with a secret seed. Numbers can be chosen with equal hashes, which stalls
+    a dictionary, and hashing a deep tuple overflows the stack of the interpreter.
     """
     return (
         key

@@ -1,5 +1,6 @@
-"""What a new checkpoint will be, before anything is written: its files and their headers, the
-config, what is carried over; and whether it may be.
+"""The plan of a new checkpoint, made and checked before anything is written.
+
+A plan lists the safetensors files with their headers, the config, and the files to copy.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-# What makes each tensor: a torch tensor, a numpy array of its bits, or blocks.
+# Functions that compute each tensor: a torch tensor, a numpy array of its bits, or blocks.
 Thunks = Mapping[str, Callable[[], Any]]
 
-# Weights in other formats are not carried over: they would be the old ones.
+# Weights in other formats are not copied: they would be the old ones.
 _OTHER_WEIGHTS = (
     *PICKLES,
     ".safetensors",
@@ -61,7 +62,7 @@ class File:
     metadata: Mapping[str, str] | None = None
 
     def header(self) -> bytes:
-        """The header's bytes, the length in front included; padded to 8, as the format asks."""
+        """Return the length and the header, padded to 8 bytes as the format requires."""
         entries: dict[str, Any] = (
             {} if self.metadata is None else {"__metadata__": dict(self.metadata)}
         )
@@ -84,15 +85,24 @@ class File:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run writes: safetensors files, small files by their bytes, and files to copy. `digest`
-    tells one plan from another.
+    """The files that a run writes.
 
-    `was_finite` says whether what a tensor is made of holds neither NaN nor Inf. Without it, nobody
-    minds either. `finish` makes what depends on all that was written: given the SHA-256 of every
-    tensor and of every copied file, small files in place of those of the plan, and headers as long
-    as those of its files. It may also refuse what was written, which then never appears. `known`
-    holds those of tensors that are written as they are read. `mode` has the permission bits that
-    the output may have at most, beside what the copied files allow (`output_mode`).
+    Attributes:
+        files: The safetensors files.
+        small: The content of small files, by name.
+        copies: The files to copy, by name in the output.
+        skipped: Files of the source that are not copied.
+        recipe: Digest of everything besides the source that determines the values; part of
+            `digest`, which identifies the plan.
+        was_finite: Returns whether the origin of a tensor holds neither NaN nor Inf. If None, NaN
+            and Inf are not checked.
+        finish: Computes content that depends on all that was written. Called with the SHA-256 of
+            every tensor and of every copied file; returns small files that replace those of the
+            plan, and headers of the same length as those of `files`. If it raises, the output does
+            not appear.
+        known_digests: The SHA-256 of tensors that are written unchanged.
+        mode: The loosest mode of the output, besides the modes of the copied files
+            (`output_mode`).
     """
 
     files: tuple[File, ...]
@@ -107,13 +117,15 @@ class Plan:
 
     @property
     def output_mode(self) -> int:
-        """The bits of every folder of the output, and (without those for execution) of every file:
-        never looser than the strictest input.
+        """The mode of every folder of the output and, without execution, of every file.
+
+        It is never looser than the strictest input.
         """
         return self.mode & copies_mode(self.copies)
 
     @property
     def size(self) -> int:
+        """The size of the output in bytes."""
         return (
             sum(f.size for f in self.files)
             + sum(map(len, self.small.values()))
@@ -121,20 +133,23 @@ class Plan:
         )
 
     def digest(self) -> str:
-        whole = hashlib.sha256(self.recipe)
+        """Return the SHA-256 that identifies the plan when a run is resumed."""
+        digest = hashlib.sha256(self.recipe)
         for file in self.files:
-            whole.update(file.name.encode() + b"\0" + file.header())
-        return whole.hexdigest()
+            digest.update(file.name.encode() + b"\0" + file.header())
+        return digest.hexdigest()
 
 
 def copies_mode(copies: Mapping[str, Path]) -> int:
-    """Return the permission bits that an output with these files copied into it may have at most:
-    those files count, and the folders they lie in.
+    """Return the loosest mode of an output into which these files are copied.
+
+    The files count, and the folders they lie in.
     """
     return strictest_mode({p for path in copies.values() for p in (path, path.parent)})
 
 
 def nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Return the size of a tensor in bytes."""
     total = DTYPES[dtype][1]
     for n in shape:
         total *= n
@@ -150,15 +165,20 @@ def plan_checkpoint(
     config_changes: Mapping[str, Any] | None = None,
     recipe: bytes = b"",
 ) -> Plan:
-    """Plan to write the tensors that thunks make, as the source is laid out: same shards, order,
-    dtypes and metadata, and all its other files.
+    """Plan a checkpoint with the source's layout: shards, order, dtypes, metadata, other files.
 
-    `out` is a folder, or a .safetensors file if the source is one file. Tensors that the source
-    lacks go to the end of the last shard; tensors without a thunk are left out. `origins` names the
-    tensor of the source that one is made of, where that has another name: if it was finite and the
-    new one is not, writing fails. `config_changes` are merged into config.json. `recipe` is
-    whatever, besides the source, determines the values. What can be refused before the first byte
-    is refused here.
+    Args:
+        out: The output folder, or a .safetensors file if the source is one file.
+        source: The checkpoint whose layout is kept.
+        thunks: Functions that compute the tensors. Tensors that the source lacks go to the end of
+            the last shard; tensors without a thunk are left out.
+        origins: Name of a new tensor -> name of the source tensor it is computed from, if it
+            differs. Writing fails if the origin was finite and the new tensor is not.
+        config_changes: Fields that are merged into config.json.
+        recipe: Digest of everything besides the source that determines the values.
+
+    Raises:
+        CheckpointError: The output exists or overlaps the source, or the disk is too small.
     """
     check_target(out, source.path)
     plan = replace(
@@ -171,71 +191,74 @@ def plan_checkpoint(
 
 
 def model_mode(source: Path | None, copied: Iterable[Path] = ()) -> int:
-    """Return the permission bits that a model made of the one at `source` (None: in memory) may
-    have at most, with these files copied.
+    """Return the loosest mode of a model derived from another.
+
+    Args:
+        source: The path of the other model, or None for a model in memory.
+        copied: Files that are copied into the output.
     """
     mode = EVERYONE
     if source is not None and source.exists():
         try:
             mode = open_checkpoint(source).mode
-        except CheckpointError:  # it changed since it was read: what is left of it still counts
+        except CheckpointError:  # changed since it was read: the mode of the path still counts
             mode = strictest_mode([source])
     return mode & strictest_mode(copied)
 
 
 def check_target(out: Path, source: Path) -> None:
-    """Refuse an output that is there already, or that overlaps the source."""
+    """Raise if an output exists, or overlaps the source."""
     with wrap_write_errors(out):
-        here, there = real_path(out), source.resolve()
-    if here == there:
-        raise CheckpointError(f"the output {out} is the input", hint="name another folder with -o")
-    if here.is_relative_to(there) or there.is_relative_to(here):
-        inside = "inside" if here.is_relative_to(there) else "around"
+        target, origin = real_path(out), source.resolve()
+    if target == origin:
+        raise CheckpointError(f"the output {out} is the input", hint="pass another folder with -o")
+    if target.is_relative_to(origin) or origin.is_relative_to(target):
+        relation = "inside" if target.is_relative_to(origin) else "around"
         raise CheckpointError(
-            f"the output {out} lies {inside} the input {source}",
-            hint="name a folder beside it with -o",
+            f"the output {out} lies {relation} the input {source}",
+            hint="pass a folder beside it with -o",
         )
     check_new(out)
 
 
 def check_new(out: Path) -> None:
-    """Refuse an output that is there already, or that has no place to be."""
+    """Raise if an output exists, or if its parent folder does not."""
     if out.name in ("", ".."):
-        raise CheckpointError(f"the output {out} has no name of its own", hint="name a new folder")
+        raise CheckpointError(f"the output {out} has no name of its own", hint="pass a new folder")
     with wrap_write_errors(out):
-        out.is_dir()  # looks at more than the next line does: a name may be too long
+        out.is_dir()  # raises for a name that is too long; lexists does not
         taken = is_taken(out)
     if taken:
         raise CheckpointError(
-            f"the output {out} exists already", hint="name a new one, or remove this one first"
+            f"the output {out} exists already", hint="pass a new path, or remove this one first"
         )
     config = out.with_name(f"{out.stem}.config.json")
     if is_file_name(out) and os.path.lexists(config):
         raise CheckpointError(
-            f"{config} exists already, and the output's config would take its place",
-            hint="name another file with -o",
+            f"{config} exists already, and the output's config would replace it",
+            hint="pass another file with -o",
         )
     parent = real_path(out).parent
     if not parent.is_dir():
         raise CheckpointError(
-            f"the folder {parent} for the output does not exist", hint="make it first"
+            f"the folder {parent} for the output does not exist", hint="create it first"
         )
 
 
 def is_taken(out: Path) -> bool:
-    """Is there something at an output's place? An empty folder is nothing; what is written appears
-    there all at once.
-    """
+    """Return whether an output path exists. An empty folder counts as absent: it is replaced."""
     return os.path.lexists(out) and not (
         out.is_dir() and not out.is_symlink() and not any(out.iterdir())
     )
 
 
 def real_path(path: Path) -> Path:
+    """Resolve the links of a path, except for its last component."""
     return path.parent.resolve() / path.name if path.name not in ("", "..") else path.resolve()
 
 
 def is_file_name(out: Path) -> bool:
+    """Return whether an output is a single file, by its suffix."""
     return out.suffix == ".safetensors"
 
 
@@ -244,10 +267,10 @@ def _build_plan(
 ) -> Plan:
     files: list[File] = []
     for shard in source.files.values():
-        kept = tuple(
+        tensors = tuple(
             (name, e.dtype, e.shape) for name, e in shard.entries.items() if name in thunks
         )
-        files.append(File(shard.path.name, kept, shard.metadata))
+        files.append(File(shard.path.name, tensors, shard.metadata))
     new = tuple(
         (name, *_describe_tensor(name, thunks[name]())) for name in thunks if name not in source
     )
@@ -259,7 +282,7 @@ def _build_plan(
         if len(files) > 1:
             raise CheckpointError(
                 f"{source.path} has {len(files)} shards and cannot become the one file {out}",
-                hint="name a folder with -o",
+                hint="pass a folder with -o",
             )
         small = {} if config is None else {f"{out.stem}.config.json": config}
         return Plan((File(out.name, files[0].tensors, files[0].metadata),), small, recipe=recipe)
@@ -267,20 +290,24 @@ def _build_plan(
     if source.is_folder:
         if source.index is not None:
             small[INDEX] = index_of(files, source.index)
-        copies, left = other_files(source.path, {*small, *source.files})
-        return Plan(tuple(files), small, copies, left, recipe)
+        copies, skipped = other_files(source.path, {*small, *source.files})
+        return Plan(tuple(files), small, copies, skipped, recipe)
     return Plan((File(WEIGHTS, files[0].tensors, files[0].metadata),), small, recipe=recipe)
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """Return the dtype, by the format's name, and the shape of a tensor."""
     dtype = DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch."))
     if dtype is None:
-        raise CheckpointError(f'"{name}" is {tensor.dtype}, which cannot be written')
+        raise CheckpointError(
+            f'"{name}" must be one of {", ".join(DTYPE_NAMES)}, got {tensor.dtype}',
+            hint="convert it to one of these dtypes",
+        )
     return dtype, tuple(tensor.shape)
 
 
 def _config_bytes(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
-    """config.json byte for byte, unless something in it changes."""
+    """Return config.json byte for byte, unless a field changes."""
     if source.config is None or source.config_path is None:
         return None
     if all(key in source.config and source.config[key] == value for key, value in changes.items()):
@@ -289,25 +316,25 @@ def _config_bytes(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | Non
 
 
 def index_of(files: Sequence[File], index: Mapping[str, Any] = MappingProxyType({})) -> bytes:
-    """The index of these files: their own, or an older one with what changed, in its order."""
-    where = {name: file.name for file in files for name, _, _ in file.tensors}
+    """Return the index of these files, in the order and with the metadata of an older index."""
+    file_names = {name: file.name for file in files for name, _, _ in file.tensors}
     total = sum(nbytes(dtype, shape) for file in files for _, dtype, shape in file.tensors)
-    ordered = {
-        name: where[name] for name in [*index.get("weight_map", ()), *where] if name in where
+    weight_map = {
+        name: file_names[name]
+        for name in [*index.get("weight_map", ()), *file_names]
+        if name in file_names
     }
     metadata = index.get("metadata") if isinstance(index.get("metadata"), Mapping) else {}
-    changed = {
+    new_index = {
         **index,
         "metadata": {**(metadata or {}), "total_size": total},
-        "weight_map": ordered,
+        "weight_map": weight_map,
     }
-    return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(new_index, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files of a model folder by name, those of its folders too. Hidden files count as
-    absent.
-    """
+    """Yield the names and paths of all files below a model folder, except hidden ones."""
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts):
@@ -319,27 +346,36 @@ def files_of(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def other_files(folder: Path, written: set[str]) -> tuple[dict[str, Path], tuple[str, ...]]:
-    """The files of a folder to carry over, and those to leave: other weights and their indices,
-    elements and keys. Hidden files count as absent.
+    """Sort the remaining files of a model folder into those to copy and those to skip.
+
+    Weights in other formats and their indices, elements and keys are skipped. Hidden files are
+    ignored.
+
+    Args:
+        folder: The model folder.
+        written: Names of the files that the output has anyway.
+
+    Returns:
+        The files to copy by name, and the names of the skipped ones.
     """
     copies: dict[str, Path] = {}
-    left: list[str] = []
+    skipped: list[str] = []
     for name, path in files_of(folder):
         if name in written:
             continue
         if _is_weights(path) or _is_element(path) or is_key_file(path):
-            left.append(name)
+            skipped.append(name)
         else:
             copies[name] = path
-    return copies, tuple(left)
+    return copies, tuple(skipped)
 
 
 def existing_files(folder: Path, names: Iterable[str]) -> list[Path]:
-    """Return those of some files of a model folder that are there, to be copied."""
-    found = [folder / name for name in names if (folder / name).is_file()]
-    for path in found:
+    """Return the paths of those named files that exist in a model folder."""
+    paths = [folder / name for name in names if (folder / name).is_file()]
+    for path in paths:
         require_inside(path, folder)
-    return found
+    return paths
 
 
 def _is_weights(path: Path) -> bool:
@@ -350,8 +386,9 @@ def _is_weights(path: Path) -> bool:
 
 
 def _is_element(path: Path) -> bool:
-    """Is this an element, whatever its name? It is a secret, and could undo the output that it
-    would lie in.
+    """Return whether a file is an element, whatever its name.
+
+    An element is a secret that could undo the output that it would lie in.
     """
     try:
         return (read_header(path).metadata or {}).get("regauge") == "element"
@@ -360,12 +397,12 @@ def _is_element(path: Path) -> bool:
 
 
 def check_space(parent: Path, need: int) -> None:
+    """Raise if a disk has fewer free bytes than needed."""
     free = shutil.disk_usage(parent).free
     if need > free:
         raise CheckpointError(
             f"no space left on the device: {parent} has {format_bytes(free)} free, the output "
-            "needs "
-            f"{format_bytes(need)}",
+            f"needs {format_bytes(need)}",
             hint="free some space, or write to another disk",
         )
 
@@ -374,13 +411,15 @@ _NOT_FINITE = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "F64": 0x7FF000
 
 
 def is_finite(bits: Any, dtype: str) -> bool:
-    """Is no value NaN or Inf? Read off the bits: those are the largest of their sign, as integers.
-    Ten times as fast as torch.isfinite.
+    """Return whether no value is NaN or Inf, from the bits of a tensor.
+
+    As integers, NaN and Inf are the largest values of their sign. Ten times as fast as
+    torch.isfinite.
     """
     first = _NOT_FINITE[dtype]
     last = first + (1 << (8 * bits.itemsize - 1))
     signed, unsigned = bits.view(f"<i{bits.itemsize}"), bits.view(f"<u{bits.itemsize}")
-    step = 1 << 17  # what the cache holds between the two passes
+    step = 1 << 17  # stays in the CPU cache between the two passes
     for at in range(0, bits.size, step):
         if signed[at : at + step].max() >= first or unsigned[at : at + step].max() >= last:
             return False

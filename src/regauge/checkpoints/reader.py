@@ -1,10 +1,8 @@
-"""Checkpoints on disk, read: a Hugging Face folder (one file or shards), a single safetensors file,
-or a hub id.
+"""Lazily read checkpoints: a Hugging Face folder, sharded or not, a safetensors file or a hub id.
 
-A `Checkpoint` is a mapping of tensors that lie in the files: memory-mapped, private (a write to a
-tensor never reaches the file), read when touched. Headers are checked whole before the first tensor
-is handed out, so what is wrong with a file is said once, at the start, by name. They are written by
-`regauge.checkpoints.writer`.
+A `Checkpoint` is a mapping of memory-mapped tensors. The map is private: a write to a tensor never
+reaches the file. All headers are checked before the first tensor is read, so a damaged file raises
+when it is opened. `regauge.checkpoints.writer` writes checkpoints.
 """
 
 from __future__ import annotations
@@ -35,14 +33,14 @@ _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", 
 
 
 class LazyState(Mapping[str, Any]):
-    """A state whose tensors are made each time they are asked for, so that none is kept."""
+    """A state dict whose tensors are computed at every access and never cached."""
 
     def __init__(self, names: Collection[str], read: Callable[[str], Any]) -> None:
         self.names, self.read = names, read
 
     @classmethod
     def from_thunks(cls, thunks: Mapping[str, Callable[[], Any]]) -> LazyState:
-        """The state whose tensors these thunks make."""
+        """Return the state whose tensors these thunks compute."""
         return cls(thunks, partial(_call_thunk, thunks))
 
     def __getitem__(self, name: str) -> Any:
@@ -63,13 +61,18 @@ def _call_thunk(thunks: Mapping[str, Callable[[], Any]], name: str) -> Any:
 
 
 class Checkpoint(Mapping[str, "Tensor"]):
-    """A checkpoint's tensors by name, read when touched. `config` is its config.json, or None.
+    """The tensors of a checkpoint by name, read at access.
 
-    `path` is what was opened, a folder or a file; `index` the index file's contents for sharded
-    folders; `entries` dtype and shape by name.
+    Attributes:
+        path: The folder or file that was opened.
+        config: The content of config.json, or None.
+        config_path: The path of config.json, or None.
+        index: The content of the index file of a sharded folder, or None.
+        files: The safetensors files by name.
+        entries: Dtype, shape and byte range of each tensor.
     """
 
-    # are its tensors those that lie at `path`, so that another library may read them there?
+    # Whether the tensors are those at `path`, so that another library may read them there.
     as_stored = True
 
     def __init__(
@@ -83,27 +86,27 @@ class Checkpoint(Mapping[str, "Tensor"]):
         self.path, self.config, self.config_path, self.index = path, config, config_path, index
         self.files: dict[str, Shard] = {shard.path.name: shard for shard in shards}
         self.entries: dict[str, Entry] = {}
-        self._home: dict[str, Shard] = {}
+        self._shards: dict[str, Shard] = {}
         for shard in self.files.values():
             for name, entry in shard.entries.items():
                 if name in self.entries:
                     raise CheckpointError(
-                        f'"{name}" is in two shards, {self._home[name].path.name} and '
+                        f'"{name}" is in two shards, {self._shards[name].path.name} and '
                         f"{shard.path.name}",
                         hint="remove the folder's stray shard",
                     )
-                self.entries[name], self._home[name] = entry, shard
+                self.entries[name], self._shards[name] = entry, shard
         self._maps: dict[Path, mmap.mmap] = {}
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        """Another process opens the same files anew: what is mapped here cannot be sent."""
+        """Pickle the path only: another process opens the files itself, a map cannot be sent."""
         return open_checkpoint, (self.path,)
 
     def __getitem__(self, name: str) -> Tensor:
         import torch
 
-        entry, shard = self.entries[name], self._home[name]
+        entry, shard = self.entries[name], self._shards[name]
         dtype = getattr(torch, DTYPES[entry.dtype][0])
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=dtype)
@@ -118,9 +121,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def bits(self) -> Mapping[str, Any]:
-        """The same tensors as numpy arrays of unsigned integers, for what looks at no value: no
-        torch is loaded.
-        """
+        """The tensors as numpy arrays of unsigned integers, without importing torch."""
         return LazyState(self.entries, self._read_bits)
 
     def _read_bits(self, name: str) -> Any:
@@ -130,7 +131,7 @@ class Checkpoint(Mapping[str, "Tensor"]):
         size = DTYPES[entry.dtype][1]
         if not entry.nbytes:
             return np.empty(entry.shape, f"<u{size}")
-        data = self._map(self._home[name])
+        data = self._map(self._shards[name])
         return np.frombuffer(data, f"<u{size}", entry.nbytes // size, entry.start).reshape(
             entry.shape
         )
@@ -157,20 +158,22 @@ class Checkpoint(Mapping[str, "Tensor"]):
 
     @property
     def dtypes(self) -> dict[str, str]:
+        """The dtypes by name, as safetensors names them."""
         return {name: entry.dtype for name, entry in self.entries.items()}
 
     @property
     def is_folder(self) -> bool:
+        """Whether a folder was opened, not a file."""
         return self.path.is_dir()
 
     @property
     def sources(self) -> tuple[Path, ...]:
-        """Everything that is read: no output may lie there."""
+        """The paths that are read; no output may lie there."""
         return (self.path,)
 
     @property
     def mode(self) -> int:
-        """The permission bits that an output made of this checkpoint may have at most."""
+        """The loosest mode of an output derived from this checkpoint."""
         index = [self.path / INDEX] if self.index is not None else []
         config = [self.config_path] if self.config_path is not None else []
         return strictest_mode(
@@ -183,14 +186,11 @@ class Checkpoint(Mapping[str, "Tensor"]):
                 with wrap_read_errors(shard.path), shard.path.open("rb") as file:
                     _require_size(shard, os.fstat(file.fileno()).st_size)
                     self._maps[shard.path] = _private_map(file.fileno())
-            found = self._maps[shard.path]
-        _require_size(
-            shard,
-            found.size(),
-            # the file's size, not the map's: behind a shortened file's end, a read would kill the
-            # process
-        )
-        return found
+            mapped = self._maps[shard.path]
+        # The size of the file, not of the map: reading a map beyond the end of a truncated file
+        # would kill the process (SIGBUS).
+        _require_size(shard, mapped.size())
+        return mapped
 
 
 def _require_size(shard: Shard, size: int) -> None:
@@ -202,8 +202,9 @@ def _require_size(shard: Shard, size: int) -> None:
 
 
 def _private_map(fd: int) -> mmap.mmap:
-    """Copy-on-write, so that torch may have it as writable; without a reservation of memory where
-    the system knows that flag.
+    """Map a file copy-on-write, because torch requires writable memory.
+
+    No swap space is reserved for the map, on systems that support the flag.
     """
     reserve = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
     if not reserve:
@@ -212,8 +213,14 @@ def _private_map(fd: int) -> mmap.mmap:
 
 
 def open_checkpoint(source: str | Path) -> Checkpoint:
-    """Open a folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision"). No
-    tensor is read.
+    """Open a checkpoint without reading tensors.
+
+    Args:
+        source: A folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision").
+
+    Raises:
+        CheckpointError: The path does not exist, a file is damaged or incomplete, or the format is
+            not supported.
     """
     try:
         path = Path(source).expanduser()
@@ -221,7 +228,7 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
         raise CheckpointError(
-            f"{str(source)[:100]!r} is no usable path: {error.__class__.__name__}",
+            f"{str(source)[:100]!r} is not a usable path: {error.__class__.__name__}",
             hint="check its spelling",
         ) from error
     if path.is_dir():
@@ -290,24 +297,24 @@ def _open_folder(folder: Path) -> Checkpoint:
             folder, _read_shards(folder, index["weight_map"]), config_path, index
         )
     with wrap_read_errors(folder):
-        found = sorted(p for p in folder.iterdir() if p.is_file())
-    tensors = [p for p in found if p.suffix == ".safetensors"]
-    if len(tensors) == 1 and not re.search(r"-of-\d+$", tensors[0].stem):
-        require_inside(tensors[0], folder)
-        return _build_checkpoint(folder, [read_header(tensors[0])], config_path)
-    if tensors:
+        paths = sorted(p for p in folder.iterdir() if p.is_file())
+    weights = [p for p in paths if p.suffix == ".safetensors"]
+    if len(weights) == 1 and not re.search(r"-of-\d+$", weights[0].stem):
+        require_inside(weights[0], folder)
+        return _build_checkpoint(folder, [read_header(weights[0])], config_path)
+    if weights:
         raise CheckpointError(
-            f"{folder} has {len(tensors)} safetensors files ({tensors[0].name}, ...) but no "
+            f"{folder} has {len(weights)} safetensors files ({weights[0].name}, ...) but no "
             f"{INDEX}",
-            hint="fetch the index file too, or name one file",
+            hint="fetch the index file too, or pass one file",
         )
-    if any(p.suffix == ".gguf" for p in found):
-        raise _gguf_error(next(p for p in found if p.suffix == ".gguf"))
-    if any(p.suffix in PICKLES for p in found):
-        raise _pickle_error(next(p for p in found if p.suffix in PICKLES))
-    what = "is empty" if not found else "has no weights"
+    if any(p.suffix == ".gguf" for p in paths):
+        raise _gguf_error(next(p for p in paths if p.suffix == ".gguf"))
+    if any(p.suffix in PICKLES for p in paths):
+        raise _pickle_error(next(p for p in paths if p.suffix in PICKLES))
+    state = "is empty" if not paths else "has no weights"
     raise CheckpointError(
-        f"{folder} {what}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards"
+        f"{folder} {state}", hint=f"a model folder has {WEIGHTS}, or {INDEX} and its shards"
     )
 
 
@@ -321,8 +328,8 @@ def _pickle_error(path: Path) -> CheckpointError:
 
 def _gguf_error(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} is GGUF, which regauge does not read",
-        hint="start from the safetensors checkpoint that it was made from",
+        f"{path} is GGUF, which regauge does not support",
+        hint="start from the safetensors checkpoint that it was converted from",
     )
 
 
@@ -332,54 +339,57 @@ def _build_checkpoint(
     config_path: Path | None,
     index: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
+    """Build a checkpoint from its parts; raise if it is quantized or has an unsupported dtype."""
     config = None if config_path is None else read_json(config_path)
-    opened = Checkpoint(path, shards, config, config_path, index)
+    checkpoint = Checkpoint(path, shards, config, config_path, index)
     if config is not None and config.get("quantization_config"):
-        how = config["quantization_config"]
-        kind = how.get("quant_method", "quantised") if isinstance(how, Mapping) else how
+        quantization = config["quantization_config"]
+        method = (
+            quantization.get("quant_method", "quantized")
+            if isinstance(quantization, Mapping)
+            else quantization
+        )
         raise CheckpointError(
-            f"{path} is quantised ({kind})",
-            hint="start from the unquantised weights: quantised ones have no symmetry left but "
+            f"{path} is quantized ({method})",
+            hint="start from the unquantized weights: quantized ones have no symmetry but "
             "permutations",
         )
-    for dtype in sorted(set(opened.dtypes.values()) - DTYPES.keys()):
-        names = [n for n, d in opened.dtypes.items() if d == dtype]
-        more = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
+    for dtype in sorted(set(checkpoint.dtypes.values()) - DTYPES.keys()):
+        names = [n for n, d in checkpoint.dtypes.items() if d == dtype]
+        others = f" and {len(names) - 1} more tensors" if len(names) > 1 else ""
         raise CheckpointError(
-            f'"{names[0]}"{more} of {path} are {dtype}, which regauge does not move',
-            hint=f"weights are {', '.join(FLOATS)}: start from the unquantised checkpoint",
+            f'"{names[0]}"{others} of {path} must be one of {", ".join(FLOATS)}, got {dtype}',
+            hint="start from the unquantized checkpoint",
         )
-    return opened
+    return checkpoint
 
 
 def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
     """Read a JSON file that holds an object."""
     value = parse_json(read_document(path, limit), path)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object", hint="fetch the file again")
+        raise CheckpointError(f"{path} must hold a JSON object", hint="fetch the file again")
     return value
 
 
 def read_index(path: Path) -> dict[str, Any]:
-    """The index of a sharded folder; its weight_map is checked to map names to file names that a
-    shard may have.
-    """
+    """Read the index of a sharded folder, and check that its weight_map names possible shards."""
     index = read_json(path, INDEX_BYTES)
-    where = index.get("weight_map")
-    if not isinstance(where, dict) or not where:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map", hint="fetch the file again")
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if not _is_shard_name(file):
             shown = repr(file) if len(repr(file)) <= 80 else f"{repr(file)[:80]}..."
             raise CheckpointError(
-                f'{path} places "{name}" in {shown}, which is no name of a shard',
+                f'{path} places "{name}" in {shown}, which is not a valid name of a shard',
                 hint="fetch the file again",
             )
     return index
 
 
 def _is_shard_name(file: Any) -> bool:
-    """A plain name that a file can have, neither hidden nor that of another file of a model."""
+    """Return whether a name is a plain file name, not hidden and not that of a JSON file."""
     if (
         not isinstance(file, str)
         or not file
@@ -391,39 +401,44 @@ def _is_shard_name(file: Any) -> bool:
     return file.isprintable() and len(os.fsencode(file)) <= 255
 
 
-def _read_shards(folder: Path, where: Mapping[str, str]) -> list[Shard]:
-    files = list(dict.fromkeys(where.values()))
+def _read_shards(folder: Path, weight_map: Mapping[str, str]) -> list[Shard]:
+    """Read the headers of all shards, and compare them with the index."""
+    files = list(dict.fromkeys(weight_map.values()))
     missing = [f for f in files if not (folder / f).is_file()]
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of its {len(files)} shards: "
             f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}",
-            hint=f"fetch what {INDEX} names",
+            hint=f"fetch all files of {INDEX}",
         )
     for file in files:
         require_inside(folder / file, folder)
     shards = {f: read_header(folder / f) for f in sorted(files)}
     require_matching_index(
-        folder / INDEX, where, {file: shard.entries for file, shard in shards.items()}
+        folder / INDEX, weight_map, {file: shard.entries for file, shard in shards.items()}
     )
     return list(shards.values())
 
 
 def require_matching_index(
-    index: Path, where: Mapping[str, str], names: Mapping[str, Collection[str]]
+    index: Path, weight_map: Mapping[str, str], names: Mapping[str, Collection[str]]
 ) -> None:
-    """Hold an index to the names that its shards have: each tensor is where the index places it,
-    and nowhere else.
+    """Raise unless every tensor is in the shard that the index names, and in no other.
+
+    Args:
+        index: The path of the index, for errors.
+        weight_map: Tensor name -> shard, from the index.
+        names: The tensor names of each shard.
     """
     hint = "index and shards are from different saves: fetch both again"
-    for name, file in where.items():
+    for name, file in weight_map.items():
         if name not in names[file]:
             raise CheckpointError(
                 f'{index.name} places "{name}" in {file}, which does not have it', hint=hint
             )
-    for file, found in names.items():
-        for name in found:
-            if where.get(name) != file:
+    for file, stored in names.items():
+        for name in stored:
+            if weight_map.get(name) != file:
                 raise CheckpointError(
                     f'{file} has "{name}", which {index.name} does not place there', hint=hint
                 )

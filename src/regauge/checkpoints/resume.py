@@ -1,8 +1,7 @@
-"""Save the state of long work beside its output, so that an interrupted run resumes where it
-stopped.
+"""Saved state of long computations, so that an interrupted run resumes.
 
-An outcome is JSON values and named tensors in one safetensors file with a digest of both. Files
-appear whole or not at all.
+An outcome is JSON values and named tensors in one safetensors file, with a digest of both. Files
+are written atomically.
 """
 
 from __future__ import annotations
@@ -22,13 +21,18 @@ SAVE_INTERVAL = 20.0  # seconds between two saved states
 
 
 class CacheError(RegaugeError):
-    """A cache of experiments that cannot be used, or a cell that cannot be kept in one."""
+    """A cache of experiments that cannot be used, or a cell that cannot be cached."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a cell found. `made` are the versions that it was computed with, `seconds` what it took;
-    neither is part of the digest.
+    """The result of a cell.
+
+    Attributes:
+        values: JSON values.
+        tensors: Named tensors.
+        seconds: The time that it took; not part of the digest.
+        versions: The library versions that computed it; not part of the digest.
     """
 
     values: Mapping[str, Any]
@@ -38,20 +42,27 @@ class Outcome:
 
     @property
     def digest(self) -> str:
-        found = hashlib.sha256(canonical_values(self.values))
+        """The SHA-256 of values and tensors."""
+        digest = hashlib.sha256(canonical_values(self.values))
         for name in sorted(self.tensors):
             tensor = self.tensors[name].detach().cpu().contiguous()
-            found.update(canonical_values([name, str(tensor.dtype), list(tensor.shape)]))
-            found.update(
+            digest.update(canonical_values([name, str(tensor.dtype), list(tensor.shape)]))
+            digest.update(
                 tensor.flatten().view(_byte_dtype()).numpy().data if tensor.numel() else b""
             )
-        return found.hexdigest()
+        return digest.hexdigest()
 
 
 @dataclass(frozen=True)
 class ResumeState:
-    """Where a long cell keeps its state while it works. `device` is where it computes: no
-    parameter, since it should not matter. `of` says what work it is, where the path does not.
+    """The saved state of a long computation.
+
+    Attributes:
+        path: The file of the state.
+        every: Seconds between two saved states.
+        device: The device that computes. Not a parameter of the cell: results should not depend
+            on it.
+        label: Identifies the computation if the path does not.
     """
 
     path: Path
@@ -60,24 +71,29 @@ class ResumeState:
     label: str = ""
 
     def load(self) -> Outcome | None:
-        """The state that an interrupted run left, if there is one and it is whole. That of other
-        work is refused: it would be gone on with.
+        """Return the state of an interrupted run, or None if it is absent or damaged.
+
+        Raises:
+            CacheError: The state belongs to another computation.
         """
-        found = read_outcome(self.path)
-        if found is not None and found.values.get("of", "") != self.label:
+        state = read_outcome(self.path)
+        if state is not None and state.values.get("of", "") != self.label:
             raise CacheError(
-                f"{self.path} is of other work that was interrupted",
-                hint="finish that by the command it was begun with, or remove the file",
+                f"{self.path} belongs to another computation that was interrupted",
+                hint="finish that one with the command that started it, or remove the file",
             )
-        return found
+        return state
 
     def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+        """Write the state, in place of an older one."""
         write_outcome(self.path, Outcome({**values, "of": self.label}, tensors))
 
 
 def canonical_values(value: Any) -> bytes:
-    """JSON in one spelling. What JSON has no word for is refused: a hash must not depend on how an
-    object prints.
+    """Return the canonical JSON of a value.
+
+    Raises:
+        CacheError: The value is not JSON; a hash must not depend on the repr of an object.
     """
     try:
         return json.dumps(
@@ -85,15 +101,15 @@ def canonical_values(value: Any) -> bytes:
         ).encode()
     except (TypeError, ValueError) as error:
         raise CacheError(
-            f"a cell's parameters and values are plain JSON: {error}",
-            hint="give numbers, texts, lists and dicts",
+            f"parameters and values of a cell must be JSON: {error}",
+            hint="pass numbers, strings, lists and dicts",
         ) from error
 
 
 def _mapping_to_dict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"a {type(value).__name__} is not")
+    raise TypeError(f"{type(value).__name__} is not JSON serializable")
 
 
 def _byte_dtype() -> Any:
@@ -103,35 +119,46 @@ def _byte_dtype() -> Any:
 
 
 def write_outcome(path: Path, outcome: Outcome) -> None:
+    """Write an outcome to a file, atomically."""
     from safetensors.torch import save
 
-    about = {
+    metadata = {
         "regauge": "cell",
         "version": FORMAT,
         "values": canonical_values(outcome.values).decode(),
         "digest": outcome.digest,
     }
-    about |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.versions))}
+    metadata |= {"seconds": str(outcome.seconds), "made": json.dumps(dict(outcome.versions))}
     write_bytes(
         path,
-        save({name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, about),
+        save(
+            {name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, metadata
+        ),
     )
 
 
 def read_outcome(path: Path) -> Outcome | None:
-    """A whole outcome, or None for one that is absent or damaged. A damaged one is replaced when
-    the cell has been computed again.
+    """Read an outcome; return None if it is absent or damaged.
+
+    A damaged file is replaced when the cell has been computed again.
     """
     from safetensors import safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            # the handle is no mapping
+            metadata = file.metadata() or {}
+            # the handle is not a mapping
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        found = Outcome(
-            json.loads(about["values"]), tensors, float(about["seconds"]), json.loads(about["made"])
+        outcome = Outcome(
+            json.loads(metadata["values"]),
+            tensors,
+            float(metadata["seconds"]),
+            json.loads(metadata["made"]),
         )
-        return found if about["version"] == FORMAT and about["digest"] == found.digest else None
-    except Exception:  # safetensors raises errors of many kinds for files that are none of its own
+        return (
+            outcome
+            if metadata["version"] == FORMAT and metadata["digest"] == outcome.digest
+            else None
+        )
+    except Exception:  # safetensors raises many types of errors for invalid files
         return None

@@ -1,9 +1,7 @@
-"""Spec files: the symmetry of a module of one's own, written down in TOML. `docs/formats.md`
-describes the format.
+"""Spec files: the symmetry of a custom module in TOML. `docs/formats.md` describes the format.
 
 `{i}` in names and axes runs over `repeat = { i = 6 }`; any other name in braces is a stack, as in
-`regauge.core.spec`. Unknown fields are refused by name, and every fault of a file is reported at
-once.
+`regauge.core.spec`. One error lists every fault of a file, unknown fields included.
 """
 
 from __future__ import annotations
@@ -27,10 +25,7 @@ from regauge.errors import AxesError, CheckpointError, PatternError, SpecError
 
 VERSION = 1
 _HINT = "docs/formats.md describes spec files"
-_MAX_NAMES_PER_LINE, _MAX_NAMES = (
-    100_000,
-    400_000,
-)  # names that one line and a whole file may stand for
+_MAX_NAMES_PER_LINE, _MAX_NAMES = 100_000, 400_000  # after expansion, per line and per file
 
 _FIELDS = (
     *(
@@ -51,8 +46,10 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def load_spec(path: Path | str) -> Spec:
-    """Read a spec file. One error lists every fault, each with its key; a bad axes string is shown
-    with the place.
+    """Read a spec file.
+
+    Raises:
+        SpecError: Lists every fault with its key; a bad axes string is shown with the position.
     """
     try:
         text = read_document(Path(path), SPEC_BYTES, SpecError).decode("utf-8")
@@ -64,7 +61,15 @@ def load_spec(path: Path | str) -> Spec:
 
 
 def parse_spec(text: str, where: str = "spec file") -> Spec:
-    """Read the text of a spec file; `where` names it in errors."""
+    """Parse the text of a spec file.
+
+    Args:
+        text: The text.
+        where: The name of the file in errors.
+
+    Raises:
+        SpecError: Lists every fault with its key.
+    """
     if len(text) > SPEC_BYTES:
         raise SpecError(
             f"{where} must have at most {SPEC_BYTES:,} characters, got {len(text):,}", hint=_HINT
@@ -79,8 +84,8 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
     version = file.get("regauge")
     if type(version) is not int:
         raise SpecError(
-            f"{where} does not say its format version",
-            hint=f"a spec file begins with: regauge = {VERSION}",
+            f"{where} has no format version",
+            hint=f"a spec file starts with: regauge = {VERSION}",
         )
     if version > VERSION:
         raise SpecError(
@@ -99,14 +104,20 @@ def parse_spec(text: str, where: str = "spec file") -> Spec:
             for fault in faults[:20]
             for line in f"  {fault}".replace("\n", "\n    ").splitlines()
         ]
-        more = [f"  ... and {len(faults) - 20} more"] if len(faults) > 20 else []
-        raise SpecError("\n".join([f"{where} is not a spec", *lines, *more]), hint=_HINT)
+        omitted = [f"  ... and {len(faults) - 20} more"] if len(faults) > 20 else []
+        raise SpecError("\n".join([f"{where} is not a spec", *lines, *omitted]), hint=_HINT)
     return spec
 
 
 class _Reader:
-    """One pass over a parsed file. What is wrong is gathered in `faults`; the names concerned in
-    `blamed`, so that nothing is said twice.
+    """One pass over a parsed file.
+
+    Attributes:
+        file: The parsed TOML.
+        faults: The faults so far.
+        faulty: The names in `faults`, so that none is reported twice.
+        repeat: The repeat variables.
+        names: The number of names so far, after expansion.
     """
 
     def __init__(self, file: Mapping[str, Any]) -> None:
@@ -117,10 +128,12 @@ class _Reader:
         self.names = 0
 
     def fault(self, name: str, text: str) -> None:
+        """Record a fault."""
         self.faults.append(Fault(name, text))
         self.faulty.add(name)
 
     def spec(self) -> Spec:
+        """Read all fields; the spec is usable only if no fault was recorded."""
         self.check_fields("", self.file, _FIELDS)
         for variable, n in self.table("repeat").items():
             if type(n) is int and 0 < n <= 10_000 and variable.isidentifier():
@@ -128,13 +141,11 @@ class _Reader:
             else:
                 self.fault(
                     "repeat",
-                    f"repeat.{variable} is {_abbreviate(n)}, not a number of times (1 to 10000)",
+                    f"repeat.{variable} must be an integer from 1 to 10000, got {_abbreviate(n)}",
                 )
         family = self.file.get("family")
         if not isinstance(family, str) or not family:
-            self.fault(
-                "family", 'the file does not say its "family": a name for this kind of model'
-            )
+            self.fault("family", 'the file has no "family": a name for this kind of model')
         spaces = dict(self.spaces())
         tensors, parts = self.tensors()
         return Spec(
@@ -155,19 +166,21 @@ class _Reader:
         )
 
     def check_fields(self, key: str, table: Mapping[str, Any], fields: tuple[str, ...]) -> None:
+        """Record a fault for each unknown field; `key` is the prefix in messages."""
         for field in table:
             if field not in fields:
                 self.fault(field, f'unknown field "{key}{field}"; fields are {", ".join(fields)}')
 
     def table(self, key: str) -> dict[str, Any]:
+        """Return a table of the file, empty if it is absent."""
         value = self.file.get(key, {})
         if isinstance(value, dict):
             return value
-        self.fault(key, f"{key} is not a table")
+        self.fault(key, f"{key} must be a table, got {_abbreviate(value)}")
         return {}
 
     def json_table(self, key: str) -> dict[str, Any]:
-        """A table of what config.json can hold: TOML's dates and infinities are not among it."""
+        """Return a table of JSON values: config.json cannot hold TOML's dates and infinities."""
         table = self.table(key)
         for name, value in table.items():
             try:
@@ -181,32 +194,35 @@ class _Reader:
         return table
 
     def expand(self, *texts: str) -> Iterator[tuple[str, ...]]:
-        """These texts, once for every value of the repeat variables that the first one holds."""
+        """Yield the texts once for each combination of the repeat variables in the first one."""
         used = [v for v in self.repeat if "{" + v + "}" in texts[0]]
         count = math.prod(self.repeat[v] for v in used) * len(texts)
         if count > _MAX_NAMES_PER_LINE * 2:  # a tensor and its axes, a space and its parent
-            self.fault(texts[0], f'"{texts[0]}" stands for more than {_MAX_NAMES_PER_LINE} names')
+            self.fault(
+                texts[0], f'"{texts[0]}" must expand to at most {_MAX_NAMES_PER_LINE:,} names'
+            )
             return
         self.names += count
         if self.names > _MAX_NAMES:
             if "repeat" not in self.faulty:
                 self.fault(
                     "repeat",
-                    f"the file must stand for at most {_MAX_NAMES:,} names, repeats written out",
+                    f"the file must expand to at most {_MAX_NAMES:,} names",
                 )
             return
         for values in itertools.product(*(range(self.repeat[v]) for v in used)):
-            out = list(texts)
+            expanded = list(texts)
             for variable, value in zip(used, values, strict=True):
-                out = [t.replace("{" + variable + "}", str(value)) for t in out]
-            yield tuple(out)
+                expanded = [t.replace("{" + variable + "}", str(value)) for t in expanded]
+            yield tuple(expanded)
 
     def spaces(self) -> Iterator[tuple[str, Space]]:
+        """Yield the spaces by name."""
         for key, value in self.table("spaces").items():
             if not isinstance(value, dict):
                 self.fault(
                     key,
-                    f'spaces."{key}" is not a table such as {{ size = 8, group = "permutation" }}',
+                    f'spaces."{key}" must be a table such as {{ size = 8, group = "permutation" }}',
                 )
                 continue
             self.check_fields(
@@ -219,16 +235,18 @@ class _Reader:
                 value.get("constant", ""),
             )
             if type(size) is not int or size < 1:
-                self.fault(key, f'spaces."{key}" has size {_abbreviate(size)}')
+                self.fault(
+                    key, f'spaces."{key}" must have an integer size >= 1, got {_abbreviate(size)}'
+                )
                 continue
             if not isinstance(why, str) or not isinstance(over, str | None):
-                self.fault(key, f'spaces."{key}": why and over are strings')
+                self.fault(key, f'spaces."{key}": why and over must be strings')
                 continue
             if constant not in ("", "unseen", "passed"):
                 self.fault(
                     key,
-                    f'spaces."{key}" has constant {_abbreviate(constant)}; it is "unseen" or '
-                    '"passed"',
+                    f'constant of spaces."{key}" must be "unseen" or "passed", got '
+                    f"{_abbreviate(constant)}",
                 )
                 continue
             group, folded = (
@@ -240,38 +258,44 @@ class _Reader:
                 yield name, Space(size, group, parent or None, folded, why, constant)
 
     def group(self, key: str, field: str, name: Any) -> Any:
+        """Return the group of a field; None if it is absent or unknown."""
         if name is None and field == "folded":
             return None
         if not isinstance(name, str) or name not in GROUPS:
             self.fault(
                 key,
-                f'spaces."{key}" has {field} {_abbreviate(name)}; groups are {", ".join(GROUPS)}',
+                f'{field} of spaces."{key}" must be one of {", ".join(GROUPS)}, got '
+                f"{_abbreviate(name)}",
             )
             return None
         return GROUPS[name]
 
     def axes(self, key: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+        """Yield names and axes strings of a table, expanded and checked."""
         for pattern, text in table.items():
             if not isinstance(text, str):
-                self.fault(pattern, f'{key}."{pattern}" is {_abbreviate(text)}, not an axes string')
+                self.fault(
+                    pattern, f'{key}."{pattern}" must be an axes string, got {_abbreviate(text)}'
+                )
                 continue
-            for name, one in self.expand(pattern, text):
+            for name, axes in self.expand(pattern, text):
                 try:
-                    ax.parse(one)
+                    ax.parse(axes)
                 except AxesError as error:
                     self.fault(name, f'{key}."{pattern}": {error}')
                     self.faulty.add(f"output {name}")
                     break
-                yield name, one
+                yield name, axes
 
     def tensors(self) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the axes and the part of each tensor."""
         tensors: dict[str, str] = {}
         parts: dict[str, str] = {}
         for part, table in self.table("tensors").items():
             if part not in PARTS or not isinstance(table, dict):
                 self.fault(
                     part,
-                    f'tensors."{part}" is not a part; parts are '
+                    f'tensors."{part}" is not the table of a part; parts are '
                     f"{', '.join(f'[tensors.{p}]' for p in PARTS)}",
                 )
                 continue
@@ -282,36 +306,43 @@ class _Reader:
         return tensors, parts
 
     def strings(self, key: str) -> Iterator[tuple[str, str]]:
+        """Yield the expanded entries of a table of tensor names."""
         for name, value in self.table(key).items():
             if isinstance(value, str):
                 yield from ((a, b) for a, b in self.expand(name, value))
             else:
-                self.fault(name, f'{key}."{name}" is {_abbreviate(value)}, not a tensor name')
+                self.fault(name, f'{key}."{name}" must be a tensor name, got {_abbreviate(value)}')
 
     def numbers(self, key: str) -> Iterator[tuple[str, float]]:
+        """Yield the expanded entries of a table of numbers."""
         for name, value in self.table(key).items():
             if _is_number(value):
-                yield from ((one, float(value)) for (one,) in self.expand(name))
+                yield from ((expanded, float(value)) for (expanded,) in self.expand(name))
             else:
-                self.fault(name, f'{key}."{name}" is {_abbreviate(value)}, not a number')
+                self.fault(
+                    name, f'{key}."{name}" must be a finite number, got {_abbreviate(value)}'
+                )
 
     def string_list(self, key: str, value: Any) -> list[str]:
+        """Return a list of strings; `key` names it in messages."""
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
             return value
-        self.fault(key, f"{key} is not a list of strings")
+        self.fault(key, f"{key} must be a list of strings")
         return []
 
     def patterns(self) -> tuple[str, ...]:
-        out = []
+        """Return the valid patterns of buffers."""
+        valid = []
         for pattern in self.string_list("buffers", self.file.get("buffers", [])):
             try:
                 compile_pattern(pattern)
-                out.append(pattern)
+                valid.append(pattern)
             except PatternError as error:
                 self.fault("buffers", f"buffers: {error}")
-        return tuple(out)
+        return tuple(valid)
 
     def norms(self) -> Iterator[Norm]:
+        """Yield the expanded norms."""
         for i, entry in enumerate(
             self.entries("norms", ("gain", "bias", "readers", "neutral", "padded"))
         ):
@@ -322,10 +353,10 @@ class _Reader:
                 entry.get("padded", False),
             )
             readers = self.pairs(entry.get("readers"))
-            right = (
+            types_match = (
                 isinstance(bias, str | None) and _is_number(neutral) and isinstance(padded, bool)
             )
-            if not isinstance(gain, str) or not right or readers is None:
+            if not isinstance(gain, str) or not types_match or readers is None:
                 self.fault(
                     f"norms[{i}]",
                     f'norms[{i}] needs gain = "name", readers = [["weight", "bias"], ...], and '
@@ -338,6 +369,7 @@ class _Reader:
             )
 
     def scales(self) -> Iterator[Scale]:
+        """Yield the expanded scales."""
         for i, entry in enumerate(self.entries("scales", ("gain", "writers"))):
             gain, writers = entry.get("gain"), self.pairs(entry.get("writers"))
             if not isinstance(gain, str) or writers is None:
@@ -349,37 +381,39 @@ class _Reader:
             yield from (Scale(g, w) for g, _, w in self.expand_pairs(gain, None, writers))
 
     def entries(self, key: str, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        """Return a list of tables with these fields."""
         value = self.file.get(key, [])
         if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
-            self.fault(key, f"{key} is not a list of tables, [[{key}]]")
+            self.fault(key, f"{key} must be a list of tables, [[{key}]]")
             return []
         for i, entry in enumerate(value):
             self.check_fields(f"{key}[{i}].", entry, fields)
         return value
 
     def pairs(self, value: Any) -> list[tuple[str, str]] | None:
-        """[weight, bias] or [weight]; an absent bias is an empty string here."""
-        good = isinstance(value, list) and all(
+        """Return pairs of [weight, bias] or [weight], "" for an absent bias; None if invalid."""
+        is_valid = isinstance(value, list) and all(
             isinstance(p, list) and len(p) in (1, 2) and all(isinstance(n, str) and n for n in p)
             for p in value
         )
-        return [(p[0], p[1] if len(p) == 2 else "") for p in value] if good else None
+        return [(p[0], p[1] if len(p) == 2 else "") for p in value] if is_valid else None
 
     def expand_pairs(
         self, gain: str, bias: str | None, pairs: list[tuple[str, str]]
     ) -> Iterator[tuple[str, str | None, Pairs]]:
-        for one, shift, *names in self.expand(
+        """Yield gain, bias and pairs with the repeat variables expanded."""
+        for gain_name, bias_name, *names in self.expand(
             gain, bias or "", *(n for pair in pairs for n in pair)
         ):
             yield (
-                one,
-                shift or None,
+                gain_name,
+                bias_name or None,
                 tuple((w, b or None) for w, b in zip(names[0::2], names[1::2], strict=True)),
             )
 
 
 def _abbreviate(value: Any) -> str:
-    """Show a value of a file in an error, whatever its size and depth."""
+    """Format a value for an error in at most 83 characters, whatever its size and depth."""
     try:
         text = repr(value) if isinstance(value, str) else str(value)
     except (RecursionError, ValueError):  # nested too deep, or a number with thousands of digits
@@ -388,25 +422,28 @@ def _abbreviate(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
-    )  # finite, and a float
+    """Return whether a value is a number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def dump_spec(spec: Spec) -> str:
-    """A spec as the text of a spec file, everything written out. `load_spec` of it gives an equal
-    spec.
+    """Return a spec as the text of a spec file, with all repeats expanded.
+
+    Parsing the text returns an equal spec.
+
+    Raises:
+        SpecError: A tensor has no part, or the config holds a value that TOML cannot represent.
     """
-    homeless = [name for name in spec.tensors if name not in spec.parts]
-    if homeless:
+    unassigned = [name for name in spec.tensors if name not in spec.parts]
+    if unassigned:
         raise SpecError(
-            f'"{homeless[0]}" is in no part, and a spec file lists tensors by part',
+            f'"{unassigned[0]}" has no part; a spec file lists tensors by part',
             hint=f"parts are {', '.join(PARTS)}",
         )
     lines = [f"regauge = {VERSION}", f"family = {_format_string(spec.family)}"]
-    for key, listed in (("buffers", spec.buffers), ("notes", spec.notes)):
-        if listed:
-            lines += [f"{key} = [", *(f"    {_format_string(v)}," for v in listed), "]"]
+    for key, strings in (("buffers", spec.buffers), ("notes", spec.notes)):
+        if strings:
+            lines += [f"{key} = [", *(f"    {_format_string(v)}," for v in strings), "]"]
     lines += [
         "",
         "[spaces]",

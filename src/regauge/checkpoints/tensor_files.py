@@ -1,8 +1,7 @@
-"""Tensors and some text in one safetensors file that appears whole or not at all: what runs keep of
-themselves.
+"""State files of runs: tensors and metadata in one safetensors file, written atomically.
 
-The metadata hold a SHA-256 of everything else, so that a flipped bit is found. Files without one,
-of older versions, are read too.
+The metadata hold a SHA-256 of everything else, so that a flipped bit is detected. Files of older
+versions have none and are read too.
 """
 
 from __future__ import annotations
@@ -29,8 +28,13 @@ def write_tensors(
     *,
     mode: int | None = None,
 ) -> None:
-    """Write a file, in place of an older one of that name. `mode` is for what only its owner may
-    read.
+    """Write a file atomically, in place of an existing one.
+
+    Args:
+        path: The file; missing parent folders are created.
+        tensors: Its tensors.
+        metadata: Its metadata.
+        mode: Its mode, for content that only the owner may read. Default: that of the umask.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -41,24 +45,31 @@ def write_tensors(
         try:
             if mode is not None:
                 partial.touch(mode=mode)
-            plain = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
-            save_file(plain, partial, {**metadata, CHECKSUM: checksum(plain, metadata)})
+            copies = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+            save_file(copies, partial, {**metadata, CHECKSUM: checksum(copies, metadata)})
             with partial.open("rb") as file:
                 os.fsync(file.fileno())
             partial.replace(path)
-        except SafetensorError as error:  # what the system said is in its text only
+        except SafetensorError as error:  # the system's error is in its text only
             raise CheckpointError(
                 f"{path} cannot be written: {error}",
-                hint="is the disk full? What was there before is as it was",
+                hint="check that the disk is not full; an existing file is unchanged",
             ) from error
         finally:
             partial.unlink(missing_ok=True)
         fsync_folder(path.parent)
 
 
-def read_tensors(path: Path, what: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a file and its metadata, if they say that it is `what` it should be, of this
-    version.
+def read_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors and metadata of a file.
+
+    Args:
+        path: The file.
+        kind: The kind of file that its metadata must name.
+        version: The version that its metadata must name.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another kind or version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -79,10 +90,10 @@ def read_tensors(path: Path, what: str, version: int) -> tuple[dict[str, Tensor]
         raise CheckpointError(
             f"{path} cannot be read: {error}", hint="restore it from a copy"
         ) from error
-    if metadata.get("regauge") != what or metadata.get("version") != str(version):
+    if metadata.get("regauge") != kind or metadata.get("version") != str(version):
         raise CheckpointError(
-            f'{path} is no file of "{what}" of version {version}',
-            hint="name another folder, or upgrade",
+            f'{path} is not a "{kind}" file of version {version}',
+            hint="pass another folder, or upgrade regauge",
         )
     expected = metadata.pop(CHECKSUM, None)
     if expected is not None and expected != checksum(tensors, metadata):
@@ -94,20 +105,22 @@ def read_tensors(path: Path, what: str, version: int) -> tuple[dict[str, Tensor]
 
 
 def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
-    """Return the SHA-256 of names, dtypes, shapes, bytes and metadata. It finds damage; it is no
-    signature.
+    """Return the SHA-256 of names, dtypes, shapes, bytes and metadata.
+
+    It detects damage; it is not a signature.
     """
-    made = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
+    digest = hashlib.sha256(json.dumps(sorted(metadata.items())).encode())
     for name, tensor in sorted(tensors.items()):
-        made.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
+        digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         if tensor.numel():
-            made.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    return made.hexdigest()
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return digest.hexdigest()
 
 
 def remove_partials(path: Path) -> None:
-    """Remove what a kill has left half-written of this file. For its owner only: another's write
-    may be under way.
+    """Remove incomplete copies of a file that a killed process has left.
+
+    Call this only from the single writer of the file: another write may be in progress.
     """
     for partial in path.parent.glob(f".{path.name}.partial-*"):
         partial.unlink(missing_ok=True)

@@ -1,6 +1,4 @@
-"""A checkpoint that an element is to move, as it is or prepared: what makes each tensor, and the
-plan of the files.
-"""
+"""A checkpoint transformed by an element: the thunks of its tensors, and the plan of its files."""
 
 from __future__ import annotations
 
@@ -22,8 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformSource:
-    """A checkpoint that is to be moved: as it is, or prepared, with its norms folded or gauges
-    fixed first. `described` is the spec of `state`, `spec` that of the file.
+    """A checkpoint to transform, unchanged or prepared by folding norms or fixing gauges.
+
+    Attributes:
+        checkpoint: The files.
+        spec: The spec of the files.
+        state_spec: The spec of `state`.
+        state: The tensors after preparation.
+        steps: Names of the preparation steps.
     """
 
     checkpoint: Checkpoint
@@ -33,34 +37,36 @@ class TransformSource:
     steps: tuple[str, ...] = ()
 
     def with_state(
-        self, made: Mapping[str, Callable[[], Any]], steps: Sequence[str]
+        self, thunks: Mapping[str, Callable[[], Any]], steps: Sequence[str]
     ) -> TransformSource:
-        """Return the same checkpoint with another state of the same function, and the names of the
-        steps that made it.
+        """Return the same checkpoint with another state of the same function.
+
+        Args:
+            thunks: Functions that compute the tensors of the state.
+            steps: Names of the steps that made it.
         """
         from regauge.checkpoints.reader import LazyState
 
-        return replace(self, state=LazyState.from_thunks(made), steps=(*self.steps, *steps))
+        return replace(self, state=LazyState.from_thunks(thunks), steps=(*self.steps, *steps))
 
     def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
-        """What makes each tensor of the output."""
+        """Return the functions that compute each tensor of the output."""
         from regauge.core.action import apply_lazily, is_exact_on
         from regauge.core.fold import resolve_tie
 
-        bits = (
-            not self.steps and not self.state_spec.fixed and is_exact_on(g)
-        )  # permutations and signs look at no value, so torch is not even loaded
-        made = apply_lazily(g, self.checkpoint.bits if bits else self.state, part)
-        if self.steps:  # rounded once, and only now
-            made = {
+        # Permutations and signs work on bits, so torch is not even imported.
+        on_bits = not self.steps and not self.state_spec.fixed and is_exact_on(g)
+        thunks = apply_lazily(g, self.checkpoint.bits if on_bits else self.state, part)
+        if self.steps:  # rounded once, after all steps
+            thunks = {
                 name: partial(
                     _make_rounded,
                     make,
                     self.checkpoint[resolve_tie(self.spec, self.checkpoint, name)].dtype,
                 )
-                for name, make in made.items()
+                for name, make in thunks.items()
             }
-        return made
+        return thunks
 
     def plan(
         self,
@@ -71,9 +77,15 @@ class TransformSource:
         mode: int = EVERYONE,
         **small: bytes,
     ) -> Plan:
-        """The files to be written: the checkpoint's own, moved, and small ones by their bytes
-        (`match.json` as match_json). `mode` has the permission bits that inputs beside the
-        checkpoint allow.
+        """Plan the output files.
+
+        Args:
+            out: The output folder or .safetensors file.
+            g: The element.
+            thunks: Functions that compute the tensors (`thunks`).
+            part: The part that is transformed. Default: all.
+            mode: The loosest mode that inputs besides the checkpoint allow.
+            small: Content of further small files; match_json is written as `match.json`.
         """
         from regauge.checkpoints.plan import is_file_name, plan_checkpoint
         from regauge.core.action import tensor_transforms
@@ -101,20 +113,24 @@ class TransformSource:
 
 
 def prepare_source(checkpoint: Checkpoint, spec: Spec, fold: bool) -> TransformSource:
-    """Prepare a checkpoint to be transformed, with its norms folded if asked. Only norms are
-    read.
+    """Prepare a checkpoint to be transformed, reading only norms.
+
+    Args:
+        checkpoint: The checkpoint.
+        spec: Its spec.
+        fold: Fold norms and scales into the weights that read them.
     """
     if not fold:
         return TransformSource(checkpoint, spec, spec, checkpoint)
     from regauge.checkpoints.reader import LazyState
     from regauge.core.fold import fold_lazily
 
-    described, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return TransformSource(checkpoint, spec, described, LazyState.from_thunks(folded), ("fold",))
+    folded_spec, folded = fold_lazily(spec, checkpoint, rounded=False)
+    return TransformSource(checkpoint, spec, folded_spec, LazyState.from_thunks(folded), ("fold",))
 
 
 def prepare_adapter(source: str, g: Element) -> tuple[TransformSource, Element]:
-    """A LoRA adapter of the element's model, and the element over it."""
+    """Open a LoRA adapter of the element's model; return it with the element over its spec."""
     from regauge.checkpoints.adapters import element_for, require_lora
     from regauge.checkpoints.reader import open_checkpoint
 
@@ -124,25 +140,32 @@ def prepare_adapter(source: str, g: Element) -> tuple[TransformSource, Element]:
     return TransformSource(adapter, h.spec, h.spec, adapter), h
 
 
-def recipe_digest(g: Element, unfolded: Spec, prepared: Sequence[str], part: str | None) -> bytes:
-    """What, besides the source, determines the values that are written."""
+def recipe_digest(g: Element, unfolded: Spec, steps: Sequence[str], part: str | None) -> bytes:
+    """Return the SHA-256 of everything besides the source that determines the written values.
+
+    Args:
+        g: The element.
+        unfolded: The spec of the source.
+        steps: Names of the preparation steps.
+        part: The part that is transformed, or None for all.
+    """
     from regauge import __version__
     from regauge.checkpoints.spec_files import dump_spec
 
-    whole = hashlib.sha256(
-        f"version={__version__} prepared={','.join(prepared)} "
+    digest = hashlib.sha256(
+        f"version={__version__} prepared={','.join(steps)} "
         f"part={part or ''}\n{dump_spec(unfolded)}".encode()
     )
     for name in sorted(g.members):
         member = g.members[name]
-        whole.update(name.encode() + type(member).__name__.encode())
+        digest.update(name.encode() + type(member).__name__.encode())
         for key in ("index", "scale", "values", "factor", "layout"):
             value = getattr(member, key, None)
             if value is not None:
-                whole.update(
+                digest.update(
                     key.encode() + (value.encode() if isinstance(value, str) else value.tobytes())
                 )
-    return whole.digest()
+    return digest.digest()
 
 
 def _make_rounded(make: Callable[[], Any], dtype: Any) -> Any:

@@ -1,6 +1,4 @@
-"""The tokens of a model and the rows of its tables that they have, read from its tokenizer's
-files.
-"""
+"""The tokens of a model and their rows in its embedding, from the files of its tokenizer."""
 
 from __future__ import annotations
 
@@ -12,24 +10,30 @@ from regauge.errors import CheckpointError
 
 
 def read_vocabulary(folder: Path, hint: str | None = None) -> dict[str, int]:
-    """The tokens of a model and their rows, from its tokenizer.json (those that were added to it
-    too) or vocab.json.
+    """Read the tokens of a model and their rows, from tokenizer.json or vocab.json.
+
+    Args:
+        folder: The folder of the tokenizer.
+        hint: The hint of the error if both files are missing.
+
+    Returns:
+        Token -> row, including the added tokens of tokenizer.json.
     """
     for name in ("tokenizer.json", "vocab.json"):
         path = folder / name
         if path.is_file():
-            found: Any = parse_json(read_document(path, VOCABULARY_BYTES), path)
+            content: Any = parse_json(read_document(path, VOCABULARY_BYTES), path)
             try:
-                added = found.get("added_tokens") or [] if name == "tokenizer.json" else []
-                found = found["model"]["vocab"] if name == "tokenizer.json" else found
-                if isinstance(found, list):  # unigram models list [token, score]
-                    found = {token: i for i, (token, _) in enumerate(found)}
-                out = {str(token): int(i) for token, i in found.items()}
-                return out | {str(one["content"]): int(one["id"]) for one in added}
+                added = content.get("added_tokens") or [] if name == "tokenizer.json" else []
+                tokens = content["model"]["vocab"] if name == "tokenizer.json" else content
+                if isinstance(tokens, list):  # unigram models list [token, score]
+                    tokens = {token: i for i, (token, _) in enumerate(tokens)}
+                rows = {str(token): int(i) for token, i in tokens.items()}
+                return rows | {str(token["content"]): int(token["id"]) for token in added}
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
                 raise CheckpointError(
                     f"{path} cannot be read as a vocabulary: {error}", hint="fetch the file again"
                 ) from error
     raise CheckpointError(
-        f"{folder} has no tokenizer.json or vocab.json, so its tokens are not known", hint=hint
+        f"{folder} has no tokenizer.json or vocab.json, so its tokens are unknown", hint=hint
     )

@@ -1,11 +1,9 @@
-"""Checkpoints, written: one engine for all that makes a new checkpoint out of an old one, tensor by
-tensor.
+"""The checkpoint writer: streams the tensors of a plan to disk, atomically and resumably.
 
-What is written goes into a hidden folder beside the output, `.NAME.partial`, is flushed to the
-disk, and is then renamed: the output is there whole or not at all. A few threads make tensors and
-write each in its place, piece by piece where it is made so; finished shards are flushed by another,
-so that computing, copying and the disk work at once; at most two of the largest tensors are in
-memory.
+Files are written to a hidden folder beside the output, `.NAME.partial`, flushed to disk, and then
+renamed. A few threads compute tensors and write each at its offset, block by block if it is
+computed in blocks. Another thread flushes finished shards, so that computing, copying and the disk
+overlap. At most two of the largest tensors are in memory.
 """
 
 from __future__ import annotations
@@ -54,18 +52,23 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 
-_JOURNAL = ".regauge.json"  # in the partial folder: the plan's digest, and the shards that are done
+_JOURNAL = ".regauge.json"  # in the partial folder: the digest of the plan, the finished shards
 _FLUSH_BYTES = 1 << 27  # bytes written between two flushes of a shard
-_CHUNK = (
-    1 << 18
-)  # bytes handed to the system at once: as cp does; whole tensors at once took longer here
-_MIN_BUDGET = 1 << 24  # memory for tensors in flight that is always allowed
+_CHUNK = 1 << 18  # bytes per write, as cp does; writing full tensors at once was slower
+_MIN_BUDGET = 1 << 24  # bytes of tensors in flight that are always allowed
 
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What was written. `nonfinite` names tensors that hold NaN or Inf; `left` the files of the
-    source that were not carried over.
+    """The result of a write.
+
+    Attributes:
+        path: The output.
+        files: Names of the files.
+        bytes: Total size.
+        nonfinite: Names of the tensors that hold NaN or Inf.
+        skipped: Files of the source that were not copied.
+        resumed: Shards that an interrupted run had finished.
     """
 
     path: Path
@@ -85,9 +88,18 @@ def write_plan(
     resume: bool = False,
     threads: int | None = None,
 ) -> WriteResult:
-    """Write a plan beside the output and rename it into place. The output has been checked.
+    """Write a plan beside the output and rename it into place.
 
-    With `resume`, shards that an interrupted run of the same plan has finished are kept.
+    Args:
+        out: The output, already checked (`plan_checkpoint`).
+        plan: The plan.
+        thunks: Functions that compute the tensors.
+        progress: Called with the bytes written and the total.
+        resume: Keep the shards that an interrupted run of the same plan has finished.
+        threads: Number of threads that compute. Default: one less than the cores, at most 4.
+
+    Raises:
+        CheckpointError: The output cannot be written, or a tensor does not match the plan.
     """
     parent = real_path(out).parent
     partial = parent / f".{out.name}.partial"
@@ -102,8 +114,8 @@ def write_plan(
             thunks,
             done,
             progress,
-            threads or min(4, max(1, (os.cpu_count() or 1) - 1)),
-        )  # one core is the disk's
+            threads or min(4, max(1, (os.cpu_count() or 1) - 1)),  # one core is left to the disk
+        )
         with wrap_write_errors(out):
             run.write()
             copied: dict[str, bytes] = {}
@@ -127,18 +139,14 @@ def _finish_files(
     done: set[str],
     copied: Mapping[str, bytes],
 ) -> dict[str, bytes]:
-    """The small files that are made last. Headers that are made last are put in their places
-    here.
-    """
+    """Write the headers that `plan.finish` returns into their files; return its small files."""
     if plan.finish is None:
         return {}
     late = dict(plan.finish({**digests, **_hash_files(partial / name for name in done)}, copied))
     for file in plan.files:
         header = late.pop(file.name, None)
         if header is not None:
-            assert len(header) == len(file.header()), (
-                "a header that is made last has its place kept free"
-            )
+            assert len(header) == len(file.header()), "a late header must have its planned length"
             with (partial / file.name).open("r+b") as opened:
                 opened.write(header)
                 opened.flush()
@@ -147,24 +155,25 @@ def _finish_files(
 
 
 def _hash_files(paths: Iterable[Path]) -> dict[str, bytes]:
-    """The SHA-256 of every tensor of files that an interrupted run has finished."""
-    out: dict[str, bytes] = {}
+    """Return the SHA-256 of every tensor of some files, which an interrupted run has finished."""
+    digests: dict[str, bytes] = {}
     for path in paths:
         shard = read_header(path)
-        out |= digests_of(Checkpoint(path, [shard], None, None).bits)
-    return out
+        digests |= digests_of(Checkpoint(path, [shard], None, None).bits)
+    return digests
 
 
 def digests_of(bits: Mapping[str, Any], threads: int | None = None) -> dict[str, bytes]:
-    """The SHA-256 of every tensor's bytes, as they are stored. hashlib lets other threads run
-    meanwhile.
+    """Return the SHA-256 of the stored bytes of every tensor.
+
+    Uses threads: hashlib releases the GIL.
     """
     with ThreadPoolExecutor(threads or min(4, os.cpu_count() or 1), "regauge-hash") as pool:
         return dict(zip(bits, pool.map(lambda name: digest_of(bits[name]), bits), strict=True))
 
 
 def digest_of(array: Any) -> bytes:
-    """The SHA-256 of the bytes of an array or of a torch tensor."""
+    """Return the SHA-256 of the bytes of an array or of a torch tensor."""
     import numpy as np
 
     if not isinstance(array, np.ndarray):
@@ -174,13 +183,13 @@ def digest_of(array: Any) -> bytes:
 
 
 def _publish(partial: Path, out: Path) -> None:
+    """Flush the partial folder and rename it to the output."""
     (partial / _JOURNAL).unlink(missing_ok=True)
     for folder in {partial, *(p for p in partial.rglob("*") if p.is_dir())}:
         fsync_folder(folder)
     if is_file_name(out):
-        for path in sorted(
-            partial.iterdir(), key=lambda p: p.name == out.name
-        ):  # the config first: the weights' appearance means done
+        # The config first: once the weights appear, the output is complete.
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
             path.replace(out.with_name(path.name))
         partial.rmdir()
     else:
@@ -195,19 +204,21 @@ def _fsync(path: Path) -> None:
 
 @contextlib.contextmanager
 def _stage_folder(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterator[set[str]]:
-    """The partial folder, empty or with the finished shards of the same plan (which are yielded).
-    An error removes it. What an interrupted run has left may have been made of looser inputs.
+    """Create or reuse the partial folder, and yield the names of its finished shards.
+
+    An error removes the folder. Its mode is restricted, because an interrupted run may have had
+    inputs with looser modes.
     """
     digest = plan.digest()
     if partial.is_symlink() or (partial.is_dir() and not _is_partial_output(partial, plan)):
         raise CheckpointError(
-            f"{partial} is in the way, and is not regauge's", hint="remove or rename it first"
+            f"{partial} exists and was not written by regauge", hint="remove or rename it first"
         )
     with wrap_write_errors(partial):
         partial.mkdir(mode=mode, exist_ok=True)
         restrict_mode(partial, mode)
     with exclusive_lock(
-        partial, f"another run is writing {partial}", "wait for it, or name another folder with -o"
+        partial, f"another run is writing {partial}", "wait for it, or pass another folder with -o"
     ):
         done = _finished_shards(partial, plan, digest) if resume else set()
         try:
@@ -222,24 +233,25 @@ def _stage_folder(partial: Path, plan: Plan, resume: bool, mode: int) -> Iterato
         except Exception:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        except BaseException:  # interrupted: what is finished is kept for whoever means to go on
+        except BaseException:  # interrupted: finished shards stay for a later resume
             if not resume:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
 
 def _is_partial_output(partial: Path, plan: Plan) -> bool:
-    """Is this what an interrupted run has left? It has a journal, unless the run was killed before
-    that was there (then there is nothing else but the journal's own beginnings), or after it was
-    removed (then all files of the plan are there, whole).
+    """Return whether an interrupted run has left this folder.
+
+    It has a journal, unless the run was killed before the journal existed (then there are only
+    incomplete journals), or after it was removed (then all files of the plan are complete).
     """
     names = {path.name for path in partial.iterdir()}
-    begun = all(name.startswith(f".{_JOURNAL}.partial-") for name in names)
-    whole = bool(plan.files) and all(
+    is_new = all(name.startswith(f".{_JOURNAL}.partial-") for name in names)
+    is_complete = bool(plan.files) and all(
         (partial / f.name).is_file() and (partial / f.name).stat().st_size == f.size
         for f in plan.files
     )
-    return (partial / _JOURNAL).is_file() or begun or whole
+    return (partial / _JOURNAL).is_file() or is_new or is_complete
 
 
 def _write_journal(partial: Path, digest: str, done: set[str]) -> None:
@@ -249,6 +261,7 @@ def _write_journal(partial: Path, digest: str, done: set[str]) -> None:
 
 
 def _finished_shards(partial: Path, plan: Plan, digest: str) -> set[str]:
+    """Return the shards that the journal of the same plan lists and that have their full size."""
     try:
         journal = json.loads((partial / _JOURNAL).read_bytes())
         names = set(journal["done"]) if journal["plan"] == digest else set()
@@ -264,7 +277,7 @@ def _finished_shards(partial: Path, plan: Plan, digest: str) -> set[str]:
 
 
 class _TensorWriter:
-    """The tensors of a plan on their way to the disk."""
+    """A writer that computes the tensors of a plan into the partial folder."""
 
     def __init__(
         self,
@@ -292,37 +305,38 @@ class _TensorWriter:
         self.progress = progress
 
     def write(self) -> None:
+        """Write all tensors, within the memory budget."""
         sizes = [nbytes(dtype, shape) for file in self.files for _, dtype, shape in file.tensors]
         budget = max(2 * max(sizes, default=0), _MIN_BUDGET)
         waiting = deque(zip(self._places(), sizes, strict=True))
         running: deque[tuple[Future[bool], int]] = deque()
-        held = 0
+        in_flight = 0
         with (
             ThreadPoolExecutor(self.threads, "regauge-compute") as pool,
             ThreadPoolExecutor(1, "regauge-flush") as flusher,
         ):
             flushes: deque[Future[None]] = deque()
 
-            def ahead() -> None:
-                nonlocal held
+            def submit_pending() -> None:
+                nonlocal in_flight
                 while waiting and (
                     not running
-                    or (held + waiting[0][1] <= budget and len(running) < 4 * self.threads)
+                    or (in_flight + waiting[0][1] <= budget and len(running) < 4 * self.threads)
                 ):
                     place, n = waiting.popleft()
                     running.append((pool.submit(self._write, *place), n))
-                    held += n
+                    in_flight += n
 
             try:
                 for file in self.files:
                     unflushed = self._count(len(file.header()))
                     for name, _, _ in file.tensors:
-                        ahead()
+                        submit_pending()
                         future, n = running.popleft()
                         if not future.result():
                             self.nonfinite.append(name)
                         unflushed += self._count(n)
-                        held -= n
+                        in_flight -= n
                         if unflushed >= _FLUSH_BYTES:
                             flushes.append(flusher.submit(_fsync, self.folder / file.name))
                             unflushed = 0
@@ -337,7 +351,7 @@ class _TensorWriter:
                 raise
 
     def _places(self) -> Iterator[tuple[File, int, str, str, tuple[int, ...]]]:
-        """Every tensor with where it goes: its file, where it begins there, and what it is."""
+        """Yield the file, offset, name, dtype and shape of every tensor."""
         for file in self.files:
             at = len(file.header())
             for name, dtype, shape in file.tensors:
@@ -345,7 +359,7 @@ class _TensorWriter:
                 at += nbytes(dtype, shape)
 
     def _write(self, file: File, at: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
-        """Make a tensor and write it where it belongs. Is it finite?"""
+        """Compute a tensor and write it at its offset; return whether it is finite."""
         fd = os.open(self.folder / file.name, os.O_WRONLY | os.O_CREAT, file_mode(self.mode))
         try:
             os.lseek(fd, at, os.SEEK_SET)
@@ -354,52 +368,52 @@ class _TensorWriter:
             os.close(fd)
 
     def _put(self, fd: int, name: str, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Compute a tensor, check it against the plan, and write it to an open file."""
         import numpy as np
 
-        made, written, finite = self.thunks[name](), 0, True
-        if tuple(made.shape) != shape:
+        tensor, size, finite = self.thunks[name](), 0, True
+        if tuple(tensor.shape) != shape:
             raise CheckpointError(
-                f'"{name}" became {list(made.shape)}, but {list(shape)} was announced'
+                f'"{name}" must have the planned shape {list(shape)}, got {list(tensor.shape)}'
             )
         digest = (
             hashlib.sha256() if self.plan.finish is not None and name not in self.digests else None
         )
-        for piece in _iter_bits(made, name, dtype):
+        for piece in _iter_bits(tensor, name, dtype):
             bits = np.ascontiguousarray(piece).reshape(-1)
             if finite and dtype in FLOATS and not is_finite(bits, dtype):
                 finite = False
                 self._require_nonfinite(name, dtype)
             view = memoryview(bits.tobytes() if not bits.size else bits.view(np.uint8))  # type: ignore[arg-type]
-            written += len(view)
+            size += len(view)
             _write_all(fd, view, digest)
-        if written != nbytes(dtype, shape):
+        if size != nbytes(dtype, shape):
             raise CheckpointError(
-                f'"{name}" became {written} bytes, but {dtype} {list(shape)} was announced'
+                f'"{name}" must have {nbytes(dtype, shape)} bytes ({dtype} {list(shape)}), got '
+                f"{size}"
             )
         if digest is not None:
             self.digests[name] = digest.digest()
         return finite
 
     def _require_nonfinite(self, name: str, dtype: str) -> None:
-        """Refuse NaN or Inf, unless there was one before."""
+        """Raise if the origin of a tensor with NaN or Inf had neither."""
         if self.plan.was_finite is not None and self.plan.was_finite(name):
             raise CheckpointError(
-                f'"{name}" would hold NaN or Inf, which what it is made of does not',
-                hint=f"its new values are too large for {dtype} (store the model in a wider "
-                "dtype first, or draw another element), "
-                "or something that is folded into it holds NaN or Inf",
+                f'"{name}" would hold NaN or Inf, but its origin is finite',
+                hint=f"either its new values overflow {dtype} (store the model in a wider dtype "
+                "first, or sample another element), or a tensor folded into it holds NaN or Inf",
             )
 
     def _count(self, n: int) -> int:
+        """Add n bytes to the progress and return n."""
         self.written += n
         if self.progress:
             self.progress(self.written, self.total, "")
         return n
 
     def _close(self, file: File) -> None:
-        """Write the header, now that all the rest is there, and take note that the file is
-        whole.
-        """
+        """Write the header after the tensors, and record the file as finished."""
         path = self.folder / file.name
         if not file.tensors:
             path.touch(mode=file_mode(self.mode))
@@ -412,28 +426,30 @@ class _TensorWriter:
 
 
 def _write_all(fd: int, view: memoryview, digest: Any = None) -> None:
-    """Write all bytes, and hash them. What is hashed is copied first: under a map the file may
-    change between the two.
+    """Write all bytes, and hash them.
+
+    Hashed bytes are copied first: a mapped file may change between writing and hashing.
     """
     while len(view):
         chunk = view[:_CHUNK] if digest is None else bytes(view[:_CHUNK])
-        done = os.write(fd, chunk)
+        n = os.write(fd, chunk)
         if digest is not None:
-            digest.update(memoryview(chunk)[:done])
-        view = view[done:]
+            digest.update(memoryview(chunk)[:n])
+        view = view[n:]
 
 
-def _iter_bits(made: Any, name: str, dtype: str) -> Iterator[Any]:
-    """The bits of what a thunk has made, as numpy arrays, in order."""
+def _iter_bits(tensor: Any, name: str, dtype: str) -> Iterator[Any]:
+    """Yield the bits of a computed tensor as numpy arrays, in order."""
     import numpy as np
 
-    if isinstance(made, np.ndarray):
-        if made.itemsize != DTYPES[dtype][1]:
+    if isinstance(tensor, np.ndarray):
+        if tensor.itemsize != DTYPES[dtype][1]:
             raise CheckpointError(
-                f'"{name}" became {made.itemsize} bytes a value, but {dtype} was announced'
+                f'"{name}" must have {DTYPES[dtype][1]} bytes per value ({dtype}), got '
+                f"{tensor.itemsize}"
             )
-        yield made
+        yield tensor
         return
-    if DTYPE_NAMES.get(str(made.dtype).removeprefix("torch.")) != dtype:
-        raise CheckpointError(f'"{name}" became {made.dtype}, but {dtype} was announced')
-    yield from made.make() if isinstance(made, Blocks) else (bits_of(made),)
+    if DTYPE_NAMES.get(str(tensor.dtype).removeprefix("torch.")) != dtype:
+        raise CheckpointError(f'"{name}" must have the planned dtype {dtype}, got {tensor.dtype}')
+    yield from tensor.make() if isinstance(tensor, Blocks) else (bits_of(tensor),)

@@ -1,1 +1,1 @@
-"""Keys, locks, sealed files, and models that run and train while their weights stay locked."""
+"""Keys, locks, sealed files, and models that run and train with locked weights."""

@@ -1,21 +1,21 @@
-"""The edge of a locked model: with its element it computes the plain function while the weights of
-its backbone stay locked.
+"""Authorisation: a locked model computes the plain function while its weights stay locked.
 
-A lock moves the backbone alone, so that embedding and head no longer fit it. `authorized(model, g)`
-puts hooks on the first and the last block of every boundary: the stream is moved by g where it
-enters, and by ~g where it leaves. Whatever else the blocks read from outside (the encoder's states,
-DeBERTa's table of relative positions) is moved on its way in.
+A lock transforms the backbone alone, so that embedding and head no longer fit it.
+`authorize_with_element(model, g)` registers hooks on the first and the last block of every
+boundary, the edges of the backbone: the stream is transformed by g at the input and by ~g at the
+output. Other inputs of the blocks (the encoder's states, DeBERTa's table of relative positions) are
+transformed at the input too.
 
-    model = authorize(model, key)      # or authorized(model, g): the same module: same class, same
-    state dict, still locked
-    model.generate(**inputs)           # what the plain model says
+    model = authorize(model, key)      # the same module: same class and state dict, still locked
+    model.generate(**inputs)           # the output of the plain model
     deauthorize(model)                 # locked again
 
-The model stays an ordinary module: hooks are what torch, torch.compile, gradient checkpointing and
-DDP expect. A deepcopy is authorised like its original. What is written to disk never holds the
-element: a pickled copy refuses to run until it is authorised again.
+The model stays an ordinary module: torch, torch.compile, gradient checkpointing and DDP all support
+hooks. A deepcopy is authorised like its original. The element is never written to disk: a pickled
+copy raises until it is authorised again.
 
-Optimizers whose steps would part from the plain model's are refused (`guarding`).
+Optimizers whose steps would differ from those on the plain model raise at their first step
+(`regauge.locking.optimizer_guard`).
 """
 
 from __future__ import annotations
@@ -51,21 +51,22 @@ _EDGE_ATTRIBUTE = "_regauge_edge"
 
 
 class AxisTransform:
-    """What one member does along one axis of activations: a gather, with signs or scales, or a
-    matrix. Ready on whatever device it is given.
+    """The action of one member along one axis of activations.
+
+    It is a gather, with signs or scales, or a matrix product. Its tensors are cached for every
+    device and dtype in use.
     """
 
     def __init__(self, space: str, member: Member, dim: int) -> None:
         self.space, self.size, self.dim = space, member.size, dim
-        self.ready: dict[tuple[str, torch.dtype], _AxisTensors] = {}
-        with torch.inference_mode(
-            False
-        ):  # whoever authorises a model to look at it may train it later
-            self._take(member)
+        self.cache: dict[tuple[str, torch.dtype], _AxisTensors] = {}
+        with torch.inference_mode(False):  # a model authorised for inference may be trained later
+            self._set_member(member)
         for dtype in (torch.float32, torch.float64):
-            self._on(torch.device("cpu"), dtype)
+            self._tensors(torch.device("cpu"), dtype)
 
-    def _take(self, member: Member) -> None:
+    def _set_member(self, member: Member) -> None:
+        """Set the tensors of a member on the CPU."""
         self.index = self.inverse = self.factor = None
         if isinstance(member, Monomial):
             self.index = torch.from_numpy(np.ascontiguousarray(member.index[0]))
@@ -81,16 +82,17 @@ class AxisTransform:
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.shape[self.dim] != self.size:
-            if x.shape[self.dim] == 1:  # broadcast: the same for every place
+            if x.shape[self.dim] == 1:  # broadcast: equal at every index
                 return x
             raise EdgeError(
-                f'an axis of size {x.shape[self.dim]} enters where the space "{self.space}" has '
-                f"{self.size}"
+                f'the axis of space "{self.space}" must have size {self.size}, got '
+                f"{x.shape[self.dim]}",
+                hint="check that the inputs belong to this model",
             )
         dtype = x.dtype if x.dtype.itemsize >= 4 else torch.float32
-        index, inverse, factor = self._on(x.device, dtype)
+        index, inverse, factor = self._tensors(x.device, dtype)
         if index is not None and inverse is not None:
-            # A compiler fuses a plain gather; a Function of our own would only be in its way.
+            # The compiler fuses a plain gather; a custom autograd Function would prevent that.
             x = (
                 x.index_select(self.dim, index)
                 if torch.compiler.is_compiling()
@@ -102,33 +104,29 @@ class AxisTransform:
             shape[self.dim] = self.size
             return x * factor.view(shape).to(x.dtype)
         assert factor is not None
-        with torch.autocast(
-            x.device.type, enabled=False
-        ):  # the stream is kept in full precision, and so is what turns it
+        # The stream stays in full precision, and so does its rotation.
+        with torch.autocast(x.device.type, enabled=False):
             return (x.to(dtype).movedim(self.dim, -1) @ factor.T).movedim(-1, self.dim).to(x.dtype)
 
-    def _on(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
+    def _tensors(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
+        """Return index, inverse index and factor on a device, from the cache if possible."""
         key = (str(device), dtype)
-        if key in self.ready:
-            return self.ready[key]
+        if key in self.cache:
+            return self.cache[key]
         if torch.compiler.is_compiling():
-            return self._made(device, dtype)
-        with torch.inference_mode(
-            False
-        ):  # what is made here is kept, and may be needed for training later
-            self.ready[key] = self._made(device, dtype)
-        return self.ready[key]
+            return self._copy_tensors(device, dtype)
+        with torch.inference_mode(False):  # cached tensors may be used for training later
+            self.cache[key] = self._copy_tensors(device, dtype)
+        return self.cache[key]
 
-    def _made(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
+    def _copy_tensors(self, device: torch.device, dtype: torch.dtype) -> _AxisTensors:
         index = None if self.index is None else self.index.to(device)
         inverse = None if self.inverse is None else self.inverse.to(device)
         return index, inverse, None if self.factor is None else self.factor.to(device, dtype)
 
 
 class _Hook:
-    """A hook that never leaves the process: copies in memory share it, and a pickled one is
-    closed.
-    """
+    """A hook that never leaves the process: copies in memory share it, pickles replace it."""
 
     def __deepcopy__(self, memo: object) -> _Hook:
         return self
@@ -138,73 +136,77 @@ class _Hook:
 
 
 class _Closed(_Hook):
-    """What a saved copy has in place of a hook."""
+    """The replacement of a hook in a pickle; pickles refer to it by this name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise EdgeError(
             "this model was saved while it was authorised, and the key was not saved with it",
             hint="authorize it again, or call regauge.locking.authorize.deauthorize(model) to "
-            "have the locked model that it is",
+            "use it as the locked model",
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _EnterHook(_Hook):
-    """Before a module runs: arguments, by place or by name, are moved."""
+    """A forward pre-hook that transforms arguments, given by position or by name."""
 
     arguments: tuple[tuple[str, int, AxisTransform], ...]
 
     def __call__(
         self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for name, place, along in self.arguments:
-            if place < len(args):
-                if args[place] is not None:
-                    args = (*args[:place], along(args[place]), *args[place + 1 :])
+        for name, position, transform in self.arguments:
+            if position < len(args):
+                if args[position] is not None:
+                    args = (*args[:position], transform(args[position]), *args[position + 1 :])
             elif kwargs.get(name) is not None:
-                kwargs = {**kwargs, name: along(kwargs[name])}
+                kwargs = {**kwargs, name: transform(kwargs[name])}
         return args, kwargs
 
 
 @dataclass(frozen=True, eq=False)
 class _LeaveHook(_Hook):
-    """After the last block has run: the stream, which comes first, is moved back."""
+    """A forward hook of the last block that transforms the stream, its first output, back."""
 
-    along: AxisTransform
+    transform: AxisTransform
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         return (
-            (self.along(output[0]), *output[1:])
+            (self.transform(output[0]), *output[1:])
             if isinstance(output, tuple)
-            else self.along(output)
+            else self.transform(output)
         )
 
 
 @dataclass(frozen=True, eq=False)
 class _HiddenStatesHook(_Hook):
-    """After the whole stack has run: the streams between its blocks, where the caller asked for
-    them, are moved back.
+    """A forward hook of the stack of blocks that transforms `output_hidden_states` back.
 
-    `first` is the number of the first one that is moved; the last has left the backbone and is
-    plain. With a list of layers in place of True there is none for the input. None in place of what
-    moves back: the blocks have streams of their own, and nothing is said of them.
+    Attributes:
+        transform: Maps a hidden state back. None if the spaces of the stream differ between input
+            and output; then requested hidden states raise.
+        blocks: The number of blocks.
+        first: The index of the first transformed state, if there is one for the input. (There is
+            none if the caller passes a list of layers instead of True.) The last state has left
+            the backbone and is plain.
     """
 
-    along: AxisTransform | None
+    transform: AxisTransform | None
     blocks: int
     first: int
 
     def __call__(self, module: Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return tuple(self._restored(o) if self._is_states(o) else o for o in output)
+            return tuple(self._restore(o) if self._is_states(o) else o for o in output)
         states = getattr(output, "hidden_states", None)
         if states is not None:
-            output["hidden_states"] = self._restored(states)
+            output["hidden_states"] = self._restore(states)
         return output
 
     def _is_states(self, value: Any) -> bool:
-        """Of a tuple's places: one stream per block, or one more, and perhaps not all of them.
-        (Attentions have an axis more.)
+        """Return whether an output is a tuple of hidden states: one per block, or one more.
+
+        Some of them may be None. (Attentions have an additional axis.)
         """
         if (
             not isinstance(value, tuple)
@@ -214,32 +216,49 @@ class _HiddenStatesHook(_Hook):
             return False
         return all(v is None or (isinstance(v, torch.Tensor) and v.dim() == 3) for v in value)
 
-    def _restored(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.along is None:
+    def _restore(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the hidden states of the plain model."""
+        if self.transform is None:
             raise EdgeError(
-                "the streams between the blocks of this model are not put back",
-                hint="unlock the model to look at its hidden states",
+                "the hidden states between the blocks of this model cannot be restored",
+                hint="unlock the model to read its hidden states",
             )
-        moved = range(self.first if len(states) > self.blocks else 0, len(states) - 1)
+        locked = range(self.first if len(states) > self.blocks else 0, len(states) - 1)
         return tuple(
-            self.along(s) if i in moved and s is not None else s for i, s in enumerate(states)
+            self.transform(s) if i in locked and s is not None else s for i, s in enumerate(states)
         )
 
 
-def authorize(model: Module, key: Key, *, files: Path | str | None = None, **more: Any) -> Module:
-    """Make a locked model compute the plain function while its backbone stays locked; only the
-    edges apply the key. In place, and returned.
+def authorize(
+    model: Module, key: Key, *, files: Path | str | None = None, **options: Any
+) -> Module:
+    """Make a locked model compute the plain function while its backbone stays locked.
 
-    The model is one that was loaded from a locked folder: its config carries the lock's record. The
-    key, the record and the spaces are checked, the numbers are not: in memory they may be of
-    another dtype, or trained. With `files`, the folder that it was loaded from, those are checked
-    as `unlock` checks them, the list of files too, and the numbers in memory must be those of the
-    files. A model that was loaded together with an adapter is refused: an
-    `adapter_model.safetensors` in the folder is loaded without being asked for.
+    Only hooks at the edges of the backbone apply the key. The key, the record and the spaces are
+    checked; the weights are checked only with `files`, because in memory they may have another
+    dtype, or be trained.
 
-    What this protects: weights on disk, and whatever is saved from here. Not this process, which
-    has the key and the locked weights at once: for that the two must be on different machines
-    (split).
+    This protects weights on disk and everything that is saved from this process. It does not
+    protect the process itself, which holds the key and the locked weights at once. For that, key
+    and weights must be on different machines (split learning).
+
+    Args:
+        model: A model that was loaded from a locked folder; its config has the lock record. It is
+            changed in place.
+        key: The key that locked it.
+        files: The folder that it was loaded from. Its files are checked as by `unlock`, and the
+            weights in memory must equal them.
+        options: Passed on to `authorize_with_element`.
+
+    Returns:
+        The model.
+
+    Raises:
+        LockError: The model is not locked.
+        WrongKeyError: Another key locked it.
+        TamperedModelError: The record or, with `files`, a file or weight was changed.
+        EdgeError: The model was loaded with an adapter (transformers loads an
+            `adapter_model.safetensors` in the folder by default), or is authorised already.
     """
     from regauge.locking.lock import locked_element, require_locked
     from regauge.models.resolve import spec_of
@@ -249,8 +268,8 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
         raise EdgeError(
             f"this {type(model).__name__} was loaded with an adapter, which its lock does not "
             "cover",
-            hint="remove adapter_config.json from the folder if it is not yours; put adapters "
-            "on after authorize",
+            hint="remove adapter_config.json from the folder if you did not add it; add adapters "
+            "after authorize",
         )
     element = locked_element(spec_of(model), record, key)
     if files is not None:
@@ -260,25 +279,33 @@ def authorize(model: Module, key: Key, *, files: Path | str | None = None, **mor
         checkpoint = open_checkpoint(files)
         if require_locked(checkpoint, files) != record:
             raise EdgeError(
-                f"this {type(model).__name__} has another lock record than {files}",
-                hint="name the folder that it was loaded from",
+                f"the lock record of this {type(model).__name__} differs from that of {files}",
+                hint="pass the folder that it was loaded from",
             )
         verify_loaded(model, checkpoint, spec_of(checkpoint), key)
-    return authorize_with_element(model, element, **more)
+    return authorize_with_element(model, element, **options)
 
 
 def save_trained(model: Module, folder: Path | str, key: Key) -> None:
-    """Save a locked model that was trained, and renew its commitment, so that it is told from one
-    that was tampered with.
+    """Save a locked model after training, and renew its commitment.
+
+    The new tags distinguish it from a model that was tampered with.
+
+    Args:
+        model: The locked model.
+        folder: The output folder.
+        key: The key that locked it.
+
+    Raises:
+        WrongKeyError: Another key locked it; nothing is written.
     """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.locking.lock import locked_element, require_locked
     from regauge.locking.lock_files import reseal
     from regauge.models.resolve import spec_of
 
-    locked_element(
-        spec_of(model), require_locked(model, f"this {type(model).__name__}"), key
-    )  # a wrong key is found before anything is written
+    # Raises for a wrong key before anything is written.
+    locked_element(spec_of(model), require_locked(model, f"this {type(model).__name__}"), key)
     model.save_pretrained(folder)  # type: ignore[operator]
     checkpoint = open_checkpoint(folder)
     reseal(checkpoint, spec_of(checkpoint), key)
@@ -292,15 +319,26 @@ def authorize_with_element(
     boundaries: Sequence[Boundary] | None = None,
     any_optimizer: bool = False,
 ) -> Module:
-    """Make a model whose backbone was moved by this element compute the plain function. It is
-    changed in place, and returned.
+    """Make a model with a backbone transformed by an element compute the plain function.
 
-    The weights stay as they are. `config` and `boundaries` are for models that do not say
-    themselves where they are cut (see `cut`). An optimizer whose steps would part from those on the
-    plain model is refused at its first step; `any_optimizer` lets it pass.
-
-    Attentions, router logits and caches that a caller asks for are those of the locked blocks:
+    The weights are unchanged. Attentions, router logits and caches are those of the locked blocks:
     their heads and experts are in the locked order.
+
+    Args:
+        model: The model. It is changed in place.
+        element: The element that transformed its backbone.
+        config: The config of a model that has none (see `cut`).
+        boundaries: The boundaries of a model without a family (see `cut`).
+        any_optimizer: Allow optimizers whose steps differ from those on the plain model. By
+            default they raise at their first step.
+
+    Returns:
+        The model.
+
+    Raises:
+        EdgeError: The model is authorised or permuted already, or drops layers.
+        SpecError: The model does not fit the element's spec.
+        CutError: The model cannot be cut.
     """
     if is_authorized(model):
         raise EdgeError(
@@ -312,45 +350,43 @@ def authorize_with_element(
             f"the backbone of this {type(model).__name__} is permuted by a wrapper",
             hint="unwrap it first",
         )
-    drops = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
-    if drops is not None:
+    dropping = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
+    if dropping is not None:
         raise EdgeError(
-            f'layer dropping may skip the blocks at the edges of "{drops}"',
-            hint=f"set {drops or 'model'}.layerdrop to 0",
+            f'layer dropping may skip the first and last blocks of "{dropping}"',
+            hint=f"set {dropping or 'model'}.layerdrop to 0",
         )
     element.require()
-    where = cut(model, config, boundaries=boundaries)
+    model_cut = cut(model, config, boundaries=boundaries)
     require(
         check(element.spec, model.state_dict()),
         f'this {type(model).__name__} does not fit the element\'s spec "{element.spec.family}"',
-        hint="authorise the model itself, before adapters and wrappers are put on",
+        hint="authorise the model itself, before adding adapters and wrappers",
     )
-    hooks = list(_plan_hooks(where, element))
+    hooks = list(_plan_hooks(model_cut, element))
     _remove_hooks(model)
     for module, kind, hook in hooks:
         if kind == "enter":
             module.register_forward_pre_hook(hook, with_kwargs=True)
-        # before hooks that look at the output: those of transformers that collect hidden states
+        # Before hooks that read the output: those of transformers collect hidden states.
         else:
             module.register_forward_hook(hook, prepend=kind == "leave")
-    entry = (
+    stream_spaces = (
         frozenset().union(
-            *(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in where.boundaries)
+            *(ax.spaces(b.enter[b.stream]) | ax.spaces(b.leave) for b in model_cut.boundaries)
         )
         - TOKEN_SPACES
     )
     setattr(
         model,
         _EDGE_ATTRIBUTE,
-        Edge(model, element, any_optimizer=any_optimizer, stream_spaces=entry),
+        Edge(model, element, any_optimizer=any_optimizer, stream_spaces=stream_spaces),
     )
     return model
 
 
 def deauthorize(model: Module) -> None:
-    """Take the authorisation off: the model is the locked one again, which fits neither its
-    embedding nor its head.
-    """
+    """Remove the authorisation: the locked backbone fits neither embedding nor head again."""
     _remove_hooks(model)
     for module in model.modules():
         edge = module.__dict__.pop(_EDGE_ATTRIBUTE, None)
@@ -359,7 +395,7 @@ def deauthorize(model: Module) -> None:
 
 
 def is_authorized(model: Module) -> bool:
-    """Does this model, or one that it wraps, have its edges moved?"""
+    """Return whether a model, or one that it wraps, is authorised."""
     return any(
         module.__dict__.get(_EDGE_ATTRIBUTE) is not None
         or any(
@@ -371,7 +407,7 @@ def is_authorized(model: Module) -> bool:
 
 
 def edge_of(model: Module) -> Edge | None:
-    """The record of the model's authorisation, or of the model's that it wraps."""
+    """Return the edge of a model, or of one that it wraps; None if it is not authorised."""
     return next(
         (
             m.__dict__[_EDGE_ATTRIBUTE]
@@ -388,6 +424,7 @@ def _forward_hooks_of(module: Module) -> Iterator[Any]:
 
 
 def _remove_hooks(model: Module) -> None:
+    """Remove the hooks of an authorisation from all modules."""
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),
@@ -403,66 +440,73 @@ def _remove_hooks(model: Module) -> None:
 
 
 def _plan_hooks(
-    where: Cut, g: Element
+    model_cut: Cut, g: Element
 ) -> Iterator[tuple[Module, Literal["enter", "leave", "states"], Any]]:
-    """Which module takes which hook. Everything that can be wrong is found before the first one is
-    put on.
-    """
+    """Yield the modules and their hooks; everything is checked before the first is registered."""
     back = ~g
-    for boundary in where.boundaries:
+    for boundary in model_cut.boundaries:
         _require_known_spaces(boundary, g)
-        found = where.model.get_submodule(boundary.blocks)
+        stack = model_cut.model.get_submodule(boundary.blocks)
         blocks = (
-            list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+            list(stack) if isinstance(stack, torch.nn.ModuleList | torch.nn.Sequential) else [stack]
         )
         if len({id(b) for b in blocks}) < len(blocks):
             raise CutError(
-                f'one block stands twice in "{boundary.blocks}"',
-                hint="the edges need blocks of their own; copy the shared one",
+                f'a block occurs twice in "{boundary.blocks}"',
+                hint="the first and last blocks must be distinct modules; copy the shared one",
             )
-        owner = where.model.get_submodule(boundary.blocks.rpartition(".")[0])
-        alongs = {
-            name: along
+        owner = model_cut.model.get_submodule(boundary.blocks.rpartition(".")[0])
+        transforms = {
+            name: transform
             for name, axes in boundary.enter.items()
-            for along in _axis_transforms(g, axes)
+            for transform in _axis_transforms(g, axes)
         }
-        # What one block hands to the next is moved once, where it enters; what all of them are
-        # given, once by their owner if it only passes it on.
-        once = {n: a for n, a in alongs.items() if n == boundary.stream or n in boundary.returns}
-        above = {
-            n: a
-            for n, a in alongs.items()
+        # An argument that blocks pass on to the next is transformed once, at the first block. An
+        # argument of all blocks is transformed once by their owner, if the owner passes it on.
+        once = {
+            n: t for n, t in transforms.items() if n == boundary.stream or n in boundary.returns
+        }
+        shared = {
+            n: t
+            for n, t in transforms.items()
             if n not in once and n in inspect.signature(owner.forward).parameters
         }
-        each = {n: a for n, a in alongs.items() if n not in once and n not in above}
-        if above:
-            yield owner, "enter", _make_enter_hook(owner, above)
+        per_block = {n: t for n, t in transforms.items() if n not in once and n not in shared}
+        if shared:
+            yield owner, "enter", _make_enter_hook(owner, shared)
         for i, block in enumerate(blocks):
-            if i == 0 or each:
-                yield block, "enter", _make_enter_hook(block, {**once, **each} if i == 0 else each)
-        for along in _axis_transforms(back, boundary.leave):
-            yield blocks[-1], "leave", _LeaveHook(along)
-        collector, first = _find_collector(where.model, boundary.blocks)
+            if i == 0 or per_block:
+                yield (
+                    block,
+                    "enter",
+                    _make_enter_hook(block, {**once, **per_block} if i == 0 else per_block),
+                )
+        for transform in _axis_transforms(back, boundary.leave):
+            yield blocks[-1], "leave", _LeaveHook(transform)
+        collector, first = _find_collector(model_cut.model, boundary.blocks)
         if collector is not None:
-            same = _model_spaces(boundary.enter[boundary.stream]) == _model_spaces(boundary.leave)
-            for along in _axis_transforms(back, boundary.leave):
+            same_spaces = _model_spaces(boundary.enter[boundary.stream]) == _model_spaces(
+                boundary.leave
+            )
+            for transform in _axis_transforms(back, boundary.leave):
                 yield (
                     collector,
                     "states",
-                    _HiddenStatesHook(along if same else None, len(blocks), first),
+                    _HiddenStatesHook(transform if same_spaces else None, len(blocks), first),
                 )
 
 
 def _require_known_spaces(boundary: Boundary, g: Element) -> None:
-    strange = (
+    """Raise if a boundary has a space that the element's spec lacks."""
+    unknown = (
         frozenset().union(*(ax.spaces(axes) for axes in (*boundary.enter.values(), boundary.leave)))
         - g.spec.sizes.keys()
         - TOKEN_SPACES
     )
-    if strange:
+    if unknown:
         raise CutError(
-            f'the boundary speaks of "{min(strange)}", which the element\'s model does not have',
-            hint="draw the element from this model's spec",
+            f'the boundary has the space "{min(unknown)}", which the element\'s spec lacks',
+            hint="sample the element from this model's spec",
         )
 
 
@@ -471,35 +515,42 @@ def _model_spaces(axes: str) -> frozenset[str]:
 
 
 def _axis_transforms(g: Element, axes: str) -> list[AxisTransform]:
-    """What an element does to a tensor that crosses: nothing, or something along one axis."""
+    """Return the transform of a tensor that crosses a boundary; empty if the element is trivial."""
     terms = ax.parse(axes).terms
-    moved = [
+    acted_on = [
         (dim, t)
         for dim, t in enumerate(terms)
         if any(leaf.space in g.members for leaf in ax.leaves(t))
     ]
-    if not moved:
+    if not acted_on:
         return []
-    ((dim, term),) = moved  # a boundary's tensors have one axis of the model's spaces
+    ((dim, term),) = acted_on  # tensors of a boundary have one axis with spaces of the model
     assert isinstance(term, ax.Leaf)
     assert not term.star
     assert g.spec.spaces[term.space].over is None
     return [AxisTransform(term.space, g.members[term.space], dim - len(terms))]
 
 
-def _make_enter_hook(module: Module, alongs: Mapping[str, AxisTransform]) -> _EnterHook:
-    places = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
+def _make_enter_hook(module: Module, transforms: Mapping[str, AxisTransform]) -> _EnterHook:
+    """Build the pre-hook of a module; arguments that its forward lacks are skipped."""
+    positions = {name: i for i, name in enumerate(inspect.signature(module.forward).parameters)}
     return _EnterHook(
-        tuple((name, places[name], along) for name, along in alongs.items() if name in places)
+        tuple(
+            (name, positions[name], transform)
+            for name, transform in transforms.items()
+            if name in positions
+        )
     )
 
 
 def _find_collector(model: Module, blocks: str) -> tuple[Module | None, int]:
-    """The module that gathers hidden states, the one nearest to the blocks, and the first state
-    that is in the locked basis.
+    """Return the module nearest to the blocks that collects hidden states.
 
-    transformers has hooks of its own on the blocks for it, which see the first block's input as it
-    was moved; older models gather in their loop.
+    transformers collects them by hooks on the blocks, which record the transformed input of the
+    first block; older models collect them in their loop.
+
+    Returns:
+        The module, or None, and the index of the first state in the locked basis.
     """
     path = blocks
     while path:
@@ -513,6 +564,6 @@ def _find_collector(model: Module, blocks: str) -> tuple[Module | None, int]:
 
 
 def _recordable_outputs(module: Module) -> Any:
-    """What transformers collects by hooks for this class."""
-    own = getattr(type(module), "_can_record_outputs", None)
-    return own if isinstance(own, dict) else None
+    """Return the outputs that transformers collects by hooks for the class of a module, or None."""
+    outputs = getattr(type(module), "_can_record_outputs", None)
+    return outputs if isinstance(outputs, dict) else None

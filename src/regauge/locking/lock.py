@@ -1,24 +1,25 @@
-"""The lock: a backbone moved by a secret element, between an embedding and a head that are not. It
-is obfuscation, not encryption.
+"""The lock: a backbone transformed by a secret element, with embedding and head unchanged.
 
-Moving every tensor changes nothing that anyone can see. A lock is a mismatch between parts: it
-moves the *backbone* alone, so that embedding and head no longer fit it, and who has the key can
-make them fit again. Nothing in the weights is hidden: `docs/lock.md` says who can undo a lock
-without its key. For files at rest there is encryption: `regauge.locking.seal`.
+A lock is obfuscation, not encryption. Transforming every tensor would not change the function. A
+lock transforms the *backbone* alone, so that embedding and head no longer fit it; the key holder
+can make them fit again. The weights themselves are not hidden: `docs/lock.md` lists the attackers
+who can undo a lock without its key. To encrypt files at rest, use `regauge.locking.seal`.
 
-The element is drawn from the key and from the digest of the plain model, so that one key locks many
-models by unrelated elements. What was done is written down in the lock's record
-(`docs/formats.md`), under "regauge_lock" in config.json or in the metadata of a bare file, with
-three tags (HMAC-SHA256 under keys derived from the key, the tag's name and the digest):
+The element is derived from the key and the digest of the plain model, so that one key locks many
+models by unrelated elements. The lock record (`docs/formats.md`) is stored under "regauge_lock" in
+config.json, or in the metadata of a single file. It has three tags, HMAC-SHA256 under keys derived
+from the key, the name of the tag and the digest:
 
-    record      the record itself: what the element is drawn from
-    structure   and the names, dtypes and shapes of the backbone: what training leaves as it is
-    data        and every tensor of the model, by name, dtype, shape and SHA-256
+    record      authenticates the record, from which the element is derived
+    structure   also the names, dtypes and shapes of the backbone, which training does not change
+    data        also every tensor of the model, by name, dtype, shape and SHA-256
 
-The record also lists the other files of the locked folder with their SHA-256 (`files`), and has the
-digest of the plain weights that unlocking must give (`plain`). Records of version 1 have neither.
+The record also lists the other files of the locked folder with their SHA-256 (`files`), and the
+digest of the plain weights that unlocking must reproduce (`plain`). Records of version 1 have
+neither.
 
-These are pure functions on states; `regauge.locking.lock_files` reads and writes checkpoints.
+The functions here are pure functions of states; `regauge.locking.lock_files` reads and writes
+checkpoints.
 """
 
 from __future__ import annotations
@@ -48,43 +49,50 @@ if TYPE_CHECKING:
     from regauge.core.action import State
 
 VERSION = 2
-UNKNOWN = "0" * 64  # in place of a digest that nobody has
-SCHEME = "backbone"  # what is moved
+UNKNOWN = "0" * 64  # in place of a digest that is not known
+SCHEME = "backbone"  # the part that is transformed
 FIELD = "regauge_lock"
 TAGS = ("record", "structure", "data")
 
 
 class LockGroup(NamedTuple):
-    """The subgroup that a lock draws from, and whether norms are folded first."""
+    """The subgroup that a lock samples from, and whether norms are folded first."""
 
     within: Kind
     fold: bool
 
 
-# What --group names. Permutations and signs unlock bit for bit and train with any of SGD, Adam and
-# AdamW; rotations unlock to rounding.
+# The values of --group. Permutations and signs unlock bit for bit and train with SGD, Adam and
+# AdamW; rotations unlock up to rounding.
 LOCKS: dict[str, LockGroup] = {
     "permutation": LockGroup("permutation", fold=False),
     "signed": LockGroup("signed", fold=False),
     "rotation": LockGroup("orthogonal", fold=True),
 }
-DEFAULT_GROUP = (
-    "signed"  # the largest that unlocks bit for bit and trains with the user's optimizer
-)
+DEFAULT_GROUP = "signed"  # the largest that unlocks bit for bit and trains with Adam too
 
-# The dtype and shape of every tensor by name, as a checkpoint's headers have them.
+# The dtype and shape of every tensor by name, as in the headers of a checkpoint.
 Header = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a lock did, without its secret. `spaces` is None where all spaces of the backbone move;
-    `digest` is that of the plain model.
+    """The public record of a lock.
 
-    `files` has the SHA-256 of every other file of the folder that must not change, by name; None
-    where no folder was locked. `plain` is the digest of the weights that unlocking gives, bit for
-    bit; `UNKNOWN` for rotations, and for what was trained since. Both are None or `UNKNOWN` in
-    records of version 1, which do not have them.
+    Attributes:
+        family: The family of the model.
+        group: The name of the lock's group, a key of `LOCKS`.
+        key: The id of the key.
+        digest: The digest of the plain model.
+        layout: The digest of the spaces that the element acts on.
+        spaces: The names that select these spaces; None if all spaces of the backbone are locked.
+        folded: Whether norms were folded.
+        tags: The tags by name.
+        files: The SHA-256 of every other file of the folder that must not change, by name. None if
+            no folder was locked, and in records of version 1.
+        plain: The digest of the weights that unlocking reproduces bit for bit. `UNKNOWN` for
+            rotations, after training, and in records of version 1.
+        version: The format version.
     """
 
     family: str
@@ -100,9 +108,9 @@ class Record:
     version: int = VERSION
 
     def body(self) -> dict[str, Any]:
-        """All but the tags: what they authenticate."""
+        """Return all fields but the tags, which authenticate them."""
         spaces = None if self.spaces is None else list(self.spaces)
-        more = (
+        version_2 = (
             {"files": None if self.files is None else dict(self.files), "plain": self.plain}
             if self.version > 1
             else {}
@@ -117,17 +125,16 @@ class Record:
             "key": self.key,
             "digest": self.digest,
             "layout": self.layout,
-            **more,
+            **version_2,
         }
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the record as JSON values."""
         return {**self.body(), "tags": dict(self.tags)}
 
 
 class LockedState(NamedTuple):
-    """A locked state, its spec (a folded one where norms were folded) and the record that goes with
-    it.
-    """
+    """A locked state, its spec (after folding, if norms were folded) and its record."""
 
     spec: Spec
     state: dict[str, torch.Tensor]
@@ -142,33 +149,58 @@ def lock(
     group: str = DEFAULT_GROUP,
     spaces: Iterable[str] | None = None,
 ) -> LockedState:
-    """Lock a state: its backbone moved by the key's element, everything else as it is. `spec`
-    describes the plain state.
+    """Lock a state: transform its backbone by the element of a key.
 
-    >>> # spec, state, record = lock(spec_of(model), model.state_dict(), key); plain = unlock(spec,
-    state, record, key)
+    Args:
+        spec: The spec of the plain state.
+        state: The plain state.
+        key: A key for locks.
+        group: The group to sample from: "permutation", "signed" or "rotation".
+        spaces: Lock only these spaces. Default: all of the backbone.
+
+    Returns:
+        The locked state, with its spec and record.
+
+    Raises:
+        LockError: The group is unknown, or the lock would have no effect.
+
+    Example:
+        spec, state, record = lock(spec_of(model), model.state_dict(), key)
+        plain = unlock(spec, state, record, key)
     """
     from regauge.core.action import apply
     from regauge.core.fold import fold_norms
 
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
-    described, record = draft_record(
+    locked_spec, record = draft_record(
         spec, key, model_digest(header_of(state), digests_of(state)), group, spaces
     )
-    g = locked_element(described, record, key, tags=False)
-    moved = apply(g, fold_norms(spec, state)[1] if record.folded else state, "backbone")
+    g = locked_element(locked_spec, record, key, tags=False)
+    locked = apply(g, fold_norms(spec, state)[1] if record.folded else state, "backbone")
     return LockedState(
-        described, moved, add_tags(record, key, described, header_of(moved), digests_of(moved))
+        locked_spec,
+        locked,
+        add_tags(record, key, locked_spec, header_of(locked), digests_of(locked)),
     )
 
 
 def unlock(
     spec: Spec, state: State, record: Record, key: Key, *, retrained: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Undo `lock`: permutations and signs bit for bit, rotations to rounding (and norms stay
-    folded). All is checked before anything is computed.
+    """Undo `lock`, bit for bit for permutations and signs, up to rounding for rotations.
 
-    With `retrained` the data may have changed since the lock, by training; the structure may not.
+    Folded norms stay folded. Everything is checked before anything is computed.
+
+    Args:
+        spec: The spec of the locked state.
+        state: The locked state.
+        record: Its record.
+        key: The key that locked it.
+        retrained: Accept data that training has changed since the lock; the structure must match.
+
+    Raises:
+        WrongKeyError: Another key locked the model.
+        TamperedModelError: The record, the structure or the data were changed.
     """
     from regauge.core.action import apply
 
@@ -184,36 +216,48 @@ def draft_record(
     group: str = DEFAULT_GROUP,
     spaces: Iterable[str] | None = None,
 ) -> tuple[Spec, Record]:
-    """The record of a lock that is still to be made, without its tags, and the spec that its
-    element is of.
+    """Return the spec of a lock's element, and the record of the lock without its tags.
+
+    Args:
+        spec: The spec of the plain model.
+        key: A key for locks.
+        digest: The digest of the plain model.
+        group: The group to sample from.
+        spaces: Lock only these spaces. Default: all of the backbone.
+
+    Raises:
+        LockError: The group is unknown, or the lock would have no effect.
     """
     key.require("lock")
     if group not in LOCKS:
-        raise LockError(f'there is no lock by "{group}"', hint=f"groups are {', '.join(LOCKS)}")
+        raise LockError(
+            f'the group of a lock must be one of {", ".join(LOCKS)}, got "{group}"',
+            hint=f"the default is {DEFAULT_GROUP}",
+        )
     named = (
         None
         if spaces is None
         else tuple(sorted({spaces} if isinstance(spaces, str) else set(spaces)))
     )
     folded = LOCKS[group].fold and bool(spec.norms or spec.scales)
-    described = element_spec(spec, folded)
-    chosen = _select_spaces(described, named)
-    joints = _spaces_of(described, "backbone") & (
-        _spaces_of(described, "embed") | _spaces_of(described, "head")
+    locked_spec = element_spec(spec, folded)
+    selected = _select_spaces(locked_spec, named)
+    shared = _spaces_of(locked_spec, "backbone") & (
+        _spaces_of(locked_spec, "embed") | _spaces_of(locked_spec, "head")
     )
-    moving = [name for name in chosen if not _is_trivial(described, name, group)]
-    if not joints & set(moving):
+    nontrivial = [name for name in selected if not _is_trivial(locked_spec, name, group)]
+    if not shared & set(nontrivial):
         raise LockError(
-            f"nothing would be locked: {', '.join(moving) or 'no space'} can move without any "
-            "effect",
-            hint=f"a lock moves a space that joins the parts: {', '.join(sorted(joints))}"
-            if joints
-            else "the spec has no embedding or head beside its backbone: a spec file says which "
-            "tensors are which (docs/adding-a-model.md)",
+            f"the lock would have no effect: {', '.join(nontrivial) or 'no space'} can be "
+            "transformed without changing the function",
+            hint=f"lock a space that the parts share: {', '.join(sorted(shared))}"
+            if shared
+            else "the spec has no embedding or head beside its backbone: a spec file assigns "
+            "tensors to parts (docs/adding-a-model.md)",
         )
-    layout = _layout_digest(described, chosen, group)
+    layout = _layout_digest(locked_spec, selected, group)
     exact = LOCKS[group].within != "orthogonal" and not folded
-    return described, Record(
+    return locked_spec, Record(
         spec.family,
         group,
         key.id,
@@ -226,54 +270,62 @@ def draft_record(
 
 
 def element_spec(spec: Spec, folded: bool) -> Spec:
-    """The spec that a lock's element is of: the model's own, or that of its folded form."""
+    """Return the spec of a lock's element: that of the model, or of its folded form."""
     from regauge.core.fold import folded_spec
 
     return folded_spec(spec) if folded and (spec.norms or spec.scales) else spec
 
 
 def locked_element(spec: Spec, record: Record, key: Key, *, tags: bool = True) -> Element:
-    """The element that locked a model: what its edges need to use it. The key, the record and the
-    model's layout are checked first.
+    """Derive the element that locked a model, after checking the key, the record and the layout.
 
-    `spec` is that of the locked model, stored or live: an element depends on its spaces only.
+    Args:
+        spec: The spec of the locked model, stored or live: an element depends on its spaces only.
+        record: The record of the lock.
+        key: The key that locked it.
+        tags: Check the tag of the record.
+
+    Raises:
+        WrongKeyError: Another key locked the model.
+        TamperedModelError: The record or the config was changed.
     """
     key.require("lock")
     if not hmac.compare_digest(key.id.encode(), record.key.encode()):
         raise WrongKeyError(
-            f"the model was locked by the key {record.key}, and this is {key.id}",
-            hint="give the key that locked it",
+            f"the model was locked by the key {record.key}, got {key.id}",
+            hint="pass the key that locked it",
         )
     if tags:
         _require_tag(record, key, "record", None, "its lock record was changed")
-    require(check_spec(spec), "the model's config makes no sense", hint="restore config.json")
-    described = element_spec(spec, record.folded)
-    chosen = _select_spaces(described, record.spaces)
+    require(check_spec(spec), "the model's config is not consistent", hint="restore config.json")
+    locked_spec = element_spec(spec, record.folded)
+    selected = _select_spaces(locked_spec, record.spaces)
     if (
         spec.family != record.family
-        or _layout_digest(described, chosen, record.group) != record.layout
+        or _layout_digest(locked_spec, selected, record.group) != record.layout
     ):
         raise TamperedModelError(
-            f'the model was locked as a "{record.family}" with other spaces than its config now '
-            "says",
+            f'the model was locked as a "{record.family}" with other spaces than its config '
+            "declares",
             hint="restore config.json: the number and sizes of layers, heads and FFNs must be "
-            "those it was locked with",
+            "those of the locked model",
         )
-    drawn = element(
-        described,
+    sampled = element(
+        locked_spec,
         key.derive("lock/element", bytes.fromhex(record.digest)),
         within=LOCKS[record.group].within,
-        spaces=chosen,
+        spaces=selected,
     )
+    # `spaces` also matches longer names.
     return Element(
-        described, {name: member for name, member in drawn.members.items() if name in chosen}
-    )  # a name also stands for longer ones
+        locked_spec, {name: member for name, member in sampled.members.items() if name in selected}
+    )
 
 
 def add_tags(
     record: Record, key: Key, spec: Spec, header: Header, digests: Mapping[str, bytes]
 ) -> Record:
-    """The record with its three tags, for a model with this header and these digests."""
+    """Return the record with its three tags, for a model with this header and these digests."""
     messages = {
         "record": None,
         "structure": _structure_message(spec, header),
@@ -293,10 +345,17 @@ def renew_tags(
     header: Header,
     digests: Mapping[str, bytes],
 ) -> Record:
-    """The record of a model that may have been trained since it was locked, with tags that fit it
-    now. `before` is the record that it had.
+    """Return a record with new tags, for a model that may have been trained since it was locked.
 
-    If the data are another model's, the plain weights are not known any more.
+    If the data have changed, the digest of the plain weights becomes `UNKNOWN`.
+
+    Args:
+        before: The previous record of the model.
+        record: The record to tag.
+        key: The key that locked it.
+        spec: The spec of the model.
+        header: Its header.
+        digests: The SHA-256 of its tensors.
     """
     same = _has_valid_tag(before, key, "data", _data_message(header, digests))
     return add_tags(
@@ -307,10 +366,21 @@ def renew_tags(
 def verify_tags(
     record: Record, key: Key, spec: Spec, header: Header, digests: Mapping[str, bytes] | None
 ) -> str | None:
-    """Refuse a model that is not as it was locked. Without digests (of a model trained since then)
-    its data may differ, and its dtype.
+    """Raise if a model was changed since it was locked.
 
-    Returns the dtype that all of it was locked in, where that is another one now.
+    Args:
+        record: The record of the lock.
+        key: The key that locked it.
+        spec: The spec of the model.
+        header: Its header.
+        digests: The SHA-256 of its tensors; None for a model that was trained since, whose data
+            and dtype may differ.
+
+    Returns:
+        The dtype that all weights were locked in, if it has changed; otherwise None.
+
+    Raises:
+        TamperedModelError: The record, the structure or the data were changed.
     """
     _require_tag(record, key, "record", None, "its lock record was changed")
     if digests is not None:
@@ -321,43 +391,44 @@ def verify_tags(
             _structure_message(spec, header),
             "names, shapes or dtypes of its backbone were changed",
         )
-        why = "its data were changed"
         hint = (
             "restore it from a copy; if it was trained while locked: unlock --retrained, or "
             "lock --reseal"
         )
-        _require_tag(record, key, "data", _data_message(header, digests), why, hint)
+        message = _data_message(header, digests)
+        _require_tag(record, key, "data", message, "its data were changed", hint)
         return None
     structure = _structure_message(spec, header)
     if _has_valid_tag(record, key, "structure", structure):
         return None
-    for dtype in (
-        FLOATS if len({row[1] for row in structure} & FLOATS.keys()) == 1 else ()
-    ):  # trained in another precision, all of it
+    # All of it may have been trained in another precision.
+    for dtype in FLOATS if len({row[1] for row in structure} & FLOATS.keys()) == 1 else ():
         cast = {
-            name: (dtype if was in FLOATS else was, shape) for name, (was, shape) in header.items()
+            name: (dtype if current in FLOATS else current, shape)
+            for name, (current, shape) in header.items()
         }
         if _has_valid_tag(record, key, "structure", _structure_message(spec, cast)):
             return dtype
     raise _tampered_error(
         "names, shapes or dtypes of its backbone were changed",
-        "training keeps them: is it a model that was locked by this record?",
+        "training does not change them; check that the record belongs to this model",
     )
 
 
 def record_of(source: Any) -> Record | None:
-    """The lock's record of a checkpoint, a config (a mapping) or a live module, or None if it is
-    not locked.
+    """Return the lock record of a checkpoint, a config (a mapping) or a live module.
+
+    None if it is not locked.
     """
     if isinstance(source, Checkpoint):
-        found = [(source.config or {}).get(FIELD)]
+        candidates = [(source.config or {}).get(FIELD)]
         for shard in source.files.values():
             text = (shard.metadata or {}).get(FIELD)
-            found.append(None if text is None else _parse_json(text))
-        there = [value for value in found if value is not None]
-        if any(value != there[0] for value in there):
+            candidates.append(None if text is None else _parse_json(text))
+        records = [value for value in candidates if value is not None]
+        if any(value != records[0] for value in records):
             raise _tampered_error("it has two lock records that differ")
-        value = there[0] if there else None
+        value = records[0] if records else None
     elif isinstance(source, Mapping):
         value = source.get(FIELD)
     else:
@@ -366,7 +437,12 @@ def record_of(source: Any) -> Record | None:
 
 
 def read_record(value: Any) -> Record:
-    """A record out of its JSON. Whether it is genuine is not looked at: that takes the key."""
+    """Parse a record from JSON values, without authenticating it, which requires the key.
+
+    Raises:
+        LockError: The format version is newer than this regauge.
+        TamperedModelError: The record is damaged.
+    """
     if (
         isinstance(value, Mapping)
         and type(value.get("version")) is int
@@ -406,7 +482,7 @@ def read_record(value: Any) -> Record:
 
 
 def require_locked(source: Any, where: object) -> Record:
-    """The record of a model that must have one."""
+    """Return the lock record of a model; raise LockError if it is not locked."""
     record = record_of(source)
     if record is None:
         raise LockError(
@@ -416,7 +492,7 @@ def require_locked(source: Any, where: object) -> Record:
 
 
 def require_plain(source: Any, where: object) -> None:
-    """Refuse a model that is locked already."""
+    """Raise LockError if a model is locked already."""
     record = record_of(source)
     if record is not None:
         raise LockError(
@@ -427,8 +503,9 @@ def require_plain(source: Any, where: object) -> None:
 
 
 def model_digest(header: Header, digests: Mapping[str, bytes]) -> str:
-    """The SHA-256 of a model: of the canonical JSON of its tensors by name, dtype, shape and
-    SHA-256.
+    """Return the digest of a model.
+
+    It is the SHA-256 of the canonical JSON of name, dtype, shape and SHA-256 of its tensors.
     """
     return hashlib.sha256(
         canonical_json(
@@ -438,6 +515,7 @@ def model_digest(header: Header, digests: Mapping[str, bytes]) -> str:
 
 
 def header_of(state: State | Checkpoint) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return the dtype, by the safetensors name, and the shape of every tensor."""
     if isinstance(state, Checkpoint):
         return {name: (entry.dtype, entry.shape) for name, entry in state.entries.items()}
     return {
@@ -447,6 +525,7 @@ def header_of(state: State | Checkpoint) -> dict[str, tuple[str, tuple[int, ...]
 
 
 def _data_message(header: Header, digests: Mapping[str, bytes]) -> list[Any]:
+    """Return name, dtype, shape and SHA-256 of every tensor, sorted by name."""
     return [
         [name, dtype, list(shape), digests[name].hex()]
         for name, (dtype, shape) in sorted(header.items())
@@ -454,21 +533,23 @@ def _data_message(header: Header, digests: Mapping[str, bytes]) -> list[Any]:
 
 
 def _structure_message(spec: Spec, header: Header) -> list[Any]:
-    """The backbone's tensors by name, dtype and shape, without the path that all of them share: it
-    differs between a model and its base.
+    """Return name, dtype and shape of the backbone's tensors.
+
+    Names lack the prefix that all of them share: it differs between a model and its base model.
     """
     names = [
         name
         for name, entry in stored_tensors(spec).items()
         if spec.parts.get(entry.pattern) == "backbone" and name in header
     ]
-    lowest, highest = min(names, default="").split("."), max(names, default="").split(".")
-    same = next((i for i, (a, b) in enumerate(zip(lowest, highest, strict=False)) if a != b), 0)
-    cut = sum(len(part) + 1 for part in lowest[:same])
+    first, last = min(names, default="").split("."), max(names, default="").split(".")
+    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), 0)
+    cut = sum(len(part) + 1 for part in first[:shared])
     return sorted([name[cut:], header[name][0], list(header[name][1])] for name in names)
 
 
 def _compute_tag(record: Record, key: Key, name: str, message: Any) -> str:
+    """Return the HMAC-SHA256 of the record and a message, under the derived key of a tag."""
     secret = key.derive(f"lock/{name}", bytes.fromhex(record.digest))
     return hmac.digest(secret, canonical_json([record.body(), message]), "sha256").hex()
 
@@ -480,15 +561,16 @@ def _has_valid_tag(record: Record, key: Key, name: str, message: Any) -> bool:
 
 
 def _require_tag(
-    record: Record, key: Key, name: str, message: Any, why: str, hint: str | None = None
+    record: Record, key: Key, name: str, message: Any, reason: str, hint: str | None = None
 ) -> None:
     if not _has_valid_tag(record, key, name, message):
-        raise _tampered_error(why, hint)
+        raise _tampered_error(reason, hint)
 
 
-def _tampered_error(why: str, hint: str | None = None) -> TamperedModelError:
+def _tampered_error(reason: str, hint: str | None = None) -> TamperedModelError:
     return TamperedModelError(
-        f"the model is not as it was locked: {why}", hint=hint or "restore it from a copy"
+        f"the model was changed since it was locked: {reason}",
+        hint=hint or "restore it from a copy",
     )
 
 
@@ -502,23 +584,20 @@ def _spaces_of(spec: Spec, part: str) -> set[str]:
 
 
 def _select_spaces(spec: Spec, named: tuple[str, ...] | None) -> list[str]:
-    """The spaces of the backbone that a lock moves, those with no more than the identity
-    included.
-    """
-    inside = _spaces_of(spec, "backbone")
-    wanted = inside if named is None else match_spaces(spec, named) & inside
-    return [name for name in spec.spaces if name in wanted]
+    """Return the spaces of the backbone that a lock acts on, including trivial ones."""
+    backbone = _spaces_of(spec, "backbone")
+    selected = backbone if named is None else match_spaces(spec, named) & backbone
+    return [name for name in spec.spaces if name in selected]
 
 
 def _is_trivial(spec: Spec, name: str, group: str) -> bool:
+    """Return whether the identity is the only member of a space within a group."""
     allowed, size = spec.spaces[name].group.within(LOCKS[group].within), spec.spaces[name].size
     return allowed.bits(size) + allowed.dim(size) == 0
 
 
-def _layout_digest(spec: Spec, chosen: Iterable[str], group: str) -> str:
-    """The SHA-256 of all that an element's draw depends on: spaces with size, parent, and the group
-    that is drawn from.
-    """
+def _layout_digest(spec: Spec, selected: Iterable[str], group: str) -> str:
+    """Return the SHA-256 of the spaces that determine a sampled element: size, parent and group."""
     rows = [
         [
             name,
@@ -526,7 +605,7 @@ def _layout_digest(spec: Spec, chosen: Iterable[str], group: str) -> str:
             spec.spaces[name].over,
             str(spec.spaces[name].group.within(LOCKS[group].within)),
         ]
-        for name in chosen
+        for name in selected
     ]
     return hashlib.sha256(canonical_json(sorted(rows, key=lambda row: str(row[0])))).hexdigest()
 
@@ -545,7 +624,7 @@ def _parse_hex(text: Any, n: int) -> str:
 
 
 def _parse_files(value: Any) -> dict[str, str] | None:
-    """The list of files in a record."""
+    """Parse the files of a record."""
     if value is None:
         return None
     if (

@@ -1,16 +1,15 @@
-"""Locks on checkpoints: lock, unlock, rekey and reseal, streamed through the one engine that writes
-(`regauge.checkpoints.writer`).
+"""Lock, unlock, rekey and reseal checkpoints, streamed by `regauge.checkpoints.writer`.
 
-A `Job` is a plan that was checked against the key and the file's tags: nothing is written before
-that, and the output appears whole or not at all. The record of the lock is the last thing that is
-made, out of the digests of all that was written.
+A `Job` is a plan that was checked against the key and the tags of the file. Nothing is written
+before these checks, and the output appears atomically. The record of the lock is computed last,
+from the digests of all that was written.
 
-The bytes that are checked are the bytes that are used, even if a file is rewritten in the meantime.
-Where the plain weights are known bit for bit, what `unlock` has written is compared with their
-digest before it appears; otherwise each tensor is copied, hashed and compared when it is read.
+The checked bytes are the used bytes, even if a file is rewritten in the meantime. If the digest of
+the plain weights is known, the output of `unlock` is compared with it before it appears; otherwise
+each tensor is copied, hashed and compared when it is read.
 
-The record binds the other files of the folder: none may be changed, removed or added since. Hidden
-files and those that nothing loads (`is_free`) are not bound.
+The record binds the other files of the folder: none may be changed, removed or added. Hidden files,
+and files that are never loaded (`is_unbound`), are not bound.
 """
 
 from __future__ import annotations
@@ -73,13 +72,20 @@ _UNBOUND_SUFFIXES = (
     ".log",
 )
 _UNBOUND_STEMS = ("readme", "license", "licence", "notice", "copying", "authors", "citation")
-_ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you have put it there"
+_ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you added it yourself"
 
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be written, by which element, and the record that it will have (its tags still to
-    come), or that it had.
+    """A checked operation on a locked checkpoint, ready to write.
+
+    Attributes:
+        out: The output.
+        plan: The files to write.
+        thunks: Functions that compute the tensors.
+        element: The element that transforms the backbone.
+        record: The record of the output without its tags; for `plan_unlock`, that of the input.
+        locked_dtype: The dtype of the locked weights, if training has changed it.
     """
 
     out: Path
@@ -87,7 +93,7 @@ class Job:
     thunks: Mapping[str, Callable[[], Any]]
     element: Element
     record: Record
-    locked_dtype: str | None = None  # the dtype it was locked in, where training has changed that
+    locked_dtype: str | None = None
 
     def write(
         self,
@@ -96,6 +102,7 @@ class Job:
         resume: bool = False,
         threads: int | None = None,
     ) -> WriteResult:
+        """Write the output; the arguments are those of `write_plan`."""
         return write_plan(
             self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads
         )
@@ -111,19 +118,30 @@ def plan_lock(
     spaces: Iterable[str] | None = None,
     threads: int | None = None,
 ) -> Job:
-    """Plan to write a locked checkpoint. The plain one is read once, for its digest."""
+    """Plan a locked checkpoint. The plain one is read once, for its digest.
+
+    Args:
+        checkpoint: The plain checkpoint.
+        spec: Its spec.
+        out: The output folder or .safetensors file.
+        key: A key for locks.
+        group: The group to sample from: "permutation", "signed" or "rotation".
+        spaces: Lock only these spaces. Default: all of the backbone.
+        threads: Number of threads that hash.
+
+    Raises:
+        LockError: The checkpoint is locked already, or the lock would have no effect.
+    """
     key.require("lock")
     check_target(out, checkpoint.path)
     require_plain(checkpoint, checkpoint.path)
     _require_fit(checkpoint, spec)
-    draft_record(
-        spec, key, "0" * 64, group, spaces
-    )  # what can be refused is refused before all is read
+    draft_record(spec, key, "0" * 64, group, spaces)  # raises before the checkpoint is read
     digests = digests_of(checkpoint.bits, threads)
-    described, record = draft_record(
+    locked_spec, record = draft_record(
         spec, key, model_digest(header_of(checkpoint), digests), group, spaces
     )
-    g = locked_element(described, record, key, tags=False)
+    g = locked_element(locked_spec, record, key, tags=False)
     source = prepare_source(_VerifiedCheckpoint(checkpoint, digests), spec, record.folded)
     return _build_job(out, source, g, record, key, {} if record.folded else digests)
 
@@ -137,31 +155,42 @@ def plan_unlock(
     retrained: bool = False,
     threads: int | None = None,
 ) -> Job:
-    """Plan to write the plain checkpoint. The key and the file's tags are checked here: all of it
-    is read, unless it was `retrained`.
+    """Plan the plain checkpoint of a locked one, after checking the key and the tags.
+
+    Args:
+        checkpoint: The locked checkpoint.
+        spec: Its spec.
+        out: The output folder or .safetensors file.
+        key: The key that locked it.
+        retrained: Accept weights that training has changed. Otherwise all data are read and
+            compared with the tags.
+        threads: Number of threads that hash.
+
+    Raises:
+        WrongKeyError: Another key locked the checkpoint.
+        TamperedModelError: The checkpoint was changed since it was locked.
     """
     key.require("lock")
     check_target(out, checkpoint.path)
-    record, g, digests, cast = _open_locked(checkpoint, spec, key, retrained, threads)
-    compared = (
-        not retrained and record.plain != UNKNOWN
-    )  # what is written is compared; otherwise what is read
-    source = _locked_source(checkpoint, spec, g, {} if compared else digests)
+    record, g, digests, locked_dtype = _open_locked(checkpoint, spec, key, retrained, threads)
+    # Compare the output with its known digest; otherwise compare each tensor that is read.
+    compare_output = not retrained and record.plain != UNKNOWN
+    source = _locked_source(checkpoint, spec, g, {} if compare_output else digests)
     job = _build_job(out, source, ~g, record, None, {})
     header = {
         name: (dtype, shape) for file in job.plan.files for name, dtype, shape in file.tensors
     }
 
     def finish(written: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
-        if compared and model_digest(header, written) != record.plain:
+        if compare_output and model_digest(header, written) != record.plain:
             raise _changed_error(checkpoint)
         if not retrained:
             _require_copied(checkpoint, record, copied)
         return {}
 
-    known = {} if compared else dict.fromkeys(header, b"")  # nobody asks for these digests
+    known = {} if compare_output else dict.fromkeys(header, b"")  # these digests are not used
     return replace(
-        job, plan=replace(job.plan, finish=finish, known_digests=known), locked_dtype=cast
+        job, plan=replace(job.plan, finish=finish, known_digests=known), locked_dtype=locked_dtype
     )
 
 
@@ -175,41 +204,62 @@ def plan_rekey(
     retrained: bool = False,
     threads: int | None = None,
 ) -> Job:
-    """Plan to write the checkpoint locked by another key, in one move from one locked form to the
-    other: the plain model is never written.
+    """Plan the same checkpoint locked by another key.
+
+    One element maps the old locked form to the new one: the plain model is never written.
+
+    Args:
+        checkpoint: The locked checkpoint.
+        spec: Its spec.
+        out: The output folder or .safetensors file.
+        old: The key that locked it.
+        new: The key of the output.
+        retrained: Accept weights that training has changed.
+        threads: Number of threads that hash.
+
+    Raises:
+        LockError: The two keys are equal.
+        WrongKeyError: Another key than `old` locked the checkpoint.
+        TamperedModelError: The checkpoint was changed since it was locked.
     """
     new.require("lock")
     check_target(out, checkpoint.path)
-    record, g, digests, cast = _open_locked(checkpoint, spec, old, retrained, threads)
+    record, g, digests, locked_dtype = _open_locked(checkpoint, spec, old, retrained, threads)
     if new == old:
         raise LockError(
             f"the model is locked by the key {new.id} already",
-            hint="make another one with regauge keygen",
+            hint="generate another key with regauge keygen",
         )
-    changed = replace(
+    new_record = replace(
         record, key=new.id, version=VERSION, plain=UNKNOWN if retrained else record.plain
     )
-    to = locked_element(spec, changed, new, tags=False) @ ~g
+    transition = locked_element(spec, new_record, new, tags=False) @ ~g
     job = _build_job(
         out,
         _locked_source(checkpoint, spec, g, digests),
-        to,
-        changed,
+        transition,
+        new_record,
         new,
         digests,
         None if retrained else partial(_require_copied, checkpoint, record),
     )
-    return replace(job, locked_dtype=cast)
+    return replace(job, locked_dtype=locked_dtype)
 
 
 def plan_reseal(
     checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, threads: int | None = None
 ) -> Job:
-    """Plan to write the same locked checkpoint, trained since it was locked, with tags that fit its
-    data.
+    """Plan the same locked checkpoint with new tags, after training.
+
+    Args:
+        checkpoint: The locked checkpoint, trained since it was locked.
+        spec: Its spec.
+        out: The output folder or .safetensors file.
+        key: The key that locked it.
+        threads: Number of threads that hash.
     """
     check_target(out, checkpoint.path)
-    record, g, _, cast = _open_locked(checkpoint, spec, key, True, threads)
+    record, g, _, locked_dtype = _open_locked(checkpoint, spec, key, True, threads)
     job = _build_job(
         out,
         _locked_source(checkpoint, spec, g, {}),
@@ -219,7 +269,7 @@ def plan_reseal(
         {},
         tag=partial(renew_tags, record),
     )
-    return replace(job, locked_dtype=cast)
+    return replace(job, locked_dtype=locked_dtype)
 
 
 def reseal(
@@ -230,8 +280,22 @@ def reseal(
     threads: int | None = None,
     dry_run: bool = False,
 ) -> Record:
-    """Renew the tags of a locked folder that was trained, in place: its config.json is replaced,
-    whole or not at all. A dry run only checks.
+    """Renew the tags of a locked folder in place, after training.
+
+    Its config.json is replaced atomically.
+
+    Args:
+        checkpoint: The locked checkpoint.
+        spec: Its spec.
+        key: The key that locked it.
+        threads: Number of threads that hash.
+        dry_run: Check only.
+
+    Returns:
+        The new record.
+
+    Raises:
+        LockError: The record is in the file of the weights, which is not rewritten in place.
     """
     record, g, _, _ = _open_locked(checkpoint, spec, key, True, threads)
     if (
@@ -240,26 +304,34 @@ def reseal(
         or FIELD not in checkpoint.config
     ):
         raise LockError(
-            f"{checkpoint.path} keeps its lock record in the weights' file, which is not "
+            f"{checkpoint.path} stores its lock record in the file of the weights, which is not "
             "rewritten in place",
-            hint="give -o OUT",
+            hint="pass -o OUT",
         )
     bound = replace(record, version=VERSION, files=bound_files(checkpoint))
-    sealed = renew_tags(
+    resealed = renew_tags(
         record, bound, key, g.spec, header_of(checkpoint), digests_of(checkpoint.bits, threads)
     )
     if not dry_run:
         write_bytes(
-            checkpoint.config_path, _config_bytes({**checkpoint.config, FIELD: sealed.to_dict()})
+            checkpoint.config_path, _config_bytes({**checkpoint.config, FIELD: resealed.to_dict()})
         )
-    return sealed
+    return resealed
 
 
 def verify_files(
     checkpoint: Checkpoint, spec: Spec, key: Key, *, threads: int | None = None
 ) -> Record:
-    """Refuse a locked checkpoint that is not, in every number and file, as it was locked (or
-    resealed) by this key. Nothing is written.
+    """Raise if a tensor or file of a locked checkpoint was changed since it was locked or resealed.
+
+    Nothing is written.
+
+    Returns:
+        The record of the lock.
+
+    Raises:
+        WrongKeyError: Another key locked the checkpoint.
+        TamperedModelError: A tensor or file was changed.
     """
     return _open_locked(checkpoint, spec, key, False, threads)[0]
 
@@ -272,38 +344,51 @@ def verify_loaded(
     *,
     threads: int | None = None,
 ) -> Record:
-    """Check the files of a locked model (`verify_files`), and that the model in memory has their
-    numbers, rounded to its own dtype.
+    """Verify the files of a locked model, and compare the model in memory with them.
 
-    A file may have been rewritten after it was loaded, or before it was checked. Tensors that the
-    files do not have (another head) are not compared.
+    A file may have been rewritten after it was loaded, or before it was checked. Tensors are
+    compared in the dtype of the model. Tensors that the files lack (another head) are skipped.
+
+    Args:
+        model: The model that was loaded from the files.
+        checkpoint: The locked checkpoint.
+        spec: Its spec.
+        key: The key that locked it.
+        threads: Number of threads that hash.
+
+    Returns:
+        The record of the lock.
+
+    Raises:
+        WrongKeyError: Another key locked the checkpoint.
+        TamperedModelError: The files were changed, or the model differs from them.
     """
     import torch
 
     record, _, digests, _ = _open_locked(checkpoint, spec, key, False, threads)
-    stored = _VerifiedCheckpoint(checkpoint, digests)
-    live = model.state_dict()
+    verified = _VerifiedCheckpoint(checkpoint, digests)
+    state = model.state_dict()
     prefix = f"{getattr(model, 'base_model_prefix', '') or ''}."
-    compared = 0
-    for name in stored:
-        found = next(
-            (live[n] for n in (name, prefix + name, name.removeprefix(prefix)) if n in live), None
+    n_compared = 0
+    for name in verified:
+        tensor = next(
+            (state[n] for n in (name, prefix + name, name.removeprefix(prefix)) if n in state), None
         )
-        if found is None or found.is_meta:
+        if tensor is None or tensor.is_meta:
             continue
-        compared += 1
-        expected = stored[name].to(found.dtype)
-        if expected.shape != found.shape or not torch.equal(
-            _raw_bytes(expected), _raw_bytes(found.detach().cpu().contiguous())
+        n_compared += 1
+        expected = verified[name].to(tensor.dtype)
+        if expected.shape != tensor.shape or not torch.equal(
+            _raw_bytes(expected), _raw_bytes(tensor.detach().cpu().contiguous())
         ):
             raise TamperedModelError(
-                f'"{name}" in memory is not what {checkpoint.path} holds',
-                hint="load the model again; leave out files= for one that was trained since",
+                f'"{name}" in memory differs from {checkpoint.path}',
+                hint="load the model again; omit files= for a model that was trained since",
             )
-    if not compared:
+    if not n_compared:
         raise TamperedModelError(
-            f"no tensor in memory has a name of {checkpoint.path}",
-            hint="name the folder that the model was loaded from",
+            f"no tensor in memory has a name from {checkpoint.path}",
+            hint="pass the folder that the model was loaded from",
         )
     return record
 
@@ -311,21 +396,23 @@ def verify_loaded(
 def check_files(
     checkpoint: Checkpoint, record: Record | None = None, *, retrained: bool = True
 ) -> None:
-    """Refuse a locked folder whose files beside the weights are not those that its record lists.
+    """Raise if the files beside the weights of a locked folder differ from its record.
 
     Args:
         checkpoint: The locked model.
-        record: Its record, if the caller has checked that it is genuine. Default: as it is stored,
-        which finds additions but no forgery.
-        retrained: Whether the model may have been saved again since, with other files. Then only
-        new files are refused that change what is loaded:
-            adapters and code.
+        record: Its record, if the caller has authenticated it. Default: the stored one, which
+            detects added files but not a forged record.
+        retrained: Whether the model may have been saved again, with other files. Then only new
+            adapters and new code raise, which would change the loaded model.
+
+    Raises:
+        TamperedModelError: A file was added, changed or removed.
     """
     record = record or record_of(checkpoint)
     if record is None or record.files is None:
         return
-    found = bound_files(checkpoint)
-    added = [name for name in found if name not in record.files]
+    current = bound_files(checkpoint)
+    added = [name for name in current if name not in record.files]
     if retrained:
         added = [
             name
@@ -336,40 +423,44 @@ def check_files(
         []
         if retrained
         else [
-            name for name, digest in record.files.items() if name in found and found[name] != digest
+            name
+            for name, digest in record.files.items()
+            if name in current and current[name] != digest
         ]
     )
-    missing = [] if retrained else [name for name in record.files if name not in found]
-    for names, what, hint in (
-        (added, "was added to the folder since", _ADDED_HINT),
+    missing = [] if retrained else [name for name in record.files if name not in current]
+    for names, event, hint in (
+        (added, "was added to the folder", _ADDED_HINT),
         (changed, "was changed", "restore it from a copy"),
         (missing, "is missing", "restore it from a copy"),
     ):
         if names:
-            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            others = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
             raise TamperedModelError(
-                f"the model is not as it was locked: {names[0]}{more} {what}", hint=hint
+                f"the model was changed since it was locked: {names[0]}{others} {event}", hint=hint
             )
 
 
 def bound_files(checkpoint: Checkpoint) -> dict[str, str]:
-    """The SHA-256 of every file of a locked model that its record binds, by name; of config and
-    index, that of their contents as canonical JSON.
+    """Return the SHA-256 of every file of a locked model that its record binds, by name.
+
+    For config and index, it is that of their content as canonical JSON.
     """
-    out = {} if checkpoint.config is None else {CONFIG: _json_digest(checkpoint.config)}
+    digests = {} if checkpoint.config is None else {CONFIG: _json_digest(checkpoint.config)}
     if checkpoint.index is not None:
-        out[INDEX] = _json_digest(checkpoint.index)
+        digests[INDEX] = _json_digest(checkpoint.index)
     if checkpoint.is_folder:
         for name, path in files_of(checkpoint.path):
-            if name not in out and name not in checkpoint.files and not is_unbound(name):
+            if name not in digests and name not in checkpoint.files and not is_unbound(name):
                 with wrap_read_errors(path), path.open("rb") as file:
-                    out[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return out
+                    digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests
 
 
 def is_unbound(name: str) -> bool:
-    """May this file be added to a locked folder, or changed? Nothing loads it: a page about the
-    model, a licence, a picture.
+    """Return whether a file may be added to a locked folder or changed.
+
+    Such files are never loaded: model cards, licences, pictures.
     """
     path = PurePosixPath(name.lower())
     return path.suffix in _UNBOUND_SUFFIXES or (
@@ -378,8 +469,9 @@ def is_unbound(name: str) -> bool:
 
 
 def _json_digest(value: Mapping[str, Any]) -> str:
-    """Of a config or an index without the lock's record. (Not `canonical`, since configs may hold
-    NaN and Infinity.)
+    """Return the SHA-256 of a config or an index, without the record of the lock.
+
+    Not `canonical_json`: configs may hold NaN and Infinity.
     """
     plain = {name: field for name, field in value.items() if name != FIELD}
     return hashlib.sha256(
@@ -388,8 +480,9 @@ def _json_digest(value: Mapping[str, Any]) -> str:
 
 
 class _VerifiedCheckpoint(Checkpoint):
-    """A checkpoint whose tensors are copied, hashed and compared with known digests each time they
-    are read.
+    """A checkpoint that hashes every tensor it reads and compares it with a known digest.
+
+    Tensors are copied first.
     """
 
     as_stored = False
@@ -403,7 +496,7 @@ class _VerifiedCheckpoint(Checkpoint):
     def _read_bits(self, name: str) -> Any:
         import numpy as np
 
-        array = np.array(super()._read_bits(name))  # a copy: under a map the file may change
+        array = np.array(super()._read_bits(name))  # a copy: a mapped file may change
         if digest_of(array) != self.digests[name]:
             raise _changed_error(self, name)
         return array
@@ -422,15 +515,15 @@ class _VerifiedCheckpoint(Checkpoint):
 
 
 def _changed_error(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
-    what = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
+    subject = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
     return TamperedModelError(
-        f"{what} changed while it was read, after it was checked; nothing was written",
-        hint="keep others from writing there, and start again",
+        f"{subject} changed while it was read, after it was checked; nothing was written",
+        hint="prevent other processes from writing there, and start again",
     )
 
 
 def _require_copied(checkpoint: Checkpoint, record: Record, copied: Mapping[str, bytes]) -> None:
-    """Hold the files that were copied to the record: they may have changed since it was checked."""
+    """Raise if the copied files differ from the record: they may have changed since the check."""
     if record.files is None:
         return
     expected = {name for name in record.files if name not in (CONFIG, INDEX)}
@@ -441,7 +534,7 @@ def _require_copied(checkpoint: Checkpoint, record: Record, copied: Mapping[str,
 
 
 def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor: NaN is equal to itself here."""
+    """Return the bytes of a tensor, among which NaN equals itself."""
     import torch
 
     return tensor.contiguous().reshape(-1).view(torch.uint8)
@@ -450,24 +543,29 @@ def _raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _locked_source(
     checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str, bytes]
 ) -> TransformSource:
-    """A locked checkpoint that is to be moved, held to its digests where there are any."""
-    read = _VerifiedCheckpoint(checkpoint, digests) if digests else checkpoint
-    return TransformSource(read, spec, g.spec, read)
+    """Return a locked checkpoint as the source of a transform, verified if digests are given."""
+    verified = _VerifiedCheckpoint(checkpoint, digests) if digests else checkpoint
+    return TransformSource(verified, spec, g.spec, verified)
 
 
 def _open_locked(
     checkpoint: Checkpoint, spec: Spec, key: Key, retrained: bool, threads: int | None
 ) -> tuple[Record, Element, dict[str, bytes], str | None]:
-    """The record of a locked checkpoint, its element and its digests (none if retrained), after
-    every check.
+    """Check a locked checkpoint.
+
+    Returns:
+        Its record, its element, the digests of its tensors (empty if retrained), and the dtype of
+        the locked weights if training has changed it.
     """
     record = require_locked(checkpoint, checkpoint.path)
     g = locked_element(spec, record, key)
     digests = {} if retrained else digests_of(checkpoint.bits, threads)
-    cast = verify_tags(record, key, g.spec, header_of(checkpoint), None if retrained else digests)
+    locked_dtype = verify_tags(
+        record, key, g.spec, header_of(checkpoint), None if retrained else digests
+    )
     check_files(checkpoint, record, retrained=retrained)
     _require_fit(checkpoint, element_spec(spec, record.folded))
-    return record, g, digests, cast
+    return record, g, digests, locked_dtype
 
 
 def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
@@ -475,7 +573,7 @@ def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
     require(
         faults,
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
-        hint="regauge inspect shows what does not fit",
+        hint="regauge inspect lists the differences",
     )
 
 
@@ -492,16 +590,25 @@ def _build_job(
     copied: CopyCheck | None = None,
     tag: Callable[[Record, Key, Spec, Mapping[str, Any], Mapping[str, bytes]], Record] = add_tags,
 ) -> Job:
-    """The plan of a move of the backbone; locked by `key` afterwards, or plain if there is none.
-    `copied` checks the files that were copied.
+    """Build the job that transforms the backbone.
+
+    Args:
+        out: The output.
+        source: The checkpoint to transform.
+        g: The element.
+        record: The record of the output, without its tags.
+        key: The key of the output; None for a plain output.
+        digests: Digests of the source's tensors, for those that are not transformed.
+        copied: Checks the digests of the copied files.
+        tag: Adds the tags to the record.
     """
     thunks = source.thunks(g, "backbone")
-    plan = source.plan(
-        out, g, thunks, "backbone", OWNER
-    )  # a key is for its owner only, and so is what is made with it
-    moved = {m.name for m in tensor_transforms(g, "backbone")}
+    # A key is readable by its owner only, and so is an output made with it.
+    plan = source.plan(out, g, thunks, "backbone", OWNER)
+    transformed = {m.name for m in tensor_transforms(g, "backbone")}
     plan = replace(
-        plan, known_digests={name: digest for name, digest in digests.items() if name not in moved}
+        plan,
+        known_digests={name: digest for name, digest in digests.items() if name not in transformed},
     )
     config = (
         None
@@ -527,38 +634,42 @@ def _add_record(
     check_copied: CopyCheck | None,
     tag: Any,
 ) -> Plan:
-    """The plan with the lock's record in its place, or in none. Its tags are made last, and the
-    list of files out of what was copied.
+    """Add the record of the lock to a plan, or remove it if `key` is None.
+
+    The tags and the list of copied files are computed last (`Plan.finish`).
     """
     files = tuple(replace(f, metadata=_drop_record(f.metadata)) for f in plan.files)
-    name = f"{out.stem}.{CONFIG}" if is_file_name(out) else CONFIG
+    config_name = f"{out.stem}.{CONFIG}" if is_file_name(out) else CONFIG
     small = dict(plan.small)
     if config is not None and FIELD in config:
         config = {field: value for field, value in config.items() if field != FIELD}
-        small[name] = _config_bytes(config)
+        small[config_name] = _config_bytes(config)
     if key is None:
         return replace(plan, files=files, small=small)
     header = {n: (dtype, shape) for f in files for n, dtype, shape in f.tensors}
-    inside = config is not None and not is_file_name(out)
-    made = {
+    in_config = config is not None and not is_file_name(out)
+    small_digests = {
         n: hashlib.sha256(data).hexdigest()
         for n, data in small.items()
-        if n not in (name, INDEX) and not is_unbound(n)
+        if n not in (config_name, INDEX) and not is_unbound(n)
     }
-    made |= {} if config is None else {CONFIG: _json_digest(config)}
-    made |= {} if INDEX not in small else {INDEX: _json_digest(json.loads(small[INDEX]))}
+    small_digests |= {} if config is None else {CONFIG: _json_digest(config)}
+    small_digests |= {} if INDEX not in small else {INDEX: _json_digest(json.loads(small[INDEX]))}
 
-    def bound(copied: Mapping[str, str]) -> Record:
+    def bind_files(copied: Mapping[str, str]) -> Record:
         return replace(
             record,
-            files={**made, **{n: digest for n, digest in copied.items() if not is_unbound(n)}},
+            files={
+                **small_digests,
+                **{n: digest for n, digest in copied.items() if not is_unbound(n)},
+            },
             version=VERSION,
         )
 
-    def text(final: Record) -> bytes:
+    def config_with(final: Record) -> bytes:
         return _config_bytes({**(config or {}), FIELD: final.to_dict()})
 
-    def first(final: Record) -> File:
+    def file_with(final: Record) -> File:
         return replace(
             files[0],
             metadata={**(files[0].metadata or {}), FIELD: canonical_json(final.to_dict()).decode()},
@@ -568,17 +679,28 @@ def _add_record(
         if check_copied is not None:
             check_copied(copied)
         final = tag(
-            bound({n: digest.hex() for n, digest in copied.items()}), key, spec, header, digests
+            bind_files({n: digest.hex() for n, digest in copied.items()}),
+            key,
+            spec,
+            header,
+            digests,
         )
-        return {name: text(final)} if inside else {files[0].name: first(final).header()}
+        return (
+            {config_name: config_with(final)}
+            if in_config
+            else {files[0].name: file_with(final).header()}
+        )
 
-    draft = bound(dict.fromkeys(plan.copies, UNKNOWN))  # as long as what takes its place
-    if inside:
-        return replace(plan, files=files, small={**small, name: text(draft)}, finish=finish)
-    return replace(plan, files=(first(draft), *files[1:]), small=small, finish=finish)
+    placeholder = bind_files(dict.fromkeys(plan.copies, UNKNOWN))  # as long as the final record
+    if in_config:
+        return replace(
+            plan, files=files, small={**small, config_name: config_with(placeholder)}, finish=finish
+        )
+    return replace(plan, files=(file_with(placeholder), *files[1:]), small=small, finish=finish)
 
 
 def _drop_record(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    """Return the metadata of a file without the record of a lock."""
     return (
         None
         if metadata is None

@@ -1,9 +1,8 @@
-"""Training a locked model: which optimizers take the steps that they would take on the plain one.
-The others are refused at their first step.
+"""A guard for the training of locked models: optimizers must be equivariant under the lock.
 
-Gradients of a locked weight follow the dual action; an optimizer keeps that for signed permutations
-if it works element by element, and for rotations if it is plain gradient descent. A step that would
-part from the plain model's is refused with the reason (`Edge.faults`).
+Gradients of a locked weight follow the dual action. An elementwise optimizer commutes with signed
+permutations; plain gradient descent commutes with rotations too. Any other optimizer would leave
+the trajectory of the plain model, and raises at its first step with the reason (`Edge.faults`).
 """
 
 from __future__ import annotations
@@ -25,14 +24,19 @@ from regauge.errors import EdgeError
 
 Module = torch.nn.Module
 Fault = tuple[str, str]
-PERMUTED = "_regauge_permuted"  # the attribute of a model whose backbone a wrapper keeps permuted
+PERMUTED = "_regauge_permuted"  # attribute of a model with a backbone permuted by a wrapper
 
 
 class Edge:
-    """The record of an authorisation, kept on the model: the element, and what it means for
-    optimizers. Never pickled.
+    """The authorisation of a model, stored as its attribute and never pickled.
 
-    `any_optimizer` lets steps pass that part from the plain model's.
+    Attributes:
+        model: Weak reference to the model.
+        element: The element of the lock.
+        any_optimizer: Allow steps that differ from those on the plain model.
+        stream_spaces: The spaces of the stream at the edges of the backbone.
+        kinds: The kind of each member (`member_kind`).
+        checked: Optimizers that were checked, with their number of trained parameters.
     """
 
     def __init__(
@@ -60,8 +64,7 @@ class Edge:
         return f"Edge({self.element!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Edge | None:
-        # torch makes the module before it copies its attributes, so the copy of the model is known
-        # by now.
+        # torch creates the module before it copies its attributes, so the copy is in the memo.
         copy = memo.get(id(self.model()))
         return (
             None
@@ -78,37 +81,35 @@ class Edge:
         return _nothing, ()
 
     def faults(self, optimizer: torch.optim.Optimizer) -> list[Fault]:
-        """Every trained parameter that this optimizer would take elsewhere than the plain model's,
-        and why.
-        """
+        """Return the trained parameters that an optimizer would update differently, and why."""
         model = self.model()
         if model is None:
             return []
-        held = {
+        trained = {
             id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad
         }
-        mine = {name: p for name, p in model.named_parameters() if id(p) in held}
-        turned = any(self.kinds.get(space, "signed") != "signed" for space in self.stream_spaces)
+        parameters = {name: p for name, p in model.named_parameters() if id(p) in trained}
+        rotated = any(self.kinds.get(space, "signed") != "signed" for space in self.stream_spaces)
         spec, entries = self.element.spec, stored_tensors(self.element.spec)
         gains = (
             {*spec.fixed, *(n.gain for n in spec.norms), *(s.gain for s in spec.scales)}
-            if turned
+            if rotated
             else set()
         )
-        inside = {
+        backbone = {
             name: entries[name]
-            for name in mine
+            for name in parameters
             if name in entries and spec.parts.get(entries[name].pattern) == "backbone"
         }
-        out: list[Fault] = []
-        for name, entry in inside.items():
+        faults: list[Fault] = []
+        for name, entry in backbone.items():
             if name in gains:
-                out.append(
+                faults.append(
                     (
                         name,
                         (
-                            "the stream is rotated, and a gain that is trained is not diagonal in "
-                            "the rotated basis: freeze it at one"
+                            "the stream is rotated, and a trained gain is not diagonal in the "
+                            "rotated basis: freeze it at one"
                         ),
                     )
                 )
@@ -116,11 +117,11 @@ class Edge:
             for space in sorted(ax.spaces(entry.axes) & self.kinds.keys()):
                 reason = _reason(self.kinds[space], optimizer)
                 if reason:
-                    out.append((name, f'it is locked on "{space}" {reason}'))
+                    faults.append((name, f'it is locked on "{space}" {reason}'))
                     break
-        if out or not turned or not inside:
-            return out
-        dropping = [
+        if faults or not rotated or not backbone:
+            return faults
+        dropouts = [
             n
             for n, m in model.named_modules()
             if m.training and isinstance(m, torch.nn.Dropout) and m.p > 0 and self._is_inside(n)
@@ -128,50 +129,53 @@ class Edge:
         return (
             [
                 (
-                    dropping[0],
+                    dropouts[0],
                     (
                         "dropout zeroes channels of the rotated stream, which are not the plain "
                         "model's: set it to zero"
                     ),
                 )
             ]
-            if dropping
+            if dropouts
             else []
         )
 
     def _is_inside(self, name: str) -> bool:
-        """Does a module of this name hold to the backbone: is there a tensor of it beside?"""
+        """Return whether a module belongs to the backbone: a sibling has a tensor of it."""
         parts = self.element.spec.parts
-        stem = name.rpartition(".")[0] + "."
-        return any(part == "backbone" and tensor.startswith(stem) for tensor, part in parts.items())
+        parent = name.rpartition(".")[0] + "."
+        return any(
+            part == "backbone" and tensor.startswith(parent) for tensor, part in parts.items()
+        )
 
 
 def _nothing() -> None:
-    return None
+    """Unpickle an edge as None; pickles refer to this function by name."""
 
 
 MemberKind = Literal["signed", "orthogonal", "linear"]
 
 
 def member_kind(member: Member) -> MemberKind:
-    """What a member is to an optimizer: signs and places, a rotation, or neither."""
+    """Classify a member for optimizers: a signed permutation, a rotation, or neither."""
     if SignedPermutation().fault(member) is None:
         return "signed"
     matrix = member.matrix()
-    near = np.abs(matrix @ matrix.transpose(0, 2, 1) - np.eye(member.size)).max() < 1e-6
-    return "orthogonal" if near else "linear"
+    error = np.abs(matrix @ matrix.transpose(0, 2, 1) - np.eye(member.size)).max()
+    return "orthogonal" if error < 1e-6 else "linear"
 
 
-# Which optimizers keep rotations is measured in verification/optimizers.py; of those that keep them
-# all, torch has one.
+# verification/optimizers.py measures which optimizers commute with rotations; in torch it is one.
 _ROTATION_EQUIVARIANT = (torch.optim.SGD,)
 
 
 def _reason(kind: MemberKind, optimizer: torch.optim.Optimizer) -> str | None:
+    """Return why an optimizer does not commute with a kind of member, or None if it does."""
     if kind == "linear":
-        return "by scales or a general linear map, which no optimizer keeps"
+        return "by scales or a general linear map, with which no optimizer commutes"
     if kind == "orthogonal" and type(optimizer) not in _ROTATION_EQUIVARIANT:
-        return f"by a rotation, and {type(optimizer).__name__} keeps signed permutations only"
+        name = type(optimizer).__name__
+        return f"by a rotation, and {name} commutes with signed permutations only"
     return None
 
 
@@ -180,34 +184,30 @@ _HANDLES: list[Any] = []
 
 
 def release(edge: Edge) -> None:
-    """Look at no step on account of this one any more."""
+    """Stop checking optimizers for an edge."""
     _GUARDED.discard(edge)
 
 
 def _guard(edge: Edge) -> None:
-    """Look at every optimizer's first step from now on, and at the next one after it was given more
-    to train.
-    """
+    """Check every optimizer at its first step, and again when its number of parameters changes."""
     _GUARDED.add(edge)
     if not _HANDLES:
         _HANDLES.append(register_optimizer_step_pre_hook(_before_step))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    count = sum(
-        p.requires_grad for group in optimizer.param_groups for p in group["params"]
-    )  # layers may be added, or unfrozen, later
+    # Layers may be added, or unfrozen, later.
+    count = sum(p.requires_grad for group in optimizer.param_groups for p in group["params"])
     for edge in list(_GUARDED):
         if edge.checked.get(optimizer) == count:
             continue
         faults = edge.faults(optimizer)
         if faults:
             model = edge.model()
-            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
             raise EdgeError(
-                f"{type(optimizer).__name__} would not train this {type(model).__name__} as it "
-                f'trains the plain one: "{faults[0][0]}": '
-                f"{faults[0][1]}{more}",
+                f"{type(optimizer).__name__} would not train this {type(model).__name__} like "
+                f'the plain model: "{faults[0][0]}": {faults[0][1]}{others}',
                 hint="lock by (signed) permutations to train with any optimizer; by rotations, "
                 "with torch.optim.SGD and frozen unit gains",
             )

@@ -1,12 +1,12 @@
-"""Permuted training and inference (Algorithm 1 of the paper): a wrapper around a model of your own.
+"""Permuted training and inference (Algorithm 1 of the paper): a wrapper around a model.
 
-The backbone's columns are moved once, by a secret element; its rows are shuffled anew in every
-pass. Embedding and head stay as they are and see nothing of it: features are permuted where they
-enter the backbone and put back where they leave it. The wrapped model computes what the plain one
-computes and trains to the same weights, moved.
+A secret element permutes the columns of the backbone once; a fresh permutation shuffles the rows in
+every pass. Embedding and head are unchanged: features are permuted at the input of the backbone and
+restored at its output. The wrapped model computes the function of the plain model, and trains to
+the same weights, permuted.
 
     permuted = Permuted(model, columns=element(spec_of(model), key, within="permutation"))
-    optimizer = AdamW(permuted.parameters())         # train as ever
+    optimizer = AdamW(permuted.parameters())         # train as usual
     model = permuted.unwrap()                        # the plain model, trained
 """
 
@@ -29,8 +29,15 @@ from regauge.models.resolve import spec_of
 
 
 def sample_row_permutation(n: int, key: bytes | int, label: str = "rows") -> Element:
-    """A permutation of n tokens, as an element that moves rows, masks, position ids and rotary
-    tables together.
+    """Sample a permutation of n tokens.
+
+    Args:
+        n: The number of tokens.
+        key: The secret.
+        label: The label of the random stream.
+
+    Returns:
+        An element that permutes rows, masks, position ids and rotary tables together.
     """
     secret = secret_of(key)
     return Element(
@@ -42,26 +49,40 @@ def sample_row_permutation(n: int, key: bytes | int, label: str = "rows") -> Ele
 def run_permuted(
     crossing: Crossing, *, columns: Element | None = None, shuffle: Element | None = None
 ) -> torch.Tensor:
-    """One pass through a backbone: in by columns and rows, and back again."""
-    there = crossing
+    """Run a backbone on permuted features and restore the output.
+
+    Args:
+        crossing: The inputs of the backbone.
+        columns: The element of the columns, or None.
+        shuffle: The element of the rows, or None.
+    """
+    permuted = crossing
     for g in (columns, shuffle):
-        there = (
-            there if g is None else there.transform(g)
-        )  # what lies between is given up before the blocks run
-    z = there.run()
+        # Intermediate tensors are released before the blocks run.
+        permuted = permuted if g is None else permuted.transform(g)
+    z = permuted.run()
     for g in (shuffle, columns):
         z = z if g is None else crossing.restore(g, z)
     return z
 
 
 class Permuted(torch.nn.Module):
-    """A model whose backbone only ever sees permuted features.
+    """A model whose backbone receives only permuted features.
 
-    `columns` is an element of the model's spec (a permutation, to train under any optimizer), or a
-    key to draw one; None leaves the columns alone. With `rows` the tokens of every pass are
-    shuffled by a fresh permutation from `key`. The model is moved in place; `unwrap` moves it back.
-    Rows of models that leave a causal mask to the kernel need
-    `model.set_attn_implementation("eager")`, or a 4-D mask.
+    The model is transformed in place; `unwrap` undoes it. To shuffle the rows of a model that
+    leaves the causal mask to the attention kernel, call `model.set_attn_implementation("eager")` or
+    pass a 4-D mask.
+
+    Args:
+        model: The model.
+        columns: An element of the model's spec (a permutation, to train with any optimizer), or a
+            key to sample one. None leaves the columns unchanged.
+        rows: Shuffle the tokens of every pass by a fresh permutation.
+        key: The secret of the row permutations.
+
+    Raises:
+        CutError: The model cannot be cut, its rows cannot be permuted, or it is wrapped or
+            authorised already.
     """
 
     def __init__(
@@ -76,24 +97,21 @@ class Permuted(torch.nn.Module):
         self._cut = cut(model)
         if rows and not any("token" in b.leave for b in self._cut.boundaries):
             raise CutError(
-                f"the rows of a {type(model).__name__} cannot move: its blocks look at neighbours",
+                f"the rows of a {type(model).__name__} cannot be permuted: its blocks depend on "
+                "neighbouring positions",
                 hint="pass rows=False",
             )
-        given = columns
         self._columns = (
-            given
-            if given is None or isinstance(given, Element)
-            else element(spec_of(model), given, within="permutation")
+            columns
+            if columns is None or isinstance(columns, Element)
+            else element(spec_of(model), columns, within="permutation")
         )
-        self._rows, self._key, self.passes = (
-            rows,
-            secret_of(key),
-            0,
-        )  # a run that is resumed sets `passes` to what it was
+        self._rows, self._key = rows, secret_of(key)
+        self.passes = 0  # a resumed run restores the number of passes
         if getattr(model, PERMUTED, False):
             raise CutError(
                 f"this {type(model).__name__} is wrapped already",
-                hint="unwrap it first: its backbone is moved, and would be moved twice",
+                hint="unwrap it first: its backbone would be permuted twice",
             )
         if is_authorized(model):
             raise CutError(
@@ -110,13 +128,16 @@ class Permuted(torch.nn.Module):
             return self.model(*args, **kwargs)
 
     def route(self) -> Route:
-        """A context in which the inner model itself is used as ever: `with permuted.routed():
-        permuted.model.generate(...)`.
+        """Return a context in which the inner model runs permuted.
+
+        Example:
+            with permuted.route():
+                permuted.model.generate(...)
         """
         return self._cut.route(self._cross)
 
     def unwrap(self) -> torch.nn.Module:
-        """The plain model, with its columns where they were. The wrapper is of no use after it."""
+        """Restore the columns and return the plain model; the wrapper is unusable afterwards."""
         if self._columns is not None:
             apply_(~self._columns, self.model, part="backbone")
         self._columns, self._rows = None, False

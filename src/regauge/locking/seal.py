@@ -1,17 +1,18 @@
-"""Sealed files: authenticated encryption of files and folders at rest. (A lock is obfuscation; this
-is encryption.)
+"""Sealed files: authenticated encryption of files and folders at rest.
 
-    "regauge sealed 1\\n"  ·  4 bytes: the header's length, little-endian  ·  the header, JSON  ·
-    32 bytes: HMAC-SHA256 of all before  ·  chunks
+(A lock is obfuscation; this is encryption.)
 
-The header names the key's id, whether a file or a folder is inside, and 32 random bytes, which are
-the salt of the two keys that are derived from the key: one for the HMAC, one for the chunks. A
-chunk is 256 KiB of plaintext (the last one less, or as much) under ChaCha20-Poly1305 with the nonce
-(11 bytes: the chunk's number, big-endian; 1 byte: 1 for the last chunk, 0 for others) and the HMAC
-as associated data: STREAM (Hoang et al. 2015). So a change anywhere, a chunk left out or in another
-place, an end cut off or appended to are all found. `docs/formats.md` says what the plaintext is.
+    "regauge sealed 1\\n"  ·  4 bytes: length of the header, little-endian  ·  the header, JSON  ·
+    32 bytes: HMAC-SHA256 of everything before  ·  chunks
 
-What is opened is written beside its place and renamed when the last chunk is authenticated.
+The header has the id of the key, the kind of content (file or folder), and a random salt of 32
+bytes, from which two keys are derived: one for the HMAC, one for the chunks. A chunk is 256 KiB of
+plaintext (the last one at most that) under ChaCha20-Poly1305. Its nonce is 11 bytes with the number
+of the chunk, big-endian, and 1 byte that is 1 for the last chunk and 0 otherwise; the HMAC is the
+associated data: STREAM (Hoang et al. 2015). This detects any change, chunks that are missing or
+reordered, and an end that is truncated or extended. `docs/formats.md` describes the plaintext.
+
+Decrypted output is written beside its path and renamed once the last chunk is authenticated.
 """
 
 from __future__ import annotations
@@ -47,17 +48,31 @@ _MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1 << 12, 1 << 16
 
 
 def seal(source: Path | str, key: Key, out: Path | str) -> int:
-    """Encrypt a file, or a folder with all that is in it, into one new file. Returns its size.
-    Links within it are sealed as files.
+    """Encrypt a file or a folder into one new file.
+
+    Links within a folder are sealed as files.
+
+    Args:
+        source: The file or folder.
+        key: A key for sealing.
+        out: The sealed file; it must not exist.
+
+    Returns:
+        The size of the sealed file in bytes.
+
+    Raises:
+        KeyFileError: The key has another purpose.
+        LockError: The output exists, or lies inside the source.
+        CheckpointError: A file cannot be read or sealed.
     """
     source, out = Path(source), Path(out)
     key.require("seal")
     _require_new(out)
     kind, entries = _list_entries(source)
-    here, there = out.absolute().parent.resolve() / out.name, source.resolve()
-    if here == there or here.is_relative_to(there):
+    target, origin = out.absolute().parent.resolve() / out.name, source.resolve()
+    if target == origin or target.is_relative_to(origin):
         raise LockError(
-            f"the output {out} lies inside {source}", hint="name a file beside it with -o"
+            f"the output {out} lies inside {source}", hint="pass a file beside it with -o"
         )
     salt = os.urandom(32)
     header = canonical_json({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
@@ -66,7 +81,7 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     partial = temp_sibling(out)
     with wrap_write_errors(out):
         try:
-            # for its owner only, as the key is
+            # readable by the owner only, like the key
             with open(
                 partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))
             ) as file:
@@ -87,10 +102,22 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
 
 
 def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
-    """Decrypt a sealed file to a new file or folder, which appears when all of it has been
-    authenticated. Returns the names of the files.
+    """Decrypt a sealed file to a new file or folder.
 
-    All of it is for its owner only, as the key is.
+    The output appears once all of it is authenticated, readable by the owner only, like the key.
+
+    Args:
+        source: The sealed file.
+        key: The key that sealed it.
+        out: The output; it must not exist.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        WrongKeyError: Another key sealed the file.
+        TamperedFileError: The file was changed.
+        LockError: The file is not a sealed file, or the output exists.
     """
     source, out = Path(source), Path(out)
     key.require("seal")
@@ -117,63 +144,74 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
 
 
 class _Sealer:
-    """Chunks on their way to a file. A full chunk waits until more comes, since the last one has
-    another nonce.
+    """A writer that encrypts a stream into chunks of a file.
+
+    A full chunk is buffered until more data arrive, because the last chunk has another nonce.
     """
 
-    def __init__(self, file: IO[bytes], key: bytes, bound: bytes) -> None:
+    def __init__(self, file: IO[bytes], key: bytes, associated: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-        self.file, self.cipher, self.bound = file, ChaCha20Poly1305(key), bound
-        self.held, self.number = bytearray(), 0
+        self.file, self.cipher, self.associated = file, ChaCha20Poly1305(key), associated
+        self.buffer, self.number = bytearray(), 0
 
     def write(self, data: bytes) -> None:
-        self.held += data
-        while len(self.held) > CHUNK:
-            self._put(bytes(self.held[:CHUNK]), last=False)
-            del self.held[:CHUNK]
+        """Add plaintext; full chunks are written."""
+        self.buffer += data
+        while len(self.buffer) > CHUNK:
+            self._put(bytes(self.buffer[:CHUNK]), last=False)
+            del self.buffer[:CHUNK]
 
     def close(self) -> None:
-        self._put(bytes(self.held), last=True)
+        """Write the last chunk."""
+        self._put(bytes(self.buffer), last=True)
 
     def _put(self, chunk: bytes, last: bool) -> None:
-        self.file.write(self.cipher.encrypt(_nonce(self.number, last), chunk, self.bound))
+        self.file.write(self.cipher.encrypt(_nonce(self.number, last), chunk, self.associated))
         self.number += 1
 
 
 class _Opener:
-    """The plaintext of a file's chunks. A chunk is handed out once it is authenticated, and never
-    before.
-    """
+    """A reader that decrypts the chunks of a file and returns only authenticated plaintext."""
 
-    def __init__(self, path: Path, file: IO[bytes], key: bytes, bound: bytes) -> None:
+    def __init__(self, path: Path, file: IO[bytes], key: bytes, associated: bytes) -> None:
         from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-        self.path, self.file, self.cipher, self.bound = path, file, ChaCha20Poly1305(key), bound
-        self.held, self.number, self.done = bytearray(), 0, False
+        self.path, self.file, self.cipher, self.associated = (
+            path,
+            file,
+            ChaCha20Poly1305(key),
+            associated,
+        )
+        self.buffer, self.number, self.done = bytearray(), 0, False
         self.next = file.read(CHUNK + _TAG)
 
     def read(self, n: int) -> bytes:
-        while len(self.held) < n:
+        """Return the next n bytes of plaintext."""
+        while len(self.buffer) < n:
             if self.done:
                 raise _tampered_error(self.path)
-            self._more()
-        taken = bytes(self.held[:n])
-        del self.held[:n]
-        return taken
+            self._read_chunk()
+        data = bytes(self.buffer[:n])
+        del self.buffer[:n]
+        return data
 
     def end(self) -> None:
-        if self.held or not self.done:
+        """Raise unless all plaintext was read."""
+        if self.buffer or not self.done:
             raise _tampered_error(self.path)
 
-    def _more(self) -> None:
+    def _read_chunk(self) -> None:
+        """Decrypt the next chunk into the buffer."""
         from cryptography.exceptions import InvalidTag
 
         with wrap_read_errors(self.path):
             chunk, self.next = self.next, self.file.read(CHUNK + _TAG)
         self.done = not self.next
         try:
-            self.held += self.cipher.decrypt(_nonce(self.number, self.done), chunk, self.bound)
+            self.buffer += self.cipher.decrypt(
+                _nonce(self.number, self.done), chunk, self.associated
+            )
         except (InvalidTag, ValueError):
             raise _tampered_error(self.path) from None
         self.number += 1
@@ -189,18 +227,18 @@ def _header_tag(key: Key, salt: bytes, start: bytes) -> bytes:
 
 def _tampered_error(path: Path) -> TamperedFileError:
     return TamperedFileError(
-        f"{path} is not as it was sealed: it was changed or cut short; nothing was kept",
+        f"{path} was changed or truncated since it was sealed; nothing was written",
         hint="restore it from a copy",
     )
 
 
 @contextlib.contextmanager
 def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
-    """What a sealed file holds, and its chunks, after its header has been checked."""
+    """Open a sealed file and check its header; yield the kind of content and its chunks."""
     with wrap_read_errors(path):
         if path.exists() and not path.is_file():
             raise CheckpointError(
-                f"{path} is no regular file", hint="name a sealed file on the disk"
+                f"{path} is not a regular file", hint="pass a sealed file on disk"
             )
         file = path.open("rb")
     with file:
@@ -244,8 +282,8 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
             raise _tampered_error(path) from None
         if not hmac.compare_digest(key.id.encode(), sealed_by):
             raise WrongKeyError(
-                f"{path} was sealed by the key {fields['key'][:16]}, and this is {key.id}",
-                hint="give the key that sealed it",
+                f"{path} was sealed by the key {fields['key'][:16]}, got {key.id}",
+                hint="pass the key that sealed it",
             )
         if not hmac.compare_digest(_header_tag(key, salt, line + b"\n" + length + raw), tag):
             raise _tampered_error(path)
@@ -253,29 +291,34 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
 
 
 def _require_new(out: Path) -> None:
+    """Raise if an output exists, or if its parent folder does not."""
     with wrap_write_errors(out):
         if out.name in ("", "..") or os.path.lexists(out):
             raise LockError(
-                f"the output {out} exists already", hint="name a new one, or remove this one first"
+                f"the output {out} exists already", hint="pass a new path, or remove this one first"
             )
         if not out.absolute().parent.is_dir():
             raise LockError(
                 f"the folder {out.absolute().parent} for the output does not exist",
-                hint="make it first",
+                hint="create it first",
             )
 
 
 def _list_entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
-    """What is to be sealed: files and folders by their names inside, a folder before what is in
-    it.
+    """List the paths to seal with their names inside, a folder before its content.
+
+    Returns:
+        The kind of content, "file" or "folder", and the entries.
     """
     with wrap_read_errors(source):
         if source.is_file():
             return "file", [(source, "data")]
         if not source.is_dir():
-            kind = "is neither a file nor a folder" if os.path.lexists(source) else "does not exist"
-            raise CheckpointError(f"{source} {kind}", hint="name a file or a folder")
-    found: list[tuple[Path, str]] = []
+            problem = (
+                "is neither a file nor a folder" if os.path.lexists(source) else "does not exist"
+            )
+            raise CheckpointError(f"{source} {problem}", hint="pass a file or a folder")
+    entries: list[tuple[Path, str]] = []
     for path in sorted(_walk(source)):
         if not path.is_file() and (path.is_symlink() or not path.is_dir()):
             raise CheckpointError(
@@ -292,24 +335,25 @@ def _list_entries(source: Path) -> tuple[str, list[tuple[Path, str]]]:
                 f"{path} has a name that could not be opened again, and cannot be sealed",
                 hint="rename it first",
             ) from None
-        found.append((path, name))
-    return "folder", found
+        entries.append((path, name))
+    return "folder", entries
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All that is in a folder. One that cannot be read is an error (`rglob` would pass over it, and
-    what is in it would be missing).
+    """Yield everything below a folder.
+
+    Raises for a folder that cannot be read; `rglob` would skip it silently.
     """
     with wrap_read_errors(folder):
-        inside = sorted(folder.iterdir())
-    for path in inside:
+        paths = sorted(folder.iterdir())
+    for path in paths:
         yield path
         if path.is_dir() and not path.is_symlink():
             yield from _walk(path)
 
 
 def _write_entry(chunks: _Sealer, path: Path, name: str) -> None:
-    """One entry: the length of its head, its head as JSON, and as many bytes as that says."""
+    """Write one entry: the length of its head, its head as JSON, and its bytes."""
     if path.is_dir():
         head = canonical_json({"name": name, "folder": True})
         chunks.write(len(head).to_bytes(4, "little") + head)
@@ -317,25 +361,25 @@ def _write_entry(chunks: _Sealer, path: Path, name: str) -> None:
     with wrap_read_errors(path):
         file = path.open("rb")
     with file:
-        found = os.fstat(file.fileno())
+        status = os.fstat(file.fileno())
         head = canonical_json(
-            {"name": name, "size": found.st_size, "mode": stat.S_IMODE(found.st_mode) & 0o777}
+            {"name": name, "size": status.st_size, "mode": stat.S_IMODE(status.st_mode) & 0o777}
         )
         chunks.write(len(head).to_bytes(4, "little") + head)
-        left = found.st_size
-        while left:
+        remaining = status.st_size
+        while remaining:
             with wrap_read_errors(path):
-                data = file.read(min(left, CHUNK))
+                data = file.read(min(remaining, CHUNK))
             if not data:
                 break
             chunks.write(data)
-            left -= len(data)
-        if left or file.read(1):
+            remaining -= len(data)
+        if remaining or file.read(1):
             raise CheckpointError(f"{path} changed while it was read", hint="start again")
 
 
 def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
-    """Every entry, put into a folder; the names of files."""
+    """Write every entry into a folder, and yield the names of files."""
     while length := int.from_bytes(chunks.read(4), "little"):
         if length > _MAX_ENTRY_BYTES:
             raise _tampered_error(source)
@@ -364,7 +408,10 @@ def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[st
 
 
 def _parse_name(name: Any) -> PurePosixPath:
-    """A name that stays in its folder. Who sealed it had the key; a name is still looked at."""
+    """Return the relative path of a name; raise ValueError if it leaves its folder.
+
+    The key holder wrote the name; it is checked nevertheless.
+    """
     path = PurePosixPath(name)
     if (
         not isinstance(name, str)

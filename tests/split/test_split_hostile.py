@@ -118,7 +118,7 @@ def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None
 @pytest.mark.parametrize("shape", [[0, 1 << 39, 1 << 39], [1 << 39, 1 << 39, 0]])
 def test_shapes_that_overflow_behind_a_zero_are_refused(shape: list[int]) -> None:
     for dtype, codec in (("F32", ""), ("F32", "BITS"), ("BOOL", "")):
-        with pytest.raises(FrameError, match="shape that does not cross"):
+        with pytest.raises(FrameError, match="must have at most 8 axes"):
             decode(
                 raw(
                     3,
@@ -194,7 +194,7 @@ def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: 
     host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", 1e-3, accumulate=accumulate))
     mine = made("gpt2", torch.float32)
     with connect(mine, InProcess(host)):
-        with pytest.raises(FrameError, match="whose squares are"):
+        with pytest.raises(FrameError, match="and their squares must be finite"):
             (mine(**batch("gpt2", 0, torch.float32)).logits.mean() * size).backward()
         assert not host.main.gradients()
         mine(**batch("gpt2", 1, torch.float32)).loss.backward()
@@ -226,7 +226,7 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
     assert sorted(journal.requests) == [1, 2, 3, 4]
     host.save()
     for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
-        with pytest.raises(RefusedError, match="this session has ended") as error:
+        with pytest.raises(RefusedError, match="the session has ended") as error:
             link.log.flush() if server is host else connect(
                 made("gpt2"), InProcess(server), journal=journal
             )
@@ -284,7 +284,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
         connect(made("gpt2"), InProcess(host, peer)).close()
     (carols, carol), (_, bob) = host.sessions.items()
     carol.last_seen -= 200.0
-    with pytest.raises(RefusedError, match="bob has 1 sessions, and may have 1"):
+    with pytest.raises(RefusedError, match="bob has 1 sessions, and its quota is 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
     connect(made("gpt2"), InProcess(host, "dave")).close()
@@ -296,7 +296,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
     connect(made("gpt2"), InProcess(host, "bob")).close()
     host.quotas = Quotas(Quota(sessions=1))
     bob.last_seen -= 200.0
-    with pytest.raises(RefusedError, match="bob has 2 sessions, and may have 1"):
+    with pytest.raises(RefusedError, match="bob has 2 sessions, and its quota is 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
     for session in host.sessions.values():
@@ -355,7 +355,7 @@ def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.Monk
             )
             with pytest.raises(RefusedError, match="could not compute"):
                 mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
-        with pytest.raises(RefusedError, match="has no such cache"):
+        with pytest.raises(RefusedError, match="unknown cache"):
             mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
 
 
@@ -444,7 +444,7 @@ def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     "address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"]
 )
 def test_an_address_has_a_port(address: str) -> None:
-    with pytest.raises(TransportError, match="is no address"):
+    with pytest.raises(TransportError, match="must be HOST:PORT"):
         Grpc(address)
 
 

@@ -50,7 +50,7 @@ def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None
         assert [s.peer for s in host.sessions.values()] == ["ann"]
         with (
             Grpc(f"localhost:{server.port}", tls=tls["bob"]) as network,
-            pytest.raises(RefusedError, match="does not know you"),
+            pytest.raises(RefusedError, match="not on the server's list"),
         ):
             connect(made("gpt2"), network, patience=3)
         stranger = make_certificates(tmp_path / "other")["client"]

@@ -200,7 +200,9 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
         stepped(ann, range(1), optimizers[0])
         stepped(bob, range(10, 12), optimizers[1])
         assert same(host.main.state(), start)  # the round is not over
-        with pytest.raises(TransportError, match="the round ends when 1 more have taken 2 steps"):
+        with pytest.raises(
+            TransportError, match="the round ends when 1 more sessions have taken 2 steps"
+        ):
             stepped(bob, range(12, 13), optimizers[1])
         with torch.no_grad():
             bob(**batch("gpt2", 0))  # a prediction has no turn

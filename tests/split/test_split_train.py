@@ -266,7 +266,7 @@ class Counting:
 
 
 def test_rows_of_models_that_look_at_neighbours_are_refused() -> None:
-    for name, words in (("swin", "neighbours"), ("t5", "position_bias")):
+    for name, words in (("swin", "neighbouring rows"), ("t5", "position_bias")):
         with pytest.raises(CutError, match=words):
             connect(build(name), InProcess(Host(build(name))), rows="batch")
 

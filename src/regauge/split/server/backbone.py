@@ -209,7 +209,7 @@ class TrainableBackbone:
         }:
             other = stored_optimizers.pop()
             raise CheckpointError(
-                f"{path} was trained with {other}, got {self.training.optimizer}",
+                f"{path} holds the optimizer state of {other}, got {self.training.optimizer}",
                 hint=f"resume with --optimizer {other}, or name another folder",
             )
         with torch.no_grad():

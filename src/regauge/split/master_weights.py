@@ -166,6 +166,7 @@ class MasterOptimizer:
                 self.parameters[name].copy_(tensor)
 
     def _state_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors that a step changes."""
         tensors = {n: m.detach() for n, m in self.masters.items()}
         return tensors | {
             f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()
@@ -211,6 +212,7 @@ def _is_bounded(tensor: Tensor, limit: float) -> bool:
 def _group_by_dtype(
     tensors: Iterable[Tensor],
 ) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    """Group non-empty float tensors by dtype and device."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.is_floating_point():

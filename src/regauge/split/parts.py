@@ -144,6 +144,7 @@ def _write_folder(
     *,
     copy_other_files: bool,
 ) -> None:
+    """Write weights, config and `split.json`, if given, to a new folder."""
     check_new(out)
     tensors = {n: t.detach().cpu() for n, t in state.items()}
     others = (

@@ -105,27 +105,34 @@ class FolderJournal:
                 self.stored[file.suffix[1:]].add(int(file.stem))
 
     def request(self, n: int) -> list[bytes] | None:
+        """Return the bytes of request `n`, if they are still stored."""
         data = self._read("request", n)
         return None if data is None else [data]
 
     def reply(self, n: int) -> bytes | None:
+        """Return the reply to request `n`, if it is stored."""
         return self._read("reply", n)
 
     def put_request(self, n: int, data: list[bytes]) -> None:
+        """Write request `n`."""
         self._write("request", n, b"".join(data))
 
     def put_reply(self, n: int, data: Bytes) -> None:
+        """Write the reply to request `n`."""
         self._write("reply", n, data)
 
     def withdraw(self, n: int) -> None:
+        """Delete a rejected request, so that its number can be used again."""
         self._file_path("request", n).unlink(missing_ok=True)
         self.stored["request"].discard(n)
 
     def abandon(self) -> None:
+        """Delete a new session that no server accepted."""
         if self.is_new and not self.stored["request"]:
             (self.path / "session.json").unlink(missing_ok=True)
 
     def prune(self, saved: int, checkpointed: int) -> None:
+        """Drop requests and replies that are no longer needed (see `MemoryJournal.prune`)."""
         # A repeated run compares its requests with the stored ones, which stay as long as the
         # replies.
         limits = {"request": min(saved, checkpointed), "reply": checkpointed}

@@ -432,6 +432,7 @@ class _RemoteForward(torch.autograd.Function):
         anchor: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
+        """Send FORWARD, and return the stream of the reply."""
         needs_grad = [
             needed and t.is_floating_point()
             for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)
@@ -460,6 +461,7 @@ class _RemoteForward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
+        """Send BACKWARD, and return the gradients of the reply."""
         link: RemoteBackbone = ctx.link
         number: int = ctx.number
         if not ctx.pending.abandon.alive:

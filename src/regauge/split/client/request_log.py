@@ -233,6 +233,7 @@ class RequestLog:
             k += 1
 
     def _send(self, n: int, data: list[bytes]) -> tuple[Frame, Bytes]:
+        """Send the encoded request `n` until its reply arrives."""
         return self._exchange(
             [memoryview(piece) for piece in data],
             lambda f: f.number == n and f.kind in (Kind.OUTPUT, Kind.GRADIENT, Kind.ACKNOWLEDGE),
@@ -285,6 +286,7 @@ class RequestLog:
             delay = min(delay * 2, 1.0)
 
     def _update_saved(self, reply: Frame) -> None:
+        """Drop requests from the journal that a checkpoint of the server covers."""
         saved = reply.values.get("saved")
         if type(saved) is int and saved > self.saved:
             self.saved = saved

@@ -418,6 +418,7 @@ def _parse_header(data: Bytes, limits: Limits) -> tuple[int, int]:
 def _parse_table(
     text: bytes, limits: Limits
 ) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
+    """Validate a table; return its values and its tensors' (name, dtype, shape, codec)."""
     try:
         table = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
@@ -485,6 +486,7 @@ def _parse_finite(text: str) -> float:
 
 
 def _packed_size(dtype: str, shape: Sequence[int], codec: str) -> int:
+    """Return the bytes of a packed tensor."""
     count = prod(shape)
     if codec == "Q8":
         return 4 * prod(shape[:-1]) + count
@@ -494,6 +496,7 @@ def _packed_size(dtype: str, shape: Sequence[int], codec: str) -> int:
 
 
 def _pack_tensor(tensor: Tensor, codec: str) -> list[Tensor]:
+    """Return the tensors that a codec sends for one: itself, or scales and integers."""
     if codec != "Q8":
         return [tensor.to(DTYPES[codec]) if codec else tensor]
     scale = (
@@ -524,6 +527,7 @@ def _pack_bits(tensor: Tensor) -> list[Tensor] | None:
 
 
 def _unpack_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Reverse `_pack_bits`."""
     start = 2 * dtype.itemsize
     first, other = _read_tensor(data[:start], _INTEGER_DTYPES[dtype.itemsize], (2,))
     is_other = torch.from_numpy(
@@ -534,6 +538,7 @@ def _unpack_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 
 def _unpack_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> Tensor:
+    """Reverse `_pack_tensor` or `_pack_bits`."""
     if codec == BITS:
         return _unpack_bits(data, DTYPES[dtype], shape)
     if codec != "Q8":
@@ -547,6 +552,7 @@ def _unpack_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], codec: 
 
 
 def _read_tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return bytes as a tensor, without a copy if they are writable and aligned."""
     if dtype is torch.bool:  # any byte but 0 is true; torch's own bool must be 0 or 1
         return _read_tensor(data, torch.uint8, shape).ne(0)
     if (
@@ -563,5 +569,6 @@ def _read_tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a view of a tensor's bytes."""
     flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -149,6 +149,7 @@ def _is_extra_kwarg(crossing: Crossing, name: str) -> bool:
 
 
 def _to_plain(name: str, value: Any) -> Value:
+    """Return a value as JSON; raise CutError if it has another type."""
     if value is None or isinstance(value, bool | int | float):
         return value
     if isinstance(value, tuple | list) and all(isinstance(v, int) for v in value):
@@ -232,6 +233,7 @@ def unpack(
 
 
 def _parse_inputs(frame: Frame) -> dict[str, Any]:
+    """Return the inputs of a frame by key, with tuples put together."""
     inputs: dict[str, Any] = {}
     tuples: dict[str, dict[int, Tensor]] = {}
     for key, tensor in frame.tensors.items():
@@ -268,6 +270,7 @@ def _parse_inputs(frame: Frame) -> dict[str, Any]:
 def _parse_calls(
     frame: Frame, boundary: Boundary, blocks: tuple[torch.nn.Module, ...], inputs: Mapping[str, Any]
 ) -> Iterator[Call]:
+    """Yield the validated arguments of each block."""
     layouts, order = _get_list(frame, "layouts"), _get_list(frame, "order")
     if len(order) != len(blocks):
         raise FrameError("layout", f"the layout must be for {len(blocks)} blocks, got {len(order)}")
@@ -316,6 +319,7 @@ def _parse_calls(
 
 
 def _get_list(frame: Frame, name: str) -> list[Any]:
+    """Return a list among a frame's values; raise FrameError if it is not one."""
     value = frame.values.get(name)
     if not isinstance(value, list):
         raise FrameError("layout", f'"{name}" must be a list, got {type(value).__name__}')
@@ -323,6 +327,7 @@ def _get_list(frame: Frame, name: str) -> list[Any]:
 
 
 def _iter_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an input, which may be a tuple."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, tuple):

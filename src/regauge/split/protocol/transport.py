@@ -40,6 +40,7 @@ class InProcess:
         self.host, self.peer = host, peer
 
     def exchange(self, request: Sequence[memoryview]) -> bytes:
+        """Send one request, and return the bytes of its reply."""
         return deliver(self.host, chunks(request), self.peer)
 
 

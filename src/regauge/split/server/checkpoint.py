@@ -106,6 +106,7 @@ def save(folder: Path, state: SplitCheckpoint) -> None:
 
 
 def _flatten(state: TrainingState) -> dict[str, Tensor]:
+    """Return all tensors of a training state, with their kind as a prefix."""
     tensors = {f"weight/{n}": t for n, t in state.weights.items()} | {
         f"gradient/{n}": t for n, t in state.gradients.items()
     }
@@ -202,6 +203,7 @@ def load(folder: Path) -> SplitCheckpoint | None:
 
 
 def _select_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors below `name/`, by the rest of their names."""
     return {
         key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
     }

@@ -70,6 +70,7 @@ class ClientFile:
             on_change()
 
     def _read(self) -> dict[str, Quota]:
+        """Read and parse the file."""
         require_file(self.path)
         with wrap_read_errors(self.path), self.path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -94,6 +95,7 @@ class ClientFile:
         return quotas
 
     def _signature(self) -> tuple[int, ...]:
+        """Return what changes with the file's contents; () if it is missing."""
         try:
             stat = self.path.stat()
         except OSError:

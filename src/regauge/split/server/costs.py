@@ -131,6 +131,7 @@ class Estimator:
         )
 
     def _crossing(self, frame: Frame, tensors: Mapping[str, Tensor]) -> Crossing:
+        """Return the pass on the meta device."""
         skeleton = Frame(frame.kind, frame.number, frame.values, tensors)
         return unpack(
             skeleton,
@@ -148,6 +149,7 @@ class Estimator:
         return heads if isinstance(heads, int) else 16
 
     def _cached_features(self, hidden: int) -> int:
+        """Return the features per token of a layer's keys."""
         config = getattr(self.backbone.cut.model, "config", None)
         heads, size = (
             getattr(config, "num_key_value_heads", None),
@@ -160,6 +162,7 @@ class Estimator:
     def _block_costs(
         self, crossing: Crossing, training: bool, *, with_backward: bool
     ) -> list[_BlockCost]:
+        """Return the blocks' costs by simulation, or else by the upper bound."""
         for block in crossing.blocks:
             block.train(training)
         # It logs a traceback for shapes that do not match, which are the client's fault.
@@ -180,6 +183,7 @@ class Estimator:
             noisy.disabled = was_disabled
 
     def _simulate(self, crossing: Crossing, *, with_backward: bool) -> list[_BlockCost]:
+        """Return the blocks' costs, measured on fake tensors."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode, boundary = FakeTensorMode(), crossing.boundary
@@ -263,6 +267,7 @@ class _StorageCounter:
         return context
 
     def _add(self, storage: Any) -> None:
+        """Count a storage until it is freed."""
         address, size = storage._cdata, storage.nbytes()
         if address in self.ignored or address in self.alive:
             return
@@ -314,6 +319,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _describe_input(value: Any) -> Any:
+    """Return what a block's memory depends on."""
     return (
         (str(value.dtype), tuple(value.shape), value.requires_grad)
         if isinstance(value, Tensor)
@@ -322,6 +328,7 @@ def _describe_input(value: Any) -> Any:
 
 
 def _block_signature(block: torch.nn.Module) -> tuple[object, ...]:
+    """Return a key that is equal for identical blocks."""
     return type(block), *(
         (name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()
     )

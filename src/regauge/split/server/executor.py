@@ -191,6 +191,7 @@ class Executor:
 
 
 def _space_sizes(model: torch.nn.Module, config: Mapping[str, Any] | None) -> dict[str, int]:
+    """Return the sizes of the model's spaces, or none for a custom module."""
     try:
         return dict(spec_of(model, config=config).sizes)
     except RegaugeError:

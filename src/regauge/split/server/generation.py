@@ -110,6 +110,7 @@ def predict(
 
 
 def _new_cache(model: torch.nn.Module) -> Any:
+    """Return an empty cache of transformers."""
     try:
         from transformers import DynamicCache
     except ImportError as error:

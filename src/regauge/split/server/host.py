@@ -530,6 +530,7 @@ class Host:
             )
 
     def _save(self) -> None:
+        """Write a checkpoint of the complete state."""
         assert self.folder is not None
         sessions = {name: s.to_dict() for name, s in self.sessions.items()}
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
@@ -567,6 +568,7 @@ class Host:
             session.saved = session.done
 
     def _restore(self, saved: checkpoint.SplitCheckpoint) -> None:
+        """Resume from a checkpoint; raise CheckpointError if it does not match."""
         if saved.digest != self.model_description["digest"]:
             raise CheckpointError(
                 f"{self.folder} must be a checkpoint of this model, got another model's",

@@ -190,6 +190,7 @@ def available_memory(device: torch.device | None = None) -> int:
 
 
 def _machine_memory() -> int:
+    """Return the machine's available memory, or else all of it."""
     import os
 
     try:

@@ -33,6 +33,8 @@ def render_metrics(host: Host, server: Server | None = None) -> str:
 
 
 def _iter_metrics(host: Host, server: Server | None) -> Iterator[tuple[str, str, str, str]]:
+    """Yield name, type, help text and samples of each metric."""
+
     def metric(name: str, kind: str, help_text: str, value: float) -> tuple[str, str, str, str]:
         return (
             f"regauge_split_{name}",
@@ -98,6 +100,7 @@ def _iter_metrics(host: Host, server: Server | None) -> Iterator[tuple[str, str,
 
 
 def _resident_bytes() -> int:
+    """Return the resident memory of this process, or 0 if it is unknown."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):

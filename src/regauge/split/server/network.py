@@ -103,6 +103,7 @@ class Server:
             _log.warning("disconnected clients that are no longer listed: %s", ", ".join(ended))
 
     def _reload_clients(self) -> None:
+        """Apply a changed list of clients."""
         assert self.client_file is not None
         self.host.quotas.by_client = self.client_file.quotas
         self.set_clients(self.client_file.quotas)
@@ -116,6 +117,7 @@ class Server:
                     timeout.reschedule(0.0)
 
     async def _start(self) -> tuple[Any, int]:
+        """Start the gRPC server; return it and its port."""
         import grpc
 
         server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_file_limit())])
@@ -267,6 +269,7 @@ class Server:
             self.host.save()
 
     async def _shut_down(self, grace: float, skip_grace: threading.Event) -> None:
+        """Wait for the current requests, then stop the gRPC server."""
         deadline = time.monotonic() + grace
         await asyncio.sleep(min(grace, 2 * health.POLL_SECONDS))  # health watchers get NOT_SERVING
         while self.active_streams and time.monotonic() < deadline and not skip_grace.is_set():
@@ -344,6 +347,7 @@ class Grpc:
                         self._cancel_stream()  # the pending work fails with it
 
     async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
+        """Send a request and receive its reply; any failure closes the stream."""
         import grpc
 
         try:
@@ -381,11 +385,13 @@ class Grpc:
             raise TransportError(f"{self.address}: {reason}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
+        """Send a request in pieces."""
         for piece in self.pace.pieces(request):
             await stream.write(piece)
             self.last_activity = self.last_data = time.monotonic()
 
     async def _receive(self, stream: Any) -> Bytes:
+        """Receive exactly one frame."""
         import grpc
 
         assembler = Assembler(self.limits)
@@ -404,6 +410,7 @@ class Grpc:
                 return frames[0]
 
     def _open_stream(self) -> Any:
+        """Open a stream, and the channel if needed."""
         import grpc
 
         if self.channel is None:
@@ -419,6 +426,8 @@ class Grpc:
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def _cancel_stream(self) -> None:
+        """Cancel the current stream."""
+
         async def drop() -> None:
             if self.stream is not None:
                 self.stream.cancel()

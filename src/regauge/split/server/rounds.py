@@ -184,4 +184,5 @@ class Rounds:
         )
 
     def _members(self) -> list[Session]:
+        """Return the sessions that the current round waits for."""
         return [s for s in self.sessions.values() if s.backbone is not None and not s.is_away]

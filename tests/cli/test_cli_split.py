@@ -373,14 +373,14 @@ def test_who_may_come_and_what_is_said_to_others(
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
         assert run(*ask, *certs, "--client-name", "ann").code == 0
         for wrong, words in (
-            ([*certs, "--client-name", "bob"], "this server does not know you"),
+            ([*certs, "--client-name", "bob"], "this client is not on the server's list"),
             ([*certs], "has certificates of ann, bob"),
             ([*certs, "--client-name", "cid"], "there is no"),
             (
                 ["--tls", tmp_path / "strange", "--client-name", "ann"],
                 "the server's certificate is not of this authority",
             ),
-            ([], "it hung up"),
+            ([], "the server closed the connection"),
             (["--tls", tmp_path / "nothing"], "there is no folder"),
         ):
             said = run(*ask, *wrong)
@@ -403,11 +403,11 @@ def test_who_may_come_and_what_is_said_to_others(
             "float64",
         )
         assert said.code == 1
-        assert "the server's dtype is float32, the client's float64" in said.err
+        assert "dtype must be float32, as on the server, got float64" in said.err
     said = run(*ask, *certs, "--client-name", "ann")
     assert said.code == 1
     assert f"no reply within 1 s: {address}: nothing listens there" in said.err
-    assert "is the server running" in said.err
+    assert "check that the server is running" in said.err
 
 
 def test_rows_are_rows_by_either_name(
@@ -436,13 +436,13 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
     there = ["--data", tmp_path / "book.txt", "--server", "127.0.0.1:1"]
     for arguments, words, code in (
         (["serve", model, "--optimizer", "sgd"], "without --lr R nothing is trained", 2),
-        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
-        (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
-        (["serve", model, "--listen", "7000"], "is no address", 1),
+        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "must be more than its warmup", 1),
+        (["serve", model, "--listen", "0.0.0.0:0"], "must be a loopback address without TLS", 1),
+        (["serve", model, "--listen", "7000"], "must be HOST:PORT", 1),
         (["serve", model, "--clients", tmp_path / "book.txt"], "it needs --tls", 2),
-        (["serve", model, "--quota", "much"], "is no quota", 1),
+        (["serve", model, "--quota", "much"], "a quota must be", 1),
         (["serve", model, "--output", tmp_path / "out"], "nothing is trained", 2),
-        (["serve", model, "--average", 3], "nothing to average", 1),
+        (["serve", model, "--average", 3], "0 without training", 1),
         (["serve", tmp_path / "nothing"], "does not exist", 1),
         (["train", model, *there, "-o", model], "exists already", 1),
         (["train", model, *there, "-o", tmp_path / "o", "--resume"], "it needs the --journal", 2),

@@ -62,7 +62,7 @@ def test_a_stream_that_ends_gives_back_what_it_held() -> None:
             a.add(1)
             assert not holdings.may_read(a)
             with (
-                pytest.raises(FrameError, match="ann has 2 streams open") as found,
+                pytest.raises(FrameError, match="ann has reached its limit of 2 streams") as found,
                 holdings.stream("ann"),
             ):
                 pass
@@ -160,12 +160,12 @@ def test_a_known_client_takes_a_quarter_of_all_places() -> None:
     host = Host(made("gpt2"), max_sessions=8)
     for _ in range(2):
         connect(made("gpt2"), InProcess(host, "ann")).close()
-    with pytest.raises(RefusedError, match="ann has 2 sessions, and may have 2"):
+    with pytest.raises(RefusedError, match="ann has 2 sessions, and its quota is 2"):
         connect(made("gpt2"), InProcess(host, "ann"))
     connect(made("gpt2"), InProcess(host, "bob")).close()
     for _ in range(5):
         connect(made("gpt2"), InProcess(host)).close()  # without certificates all are one
-    with pytest.raises(RefusedError, match="has 8 sessions, and takes no more"):
+    with pytest.raises(RefusedError, match="has reached its limit of 8 sessions"):
         connect(made("gpt2"), InProcess(host))
 
 

@@ -118,7 +118,7 @@ def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None
 @pytest.mark.parametrize("shape", [[0, 1 << 39, 1 << 39], [1 << 39, 1 << 39, 0]])
 def test_shapes_that_overflow_behind_a_zero_are_refused(shape: list[int]) -> None:
     for dtype, codec in (("F32", ""), ("F32", "BITS"), ("BOOL", "")):
-        with pytest.raises(FrameError, match="shape that does not cross"):
+        with pytest.raises(FrameError, match="must have at most 8 axes"):
             decode(
                 raw(
                     3,
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
     with connect(mine, InProcess(host)) as link:
         with full_disk():
             train("gpt2", mine, optimizer, range(3))
-            assert caplog.text.count("no checkpoint at step 2") == 1
+            assert caplog.text.count("checkpoint at step 2 failed") == 1
             assert (link.log.saved, len(link.log.journal.requests), list(tmp_path.iterdir())) == (
                 0,
                 6,
@@ -194,7 +194,7 @@ def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: 
     host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", 1e-3, accumulate=accumulate))
     mine = made("gpt2", torch.float32)
     with connect(mine, InProcess(host)):
-        with pytest.raises(FrameError, match="whose squares are"):
+        with pytest.raises(FrameError, match="and their squares must be finite"):
             (mine(**batch("gpt2", 0, torch.float32)).logits.mean() * size).backward()
         assert not host.main.gradients()
         mine(**batch("gpt2", 1, torch.float32)).loss.backward()
@@ -226,7 +226,7 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
     assert sorted(journal.requests) == [1, 2, 3, 4]
     host.save()
     for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
-        with pytest.raises(RefusedError, match="this session has ended") as error:
+        with pytest.raises(RefusedError, match="the session has ended") as error:
             link.log.flush() if server is host else connect(
                 made("gpt2"), InProcess(server), journal=journal
             )
@@ -267,7 +267,7 @@ def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Pat
 def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
     host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), idle=1000.0)
     connect(made("gpt2"), InProcess(host, "ann")).close()
-    with pytest.raises(RefusedError, match="may have 1"):
+    with pytest.raises(RefusedError, match="its quota is 1"):
         connect(made("gpt2"), InProcess(host, "ann"))
     connect(made("gpt2"), InProcess(host, "bob")).close()
     host.idle = 0.0
@@ -284,7 +284,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
         connect(made("gpt2"), InProcess(host, peer)).close()
     (carols, carol), (_, bob) = host.sessions.items()
     carol.last_seen -= 200.0
-    with pytest.raises(RefusedError, match="bob has 1 sessions, and may have 1"):
+    with pytest.raises(RefusedError, match="bob has 1 sessions, and its quota is 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
     connect(made("gpt2"), InProcess(host, "dave")).close()
@@ -296,7 +296,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
     connect(made("gpt2"), InProcess(host, "bob")).close()
     host.quotas = Quotas(Quota(sessions=1))
     bob.last_seen -= 200.0
-    with pytest.raises(RefusedError, match="bob has 2 sessions, and may have 1"):
+    with pytest.raises(RefusedError, match="bob has 2 sessions, and its quota is 1"):
         connect(made("gpt2"), InProcess(host, "bob"))
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
     for session in host.sessions.values():
@@ -355,7 +355,7 @@ def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.Monk
             )
             with pytest.raises(RefusedError, match="could not compute"):
                 mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
-        with pytest.raises(RefusedError, match="has no such cache"):
+        with pytest.raises(RefusedError, match="unknown cache"):
             mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
 
 
@@ -366,8 +366,8 @@ def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.Monk
     ("kind", "change", "words"),
     [
         (Kind.GRADIENT, lambda t: t * math.nan, "gradient of .* holds NaN"),
-        (Kind.GRADIENT, lambda t: t[:, :1], "another shape"),
-        (Kind.GRADIENT, lambda t: t.float(), "another shape or dtype"),
+        (Kind.GRADIENT, lambda t: t[:, :1], "must have shape"),
+        (Kind.GRADIENT, lambda t: t.float(), "and dtype float64, got another"),
         (Kind.OUTPUT, lambda t: t * math.inf, "stream holds NaN"),
         (Kind.OUTPUT, lambda t: t[:, :1], "returned a stream of shape"),
     ],
@@ -399,13 +399,11 @@ def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
         train("gpt2", mine, optimizer_of(mine), range(1))
     (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
     host.save()
-    with pytest.raises(
-        CheckpointError, match="holds a training with sgd, and this one is with adamw"
-    ):
+    with pytest.raises(CheckpointError, match="was trained with sgd, got adamw"):
         Host(made("gpt2"), ADAMW, folder=tmp_path)
     without_a_trainer(tmp_path / "split.safetensors")
     with pytest.raises(
-        CheckpointError, match=r"holds a training with sgd$"
+        CheckpointError, match="holds the optimizer state of sgd, got adamw"
     ):  # by its moments, then
         Host(made("gpt2"), ADAMW, folder=tmp_path)
     assert Host(made("gpt2"), host.training, folder=tmp_path).step == 1
@@ -428,7 +426,7 @@ def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     for other in (OptimizerConfig("sgd", 0.1), OptimizerConfig("adam", 1e-2)):
         with pytest.raises(
             CheckpointError,
-            match=f"holds a training with adamw, and this one is with {other.optimizer}",
+            match=f"was trained with adamw, got {other.optimizer}",
         ) as caught:
             Host(made("gpt2"), other, folder=tmp_path)
         assert "--optimizer adamw" in (caught.value.hint or "")
@@ -444,7 +442,7 @@ def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
     "address", ["localhost", "7000", "localhost:", "localhost:http", "127.0.0.1:99999"]
 )
 def test_an_address_has_a_port(address: str) -> None:
-    with pytest.raises(TransportError, match="is no address"):
+    with pytest.raises(TransportError, match="must be HOST:PORT"):
         Grpc(address)
 
 

@@ -285,21 +285,24 @@ def test_the_estimate_is_what_a_graph_saves(
     monkeypatch.setattr(
         Estimator,
         "estimate_pass",
-        lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
+        lambda self, frame, *, with_backward: (
+            asked.append(frame),
+            real(self, frame, with_backward=with_backward),
+        )[1],
     )
     parts: list[Any] = []
     simulated = Estimator._simulate
     monkeypatch.setattr(
         Estimator,
         "_simulate",
-        lambda self, crossing, *, learns: (
-            parts.extend(simulated(self, crossing, learns=learns)) or parts
+        lambda self, crossing, *, with_backward: (
+            parts.extend(simulated(self, crossing, with_backward=with_backward)) or parts
         ),
     )
     with connect(model, InProcess(host)):
         inputs = batch(name, 0)
         loss = model(**{k: v.repeat(8, *[1] * (v.dim() - 1)) for k, v in inputs.items()}).loss
-        estimate = host.costs.estimate_pass(asked[0], learns=True)
+        estimate = host.costs.estimate_pass(asked[0], with_backward=True)
         measured = saved_bytes(host, asked[0]) + frames_module.nbytes(asked[0])
         loss.backward()
     assert len(parts) == len(host.blocks)  # counted on fake tensors, not bounded
@@ -316,7 +319,10 @@ def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(
     monkeypatch.setattr(
         Estimator,
         "estimate_pass",
-        lambda self, frame, *, learns: (asked.append(frame), real(self, frame, learns=learns))[1],
+        lambda self, frame, *, with_backward: (
+            asked.append(frame),
+            real(self, frame, with_backward=with_backward),
+        )[1],
     )
     for fails in (False, True):
         if fails:
@@ -324,7 +330,7 @@ def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(
         host = Host(made(name), OptimizerConfig("sgd", lr=0.0), memory=1 << 30)
         with connect(model, InProcess(host)):
             model(**batch(name, 0)).loss.backward()
-        costs.append(host.costs.estimate_pass(asked[-1], learns=True))
+        costs.append(host.costs.estimate_pass(asked[-1], with_backward=True))
     assert costs[0].held <= costs[1].held <= 6 * costs[0].held
 
 
@@ -336,7 +342,10 @@ def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(
     monkeypatch.setattr(
         Estimator,
         "_simulate",
-        lambda self, crossing, *, learns: (count.append(1), real(self, crossing, learns=learns))[1],
+        lambda self, crossing, *, with_backward: (
+            count.append(1),
+            real(self, crossing, with_backward=with_backward),
+        )[1],
     )
     with connect(model, InProcess(host)):
         for rows in (16, 15, 16, 14):

@@ -50,7 +50,7 @@ def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None
         assert [s.peer for s in host.sessions.values()] == ["ann"]
         with (
             Grpc(f"localhost:{server.port}", tls=tls["bob"]) as network,
-            pytest.raises(RefusedError, match="does not know you"),
+            pytest.raises(RefusedError, match="not on the server's list"),
         ):
             connect(made("gpt2"), network, patience=3)
         stranger = make_certificates(tmp_path / "other")["client"]
@@ -102,17 +102,17 @@ def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for path in (bad, closed):
         path.chmod(0o600)
     for files, words in (
-        (Tls(bad, good.certificate, good.key), "bad.pem is no certificate"),
-        (Tls(good.authority, bad, good.key), "bad.pem is no certificate"),
-        (Tls(good.authority, good.key, good.key), "server.key is no certificate"),
-        (Tls(good.authority, good.certificate, bad), "bad.pem is no private key"),
+        (Tls(bad, good.certificate, good.key), "bad.pem must be a certificate"),
+        (Tls(good.authority, bad, good.key), "bad.pem must be a certificate"),
+        (Tls(good.authority, good.key, good.key), "server.key must be a certificate"),
+        (Tls(good.authority, good.certificate, bad), "bad.pem must be a private key"),
         (
             Tls(good.authority, good.certificate, closed),
-            "closed.key is a private key with a passphrase",
+            "closed.key must be a private key without a passphrase",
         ),
         (
             Tls(good.authority, good.certificate, tls["client"].key),
-            r"client.key is not the key of .*server.pem",
+            r"client.key must be the private key of .*server.pem",
         ),
         (Tls(good.authority, good.certificate, tmp_path / "none.key"), "none.key cannot be read"),
     ):

@@ -46,9 +46,9 @@ def test_quotas_are_read_and_refused_by_line() -> None:
     )
     assert found == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
     for text in ("requests", "sessions=1.5", "bytes=-1", "speed=3"):
-        with pytest.raises(QuotaError, match="is no quota"):
+        with pytest.raises(QuotaError, match="a quota must be"):
             read_quota(text)
-    with pytest.raises(QuotaError, match="line 2 names ann a second time"):
+    with pytest.raises(QuotaError, match="line 2 repeats the client ann"):
         read_clients("ann\nann requests=3\n")
 
 
@@ -93,7 +93,7 @@ def test_a_client_that_is_too_fast_waits_and_trains_as_ever() -> None:
 def test_sessions_of_one_client_are_counted() -> None:
     host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1), {"bob": Quota(sessions=2)}))
     connect(made("gpt2"), InProcess(host, "ann"))
-    with pytest.raises(RefusedError, match="ann has 1 sessions, and may have 1"):
+    with pytest.raises(RefusedError, match="ann has 1 sessions, and its quota is 1"):
         connect(made("gpt2"), InProcess(host, "ann"))
     for _ in range(2):
         connect(made("gpt2"), InProcess(host, "bob"))
@@ -135,9 +135,9 @@ def test_small_gradients_do_not_vanish_in_half_precision() -> None:
 
 
 def test_mixed_precision_is_over_float32() -> None:
-    with pytest.raises(TrainingError, match="over weights in float32"):
+    with pytest.raises(TrainingError, match="must be float32 for mixed precision"):
         Host(made("gpt2"), precision="bf16")
-    with pytest.raises(TrainingError, match="no precision"):
+    with pytest.raises(TrainingError, match="precision must be bf16 or fp16"):
         Host(made("gpt2", torch.float32), precision="fp8")
 
 
@@ -155,7 +155,7 @@ def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptur
         found.append(host.backbone())
         assert bool(host.executor.compiler) == (compiler == "aot_eager")
         torch._dynamo.reset()
-    assert "torch.compile does not work here" in caplog.text
+    assert "torch.compile failed" in caplog.text
     assert distance(found[1], found[0]) < 1e-4
     assert same(found[2], found[0])
 
@@ -200,7 +200,9 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
         stepped(ann, range(1), optimizers[0])
         stepped(bob, range(10, 12), optimizers[1])
         assert same(host.main.state(), start)  # the round is not over
-        with pytest.raises(TransportError, match="the round ends when 1 more have taken 2 steps"):
+        with pytest.raises(
+            TransportError, match="the round ends when 1 more sessions have taken 2 steps"
+        ):
             stepped(bob, range(12, 13), optimizers[1])
         with torch.no_grad():
             bob(**batch("gpt2", 0))  # a prediction has no turn
@@ -248,14 +250,14 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
 
 
 def test_averaging_needs_training_and_its_own_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="nothing to average"):
+    with pytest.raises(TrainingError, match="0 without training"):
         Host(made("gpt2"), average=3)
     mine = made("gpt2")
     host = Host(made("gpt2"), ADAMW, folder=tmp_path, average=2)
     with connect(mine, InProcess(host)):
         stepped(mine, range(1), optimizer_of(mine))
     host.save()
-    with pytest.raises(CheckpointError, match="copies that are averaged"):
+    with pytest.raises(CheckpointError, match="was trained with averaged copies"):
         Host(made("gpt2"), ADAMW, folder=tmp_path)
 
 
@@ -431,9 +433,9 @@ def test_metrics_on_a_port_that_is_taken() -> None:
 
     page = Metrics(Host(made("gpt2")), None)
     try:
-        with pytest.raises(TransportError, match="cannot be listened on for metrics"):
+        with pytest.raises(TransportError, match=r"cannot listen on .* for metrics"):
             Metrics(Host(made("gpt2")), None, f"127.0.0.1:{page.port}")
-        with pytest.raises(TransportError, match="is no address"):
+        with pytest.raises(TransportError, match="must be HOST:PORT"):
             Metrics(Host(made("gpt2")), None, "9100x")
     finally:
         page.close()
@@ -542,16 +544,16 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"lr": -0.1}, "lr is -0.1"),
-        ({"lr": math.nan}, "lr is nan"),
-        ({"lr": math.inf}, "lr is inf"),
-        ({"weight_decay": -1.0}, "weight_decay is -1"),
-        ({"momentum": -1.0}, "momentum is -1"),
-        ({"clip": -1.0}, "clip is -1"),
-        ({"clip": math.nan}, "clip is nan"),
-        ({"warmup": -5}, "warmup is -5"),
-        ({"steps": -5}, "steps is -5"),
-        ({"accumulate": 0}, "accumulate is 0"),
+        ({"lr": -0.1}, "lr must be .* got -0.1"),
+        ({"lr": math.nan}, "lr must be .* got nan"),
+        ({"lr": math.inf}, "lr must be .* got inf"),
+        ({"weight_decay": -1.0}, "weight_decay must be .* got -1"),
+        ({"momentum": -1.0}, "momentum must be .* got -1"),
+        ({"clip": -1.0}, "clip must be .* got -1"),
+        ({"clip": math.nan}, "clip must be .* got nan"),
+        ({"warmup": -5}, "warmup must be .* got -5"),
+        ({"steps": -5}, "steps must be .* got -5"),
+        ({"accumulate": 0}, "accumulate must be .* got 0"),
     ],
 )
 def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:

@@ -131,7 +131,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
             (mine(**batch("gpt2", 0, dtype)).loss * 1e3).backward()
         assert error.value.code == "nonfinite"
         assert error.value.hint
-        assert "a step was undone" in caplog.text
+        assert "a step was rolled back" in caplog.text
         assert unchanged(host, before)
         assert (host.step, host.main.step, host.main.losses_since_step, host.main.gradients()) == (
             0,
@@ -211,15 +211,15 @@ def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
     good = (tmp_path / "split.safetensors").read_bytes()
     with torch.no_grad():
         next(iter(host.main.parameters.values())).view(-1)[0] = math.nan
-    with pytest.raises(CheckpointError, match="hold NaN or Inf"):
+    with pytest.raises(CheckpointError, match="must be finite"):
         host.save()
-    with pytest.raises(CheckpointError, match="hold NaN or Inf"):
+    with pytest.raises(CheckpointError, match="must be finite"):
         host.backbone()
     assert (tmp_path / "split.safetensors").read_bytes() == good
     broken = made("gpt2")
     with torch.no_grad():
         broken.transformer.h[0].ln_1.weight[0] = math.inf
-    with pytest.raises(CheckpointError, match="hold NaN or Inf"):
+    with pytest.raises(CheckpointError, match="must be finite"):
         Host(broken, ADAMW)
 
 
@@ -348,16 +348,16 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
         loss = models["bob"](**batch("gpt2", 1)).loss  # a pass is open
         for bad in (b"\xff\xfe", b"", b"ann\nann\n", b"ann speed=9\n"):
             path.write_bytes(bad)
-            wait_for(lambda: caplog.text.count("stays as it was") > 0)
+            wait_for(lambda: caplog.text.count("was not reloaded") > 0)
             caplog.clear()
         path.unlink()
-        wait_for(lambda: caplog.text.count("stays as it was") > 0)
+        wait_for(lambda: caplog.text.count("was not reloaded") > 0)
         assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
         path.write_text("ann requests=900\n")
-        wait_for(lambda: "cut off: bob" in caplog.text and server.streams == 1)
+        wait_for(lambda: "no longer listed: bob" in caplog.text and server.streams == 1)
         assert [s.peer for s in host.sessions.values()] == ["ann"]
         assert host.quotas.for_client("ann").requests == 900
-        with pytest.raises(RefusedError, match="does not know you") as error:
+        with pytest.raises(RefusedError, match="not on the server's list") as error:
             loss.backward()
         assert error.value.code == "client"
         train("gpt2", models["ann"], optimizer_of(models["ann"]), range(1, 2))
@@ -595,7 +595,7 @@ def test_a_server_that_only_serves_for_a_while_loses_no_training_state(
     assert a.main.moments()
     assert unchanged(b, snapshot_of(a))
     assert same(a.main.gradients(), b.main.gradients())
-    with pytest.raises(CheckpointError, match="training with adamw"):
+    with pytest.raises(CheckpointError, match="was trained with adamw"):
         Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
 
 

@@ -1,13 +1,17 @@
-"""Split learning: data, labels, embedding and head stay with a client, the backbone is on a server,
-and a few named tensors cross a network.
+"""Split learning: data, labels, embedding and head stay on a client, the backbone runs on a server.
 
-    host = Host(backbone, Training("adamw", rate=1e-3), folder="kept")    # the server's side
-    link = connect(model, InProcess(host), element=g, rows="batch")       # the client's: the model
-    is trained as ever
+    host = Host(model, OptimizerConfig("adamw", lr=1e-3), folder="checkpoint")    # server
+    link = connect(client_model, InProcess(host), element=g, rows="batch")        # client
 
-`frames` has the bytes that cross, `passing` what is in them, `host` the server's rules (over
-`sessions`, `running`, `generating`, `master_weights`, `rounds` and `keeping`), `log` the client's,
-`network` gRPC, `clients` the list of those that may come.
+After `connect` the client's model is trained like any other; only named tensors cross the network.
+
+- `protocol/`: `frames` (bytes to named tensors), `messages` (their meaning, validated), `channel`
+  and `certificates` (gRPC options and TLS), `transport` (the network as one method).
+- `server/`: `host` (the rules of a session) over `sessions`, `executor`, `generation`, `rounds`
+  and `checkpoint`; `memory`, `costs`, `quotas` and `flow_control` bound what clients use;
+  `network` serves it all over gRPC.
+- `client/`: `remote_backbone` (the model's blocks, run by the server), `request_log` and `journal`
+  (every request executed exactly once), `train` (the training loop).
 """
 
 from regauge.split.client.remote_backbone import RemoteBackbone, connect

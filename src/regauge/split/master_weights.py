@@ -1,9 +1,9 @@
-"""Optimizer steps that count or leave no trace: float32 master weights, a check, an exact undo.
+"""Optimizer steps over float32 master weights, with a check for NaN and an exact rollback.
 
-Half-precision parameters are trained through float32 copies (master weights), over which the
-optimizer has its state: in float16 AdamW's eps of 1e-8 is zero, and most steps are smaller than the
-spacing of the weights. Parameters of other dtypes are their own masters, so that their trajectory
-is that of the plain optimizer, bit for bit.
+Half-precision parameters are trained through float32 copies (master weights), which the optimizer
+state belongs to: in float16 AdamW's eps of 1e-8 is zero, and most steps are smaller than the
+spacing of the weights. Parameters of other dtypes are their own masters, so their trajectory is
+that of the plain optimizer, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class StepError(RegaugeError):
-    """A step with a result that is not finite.
+    """A step whose result is not finite.
 
-    Weights and optimizer state are as before it. Its gradients are dropped.
+    Weights and optimizer state are rolled back. The gradients of the step are dropped.
     """
 
 
 class Snapshot:
-    """A copy of tensors that a failed step is undone from.
+    """A copy of tensors, to roll back a failed step.
 
-    Its memory is reused: one snapshot serves all learners of a server.
+    Its memory is reused: all backbones of a server share one snapshot.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Snapshot:
         self._saved: dict[str, Tensor] = {}
 
     def save(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors, and remember where they came from."""
+        """Copy the tensors, and keep references to them for `restore`."""
         self._saved = {}
         for key, tensor in tensors.items():
             buffer = self._buffers.get(key)
@@ -53,7 +53,7 @@ class Snapshot:
         self._saved = dict(tensors)
 
     def restore(self) -> None:
-        """Write the saved values back into the tensors that they came from, if there are any."""
+        """Write the saved values back into their tensors."""
         if not self._saved:
             return
         torch._foreach_copy_(
@@ -61,12 +61,18 @@ class Snapshot:
         )
 
     def release(self) -> None:
-        """Forget the tensors, but not the memory of their copies."""
+        """Drop the references to the tensors; the buffers are kept for the next `save`."""
         self._saved = {}
 
 
 class MasterOptimizer:
-    """The optimizer of `training` over the master weights of `parameters`."""
+    """An optimizer over the master weights of named parameters.
+
+    Args:
+        training: Options of the optimizer.
+        parameters: Trained parameters by name.
+        snapshot: Buffers for rollbacks, to share them with other optimizers.
+    """
 
     def __init__(
         self,
@@ -83,19 +89,20 @@ class MasterOptimizer:
         self.snapshot = snapshot or Snapshot()
 
     @property
-    def half(self) -> dict[str, Tensor]:
-        """The master weights of half-precision parameters, which a checkpoint holds too."""
+    def half_masters(self) -> dict[str, Tensor]:
+        """Return the master weights of half-precision parameters; checkpoints store them too."""
         return {n: m.detach() for n, m in self.masters.items() if m is not self.parameters[n]}
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by parameter and name."""
+        """Return the optimizer state by parameter and entry."""
         return get_moments(self.optimizer, self.masters)
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return the accumulated gradients of the master weights."""
         return {n: m.grad for n, m in self.masters.items() if m.grad is not None}
 
-    def collect(self) -> None:
-        """Add the gradients of half-precision parameters to those of their masters."""
+    def collect_gradients(self) -> None:
+        """Move the gradients of half-precision parameters to their masters, adding them up."""
         for name, p in self.parameters.items():
             master = self.masters[name]
             if master is not p and p.grad is not None:
@@ -103,15 +110,18 @@ class MasterOptimizer:
                 p.grad = None
 
     def step(self, number: int) -> None:
-        """Take the step of this number (the first is 0) with the gradients that are there.
+        """Take one optimizer step with the accumulated gradients.
 
         The gradients are dropped, whether the step succeeds or not.
 
+        Args:
+            number: Index of the step in the learning rate schedule, from 0.
+
         Raises:
-            StepError: a weight, in its own dtype too, or the optimizer's state is not finite.
+            StepError: A weight, also in its own dtype, or the optimizer state is not finite.
         """
         state = self.optimizer.state
-        before = {p: dict(entries) for p, entries in state.items()}
+        previous = {p: dict(entries) for p, entries in state.items()}
         try:
             self.snapshot.save(self._state_tensors())
             if self.training.clip:
@@ -119,7 +129,7 @@ class MasterOptimizer:
             for group in self.optimizer.param_groups:
                 group["lr"] = self.training.lr_at(number)
             self.optimizer.step()
-            rounded = {n: m.to(self.parameters[n].dtype) for n, m in self.half.items()}
+            rounded = {n: m.to(self.parameters[n].dtype) for n, m in self.half_masters.items()}
             if not are_finite((*self._state_tensors().values(), *rounded.values())):
                 raise StepError(
                     f"step {number} must leave finite weights and optimizer state, got NaN or Inf",
@@ -127,7 +137,7 @@ class MasterOptimizer:
                 )
         except BaseException:
             state.clear()
-            state.update(before)
+            state.update(previous)
             self.snapshot.restore()
             raise
         finally:
@@ -135,18 +145,20 @@ class MasterOptimizer:
             self.optimizer.zero_grad(set_to_none=True)
         self._write_parameters(rounded)
 
-    def restore(self, kept: checkpoint.TrainingState) -> None:
-        """Go on from a checkpoint that has been validated, and whose weights are loaded."""
+    def restore(self, state: checkpoint.TrainingState) -> None:
+        """Load masters, gradients and moments from a validated state whose weights are loaded."""
         for name, master in self.masters.items():
             with torch.no_grad():
-                master.copy_(kept.masters.get(name, self.parameters[name]))
-            if name in kept.gradients:
-                master.grad = kept.gradients[name].to(master.device, master.dtype)
-            load_moments(self.optimizer, master, kept.optimizer.get(name, {}))
+                master.copy_(state.masters.get(name, self.parameters[name]))
+            if name in state.gradients:
+                master.grad = state.gradients[name].to(master.device, master.dtype)
+            load_moments(self.optimizer, master, state.optimizer.get(name, {}))
 
     def publish(self) -> None:
         """Round the master weights into the half-precision parameters."""
-        self._write_parameters({n: m.to(self.parameters[n].dtype) for n, m in self.half.items()})
+        self._write_parameters(
+            {n: m.to(self.parameters[n].dtype) for n, m in self.half_masters.items()}
+        )
 
     def _write_parameters(self, rounded: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -154,21 +166,22 @@ class MasterOptimizer:
                 self.parameters[name].copy_(tensor)
 
     def _state_tensors(self) -> dict[str, Tensor]:
-        out = {n: m.detach() for n, m in self.masters.items()}
-        return out | {
+        """Return all tensors that a step changes."""
+        tensors = {n: m.detach() for n, m in self.masters.items()}
+        return tensors | {
             f"{n}/{k}": t for n, entries in self.moments().items() for k, t in entries.items()
         }
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether no number is NaN or Inf."""
+    """Return whether all values are finite."""
     return _are_bounded(tensors, math.inf)
 
 
 def are_usable(gradients: Iterable[Tensor]) -> bool:
     """Return whether all gradients and their squares are finite.
 
-    One that is not would leave an infinite moment with the optimizer, for ever.
+    A single infinite square would leave an infinite second moment in the optimizer for good.
     """
     return all(
         _are_bounded(group, math.sqrt(max(torch.finfo(dtype).max, torch.finfo(torch.float32).max)))
@@ -179,8 +192,8 @@ def are_usable(gradients: Iterable[Tensor]) -> bool:
 def _are_bounded(tensors: Iterable[Tensor], limit: float) -> bool:
     """Return whether every magnitude is finite and at most `limit`.
 
-    Norms are 10 times as fast as `isfinite`, and never below the largest magnitude. Where one is
-    too large (it may have overflowed), the tensors are checked exactly.
+    Norms are 10 times as fast as `isfinite`, and never below the largest magnitude. If one is too
+    large (it may have overflowed), the tensors are checked exactly.
     """
     for group in _group_by_dtype(tensors).values():
         largest = float(torch.stack(torch._foreach_norm(group)).max())
@@ -199,8 +212,9 @@ def _is_bounded(tensor: Tensor, limit: float) -> bool:
 def _group_by_dtype(
     tensors: Iterable[Tensor],
 ) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    out: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Group non-empty float tensors by dtype and device."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() and tensor.is_floating_point():
-            out.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    return out
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    return groups

@@ -1,8 +1,7 @@
-"""Parts of a model as folders: the client's embedding and head, the server's backbone, and the
-whole that they make.
+"""Parts of a model as checkpoint folders: a client's embedding and head, or a server's backbone.
 
-A part is an ordinary checkpoint folder, with config.json, that has the tensors of one part only;
-`split.json` in it says which.
+A part is an ordinary checkpoint folder with config.json, which holds the tensors of one part only;
+its `split.json` names the part. `join` makes a complete checkpoint of two parts.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ PART_FILE = "split.json"
 VERSION = 1
 _DESCRIPTIONS = {
     "edges": "The embedding and the head of a model, trained by a client of split learning. The "
-    "backbone is with the server.",
+    "backbone is on the server.",
     "backbone": "The backbone of a model, trained by a server of split learning. Embedding and "
-    "head are with the clients.",
+    "head are on the clients.",
 }
 
 
@@ -42,42 +41,65 @@ def write_part(
     state: Mapping[str, Tensor] | None = None,
     extra_fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write one part of a model into a new folder, whole or not at all. `state` is for weights that
-    are not the model's own.
+    """Write one part of a model to a new folder, atomically.
+
+    Args:
+        out: Folder to create.
+        model: The model; its class and config are written with the weights.
+        source: Checkpoint that the model was loaded from.
+        part: "edges" (embedding and head) or "backbone".
+        state: Weights to write instead of the model's own.
+        extra_fields: Further fields of `split.json`.
+
+    Raises:
+        CheckpointError: `out` exists already.
     """
-    where = cut(model, source.config)
-    paths = tuple(f"{b.blocks}." for b in where.boundaries)
-    chosen = {
+    model_cut = cut(model, source.config)
+    prefixes = tuple(f"{b.blocks}." for b in model_cut.boundaries)
+    tensors = {
         n: t
         for n, t in (state or model.state_dict()).items()
-        if n.startswith(paths) == (part == "backbone")
+        if n.startswith(prefixes) == (part == "backbone")
     }
-    about = {
+    fields = {
         "regauge": "split part",
         "version": VERSION,
         "part": part,
         "what": _DESCRIPTIONS[part],
         "class": type(model).__name__,
     }
-    about |= {
-        "digest": describe_model(where, source.config)["digest"],
+    fields |= {
+        "digest": describe_model(model_cut, source.config)["digest"],
         "join": "regauge split join EDGES BACKBONE -o OUT",
         **(extra_fields or {}),
     }
-    _write_folder(out, model, source, source.mode, chosen, about, copy_other_files=part == "edges")
+    _write_folder(
+        out, model, source, source.mode, tensors, fields, copy_other_files=part == "edges"
+    )
 
 
 def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None = None) -> str:
-    """A whole model of an embedding and a head, and a backbone, each from a part's folder or a
-    whole model's. Returns the id of the key that it is locked with, if it is.
+    """Join embedding and head with a backbone to a complete checkpoint.
+
+    Args:
+        edges: Part folder, or complete checkpoint, that embedding and head are taken from.
+        backbone: Part folder, or complete checkpoint, that the backbone is taken from.
+        out: Folder to create.
+        dtype: Dtype of the written weights; by default the stored one.
+
+    Returns:
+        The id of the key that the model is locked with, or "" if it is not locked.
+
+    Raises:
+        CheckpointError: The two belong to different models or locks, or `out` exists already.
     """
     check_new(out)
     sources = [open_checkpoint(s) for s in (edges, backbone)]
     records = [record_of(s) for s in sources]
     if records[0] != records[1]:
-        keys = " and ".join("not at all" if r is None else f"by the key {r.key}" for r in records)
+        keys = " and ".join("not locked" if r is None else f"key {r.key}" for r in records)
         raise CheckpointError(
-            f"{edges} and {backbone} are locked differently: {keys}",
+            f"{edges} and {backbone} must have the same lock, got {keys}",
             hint="join parts of one locked model",
         )
     models = [
@@ -85,17 +107,18 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
         for s, part in zip(sources, ("edges", "backbone"), strict=True)
     ]
     cuts = [cut(m, s.config) for m, s in zip(models, sources, strict=True)]
-    about = [describe_model(c, s.config) for c, s in zip(cuts, sources, strict=True)]
-    for what in about[0]:
-        if about[0][what] != about[1][what]:
+    descriptions = [describe_model(c, s.config) for c, s in zip(cuts, sources, strict=True)]
+    for field in descriptions[0]:
+        if descriptions[0][field] != descriptions[1][field]:
             raise CheckpointError(
-                f"the {what} of {edges} is {about[0][what]}, that of {backbone} {about[1][what]}",
+                f"{edges} and {backbone} must have the same {field}, got "
+                f"{descriptions[0][field]} and {descriptions[1][field]}",
                 hint="join parts of one model",
             )
     if type(models[0]) is not type(models[1]):
         raise CheckpointError(
-            f"{edges} is of a {type(models[0]).__name__}, {backbone} of a "
-            f"{type(models[1]).__name__}",
+            f"{edges} and {backbone} must be parts of one class, got "
+            f"{type(models[0]).__name__} and {type(models[1]).__name__}",
             hint="join parts of one model",
         )
     state = {n: t for m in models for n, t in m.state_dict().items() if not t.is_meta}
@@ -117,12 +140,13 @@ def _write_folder(
     source: Checkpoint,
     mode: int,
     state: Mapping[str, Tensor],
-    about: Mapping[str, Any] | None,
+    fields: Mapping[str, Any] | None,
     *,
     copy_other_files: bool,
 ) -> None:
+    """Write weights, config and `split.json`, if given, to a new folder."""
     check_new(out)
-    plain = {n: t.detach().cpu() for n, t in state.items()}
+    tensors = {n: t.detach().cpu() for n, t in state.items()}
     others = (
         other_files(source.path, {PART_FILE, *source.files})[0]
         if copy_other_files and source.is_folder
@@ -131,12 +155,12 @@ def _write_folder(
     with staged_folder(out, mode & copies_mode(others)) as partial:
         if hasattr(model, "save_pretrained"):
             with quiet():
-                model.save_pretrained(partial, state_dict=plain)
+                model.save_pretrained(partial, state_dict=tensors)
         else:
             from safetensors.torch import save_file
 
             save_file(
-                {n: t.contiguous().clone() for n, t in plain.items()},
+                {n: t.contiguous().clone() for n, t in tensors.items()},
                 partial / WEIGHTS,
                 {"format": "pt"},
             )
@@ -146,5 +170,5 @@ def _write_folder(
             if not (partial / name).exists():
                 make_folder((partial / name).parent)
                 copy_file(path, partial / name, OWNER)
-        if about is not None:
-            write_bytes(partial / PART_FILE, json.dumps(about, indent=2).encode() + b"\n")
+        if fields is not None:
+            write_bytes(partial / PART_FILE, json.dumps(fields, indent=2).encode() + b"\n")

@@ -1,1 +1,1 @@
-"""The client of split learning: an ordinary model whose backbone runs on a server."""
+"""The client of split learning: a model whose backbone runs on a server."""

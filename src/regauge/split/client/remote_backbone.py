@@ -1,14 +1,14 @@
-"""The client's side: an ordinary model whose backbone runs elsewhere.
+"""A remote backbone: the client's model, with its blocks run by a server.
 
     link = connect(model, transport, element=g, rows="batch")
-    loss = model(**inputs).loss            # embed here, the blocks there, head here
-    loss.backward()                        # and back; the server takes its step
-    optimizer.step()                       # of embed and head, the client's own
-    link.close()                           # the model is as it was
+    loss = model(**inputs).loss            # embedding here, blocks on the server, head here
+    loss.backward()                        # the server takes its step
+    optimizer.step()                       # the client steps embedding and head
+    link.close()                           # the model runs locally again
 
-What leaves is moved by the element (columns) and shuffled (rows) before it is packed, and what
-comes back is put in order again, outputs and gradients alike. The client's own copies of the blocks
-are not used, and are frozen meanwhile; their weights may be on the meta device.
+Features are transformed by the element (columns) and permuted (rows) before they are packed;
+outputs and gradients that come back are restored to the model's own order and basis. The client's
+copies of the blocks are unused and frozen meanwhile; their weights may be on the meta device.
 """
 
 from __future__ import annotations
@@ -70,25 +70,42 @@ def connect(
     patience: float = 120.0,
     defences: Sequence[Defence | str] = (),
 ) -> RemoteBackbone:
-    """Hand a model's backbone to a server until the link is closed. The model is used, trained and
-    saved as ever.
+    """Run a model's backbone on a server until the returned link is closed.
 
-    `element` is what the server's backbone is locked with. With `rows` the tokens are shuffled, by
-    a fresh permutation for every batch or for every sample; `keep_cls` leaves the first one in its
-    place. `defences` are more of what is done to what leaves (`regauge.defences.split`; "noise=0.5"
-    is short for `Noise(0.5)`). `codec` is how features cross ("" as they are, "BF16", "F16", "Q8").
-    `journal` is a folder for a run that may be killed and go on. `secret` is what shuffles are
-    drawn from; without it they are from the system's randomness. `key` is the id of the key of the
-    lock, if the server is to compare it. `patience` is how many seconds may pass without a reply.
+    The model is used, trained and saved as before.
+
+    Args:
+        model: A model whose family has a cut, or any model with `boundaries`.
+        transport: Connection to the server.
+        element: Element that the server's backbone is locked with.
+        rows: Permute the tokens, with a fresh permutation for every "batch" or every "sample".
+        keep_cls: Leave the first token in its place.
+        codec: Compression of features: "" (none), "BF16", "F16" or "Q8".
+        journal: Folder of a run that can be resumed after the client was killed.
+        secret: Seed of the permutations; by default it is random.
+        key: Id of the lock's key, to compare it with the server's.
+        config: The model's config, if it does not carry one.
+        boundaries: Where the model is cut, if its family does not define it.
+        limits: Largest frame to accept from the server.
+        patience: Seconds without a reply after which an exchange fails.
+        defences: Further defences (`regauge.defences.split`); "noise=0.5" stands for `Noise(0.5)`.
+
+    Returns:
+        The remote backbone, a context manager that closes itself.
+
+    Raises:
+        CutError: The model cannot be cut, or is authorized or permuted locally.
+        RefusedError: The server rejects the model, the key or the session.
+        TransportError: The server cannot be reached.
     """
-    kept = FolderJournal(journal) if isinstance(journal, str | Path) else journal or MemoryJournal()
-    shuffled = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
+    opened = FolderJournal(journal) if isinstance(journal, str | Path) else journal
+    all_defences = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
     return RemoteBackbone(
         model,
         transport,
-        kept,
+        opened or MemoryJournal(),
         element,
-        parse_defences(shuffled),
+        parse_defences(all_defences),
         codec,
         secret,
         key,
@@ -100,7 +117,7 @@ def connect(
 
 
 class RemoteBackbone:
-    """A model's backbone on a server. `close()` gives the model its own blocks back."""
+    """A model's backbone on a server. `close()` makes the model use its own blocks again."""
 
     def __init__(
         self,
@@ -120,50 +137,45 @@ class RemoteBackbone:
         if codec not in CODECS:
             raise FrameError(
                 "codec",
-                f"there is no codec {codec!r}",
+                f"unknown codec {codec!r}",
                 hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}",
             )
         if is_authorized(model) or getattr(model, PERMUTED, False):
             raise CutError(
-                f"this {type(model).__name__} is authorised or permuted on this machine",
-                hint="undo that first: the link has its own element",
+                f"the {type(model).__name__} must not be authorized or permuted locally",
+                hint="undo that first, and pass the element to connect",
             )
         if element is not None:
             element.require()
         self.cut = cut(model, config, boundaries=boundaries)
         self.element, self.defences = element, tuple(defences)
-        self.moves_rows = any(
-            isinstance(d, Rows | BatchShuffle) for d in defences
-        )  # do tokens leave their places?
+        self.moves_rows = any(isinstance(d, Rows | BatchShuffle) for d in defences)
         if self.moves_rows:
             self._require_movable_rows(model)
         self.secret = journal.secret if secret is None else secret_of(secret)
-        self.make_nonce: Callable[[], str] = lambda: os.urandom(
-            8
-        ).hex()  # what a prediction draws from, beside the secret
+        # The randomness of a prediction, beside the secret.
+        self.make_nonce: Callable[[], str] = lambda: os.urandom(8).hex()
         limits = limits or Limits()
-        about: dict[str, Value] = {
+        hello: dict[str, Value] = {
             **describe_model(self.cut, config),
             "protocol": PROTOCOL,
             "key": key,
             "codec": codec,
         }
-        about["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
+        hello["limits"] = [limits.payload, limits.table, limits.tensors, limits.axes]
         self.log = RequestLog(
-            transport, journal, about, codec=codec, limits=limits, patience=patience
+            transport, journal, hello, codec=codec, limits=limits, patience=patience
         )
         if not journal.reply(1):
             try:
-                self.log.handshake()  # a wrong model is refused here, and not in the first step
+                self.log.handshake()  # rejects a wrong model here, and not in the first step
             except BaseException:
                 journal.abandon()
                 raise
-        self.open_passes: set[int] = set()  # forward passes that may have a backward pass yet
-        self.abandoned: list[int] = []  # and those that will not
-        self.is_optimizer_checked = (
-            False  # does the server's optimizer keep what the element does? looked at once
-        )
-        self.is_step_pending = False  # is the server to be told when the engine is through?
+        self.open_passes: set[int] = set()  # forward passes whose graph is alive
+        self.abandoned: list[int] = []  # forward passes that will have no backward pass
+        self.is_optimizer_checked = False
+        self.is_step_pending = False  # STEP is sent when the autograd engine has finished
         self.anchor = torch.zeros((), requires_grad=True)
         self.caches: weakref.WeakKeyDictionary[Any, _RemoteCache] = weakref.WeakKeyDictionary()
         self.frozen = [
@@ -183,24 +195,26 @@ class RemoteBackbone:
             p.requires_grad_(False)
 
     def _require_movable_rows(self, model: torch.nn.Module) -> None:
+        """Raise CutError if the blocks depend on the order of their rows."""
         for b in self.cut.boundaries:
             if "token" not in b.leave:
                 raise CutError(
-                    f"the rows of a {type(model).__name__} cannot move: its blocks look at "
-                    "neighbours",
+                    f"the rows of a {type(model).__name__} cannot be permuted: its blocks mix "
+                    "neighbouring rows",
                     hint="connect with rows=None",
                 )
-            made = next((name for name, make in b.implicit.items() if make is not None), None)
-            if made is not None:
+            derived = next((name for name, make in b.implicit.items() if make is not None), None)
+            if derived is not None:
                 raise CutError(
-                    f'the server\'s blocks make "{made}" from the order of their rows, so the '
-                    "rows cannot move",
+                    f'the rows cannot be permuted: the server\'s blocks derive "{derived}" from '
+                    "their order",
                     hint="connect with rows=None",
                 )
 
     def close(self) -> None:
-        """Give the model its blocks back. The session stays with the server: another link with the
-        same journal may go on.
+        """Make the model use its own blocks again.
+
+        The server keeps the session: another link with the same journal can resume it.
         """
         self.route.remove()
         if self.input_hook is not None:
@@ -210,7 +224,7 @@ class RemoteBackbone:
         self.frozen = []
 
     def end(self) -> None:
-        """Close, and let the server forget the session, once it has all of it."""
+        """Close, and end the session once the server has answered all requests."""
         self.close()
         self.log.end_session()
 
@@ -222,12 +236,13 @@ class RemoteBackbone:
 
     @property
     def server_info(self) -> dict[str, Value]:
-        """What the server says of itself: its optimizer, its limits, how far the session is."""
+        """Return the server's WELCOME: its optimizer, its limits, the state of the session."""
         return dict(self.log.welcome or self.log.handshake())
 
     def state_dict(self) -> dict[str, Any]:
-        """For the client's own checkpoint, beside its model and its optimizer: which requests they
-        have seen the replies to.
+        """Return the link's part of a client checkpoint, to be saved with model and optimizer.
+
+        It states up to which request the two include the replies.
         """
         return {
             "session": self.log.journal.session,
@@ -236,43 +251,48 @@ class RemoteBackbone:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the state of a client checkpoint."""
         if state["session"] != self.log.journal.session:
             raise FrameError(
                 "session",
-                "the checkpoint is of another session than the journal",
-                hint="name the folder that it was made with",
+                "checkpoint and journal must belong to the same session, got two",
+                hint="name the journal folder that the checkpoint was written with",
             )
         self.log.number, self.abandoned = int(state["number"]), [int(n) for n in state["dead"]]
 
     def mark_saved(self) -> None:
-        """Say that a checkpoint with `state_dict()` is on the disk: the journal drops what is not
-        needed to go on from there.
+        """Record that a checkpoint with `state_dict()` is on disk.
+
+        The journal drops what is not needed to resume from it.
         """
         self.log.mark_checkpoint()
 
-    # One pass
+    # Passes
 
     def _cross(self, crossing: Crossing) -> Tensor:
-        learns = torch.is_grad_enabled()
-        if learns:
+        """Run one pass of the backbone on the server."""
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
             self._require_compatible_optimizer()
         cache = crossing.inputs.get(CACHE)
         if cache is not None:
-            self._require_cache(cache, learns)
-        there, home = apply_defences(self.defences, crossing, self._random_source())
-        there = there if self.element is None else there.transform(self.element)
-        z = self._trained(there) if learns else self._predict(there, cache)
+            self._require_cache(cache, with_grad)
+        sent, restore = apply_defences(self.defences, crossing, self._random_source())
+        sent = sent if self.element is None else sent.transform(self.element)
+        z = self._forward_with_grad(sent) if with_grad else self._predict(sent, cache)
         if z.shape[0] != crossing.stream.shape[0]:
             raise FrameError(
                 "shape",
                 f"the server returned a stream of shape {list(z.shape)} for "
                 f"{list(crossing.stream.shape)}",
             )
-        return home(z if self.element is None else crossing.restore(self.element, z))
+        return restore(z if self.element is None else crossing.restore(self.element, z))
 
     def _random_source(self) -> KeyedRandom:
-        """What this pass draws from: a request that is made again draws the same; a prediction,
-        which is not, draws afresh.
+        """Return the random source of this pass.
+
+        It depends on the request's number, so that a repeated request is the same. Predictions have
+        no number and use fresh randomness.
         """
         return KeyedRandom(
             self.secret,
@@ -282,104 +302,108 @@ class RemoteBackbone:
     def _defend_inputs(
         self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The defences on images, before the model's embedding sees them."""
-        draw, found = self._random_source(), 0
+        """Apply the defences on images before the model's embedding."""
+        source, count = self._random_source(), 0
 
-        def defended(value: Any) -> Any:
-            nonlocal found
+        def defend(value: Any) -> Any:
+            nonlocal count
             if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() != 4:
                 return value
-            found += 1
+            count += 1
             for defence in self.defences:
-                value = defence.apply_to_images(value, draw)
+                value = defence.apply_to_images(value, source)
             return value
 
-        inputs = tuple(map(defended, args)), {key: defended(value) for key, value in kwargs.items()}
-        if found != 1:
-            named = next(d for d in self.defences if d.stage == 0)
+        inputs = tuple(map(defend, args)), {key: defend(value) for key, value in kwargs.items()}
+        if count != 1:
+            defence = next(d for d in self.defences if d.stage == 0)
             raise DefenceError(
-                f"{type(named).__name__} is for images, and this model was given {found or 'none'}",
-                hint="defend the stream: noise, clip",
+                f"{type(defence).__name__} needs one batch of images, got {count}",
+                hint="use defences of the stream, such as noise or clip",
             )
         return inputs
 
-    def _trained(self, there: Crossing) -> Tensor:
-        values, tensors = pack(there)
+    def _forward_with_grad(self, crossing: Crossing) -> Tensor:
+        """Run a pass that has a backward pass."""
+        values, tensors = pack(crossing)
         return _RemoteForward.apply(  # type: ignore[no-any-return, no-untyped-call]
-            self, there.boundary, values, list(tensors), self.anchor, *tensors.values()
+            self, crossing.boundary, values, list(tensors), self.anchor, *tensors.values()
         )
 
     def _require_compatible_optimizer(self) -> None:
-        """Refuse to train under an element that the server's optimizer does not keep: it would not
-        be the plain training.
+        """Raise CutError if the server's optimizer does not commute with the element.
+
+        Training would then differ from that of the plain model.
         """
-        told = self.log.welcome
+        server = self.log.welcome
         if (
             self.element is None
-            or told is None
-            or not told.get("trains")
+            or server is None
+            or not server.get("trains")
             or self.is_optimizer_checked
         ):
             return
         for space, member in self.element.members.items():
             kind = member_kind(member)
-            if kind == "linear" or (kind == "orthogonal" and told.get("optimizer") != "sgd"):
+            if kind == "linear" or (kind == "orthogonal" and server.get("optimizer") != "sgd"):
                 raise CutError(
-                    f"the server trains with {told.get('optimizer')}, which does not keep what "
-                    f'the element does on "{space}" ({kind})',
-                    hint="lock by (signed) permutations to train; a rotation needs a server "
+                    f"the server trains with {server.get('optimizer')}, which does not commute "
+                    f'with the element\'s {kind} transform of "{space}"',
+                    hint="lock with (signed) permutations to train; a rotation needs a server "
                     "with sgd, and frozen unit gains",
                 )
         self.is_optimizer_checked = True
 
     def _send_step(self) -> None:
-        """The loss has been gone through, and a pass is open that was none of its own."""
+        """Send STEP after a backward pass that left other forward passes open."""
         if self.is_step_pending:
             self.is_step_pending = False
             self.log.submit(Frame(Kind.STEP))
 
-    def _predict(self, there: Crossing, cache: Any) -> Tensor:
-        values, tensors = pack(there)
-        remembered = None
+    def _predict(self, crossing: Crossing, cache: Any) -> Tensor:
+        """Run a pass without gradients; `cache` is the client's key/value cache, if any."""
+        values, tensors = pack(crossing)
+        remote_cache = None
         if cache is not None:
-            remembered = self.caches.setdefault(cache, _RemoteCache())
-            values |= remembered.request_values(cache)
+            remote_cache = self.caches.setdefault(cache, _RemoteCache())
+            values |= remote_cache.request_values(cache)
         reply = self.log.predict(
-            Frame(Kind.FORWARD, 0, values, tensors), exact_keys(there.boundary, tensors)
+            Frame(Kind.FORWARD, 0, values, tensors), exact_keys(crossing.boundary, tensors)
         )
-        if remembered is not None:
-            remembered.advance(cache, there.stream)
-        return _read_stream(reply, there.stream, there.boundary)
+        if remote_cache is not None:
+            remote_cache.advance(cache, crossing.stream)
+        return _read_stream(reply, crossing.stream, crossing.boundary)
 
-    def _require_cache(self, cache: Any, learns: bool) -> None:
+    def _require_cache(self, cache: Any, with_grad: bool) -> None:
+        """Raise CutError for caches that the server cannot stand in for."""
         if not hasattr(cache, "layers") or not hasattr(cache, "get_seq_length"):
             if hasattr(cache, "self_attention_cache") and not cache.get_seq_length():
                 return
             raise CutError(
-                f"a {type(cache).__name__} does not cross",
+                f"unsupported cache: {type(cache).__name__}",
                 hint="call the model with use_cache=False",
             )
         if not cache.get_seq_length():
             return
-        if learns:
+        if with_grad:
             raise CutError(
-                "a cache that is filled does not cross while gradients are wanted",
+                "a filled cache must be used without gradients",
                 hint="use torch.no_grad(), or use_cache=False",
             )
         if self.moves_rows:
             raise CutError(
-                "rows that were shuffled do not fit a cache",
+                "permuted rows cannot be used with a cache",
                 hint="generate with use_cache=False, or connect with rows=None",
             )
         if cache not in self.caches:
             raise CutError(
-                "the cache was filled by other blocks than the server's",
+                "the cache must be filled by the server's blocks, got one filled elsewhere",
                 hint="generate from the beginning",
             )
 
 
 class _PendingBackward:
-    """A forward pass that waits for its backward pass, for as long as its graph lives."""
+    """A forward pass that awaits its backward pass, as long as its graph is alive."""
 
     def __init__(self, link: RemoteBackbone, number: int) -> None:
         link.open_passes.add(number)
@@ -389,12 +413,15 @@ class _PendingBackward:
         self.abandon.atexit = False
 
 
-def _mark_abandoned(alive: set[int], dead: list[int], number: int) -> None:
-    alive.discard(number)
-    dead.append(number)
+def _mark_abandoned(open_passes: set[int], abandoned: list[int], number: int) -> None:
+    """Record that a forward pass will have no backward pass."""
+    open_passes.discard(number)
+    abandoned.append(number)
 
 
 class _RemoteForward(torch.autograd.Function):
+    """The server's blocks as one operation of the autograd graph."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -405,39 +432,45 @@ class _RemoteForward(torch.autograd.Function):
         anchor: Tensor,
         *tensors: Tensor,
     ) -> Tensor:
-        wanted = [
+        """Send FORWARD, and return the stream of the reply."""
+        needs_grad = [
             needed and t.is_floating_point()
             for needed, t in zip(ctx.needs_input_grad[5:], tensors, strict=True)
         ]
-        named = dict(zip(keys, tensors, strict=True))
+        inputs = dict(zip(keys, tensors, strict=True))
         released = sorted(link.abandoned)
-        asks: dict[str, Value] = {
+        request: dict[str, Value] = {
             **values,
-            "wants": [k for k, w in zip(keys, wanted, strict=True) if w],
+            "wants": [k for k, w in zip(keys, needs_grad, strict=True) if w],
             "release": list(released),
         }
-        reply = link.log.submit(Frame(Kind.FORWARD, 0, asks, named), exact_keys(boundary, named))
-        for n in released:  # others may have died meanwhile
+        reply = link.log.submit(
+            Frame(Kind.FORWARD, 0, request, inputs), exact_keys(boundary, inputs)
+        )
+        for n in released:  # others may have been abandoned meanwhile
             link.abandoned.remove(n)
-        ctx.link, ctx.keys, ctx.wanted, ctx.number = link, keys, wanted, reply.number
-        ctx.like = [(t.shape, t.dtype, t.device) for t in tensors]
-        ctx.waits = _PendingBackward(link, reply.number)
-        z = _read_stream(reply, named[boundary.stream], boundary)
-        if not bool(torch.isfinite(z).all()):  # in a prediction, rows that are padding may be
+        ctx.link, ctx.keys, ctx.needs_grad, ctx.number = link, keys, needs_grad, reply.number
+        ctx.signatures = [(t.shape, t.dtype, t.device) for t in tensors]
+        ctx.pending = _PendingBackward(link, reply.number)
+        z = _read_stream(reply, inputs[boundary.stream], boundary)
+        # Predictions are not checked: their padded rows may hold NaN.
+        if not bool(torch.isfinite(z).all()):
             raise FrameError("nonfinite", "the server's stream holds NaN or Inf")
         return z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> Any:
-        link, number = ctx.link, ctx.number
-        if not ctx.waits.abandon.alive:
+        """Send BACKWARD, and return the gradients of the reply."""
+        link: RemoteBackbone = ctx.link
+        number: int = ctx.number
+        if not ctx.pending.abandon.alive:
             raise CutError(
-                "this pass has had its backward pass",
-                hint="the server keeps no graph after it; run the model again",
+                "backward() was called twice on one pass",
+                hint="the server frees the graph after the first call; run the model again",
             )
-        # Where no other pass is open, this is the last of the loss. Otherwise that is known when
-        # the engine is through.
+        # If no other pass is open, this is the last one of the loss. Otherwise this is known only
+        # when the autograd engine has finished.
         is_last = link.open_passes == {number}
         if not is_last and not link.is_step_pending:
             link.is_step_pending = True
@@ -447,30 +480,36 @@ class _RemoteForward(torch.autograd.Function):
                 Frame(Kind.BACKWARD, 0, {"of": number, "step": is_last}, {"stream": grad_output})
             )
         except RegaugeError:
-            ctx.waits.abandon()  # it will have no other
+            ctx.pending.abandon()
             link.is_step_pending = False
             raise
-        ctx.waits.abandon.detach()
+        ctx.pending.abandon.detach()
         link.open_passes.discard(number)
         link.is_step_pending = link.is_step_pending and not is_last
-        out: list[Tensor | None] = []
-        for key, wanted, (shape, dtype, device) in zip(ctx.keys, ctx.wanted, ctx.like, strict=True):
-            found = reply.tensors.get(key) if wanted else None
-            if wanted and (found is None or found.shape != shape or found.dtype != dtype):
+        grads: list[Tensor | None] = []
+        for key, needs_grad, (shape, dtype, device) in zip(
+            ctx.keys, ctx.needs_grad, ctx.signatures, strict=True
+        ):
+            grad = reply.tensors.get(key) if needs_grad else None
+            if needs_grad and (grad is None or grad.shape != shape or grad.dtype != dtype):
                 raise FrameError(
                     "layout",
-                    f'the server returned no gradient of "{key}", or one of another shape or dtype',
+                    f'the server\'s gradient of "{key}" must have shape {list(shape)} and dtype '
+                    f"{str(dtype).removeprefix('torch.')}, got another or none",
                 )
-            if found is not None and not bool(torch.isfinite(found).all()):
+            if grad is not None and not bool(torch.isfinite(grad).all()):
                 raise FrameError("nonfinite", f'the server\'s gradient of "{key}" holds NaN or Inf')
-            out.append(None if found is None else found.to(device))
-        return (None, None, None, None, None, *out)
+            grads.append(None if grad is None else grad.to(device))
+        return (None, None, None, None, None, *grads)
 
 
 def _read_stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
+    """Return the stream of a reply, checked against the stream that was sent."""
     z = reply.tensors.get("stream")
     if z is None or z.dtype != like.dtype or z.dim() != like.dim():
-        raise FrameError("stream", "the server's reply has no stream of the right kind")
+        raise FrameError(
+            "stream", "the server's reply must have a stream of the dtype and dimensions sent"
+        )
     if boundary.leave == boundary.enter.get(boundary.stream) and z.shape != like.shape:
         raise FrameError(
             "shape", f"the server returned a stream of shape {list(z.shape)} for {list(like.shape)}"
@@ -479,16 +518,17 @@ def _read_stream(reply: Frame, like: Tensor, boundary: Boundary) -> Tensor:
 
 
 class _RemoteCache:
-    """The server's cache of one generation, as the client knows it.
+    """The client's view of the server's key/value cache of one generation.
 
-    The client's own cache is filled with one number for each token, the row that it belongs to: it
-    says how long the text is, and after the rows were chosen anew (beams), which ones.
+    The client's own cache stores one number for each token: the row that the token belongs to. It
+    states how long the text is and, after a beam search has reordered the rows, which rows remain.
     """
 
     def __init__(self) -> None:
         self.name, self.turn, self.rows = os.urandom(8).hex(), 0, 0
 
     def request_values(self, cache: Any) -> dict[str, Value]:
+        """Return the values of a request for the next turn."""
         values: dict[str, Value] = {"cache": self.name, "turn": self.turn + 1}
         if self.turn:
             order = [int(i) for i in cache.layers[0].keys[:, 0, -1, 0].tolist()]
@@ -497,6 +537,7 @@ class _RemoteCache:
         return values
 
     def advance(self, cache: Any, stream: Tensor) -> None:
+        """Append the tokens of an answered turn to the client's cache."""
         self.turn, self.rows = self.turn + 1, stream.shape[0]
         row = torch.arange(stream.shape[0], dtype=torch.float32).view(-1, 1, 1, 1)
         for i in range(len(cache.layers)):

@@ -1,9 +1,8 @@
-"""The client's loop: embedding and head are trained here, on data that stay here, while the
-backbone is with the server.
+"""The client's training loop: embedding and head are trained on local data, the backbone remotely.
 
-A run is a function of its options, its data and its seed: every step draws its examples and its
-dropout from the seed and its number. So a client that was killed can start again from its
-checkpoint, and repeat what it had asked since, bit for bit (`journal`).
+A run is a function of its options, its data and its seed: the examples and the dropout of every
+step depend on the seed and the step's number alone. A client that was killed can therefore restart
+from its checkpoint and repeat its requests bit for bit (`journal`).
 """
 
 from __future__ import annotations
@@ -29,26 +28,28 @@ from regauge.split.server import checkpoint
 from regauge.split.server.executor import seeded_rng
 from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
-CHECKPOINT_FOLDER = "client"  # the folder of the client's checkpoint in its journal
+CHECKPOINT_FOLDER = "client"  # in the folder of the journal
 
 
 class RunError(RegaugeError):
-    """A run that cannot go on as asked."""
+    """A run that cannot be resumed with these options."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """How long, with how many examples at a time, and drawn from which seed."""
+    """Length, batch size and random seed of a training run."""
 
     steps: int
     batch_size: int
     seed: int = 0
 
     def batch_indices(self, examples: Examples, n: int) -> np.ndarray:
-        """The examples of the n-th batch: every epoch has an order of its own."""
-        each = math.ceil(len(examples) / self.batch_size)
-        order = np.random.default_rng([self.seed, n // each]).permutation(len(examples))
-        return order[(n % each) * self.batch_size :][: self.batch_size]
+        """Return the indices of the examples in batch `n`; every epoch has its own order."""
+        batches_per_epoch = math.ceil(len(examples) / self.batch_size)
+        order = np.random.default_rng([self.seed, n // batches_per_epoch]).permutation(
+            len(examples)
+        )
+        return order[(n % batches_per_epoch) * self.batch_size :][: self.batch_size]
 
 
 def train(
@@ -63,11 +64,26 @@ def train(
     on_step: Callable[[int, float], None] | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[float]:
-    """Train embedding and head, one step of theirs for each of the server's. Returns the losses of
-    the steps that were taken here.
+    """Train embedding and head, with one step for each step of the server.
 
-    With `folder`, the journal's, there is a checkpoint every so many steps, and the run goes on
-    from the last one. `stop` is asked before each step.
+    Args:
+        model: The model, connected by `link`.
+        link: Its remote backbone.
+        examples: Training data.
+        config: Optimizer of embedding and head.
+        run: Number of steps, batch size and seed.
+        folder: Folder of the journal. Checkpoints are written there, and a run resumes from the
+            last one.
+        save_every: Steps between checkpoints.
+        on_step: Called after each step with the number of steps done and the loss.
+        stop: Checked before each step; the run is saved and ends if it returns True.
+
+    Returns:
+        The losses of the steps taken by this call.
+
+    Raises:
+        RunError: `folder` holds a run with other options or data.
+        CheckpointError: The checkpoint in `folder` is damaged.
     """
     device = (
         link.anchor.device
@@ -88,29 +104,29 @@ def train(
             ]
         )
     ).hexdigest()
-    kept = None if folder is None else checkpoint.load(folder / CHECKPOINT_FOLDER)
+    restored = None if folder is None else checkpoint.load(folder / CHECKPOINT_FOLDER)
     begin = 0
-    if kept is not None:
-        if kept.digest != digest:
+    if restored is not None:
+        if restored.digest != digest:
             raise RunError(
                 f"{folder} holds a run with other options or data",
-                hint="go on with the same ones, or name an empty folder",
+                hint="resume with the same ones, or name an empty folder",
             )
-        link.load_state_dict(_restore(optimizer, kept, folder))
-        begin = kept.step
+        link.load_state_dict(_restore(optimizer, restored, folder))
+        begin = restored.step
     model.train()
     model.zero_grad(set_to_none=True)
     losses: list[float] = []
 
     def save(step: int) -> None:
         if folder is not None:
-            copy = checkpoint.TrainingState(
-                step, 0, 0, trained, optimizer.moments(), {}, optimizer.half
+            state = checkpoint.TrainingState(
+                step, 0, 0, trained, optimizer.moments(), {}, optimizer.half_masters
             )
             checkpoint.save(
                 folder / CHECKPOINT_FOLDER,
                 checkpoint.SplitCheckpoint(
-                    digest, step, copy, sessions={"link": link.state_dict()}
+                    digest, step, state, sessions={"link": link.state_dict()}
                 ),
             )
             link.mark_saved()
@@ -120,20 +136,20 @@ def train(
             save(step)
             return losses
         total = 0.0
-        for part in range(config.accumulate):
-            n = step * config.accumulate + part
+        for micro_batch in range(config.accumulate):
+            n = step * config.accumulate + micro_batch
             inputs, labels = examples.batch(run.batch_indices(examples, n))
-            moved = {
+            on_device = {
                 k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
                 for k, v in inputs.items()
             }
             with batch_rng(run.seed, n):
                 loss = (
-                    loss_of(examples, logits_of(model, moved), labels.to(device))
+                    loss_of(examples, logits_of(model, on_device), labels.to(device))
                     / config.accumulate
                 )
                 loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.collect()
+            optimizer.collect_gradients()
             total += float(loss.detach())
         optimizer.step(step)
         losses.append(total)
@@ -152,16 +168,25 @@ def measure(
     batch_size: int,
     progress: Progress | None = None,
 ) -> dict[str, float]:
-    """The mean loss, and with it the accuracy (of several answers to each example, their mean), or
-    the perplexity where tokens are predicted from those before them.
+    """Evaluate a model on examples.
+
+    Args:
+        model: The model; it is set to eval mode.
+        examples: Test data.
+        batch_size: Examples per forward pass.
+        progress: Progress callback, in examples.
+
+    Returns:
+        "loss" (mean), "accuracy" (over all labels, for multi-label examples too) and "examples";
+        with "perplexity" for tasks that predict tokens.
     """
     device = next(p.device for p in model.parameters() if not p.is_meta)
     dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    nats = right = count = 0.0
+    loss_sum = correct = count = 0.0
     model.eval()
-    for at in range(0, len(examples), batch_size):
-        inputs, labels = examples.batch(np.arange(at, min(at + batch_size, len(examples))))
-        moved, labels = (
+    for start in range(0, len(examples), batch_size):
+        inputs, labels = examples.batch(np.arange(start, min(start + batch_size, len(examples))))
+        on_device, labels = (
             {
                 k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
                 for k, v in inputs.items()
@@ -169,9 +194,9 @@ def measure(
             labels.to(device),
         )
         with torch.no_grad():
-            logits = logits_of(model, moved)
+            logits = logits_of(model, on_device)
         if examples.multi_label:
-            nats += (
+            loss_sum += (
                 float(
                     torch.nn.functional.binary_cross_entropy_with_logits(
                         logits, labels.to(logits.dtype)
@@ -179,20 +204,20 @@ def measure(
                 )
                 * labels.numel()
             )
-            right, count = (
-                right + float(((logits > 0) == (labels > 0)).sum()),
+            correct, count = (
+                correct + float(((logits > 0) == (labels > 0)).sum()),
                 count + labels.numel(),
             )
             if progress is not None:
-                progress(min(at + batch_size, len(examples)), len(examples), "")
+                progress(min(start + batch_size, len(examples)), len(examples), "")
             continue
         if examples.causal:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        guess = logits.argmax(1 if examples.dense else -1)
-        counted = labels != -100
-        n = int(counted.sum())
+        predictions = logits.argmax(1 if examples.dense else -1)
+        is_labelled = labels != -100
+        n = int(is_labelled.sum())
         flat = logits if examples.dense else logits.flatten(0, -2)
-        nats += (
+        loss_sum += (
             float(
                 torch.nn.functional.cross_entropy(
                     flat, labels if examples.dense else labels.flatten(), ignore_index=-100
@@ -200,47 +225,54 @@ def measure(
             )
             * n
         )
-        right, count = right + float((guess == labels)[counted].sum()), count + n
+        correct, count = correct + float((predictions == labels)[is_labelled].sum()), count + n
         if progress is not None:
-            progress(min(at + batch_size, len(examples)), len(examples), "")
-    loss = nats / count
-    found = {"loss": loss, "accuracy": right / count, "examples": float(len(examples))}
-    return found | (
+            progress(min(start + batch_size, len(examples)), len(examples), "")
+    loss = loss_sum / count
+    metrics = {"loss": loss, "accuracy": correct / count, "examples": float(len(examples))}
+    return metrics | (
         {"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {}
     )
 
 
 def _restore(
-    optimizer: MasterOptimizer, kept: checkpoint.SplitCheckpoint, folder: Path | None
+    optimizer: MasterOptimizer, restored: checkpoint.SplitCheckpoint, folder: Path | None
 ) -> Mapping[str, Any]:
-    """Load embedding, head and optimizer state, and return the state of the link."""
-    link = kept.sessions.get("link", {})
-    trained, saved = optimizer.parameters, kept.main
-    fits = {n: (p.shape, p.dtype) for n, p in trained.items()} == {
-        n: (t.shape, t.dtype) for n, t in saved.weights.items()
+    """Load embedding, head and optimizer state; return the state of the remote backbone."""
+    link_state = restored.sessions.get("link", {})
+    parameters, state = optimizer.parameters, restored.main
+    matches = {n: (p.shape, p.dtype) for n, p in parameters.items()} == {
+        n: (t.shape, t.dtype) for n, t in state.weights.items()
     }
-    fits = fits and all(
-        n in trained and m.shape == trained[n].shape for n, m in saved.masters.items()
+    matches = matches and all(
+        n in parameters and m.shape == parameters[n].shape for n, m in state.masters.items()
     )
-    fits = fits and all(
-        n in trained and moment_fault(m, trained[n]) is None for n, m in saved.optimizer.items()
+    matches = matches and all(
+        n in parameters and moment_fault(m, parameters[n]) is None
+        for n, m in state.optimizer.items()
     )
-    fits = fits and isinstance(link.get("session"), str) and type(link.get("number")) is int
-    fits = fits and isinstance(link.get("dead"), list) and all(type(n) is int for n in link["dead"])
-    if not fits or not are_finite((*saved.weights.values(), *saved.masters.values())):
+    matches = (
+        matches
+        and isinstance(link_state.get("session"), str)
+        and type(link_state.get("number")) is int
+    )
+    matches = (
+        matches
+        and isinstance(link_state.get("dead"), list)
+        and all(type(n) is int for n in link_state["dead"])
+    )
+    if not matches or not are_finite((*state.weights.values(), *state.masters.values())):
         raise CheckpointError(
-            f"{folder} is damaged: its checkpoint does not fit embedding and head",
+            f"{folder} is damaged: its checkpoint does not match embedding and head",
             hint="restore it from a copy",
         )
     with torch.no_grad():
-        for name, p in trained.items():
-            p.copy_(saved.weights[name])
-    optimizer.restore(saved)
-    return link
+        for name, p in parameters.items():
+            p.copy_(state.weights[name])
+    optimizer.restore(state)
+    return link_state
 
 
 def batch_rng(seed: int, n: int) -> AbstractContextManager[None]:
-    """Random numbers that are a function of the seed and the batch's number: a step that is
-    repeated draws the same.
-    """
+    """Seed torch's random numbers by a batch's number, so that a repeated step is the same."""
     return seeded_rng(f"{seed}/{n}")

@@ -1,5 +1,6 @@
-"""Certificates for a server and its clients, of a small authority of one's own. Keys are for their
-owner only; nothing is overwritten.
+"""Certificates for a server and its clients, signed by a private authority.
+
+Private keys are readable by their owner only. Existing files are not overwritten.
 """
 
 from __future__ import annotations
@@ -23,81 +24,98 @@ def make_certificates(
     clients: Sequence[str] = ("client",),
     days: int = 365,
 ) -> dict[str, Tls]:
-    """An authority, a server that answers to `names` (hosts or addresses), and clients, as PEM
-    files in a folder. The authority's key is thrown away: more clients need new certificates for
-    all, and nobody can make any in secret.
+    """Create a certificate authority and sign certificates for a server and its clients.
+
+    The authority's private key is discarded: no further certificates can be issued in secret, and
+    another client needs a new set for all.
+
+    Args:
+        folder: Folder of the PEM files; created if needed.
+        names: Host names and IP addresses of the server.
+        clients: Names of the clients, which become their common names.
+        days: Validity.
+
+    Returns:
+        The files by name, "server" and each client.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec
 
     folder = Path(folder)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    key = ec.generate_private_key(ec.SECP256R1())
+    authority_key = ec.generate_private_key(ec.SECP256R1())
     root = _sign_certificate(
         "regauge split",
-        key.public_key(),
+        authority_key.public_key(),
         "regauge split",
-        key,
+        authority_key,
         days,
         [(x509.BasicConstraints(ca=True, path_length=0), True)],
     )
     _write(folder / "authority.pem", _to_pem(root), 0o644)
-    out: dict[str, Tls] = {}
-    usage = x509.oid.ExtendedKeyUsageOID
-    wanted: list[tuple[str, list[tuple[Any, bool]]]] = [
+    files: dict[str, Tls] = {}
+    key_usage = x509.oid.ExtendedKeyUsageOID
+    requested: list[tuple[str, list[tuple[Any, bool]]]] = [
         (
             "server",
             [
                 (x509.SubjectAlternativeName([_alternative_name(n) for n in names]), False),
-                (x509.ExtendedKeyUsage([usage.SERVER_AUTH]), False),
+                (x509.ExtendedKeyUsage([key_usage.SERVER_AUTH]), False),
             ],
         )
     ]
-    wanted += [
-        (client, [(x509.ExtendedKeyUsage([usage.CLIENT_AUTH]), False)]) for client in clients
+    requested += [
+        (client, [(x509.ExtendedKeyUsage([key_usage.CLIENT_AUTH]), False)]) for client in clients
     ]
-    for name, more in wanted:
-        own = ec.generate_private_key(ec.SECP256R1())
-        made = _sign_certificate(
+    for name, extensions in requested:
+        private_key = ec.generate_private_key(ec.SECP256R1())
+        certificate = _sign_certificate(
             name,
-            own.public_key(),
+            private_key.public_key(),
             "regauge split",
-            key,
+            authority_key,
             days,
-            [(x509.BasicConstraints(ca=False, path_length=None), True), *more],
+            [(x509.BasicConstraints(ca=False, path_length=None), True), *extensions],
         )
-        _write(folder / f"{name}.pem", _to_pem(made), 0o644)
-        _write(folder / f"{name}.key", _to_pem(own), 0o600)
-        out[name] = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
-    return out
+        _write(folder / f"{name}.pem", _to_pem(certificate), 0o644)
+        _write(folder / f"{name}.key", _to_pem(private_key), 0o600)
+        files[name] = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    return files
 
 
 def _sign_certificate(
-    name: str, public: Any, issuer: str, key: Any, days: int, extensions: Sequence[tuple[Any, bool]]
+    name: str,
+    public_key: Any,
+    issuer: str,
+    key: Any,
+    days: int,
+    extensions: Sequence[tuple[Any, bool]],
 ) -> x509.Certificate:
+    """Return a certificate signed by the issuer's key; extensions are (value, is critical)."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes
 
-    def named(text: str) -> x509.Name:
+    def common_name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.oid.NameOID.COMMON_NAME, text)])
 
     now = datetime.now(UTC)
-    made = (
+    builder = (
         x509.CertificateBuilder()
-        .subject_name(named(name))
-        .issuer_name(named(issuer))
-        .public_key(public)
+        .subject_name(common_name(name))
+        .issuer_name(common_name(issuer))
+        .public_key(public_key)
         .serial_number(x509.random_serial_number())
     )
-    made = made.not_valid_before(now - timedelta(minutes=5)).not_valid_after(
+    builder = builder.not_valid_before(now - timedelta(minutes=5)).not_valid_after(
         now + timedelta(days=days)
     )
     for extension, critical in extensions:
-        made = made.add_extension(extension, critical)
-    return made.sign(key, hashes.SHA256())
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(key, hashes.SHA256())
 
 
 def _alternative_name(text: str) -> Any:
+    """Return an IP address or a DNS name for a certificate."""
     from cryptography import x509
 
     try:
@@ -106,12 +124,13 @@ def _alternative_name(text: str) -> Any:
         return x509.DNSName(text)
 
 
-def _to_pem(thing: Any) -> bytes:
+def _to_pem(key_or_certificate: Any) -> bytes:
+    """Encode a private key or a certificate as PEM."""
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-    if hasattr(thing, "private_bytes"):
-        return thing.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())  # type: ignore[no-any-return]
-    return thing.public_bytes(Encoding.PEM)  # type: ignore[no-any-return]
+    if hasattr(key_or_certificate, "private_bytes"):
+        return key_or_certificate.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())  # type: ignore[no-any-return]
+    return key_or_certificate.public_bytes(Encoding.PEM)  # type: ignore[no-any-return]
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

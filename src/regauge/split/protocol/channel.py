@@ -1,6 +1,4 @@
-"""What both ends of a gRPC channel share: its options, certificates, the event loop, addresses, and
-the size of pieces.
-"""
+"""Both ends of a gRPC channel: options, TLS files, event loop, pacing and addresses."""
 
 from __future__ import annotations
 
@@ -20,13 +18,10 @@ from regauge.locking.keys import read_private
 from regauge.split.protocol.frames import CHUNK, PIECE, chunks
 from regauge.split.protocol.transport import TransportError
 
-MIN_PIECE, PIECE_SECONDS = (
-    1 << 16,
-    0.5,
-)  # bytes of the smallest piece, and seconds that a larger one may take
+MIN_PIECE = 1 << 16  # bytes
+PIECE_SECONDS = 0.5  # that a larger piece may take
 
-# Without a ping time-out a process that was stopped is not found at all (measured; keepalive alone
-# does not).
+# Without a ping timeout a stopped process is never detected; keepalive alone does not (measured).
 OPTIONS = [
     ("grpc.max_receive_message_length", 2 * CHUNK),
     ("grpc.max_send_message_length", 2 * CHUNK),
@@ -37,77 +32,78 @@ OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
-    (
-        "grpc.http2.bdp_probe",
-        0,
-    ),  # with it there is room for 4 MiB in flight, which pings then wait behind
+    # The probe would allow 4 MiB in flight, which pings then wait behind.
+    ("grpc.http2.bdp_probe", 0),
     ("grpc.so_reuseport", 0),
     ("grpc.enable_retries", 0),
 ]
 CLIENT_OPTIONS = [
     *OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    (
-        "grpc.min_reconnect_backoff_ms",
-        3000,
-    ),  # is what a handshake may take, whatever its name says: several round trips of a slow link
+    # Despite its name the timeout of a handshake, which takes several round trips of a slow link.
+    ("grpc.min_reconnect_backoff_ms", 3000),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Files in PEM: the authority that both sides trust, one's own certificate, and its key."""
+    """PEM files of one side: the trusted authority, the own certificate and its private key."""
 
     authority: Path
     certificate: Path
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """The bytes of the three. Looked into, because gRPC does not say what is wrong with which
-        of them.
+        """Return the contents of authority, certificate and key.
+
+        They are validated here, because the errors of gRPC do not name the faulty file.
+
+        Raises:
+            CheckpointError: A file is missing or invalid, or the key does not match.
         """
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
         from cryptography.x509 import load_pem_x509_certificates
 
-        found, made = [], []
-        for path, what in (
+        contents, parsed = [], []
+        for path, kind in (
             (self.authority, "certificate"),
             (self.certificate, "certificate"),
             (self.key, "private key"),
         ):
             with wrap_read_errors(path):
-                found.append(
-                    Path(path).read_bytes() if what == "certificate" else read_private(path, what)
+                contents.append(
+                    Path(path).read_bytes() if kind == "certificate" else read_private(path, kind)
                 )
             try:
-                made.append(
-                    load_pem_x509_certificates(found[-1])[0]
-                    if what == "certificate"
-                    else load_pem_private_key(found[-1], None)
+                parsed.append(
+                    load_pem_x509_certificates(contents[-1])[0]
+                    if kind == "certificate"
+                    else load_pem_private_key(contents[-1], None)
                 )
             except TypeError as error:
                 raise CheckpointError(
-                    f"{path} is a private key with a passphrase, and gRPC asks for none",
-                    hint="name the key without it",
+                    f"{path} must be a private key without a passphrase, got an encrypted one",
+                    hint="gRPC cannot decrypt keys: name a decrypted one",
                 ) from error
             except (ValueError, UnsupportedAlgorithm) as error:
                 raise CheckpointError(
-                    f"{path} is no {what} in PEM",
-                    hint="regauge split certs --to FOLDER makes all three",
+                    f"{path} must be a {kind} in PEM format",
+                    hint="regauge split certs --to FOLDER creates all three files",
                 ) from error
-        if made[1].public_key() != made[2].public_key():
+        if parsed[1].public_key() != parsed[2].public_key():
             raise CheckpointError(
-                f"{self.key} is not the key of {self.certificate}",
-                hint="name the two that were made together",
+                f"{self.key} must be the private key of {self.certificate}, got another key",
+                hint="name the two that were created together",
             )
-        return found[0], found[1], found[2]
+        return contents[0], contents[1], contents[2]
 
 
 class Loop:
-    """One event loop for all that this process serves and asks, in a thread of its own: grpc.aio is
-    happiest with one.
+    """The event loop of all servers and clients of this process, in its own thread.
+
+    grpc.aio works best with a single loop.
     """
 
     _loop: asyncio.AbstractEventLoop | None = None
@@ -115,6 +111,7 @@ class Loop:
 
     @classmethod
     def get(cls) -> asyncio.AbstractEventLoop:
+        """Return the loop; the first call starts it."""
         with cls._lock:
             if cls._loop is None:
                 cls._loop = asyncio.new_event_loop()
@@ -125,42 +122,48 @@ class Loop:
 
     @classmethod
     def run(cls, work: Any, seconds: float | None = None) -> Any:
+        """Run a coroutine in the loop and wait for its result, at most so many seconds."""
         return asyncio.run_coroutine_threadsafe(work, cls.get()).result(seconds)
 
 
 class Pace:
-    """How large the pieces of a frame are: as much as the way carries in half a second, by the
-    pieces before; small ones at first.
+    """The size of the pieces of a frame: as much as the connection carries in half a second.
 
-    A message is in flight as a whole, since its reader makes room for all of it, and a ping waits
-    behind what is in flight.
+    It is estimated from the previous pieces; the first ones are small. The receiver makes room for
+    a complete gRPC message, so that all of it is in flight at once, and pings wait behind it.
     """
 
     def __init__(self) -> None:
         self.size, self.sent, self.seconds = MIN_PIECE, 0.0, 0.0
 
     def pieces(self, parts: Sequence[memoryview]) -> Iterator[bytes]:
-        """The bytes in pieces. The time that a piece took is the time until the next one is asked
-        for.
+        """Yield the bytes in pieces.
+
+        The time until the caller requests the next piece counts as the time of the previous one.
         """
         for part in chunks(parts, PIECE):
-            at = 0
-            while at < len(part):
-                piece = part[at : at + self.size] if at or len(part) > self.size else part
-                began = time.monotonic()
+            position = 0
+            while position < len(part):
+                piece = (
+                    part[position : position + self.size]
+                    if position or len(part) > self.size
+                    else part
+                )
+                start = time.monotonic()
                 yield piece
-                # Recent pieces count most. Some take no time at all, because there was room for
-                # them; what counts is the sum.
+                # Recent pieces count most. Some take no time because they fit into a buffer, so
+                # that only the sums are meaningful.
                 self.sent, self.seconds = (
                     self.sent / 2 + len(piece),
-                    self.seconds / 2 + time.monotonic() - began,
+                    self.seconds / 2 + time.monotonic() - start,
                 )
-                at += len(piece)
-                fits = int(PIECE_SECONDS * self.sent / max(self.seconds, 1e-9))
-                self.size = max(MIN_PIECE, min(PIECE, 2 * self.size, fits))
+                position += len(piece)
+                capacity = int(PIECE_SECONDS * self.sent / max(self.seconds, 1e-9))
+                self.size = max(MIN_PIECE, min(PIECE, 2 * self.size, capacity))
 
 
 def is_loopback(address: str) -> bool:
+    """Return whether an address (HOST:PORT or unix:PATH) is on this machine."""
     if address.startswith("unix:"):
         return True
     name = address.rpartition(":")[0].strip("[]")
@@ -173,17 +176,18 @@ def is_loopback(address: str) -> bool:
 
 
 def require_private_address(address: str, tls: Tls | None, insecure: bool) -> None:
+    """Raise TransportError for an invalid address, or one that would be used without TLS."""
     port = re.search(r".:(\d{1,5})$", address)
-    if not address.startswith("unix:") and (
-        port is None or int(port[1]) > 65535
-    ):  # gRPC would take 99999 for 34463
+    # gRPC would take port 99999 for 34463.
+    if not address.startswith("unix:") and (port is None or int(port[1]) > 65535):
         raise TransportError(
-            f"{address!r} is no address", hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000"
+            f"the address must be HOST:PORT, got {address!r}",
+            hint="write HOST:PORT, as in 127.0.0.1:7000 or [::1]:7000",
         )
     if tls is None and not insecure and not is_loopback(address):
         raise TransportError(
-            f"{address} is not this machine, and without TLS anyone on the way reads and "
-            "changes what crosses",
-            hint="give certificates (--tls; regauge split certs makes some), or insecure=True "
-            "(--insecure) where another layer protects the network",
+            f"{address} must be a loopback address without TLS: others on the network could read "
+            "and change all traffic",
+            hint="pass certificates (--tls; regauge split certs creates them), or insecure=True "
+            "(--insecure) if another layer protects the network",
         )

@@ -1,18 +1,18 @@
-"""Frames: named tensors and a few values as bytes, and back. Nothing that is read is ever executed,
-and nothing is allocated that was not declared.
+"""Frames: the binary format of named tensors and a few JSON values.
+
+Nothing that is read is executed, and memory is allocated only as the header declares.
 
     header   44 bytes, little-endian: "rgsp", version, kind, two zero bytes, length of the table,
-    length of the payload, number, checksum of all else
-    table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}, and blanks up
-    to a multiple of 64 bytes
-    payload  the tensors' bytes, one after the other, in the order of the table
+             length of the payload, number, checksum of all else
+    table    JSON: {"values": {...}, "tensors": [[name, dtype, shape, codec], ...]}, padded with
+             blanks so that the payload starts at a multiple of 64 bytes
+    payload  the tensors' bytes in the order of the table
 
-A tensor of floats may cross as bfloat16, as float16, or as int8 with one float32 scale for each row
-of its last axis (`codec`); it comes out in the dtype it had. A mask that has no more than two
-different values crosses as those two and one bit for each entry ("BITS"), and comes out bit for
-bit. A frame is cut into chunks of about 1 MiB; `Assembler` puts them together again, within limits
-that are looked at as soon as the header is there. Whatever is wrong with the bytes is a
-`FrameError` with a code that can be sent back.
+Float tensors may be sent as bfloat16, as float16, or as int8 with one float32 scale for each row of
+the last axis (`codec`); they are returned in their original dtype. A mask with at most two distinct
+values is sent as those two and one bit per entry ("BITS"), without loss. A frame is sent in chunks
+of about 1 MiB; `Assembler` puts them together, and checks the limits as soon as the header has
+arrived. Malformed bytes raise a `FrameError`, with a code to send back.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ HEADER = struct.Struct("<4sBBHIQQ16s")
 UNCHECKED_SIZE = HEADER.size - 16  # the header without its checksum
 ALIGN = 64
 CHUNK = 1 << 20
-PIECE = CHUNK + (1 << 16)  # so that a tensor of 1 MiB crosses in one, with its header
+PIECE = CHUNK + (1 << 16)  # a tensor of 1 MiB fits into one, with its header
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -52,20 +52,14 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CODECS = ("", "BF16", "F16", "Q8")  # as they are; in half the bytes; in a quarter
-BITS = "BITS"  # chosen by itself, where nothing is lost
-_INTEGER_DTYPES = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # the bits of any dtype, by its size
+CODECS = ("", "BF16", "F16", "Q8")  # float32 unchanged, in half the bytes, in a quarter
+BITS = "BITS"  # lossless; chosen automatically
+# Integers that hold the bits of any dtype, by its size.
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class FrameError(RegaugeError):
-    """Bytes that are no frame, or none that may come here. `code` says which fault it is, for the
-    other side.
-    """
+    """A malformed or inadmissible frame. `code` identifies the fault for the other side."""
 
     def __init__(self, code: str, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint=hint)
@@ -73,10 +67,12 @@ class FrameError(RegaugeError):
 
 
 class RefusedError(FrameError):
-    """What the other side says was wrong with a frame that reached it whole."""
+    """An error that the other side reports about a frame it received intact."""
 
 
 class Kind(IntEnum):
+    """Kinds of frames. Requests are HELLO, FORWARD, BACKWARD, STEP and BYE."""
+
     HELLO = 1
     WELCOME = 2
     FORWARD = 3
@@ -91,8 +87,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    """What one side is ready to take: bytes of a payload and of a table, tensors in a frame, axes
-    of a tensor.
+    """Largest frame that one side accepts.
+
+    Attributes:
+        payload: Bytes of the payload, packed and unpacked.
+        table: Bytes of the table.
+        tensors: Tensors in a frame.
+        axes: Axes of a tensor.
     """
 
     payload: int = 1 << 30
@@ -103,24 +104,29 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One message. `number` is what its step, or whatever else it belongs to, is known by."""
+    """One message.
+
+    Attributes:
+        kind: What the message is.
+        number: Number of the request that it is or answers; 0 outside the numbered ones.
+        values: JSON values.
+        tensors: Tensors by name; those of a received frame are unpacked on lookup.
+        check: Checksum of a received frame. It distinguishes a repetition of a request from another
+            request of the same number.
+    """
 
     kind: Kind
     number: int = 0
     values: Mapping[str, Value] = field(default_factory=dict)
-    tensors: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # of a frame that came: unpacked when they are looked up
-    # of a frame that came: the checksum of its bytes, by which a second one of its number is told
-    # from the same one again
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
     check: int = 0
 
 
 class PackedTensors(Mapping[str, Tensor]):
     """Tensors of a received frame, unpacked on lookup.
 
-    Names, dtypes and shapes are known from the table, so that a frame can be rejected before memory
-    is allocated for its payload: a tensor of 16 MB in "BITS" has 1 GB when it is unpacked.
+    Names, dtypes and shapes are read from the table, so that a frame can be rejected before its
+    payload is unpacked: a "BITS" tensor of 16 MB takes 1 GB unpacked.
     """
 
     def __init__(self, rows: Mapping[str, tuple[str, tuple[int, ...], str, memoryview]]) -> None:
@@ -131,12 +137,7 @@ class PackedTensors(Mapping[str, Tensor]):
         if name not in self._unpacked:
             dtype, shape, codec, data = self._rows[name]
             self._unpacked[name] = _unpack_tensor(data, dtype, shape, codec)
-            self._rows[name] = (
-                dtype,
-                shape,
-                codec,
-                memoryview(b""),
-            )  # the packed bytes are not needed any more
+            self._rows[name] = (dtype, shape, codec, memoryview(b""))  # free the packed bytes
         return self._unpacked[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -146,9 +147,7 @@ class PackedTensors(Mapping[str, Tensor]):
         return len(self._rows)
 
     def to_meta(self) -> dict[str, Tensor]:
-        """Return tensors of the declared dtypes and shapes on the meta device, without
-        unpacking.
-        """
+        """Return tensors of the declared dtypes and shapes on the meta device."""
         return {
             name: torch.empty(shape, dtype=DTYPES[dtype], device="meta")
             for name, (dtype, shape, _, _) in self._rows.items()
@@ -156,7 +155,7 @@ class PackedTensors(Mapping[str, Tensor]):
 
 
 def declared_tensors(frame: Frame) -> dict[str, Tensor]:
-    """Return the dtypes and shapes of a frame's tensors as tensors on the meta device."""
+    """Return a frame's tensors on the meta device, without unpacking them."""
     if isinstance(frame.tensors, PackedTensors):
         return frame.tensors.to_meta()
     return {
@@ -166,46 +165,51 @@ def declared_tensors(frame: Frame) -> dict[str, Tensor]:
 
 
 def nbytes(frame: Frame) -> int:
-    """Return the bytes of a frame's tensors when they are unpacked, without unpacking them."""
+    """Return the size of a frame's unpacked tensors, without unpacking them."""
     return sum(t.numel() * t.element_size() for t in declared_tensors(frame).values())
 
 
 def checksum(*parts: Bytes) -> bytes:
-    """16 bytes by which a frame is known, and by which one that was garbled is told. It is GHASH,
-    the sum over GF(2^128) that AES-GCM is made of, because processors do it as fast as memory is
-    read: four times as fast as CRC-32 here, and wide enough that two requests never share it by
-    chance.
+    """Return a 16-byte checksum that identifies a frame and detects corruption.
 
-    A change within 16 bytes at a multiple of 16 is always found. Others (longer bursts, words that
-    were swapped, bytes that are gone or too many) are found but for one in 2^128 for each 16 bytes
-    of the frame. Its key is zero and known to all, so that it is no signature: that is TLS's
-    business.
+    It is GHASH, the polynomial hash over GF(2^128) of AES-GCM: processors compute it at the speed
+    of memory, four times as fast as CRC-32 here, and it is wide enough that two requests never
+    collide by chance.
+
+    Changes within one aligned block of 16 bytes are always detected. Others (longer bursts, swapped
+    words, missing or extra bytes) go undetected with a probability of 2^-128 per 16 bytes of the
+    frame. The key is zero and public: the checksum is not a signature, which is the task of TLS.
     """
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
-    made = Cipher(AES(bytes(16)), GCM(bytes(12))).encryptor()
+    ghash = Cipher(AES(bytes(16)), GCM(bytes(12))).encryptor()
     for part in parts:
-        for at in range(0, len(part), 1 << 30):  # OpenSSL counts in 32 bits
-            made.authenticate_additional_data(
-                part[at : at + (1 << 30)] if len(part) > 1 << 30 else part
+        for start in range(0, len(part), 1 << 30):  # OpenSSL counts in 32 bits
+            ghash.authenticate_additional_data(
+                part[start : start + (1 << 30)] if len(part) > 1 << 30 else part
             )
-    made.finalize()
-    return made.tag
+    ghash.finalize()
+    return ghash.tag
 
 
 def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[memoryview]:
-    """The bytes of a frame, as views: tensors that need no other form are not copied.
+    """Encode a frame as a list of buffers; tensors that need no conversion are not copied.
 
-    `codec` is for tensors of float32 and float64, except those named in `exact` (masks, which hold
-    numbers that no shorter form has). Those of two values cross as bits, and so do tensors of
-    booleans.
+    Args:
+        frame: The frame.
+        codec: Compression of float32 and float64 tensors, one of `CODECS`.
+        exact: Names of tensors that must not be rounded, such as masks. Those with two distinct
+            values are sent as bits, and so are boolean tensors.
+
+    Raises:
+        FrameError: The codec is unknown, or a tensor has an unsupported dtype.
     """
     if codec not in CODECS:
         raise FrameError(
             "codec",
-            f"there is no codec {codec!r}",
+            f"unknown codec {codec!r}",
             hint=f"choose from {', '.join(c or '(none)' for c in CODECS)}",
         )
     rows: list[list[Any]] = []
@@ -214,20 +218,25 @@ def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[m
         if tensor.dtype not in DTYPE_NAMES:
             raise FrameError(
                 "dtype",
-                f'"{name}" is {str(tensor.dtype).removeprefix("torch.")}, which does not cross',
+                f'"{name}" has the unsupported dtype {str(tensor.dtype).removeprefix("torch.")}',
             )
-        plain = tensor.detach().cpu()
-        halves = _pack_bits(plain) if name in exact or tensor.dtype is torch.bool else None
-        used = (
+        on_cpu = tensor.detach().cpu()
+        bits = _pack_bits(on_cpu) if name in exact or tensor.dtype is torch.bool else None
+        tensor_codec = (
             codec
             if name not in exact and tensor.dtype in (torch.float32, torch.float64) and tensor.dim()
             else ""
         )
         rows.append(
-            [name, DTYPE_NAMES[tensor.dtype], list(tensor.shape), used if halves is None else BITS]
+            [
+                name,
+                DTYPE_NAMES[tensor.dtype],
+                list(tensor.shape),
+                tensor_codec if bits is None else BITS,
+            ]
         )
         parts += [
-            _tensor_bytes(t) for t in (_pack_tensor(plain, used) if halves is None else halves)
+            _tensor_bytes(t) for t in (_pack_tensor(on_cpu, tensor_codec) if bits is None else bits)
         ]
     table = json.dumps(
         {"values": dict(frame.values), "tensors": rows}, separators=(",", ":"), allow_nan=False
@@ -240,163 +249,168 @@ def encode(frame: Frame, codec: str = "", exact: Collection[str] = ()) -> list[m
 
 
 def chunks(parts: Sequence[memoryview], size: int = CHUNK) -> Iterator[bytes]:
-    """The same bytes in pieces of one size, but for the last. Those that are pieces already are not
-    copied.
+    """Yield the same bytes in chunks of `size`; the last one may be shorter.
+
+    Parts that already are such a chunk are not copied.
     """
-    held: list[memoryview] = []
+    pieces: list[memoryview] = []
     room = size
     for part in parts:
         if (
-            not held
+            not pieces
             and isinstance(part.obj, bytes)
             and len(part.obj) == len(part)
             and (len(part) == size or (part is parts[-1] and len(part) < size))
         ):
             yield part.obj
             continue
-        at = 0
-        while at < len(part):
-            piece = part[at : at + room]
-            held.append(piece)
-            at, room = at + len(piece), room - len(piece)
+        start = 0
+        while start < len(part):
+            piece = part[start : start + room]
+            pieces.append(piece)
+            start, room = start + len(piece), room - len(piece)
             if not room:
-                yield b"".join(held)
-                held, room = [], size
-    if held:
-        yield b"".join(held)
+                yield b"".join(pieces)
+                pieces, room = [], size
+    if pieces:
+        yield b"".join(pieces)
 
 
 class Assembler:
-    """Chunks in, frames out. Holds one frame at a time, and never more than its header declares and
-    the limits allow. After an error it is done.
+    """Assembles frames from chunks.
+
+    It buffers one frame at a time, and never more than the header declares and the limits allow. It
+    cannot be used after an error.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
         self.limits, self.header = limits or Limits(), bytearray()
-        self.buffer: memoryview | None = None  # of a frame whose header is here
+        self.buffer: memoryview | None = None  # allocated when the header is complete
         self.filled = 0
 
     def feed(self, chunk: bytes) -> Iterator[Frame]:
-        """The frames that are complete with this chunk."""
+        """Yield the frames that this chunk completes, decoded."""
         for data in self.split(chunk):
             yield decode(data, self.limits)
 
     def split(self, chunk: bytes) -> Iterator[Bytes]:
-        """The bytes of the frames that are complete with this chunk. One that is all of a frame is
-        not copied.
+        """Yield the bytes of the frames that this chunk completes.
+
+        A chunk that is exactly one frame is not copied.
         """
         if self.is_empty and frame_length(chunk, self.limits) == len(chunk):
             yield chunk
             return
-        view, at = memoryview(chunk), 0
-        while at < len(view):
+        view, start = memoryview(chunk), 0
+        while start < len(view):
             if self.buffer is None:
-                piece = view[at : at + HEADER.size - len(self.header)]
+                piece = view[start : start + HEADER.size - len(self.header)]
                 self.header += piece
-                at += len(piece)
+                start += len(piece)
                 if len(self.header) < HEADER.size:
                     return
-                # The system gives these pages when they are written to, so that a header alone
-                # costs nothing.
+                # Pages are committed when they are written to: a header alone costs no memory.
                 self.buffer = memoryview(
                     np.empty(HEADER.size + sum(_parse_header(self.header, self.limits)), np.uint8)  # type: ignore[arg-type]
                 )
                 self.buffer[: HEADER.size] = self.header
                 self.filled, self.header = HEADER.size, bytearray()
-            piece = view[at : at + len(self.buffer) - self.filled]
+            piece = view[start : start + len(self.buffer) - self.filled]
             self.buffer[self.filled : self.filled + len(piece)] = piece
-            at, self.filled = at + len(piece), self.filled + len(piece)
+            start, self.filled = start + len(piece), self.filled + len(piece)
             if self.filled == len(self.buffer):
-                whole, self.buffer = self.buffer, None
-                yield whole
+                frame, self.buffer = self.buffer, None
+                yield frame
 
     @property
     def is_empty(self) -> bool:
-        """Is no frame half here?"""
+        """Return whether no frame is partially received."""
         return self.buffer is None and not self.header
 
 
 def decode(data: Bytes, limits: Limits | None = None) -> Frame:
-    """The frame of these bytes, all of them. Its tensors are unpacked on lookup: copies of `bytes`,
-    but in place in a buffer that can be written to, as an assembler's can.
+    """Decode the bytes of exactly one frame.
+
+    Tensors are unpacked on lookup. They are copied from immutable bytes, and share the memory of a
+    writable buffer such as an assembler's.
+
+    Raises:
+        FrameError: The bytes are malformed, corrupted or exceed the limits.
     """
     limits = limits or Limits()
     table, payload = _parse_header(data, limits)
     if len(data) != HEADER.size + table + payload:
         raise FrameError(
             "length",
-            f"a frame of {HEADER.size + table + payload} bytes is declared, and {len(data)} are "
-            "there",
+            f"the frame must have {HEADER.size + table + payload} bytes by its header, got "
+            f"{len(data)}",
         )
     view, (kind, number, check) = memoryview(data), (data[5], *HEADER.unpack_from(data)[6:])
-    if (
-        checksum(view[:UNCHECKED_SIZE], view[HEADER.size :]) != check
-    ):  # of all but itself: a number that was changed would be another request
-        raise FrameError("checksum", "the frame's bytes are not those that were sent")
+    # The header is covered too: a corrupted number would be another request.
+    if checksum(view[:UNCHECKED_SIZE], view[HEADER.size :]) != check:
+        raise FrameError("checksum", "the frame was corrupted: its checksum does not match")
     values, rows = _parse_table(bytes(view[HEADER.size : HEADER.size + table]), limits)
     packed: dict[str, tuple[str, tuple[int, ...], str, memoryview]] = {}
-    at, held = HEADER.size + table, 0
+    start, unpacked_size = HEADER.size + table, 0
     for name, dtype, shape, codec in rows:
         size = _packed_size(dtype, shape, codec)
-        if at + size > len(data):
+        if start + size > len(data):
             raise FrameError("length", f'the payload ends before "{name}" does')
-        held += prod(shape) * DTYPES[dtype].itemsize
-        if held > limits.payload:
+        unpacked_size += prod(shape) * DTYPES[dtype].itemsize
+        if unpacked_size > limits.payload:
             raise FrameError(
                 "limit",
-                f"the frame's tensors have more than {limits.payload} bytes when they are unpacked",
+                f"the frame's unpacked tensors must have at most {limits.payload} bytes, got more",
             )
-        packed[name] = (dtype, shape, codec, view[at : at + size])
-        at += size
-    if at != len(data):
-        raise FrameError("length", f"{len(data) - at} bytes of the payload belong to no tensor")
+        packed[name] = (dtype, shape, codec, view[start : start + size])
+        start += size
+    if start != len(data):
+        raise FrameError("length", f"{len(data) - start} bytes of the payload belong to no tensor")
     return Frame(Kind(kind), number, values, PackedTensors(packed), int.from_bytes(check, "little"))
 
 
 def frame_length(data: Bytes, limits: Limits) -> int | None:
-    """How many bytes the frame has that begins here, or None where its header is not whole yet."""
+    """Return the length of the frame that starts here, or None if its header is incomplete."""
     return HEADER.size + sum(_parse_header(data, limits)) if len(data) >= HEADER.size else None
 
 
 def frame_identity(data: memoryview) -> tuple[int, int]:
-    """The number and the checksum of a frame whose bytes begin here: what a reply to it is known
-    by.
-    """
+    """Return the number and the checksum of an encoded frame, which errors about it repeat."""
     number, check = HEADER.unpack_from(data)[6:]
     return number, int.from_bytes(check, "little")
 
 
 def _parse_header(data: Bytes, limits: Limits) -> tuple[int, int]:
-    """What a header declares, if it is one that may be answered."""
+    """Validate a header; return the lengths of table and payload."""
     if len(data) < HEADER.size:
         raise FrameError(
-            "length", f"a frame has a header of {HEADER.size} bytes, and {len(data)} are there"
+            "length", f"a frame must have a header of {HEADER.size} bytes, got {len(data)}"
         )
     magic, version, kind, zero, table, payload, _, _ = HEADER.unpack_from(data)
     if magic != MAGIC:
         raise FrameError(
             "magic",
-            "the bytes are no frame of regauge's",
-            hint="is something else speaking on this port?",
+            "not a regauge frame: bad magic bytes",
+            hint="check that the other side is a regauge client or server",
         )
     if version != VERSION:
         raise FrameError(
             "version",
-            f"the frame is of version {version}, and this is version {VERSION}",
+            f"the frame's version must be {VERSION}, got {version}",
             hint="update the older side",
         )
     if kind not in Kind._value2member_map_ or zero:
         raise FrameError(
             "kind",
-            f"there is no frame of kind {kind}"
+            f"unknown kind of frame: {kind}"
             if not zero
-            else "the header's spare bytes are not zero",
+            else f"the header's reserved bytes must be zero, got {zero}",
         )
     if table > limits.table or payload > limits.payload:
         raise FrameError(
             "limit",
-            f"a table of {table} and a payload of {payload} bytes are declared, of at most "
-            f"{limits.table} and {limits.payload}",
+            f"table and payload must have at most {limits.table} and {limits.payload} bytes, got "
+            f"{table} and {payload}",
         )
     return table, payload
 
@@ -404,20 +418,24 @@ def _parse_header(data: Bytes, limits: Limits) -> tuple[int, int]:
 def _parse_table(
     text: bytes, limits: Limits
 ) -> tuple[dict[str, Value], list[tuple[str, str, tuple[int, ...], str]]]:
+    """Validate a table; return its values and its tensors' (name, dtype, shape, codec)."""
     try:
-        found = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
+        table = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except (ValueError, RecursionError) as error:
-        raise FrameError("table", "the frame's table is no JSON") from error
+        raise FrameError("table", "the frame's table must be JSON") from error
     if (
-        not isinstance(found, dict)
-        or found.keys() != {"values", "tensors"}
-        or not isinstance(found["values"], dict)
+        not isinstance(table, dict)
+        or table.keys() != {"values", "tensors"}
+        or not isinstance(table["values"], dict)
     ):
-        raise FrameError("table", 'the frame\'s table is not {"values": {...}, "tensors": [...]}')
-    rows = found["tensors"]
+        raise FrameError(
+            "table",
+            'the frame\'s table must be {"values": {...}, "tensors": [...]}',
+        )
+    rows = table["tensors"]
     if not isinstance(rows, list) or len(rows) > limits.tensors:
-        raise FrameError("limit", f"a frame has a list of at most {limits.tensors} tensors")
-    out: list[tuple[str, str, tuple[int, ...], str]] = []
+        raise FrameError("limit", f'"tensors" must be a list of at most {limits.tensors} tensors')
+    tensors: list[tuple[str, str, tuple[int, ...], str]] = []
     for row in rows:
         if not (
             isinstance(row, list)
@@ -425,7 +443,10 @@ def _parse_table(
             and all(isinstance(row[i], str) for i in (0, 1, 3))
             and isinstance(row[2], list)
         ):
-            raise FrameError("table", "a tensor of the table is not [name, dtype, shape, codec]")
+            raise FrameError(
+                "table",
+                "a tensor in the table must be [name, dtype, shape, codec]",
+            )
         name, dtype, shape, codec = row
         if (
             dtype not in DTYPES
@@ -433,18 +454,23 @@ def _parse_table(
             or (codec not in ("", BITS) and (dtype not in ("F32", "F64") or not shape))
         ):
             raise FrameError(
-                "dtype", f'"{name[:64]}" is {dtype!r:.20} as {codec!r:.20}, which does not cross'
+                "dtype",
+                f'"{name[:64]}" has an unsupported dtype or codec: {dtype!r:.20}, {codec!r:.20}',
             )
         if (
             len(shape) > limits.axes
             or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
             or prod(n or 1 for n in shape) > 1 << 40
         ):
-            raise FrameError("shape", f'"{name[:64]}" has a shape that does not cross')
-        out.append((name, dtype, tuple(shape), codec))
-    if any(one[0] == other[0] for one, other in pairwise(sorted(out))):
-        raise FrameError("table", "two tensors of the table have one name")
-    return found["values"], out
+            raise FrameError(
+                "shape",
+                f'the shape of "{name[:64]}" must have at most {limits.axes} axes and 2^40 '
+                f"entries, got {shape!r:.80}",
+            )
+        tensors.append((name, dtype, tuple(shape), codec))
+    if any(left[0] == right[0] for left, right in pairwise(sorted(tensors))):
+        raise FrameError("table", "the tensors of a frame must have distinct names, got duplicates")
+    return table["values"], tensors
 
 
 def _reject_constant(text: str) -> None:
@@ -452,14 +478,15 @@ def _reject_constant(text: str) -> None:
 
 
 def _parse_finite(text: str) -> float:
-    """A number that can be written again: 1e999 is read as infinity, which is not JSON."""
-    found = float(text)
-    if not isfinite(found):
+    """Parse a finite number: 1e999 would become infinity, which JSON cannot represent."""
+    number = float(text)
+    if not isfinite(number):
         raise ValueError(text)
-    return found
+    return number
 
 
 def _packed_size(dtype: str, shape: Sequence[int], codec: str) -> int:
+    """Return the bytes of a packed tensor."""
     count = prod(shape)
     if codec == "Q8":
         return 4 * prod(shape[:-1]) + count
@@ -469,6 +496,7 @@ def _packed_size(dtype: str, shape: Sequence[int], codec: str) -> int:
 
 
 def _pack_tensor(tensor: Tensor, codec: str) -> list[Tensor]:
+    """Return the tensors that a codec sends for one: itself, or scales and integers."""
     if codec != "Q8":
         return [tensor.to(DTYPES[codec]) if codec else tensor]
     scale = (
@@ -481,8 +509,10 @@ def _pack_tensor(tensor: Tensor, codec: str) -> list[Tensor]:
 
 
 def _pack_bits(tensor: Tensor) -> list[Tensor] | None:
-    """A tensor that has no more than two different values (of bits, so that 0 and -0 are two) as
-    those, and one bit for each entry. None if it has more, or if nothing would be won.
+    """Pack a tensor of at most two distinct values as those two, and one bit per entry.
+
+    Values are compared by their bits, so that 0 and -0 differ. Returns None if there are more, or
+    if packing would save nothing.
     """
     if tensor.numel() < 64:
         return None
@@ -490,52 +520,55 @@ def _pack_bits(tensor: Tensor) -> list[Tensor] | None:
     if len(set(flat[:256].tolist())) > 2:
         return None
     is_other = flat != flat[0]
-    other = flat[is_other.to(torch.uint8).argmax()]  # where there is none, the first again
+    other = flat[is_other.to(torch.uint8).argmax()]  # the first value again if there is only one
     if not bool((~is_other | (flat == other)).all()):
         return None
     return [torch.stack([flat[0], other]), torch.from_numpy(np.packbits(is_other.numpy()))]
 
 
 def _unpack_bits(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    split = 2 * dtype.itemsize
-    one, other = _read_tensor(data[:split], _INTEGER_DTYPES[dtype.itemsize], (2,))
+    """Reverse `_pack_bits`."""
+    start = 2 * dtype.itemsize
+    first, other = _read_tensor(data[:start], _INTEGER_DTYPES[dtype.itemsize], (2,))
     is_other = torch.from_numpy(
-        np.unpackbits(np.frombuffer(data[split:], np.uint8), count=prod(shape))
+        np.unpackbits(np.frombuffer(data[start:], np.uint8), count=prod(shape))
     )
-    found = torch.where(is_other.view(torch.bool), other, one).view(shape)
-    return found.ne(0) if dtype is torch.bool else found.view(dtype)
+    values = torch.where(is_other.view(torch.bool), other, first).view(shape)
+    return values.ne(0) if dtype is torch.bool else values.view(dtype)
 
 
 def _unpack_tensor(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> Tensor:
+    """Reverse `_pack_tensor` or `_pack_bits`."""
     if codec == BITS:
         return _unpack_bits(data, DTYPES[dtype], shape)
     if codec != "Q8":
         return _read_tensor(data, DTYPES[codec or dtype], shape).to(DTYPES[dtype])
-    split = 4 * prod(shape[:-1])
+    start = 4 * prod(shape[:-1])
     scale, rounded = (
-        _read_tensor(data[:split], torch.float32, (*shape[:-1], 1)),
-        _read_tensor(data[split:], torch.int8, shape),
+        _read_tensor(data[:start], torch.float32, (*shape[:-1], 1)),
+        _read_tensor(data[start:], torch.int8, shape),
     )
     return (rounded * scale).to(DTYPES[dtype])
 
 
 def _read_tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if dtype is torch.bool:  # whatever is not 0 is true: torch takes no other byte than 1 for it
+    """Return bytes as a tensor, without a copy if they are writable and aligned."""
+    if dtype is torch.bool:  # any byte but 0 is true; torch's own bool must be 0 or 1
         return _read_tensor(data, torch.uint8, shape).ne(0)
     if (
         len(data)
         and not data.readonly
         and np.frombuffer(data, np.uint8).__array_interface__["data"][0] % dtype.itemsize == 0
     ):
-        return torch.frombuffer(data, dtype=dtype).view(
-            shape
-        )  # of a buffer that is this frame's alone
-    out = torch.empty(shape, dtype=dtype)
+        # Safe to share: the buffer belongs to this frame alone.
+        return torch.frombuffer(data, dtype=dtype).view(shape)
+    tensor = torch.empty(shape, dtype=dtype)
     if len(data):
-        out.view(-1).view(torch.uint8).numpy()[:] = data
-    return out
+        tensor.view(-1).view(torch.uint8).numpy()[:] = data
+    return tensor
 
 
 def _tensor_bytes(tensor: Tensor) -> memoryview:
+    """Return a view of a tensor's bytes."""
     flat = tensor.contiguous().view(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What a server sends back, as bytes: a reply to a session, or what is wrong."""
+"""Replies of a server as bytes: results, and errors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,17 @@ Tensor = torch.Tensor
 def encode_reply(
     session: Session, kind: Kind, frame: Frame, tensors: Mapping[str, Tensor]
 ) -> bytes:
-    """Tensors for whoever sent the frame, in the codec and within the limits of the session."""
+    """Encode the reply to a request, in the codec and within the limits of its session.
+
+    Raises:
+        FrameError: The reply is larger than the client accepts.
+    """
     size = sum(t.numel() * t.element_size() for t in tensors.values())
     if size > session.limits.payload:
         raise FrameError(
-            "limit", f"the reply has {size} bytes, and the client takes {session.limits.payload}"
+            "limit",
+            f"the reply must have at most {session.limits.payload} bytes, the client's limit, got "
+            f"{size}",
         )
     values: dict[str, Value] = {"session": frame.values["session"], "saved": session.saved}
     if "ticket" in frame.values:
@@ -30,7 +36,7 @@ def encode_reply(
 def encode_error(
     error: FrameError, frame: Frame | None = None, done: int = 0, saved: int = 0
 ) -> bytes:
-    """What is wrong, as bytes for the other side."""
+    """Encode an error; `done` and `saved` state how far the session is."""
     values: dict[str, Value] = {
         "code": error.code,
         "message": str(error)[:500],
@@ -44,4 +50,5 @@ def encode_error(
 
 
 def frame_bytes(frame: Frame, codec: str = "") -> bytes:
+    """Encode a frame as one bytes object."""
     return b"".join(encode(frame, codec))

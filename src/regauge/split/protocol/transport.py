@@ -1,7 +1,7 @@
-"""The network is one method: the bytes of a request in, the bytes of its reply out.
+"""The network as one method: the bytes of a request in, the bytes of its reply out.
 
-Whatever may have happened to either on the way is a `TransportError`, upon which the same bytes are
-sent again. A reply may be late, or another request's: whoever asked looks at what is in it.
+Any failure on the way raises a `TransportError`, and the client resends the same bytes. A reply may
+be late or belong to another request: the caller checks what it received.
 """
 
 from __future__ import annotations
@@ -16,28 +16,41 @@ from regauge.split.server.host import Host
 
 
 class TransportError(RegaugeError):
-    """No reply came: the way to the server or back is broken, or the server does not answer."""
+    """A failed exchange: the connection is broken, or the server does not answer."""
 
 
 class Transport(Protocol):
-    def exchange(self, request: Sequence[memoryview]) -> Bytes: ...
+    """A connection to a server."""
+
+    def exchange(self, request: Sequence[memoryview]) -> Bytes:
+        """Send one request, and return the bytes of its reply.
+
+        Raises:
+            TransportError: No reply arrived.
+        """
 
 
 class InProcess:
-    """A server in the same process. The frames are cut into chunks, put together and read as they
-    are on a wire.
+    """A connection to a server in the same process.
+
+    Frames are encoded, sent in chunks and decoded as they are over a network.
     """
 
     def __init__(self, host: Host, peer: str = "") -> None:
         self.host, self.peer = host, peer
 
     def exchange(self, request: Sequence[memoryview]) -> bytes:
+        """Send one request, and return the bytes of its reply."""
         return deliver(self.host, chunks(request), self.peer)
 
 
 def deliver(host: Host, pieces: object, peer: str = "") -> bytes:
-    """Give a server the chunks of one request. Bytes that are no frame are answered by a refusal;
-    half a frame never.
+    """Pass the chunks of one request to a server, and return its reply.
+
+    Malformed bytes are answered with an error frame.
+
+    Raises:
+        TransportError: The request is incomplete.
     """
     assembler = Assembler(host.limits)
     try:
@@ -46,4 +59,4 @@ def deliver(host: Host, pieces: object, peer: str = "") -> bytes:
                 return host.answer(frame, peer)
     except FrameError as error:
         return encode_error(error)
-    raise TransportError("the request ended before it was whole")
+    raise TransportError("the request ended before its frame was complete")

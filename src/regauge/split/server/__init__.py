@@ -1,3 +1,1 @@
-"""The server of split learning: sessions, passes through the backbone, training, checkpoints,
-quotas.
-"""
+"""The server of split learning: sessions, execution, training, checkpoints and quotas."""

@@ -1,5 +1,6 @@
-"""A backbone that learns: blocks, the optimizer over them, and how far it is. A server has one, or
-one for each client that it averages.
+"""A trainable backbone: blocks, their optimizer and its progress.
+
+A server has one, and with averaging a copy for each session.
 """
 
 from __future__ import annotations
@@ -25,8 +26,13 @@ PRECISIONS = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainableBackbone:
-    """The blocks of a cut and what trains them. `step` counts the optimizer's steps, `waiting` the
-    losses since the last one, `since` the steps since the last average.
+    """The blocks of a cut model and their optimizer.
+
+    Attributes:
+        step: Optimizer steps taken.
+        losses_since_step: Losses whose gradients are accumulated for the next step.
+        steps_since_mean: Steps since the last average over sessions.
+        inactive_state: Restored training state of parameters that are not trained now.
     """
 
     def __init__(
@@ -43,24 +49,23 @@ class TrainableBackbone:
             else None
         )
         self.step = self.losses_since_step = self.steps_since_mean = 0
-        self.inactive_state: checkpoint.TrainingState | None = (
-            None  # the checkpoint's training state of parameters that are not trained now
-        )
+        self.inactive_state: checkpoint.TrainingState | None = None
 
     def copy(self) -> TrainableBackbone:
-        """Blocks of its own with the same weights, and an optimizer that begins."""
-        made = TrainableBackbone(
+        """Return a copy of the blocks with a new optimizer."""
+        backbone = TrainableBackbone(
             Cut(_copy_blocks(self.cut), self.cut.boundaries),
             self.training,
             None if self.optimizer is None else self.optimizer.snapshot,
         )
-        made.set_masters(self.masters)
-        return made
+        backbone.set_masters(self.masters)
+        return backbone
 
     @property
     def masters(self) -> dict[str, torch.nn.Parameter]:
-        """The float32 weights that the optimizer steps; the trained parameters themselves, unless
-        those are in half precision.
+        """Return the weights that the optimizer steps.
+
+        These are float32 copies of half-precision parameters, and otherwise the parameters.
         """
         return {} if self.optimizer is None else self.optimizer.masters
 
@@ -74,33 +79,35 @@ class TrainableBackbone:
 
     @property
     def blocks(self) -> tuple[torch.nn.Module, ...]:
+        """Return all blocks, in the order of the boundaries."""
         return tuple(block for b in self.cut.boundaries for block in blocks_of(self.cut, b))
 
     def nbytes(self, extra_gradients: int = 0, *, snapshot: bool = False) -> int:
-        """Return the bytes of the weights, their gradients and the optimizer's state, and of
-        `spare` more gradients.
+        """Return the bytes of the weights, their gradients and the optimizer state.
 
         Args:
-            spare: gradients that exist beside the accumulated ones while a pass is computed.
-            snapshot: count the copy of weights and moments that a failed step is undone from. It is
-            shared by all copies of the backbone.
+            extra_gradients: Sets of gradients that exist beside the accumulated ones during a pass.
+            snapshot: Include the copy of weights and moments for rollbacks, which all copies of the
+                backbone share.
         """
         weights = sum(t.numel() * t.element_size() for t in self.state().values())
         masters = sum(m.numel() * m.element_size() for m in self.masters.values())
         half = (
             0
             if self.optimizer is None
-            else sum(m.numel() * m.element_size() for m in self.optimizer.half.values())
+            else sum(m.numel() * m.element_size() for m in self.optimizer.half_masters.values())
         )
         moments = 0 if self.training is None else 1 if self.training.optimizer == "sgd" else 2
         return weights + half + (1 + moments + extra_gradients + (1 + moments) * snapshot) * masters
 
     def count_loss(self) -> bool:
-        """Count a loss whose gradients are there, and take a step after enough of them. Return
-        whether it was taken now.
+        """Count a loss whose gradients are accumulated, and step after `accumulate` of them.
+
+        Returns:
+            Whether a step was taken.
 
         Raises:
-            StepError: the step was undone. The gradients that waited for it are dropped.
+            StepError: The step was rolled back, and its gradients dropped.
         """
         if self.optimizer is None or self.training is None or not self.gradients():
             return False
@@ -112,10 +119,10 @@ class TrainableBackbone:
         self.step, self.steps_since_mean = self.step + 1, self.steps_since_mean + 1
         return True
 
-    # What is kept
+    # Checkpoints
 
     def state(self) -> dict[str, Tensor]:
-        """The weights and buffers as they are, by their names in the model."""
+        """Return weights and buffers, not copied, by their names in the model."""
         return {
             name: t
             for b in self.cut.boundaries
@@ -125,21 +132,25 @@ class TrainableBackbone:
         }
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by parameter and name."""
+        """Return the optimizer state by parameter and entry."""
         return {} if self.optimizer is None else self.optimizer.moments()
 
     def gradients(self) -> dict[str, Tensor]:
+        """Return the accumulated gradients by parameter."""
         return {} if self.optimizer is None else self.optimizer.gradients()
 
     def training_state(self) -> checkpoint.TrainingState:
-        """Return what a checkpoint holds of it. The state of parameters that are not trained now is
-        passed on from the last one: a server that only serves for a while loses no moments.
+        """Return the state to save in a checkpoint.
+
+        It includes the restored state of parameters that are not trained now, so that a server that
+        only serves for a while loses no moments.
 
         Raises:
-            CheckpointError: a weight or the optimizer's state is not finite.
+            CheckpointError: A weight or the optimizer state is not finite.
         """
         moments: dict[str, Mapping[str, Tensor]] = dict(self.moments())
-        gradients, masters = self.gradients(), {} if self.optimizer is None else self.optimizer.half
+        gradients = self.gradients()
+        masters = {} if self.optimizer is None else self.optimizer.half_masters
         if self.inactive_state is not None:
             moments = {**self.inactive_state.optimizer, **moments}
             gradients = {**self.inactive_state.gradients, **gradients}
@@ -148,7 +159,7 @@ class TrainableBackbone:
             (
                 *gradients.values(),
                 *masters.values(),
-                *(t for found in moments.values() for t in found.values()),
+                *(t for entries in moments.values() for t in entries.values()),
             )
         )
         return checkpoint.TrainingState(
@@ -161,122 +172,137 @@ class TrainableBackbone:
             masters,
         )
 
-    def require_finite(self, more: Iterable[Tensor] = ()) -> None:
-        """Refuse to save weights with NaN or Inf. Buffers, such as masks, may hold Inf."""
-        if not are_finite((*self.parameters.values(), *more)):
+    def require_finite(self, others: Iterable[Tensor] = ()) -> None:
+        """Raise CheckpointError if weights hold NaN or Inf. Buffers, such as masks, may."""
+        if not are_finite((*self.parameters.values(), *others)):
             raise CheckpointError(
-                "the backbone's weights or its optimizer's state hold NaN or Inf",
-                hint="start from weights or a checkpoint that are finite",
+                "the backbone's weights and optimizer state must be finite, got NaN or Inf",
+                hint="start from finite weights or a finite checkpoint",
             )
 
-    def restore(self, kept: checkpoint.TrainingState, where: object) -> None:
-        """Go on from a checkpoint.
+    def restore(self, state: checkpoint.TrainingState, path: object) -> None:
+        """Resume from a checkpoint.
+
+        Args:
+            state: Training state of the checkpoint.
+            path: Its path, for error messages.
 
         Raises:
-            CheckpointError: it does not fit these blocks, or is damaged. Nothing is changed then.
+            CheckpointError: The state does not match these blocks, or is damaged. Nothing is
+                changed then.
         """
-        faults = self._faults(kept)
+        faults = self._faults(state)
         if faults:
-            more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
+            rest = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
             raise CheckpointError(
-                f"{where} does not fit this backbone, or is damaged: {'; '.join(faults[:3])}{more}",
+                f"{path} does not match this backbone, or is damaged: "
+                f"{'; '.join(faults[:3])}{rest}",
                 hint="restore it from a copy",
             )
-        held = {
+        stored_optimizers = {
             "sgd" if "momentum_buffer" in m else "adamw"
-            for n, m in kept.optimizer.items()
+            for n, m in state.optimizer.items()
             if m and n in self.trainable
         }
-        if self.training is not None and held - {
+        if self.training is not None and stored_optimizers - {
             "sgd" if self.training.optimizer == "sgd" else "adamw"
         }:
-            other = held.pop()
+            other = stored_optimizers.pop()
             raise CheckpointError(
-                f"{where} holds a training with {other}",
-                hint=f"go on with --optimizer {other}, or name another folder",
+                f"{path} holds the optimizer state of {other}, got {self.training.optimizer}",
+                hint=f"resume with --optimizer {other}, or name another folder",
             )
         with torch.no_grad():
             for name, tensor in self.state().items():
-                tensor.copy_(kept.weights[name])
+                tensor.copy_(state.weights[name])
         if self.optimizer is not None:
-            self.optimizer.restore(kept)
+            self.optimizer.restore(state)
         self.inactive_state = replace(
-            kept,
+            state,
             weights={},
-            optimizer={n: m for n, m in kept.optimizer.items() if n not in self.trainable},
-            gradients={n: g for n, g in kept.gradients.items() if n not in self.trainable},
-            masters={n: m for n, m in kept.masters.items() if n not in self.trainable},
+            optimizer={n: m for n, m in state.optimizer.items() if n not in self.trainable},
+            gradients={n: g for n, g in state.gradients.items() if n not in self.trainable},
+            masters={n: m for n, m in state.masters.items() if n not in self.trainable},
         )
         self.step, self.losses_since_step, self.steps_since_mean = (
-            kept.step,
-            kept.losses_since_step,
-            kept.steps_since_mean,
+            state.step,
+            state.losses_since_step,
+            state.steps_since_mean,
         )
 
     def require_valid_weights(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise ValueError unless these are finite weights for each trained parameter."""
+        """Raise ValueError unless there is a finite weight for each trained parameter."""
         if {n: (t.shape, t.dtype) for n, t in weights.items()} != {
             n: (m.shape, m.dtype) for n, m in self.masters.items()
         }:
-            raise ValueError("weights of a session that has left do not fit the backbone")
+            raise ValueError("weights of an ended session do not match the backbone")
         if not are_finite(weights.values()):
-            raise ValueError("weights of a session that has left hold NaN or Inf")
+            raise ValueError("weights of an ended session hold NaN or Inf")
 
-    def _faults(self, kept: checkpoint.TrainingState) -> list[str]:
+    def _faults(self, saved: checkpoint.TrainingState) -> list[str]:
+        """Return what prevents a training state from being restored."""
         state = self.state()
-        out = [f'"{name}" is missing' for name in state if name not in kept.weights]
-        out += [f'unexpected tensor "{name[:100]}"' for name in kept.weights if name not in state]
-        for name, like in state.items():
-            found = kept.weights.get(name)
-            if found is not None and (found.shape != like.shape or found.dtype != like.dtype):
+        faults = [f'"{name}" is missing' for name in state if name not in saved.weights]
+        faults += [
+            f'unexpected tensor "{name[:100]}"' for name in saved.weights if name not in state
+        ]
+        for name, expected in state.items():
+            tensor = saved.weights.get(name)
+            if tensor is not None and (
+                tensor.shape != expected.shape or tensor.dtype != expected.dtype
+            ):
                 shapes = (
-                    f"{list(found.shape)} in {dtype_name(found)}, expected "
-                    f"{list(like.shape)} in {dtype_name(like)}"
+                    f"{list(tensor.shape)} in {dtype_name(tensor)}, expected "
+                    f"{list(expected.shape)} in {dtype_name(expected)}"
                 )
-                out.append(f'"{name}" is {shapes}')
-            elif found is not None and name in self.parameters and not are_finite([found]):
-                out.append(f'"{name}" holds NaN or Inf')
-        for what, tensors in (("gradient", kept.gradients), ("master weight", kept.masters)):
-            for name, found in tensors.items():
-                fits = (
+                faults.append(f'"{name}" is {shapes}')
+            elif tensor is not None and name in self.parameters and not are_finite([tensor]):
+                faults.append(f'"{name}" holds NaN or Inf')
+        for kind, tensors in (("gradient", saved.gradients), ("master weight", saved.masters)):
+            for name, tensor in tensors.items():
+                matches = (
                     name in self.parameters
-                    and found.shape == self.parameters[name].shape
-                    and found.is_floating_point()
+                    and tensor.shape == self.parameters[name].shape
+                    and tensor.is_floating_point()
                 )
-                if not fits or not are_finite([found]):
-                    out.append(
-                        f'the {what} of "{name[:100]}" has no place here, another shape or '
-                        "dtype, or holds NaN or Inf"
+                if not matches or not are_finite([tensor]):
+                    faults.append(
+                        f'the {kind} of "{name[:100]}" belongs to no parameter, has another '
+                        "shape or dtype, or holds NaN or Inf"
                     )
-        for name, master in kept.masters.items():
-            if not out and not torch.equal(master.to(kept.weights[name].dtype), kept.weights[name]):
-                out.append(f'the master weight of "{name}" is not its weight')
-        for name, moments in kept.optimizer.items():
+        for name, master in saved.masters.items():
+            if not faults and not torch.equal(
+                master.to(saved.weights[name].dtype), saved.weights[name]
+            ):
+                faults.append(f'the master weight of "{name}" does not round to its weight')
+        for name, moments in saved.optimizer.items():
             fault = (
                 moment_fault(moments, self.parameters[name])
                 if name in self.parameters
-                else "has no place here"
+                else "belongs to no parameter"
             )
             if fault is not None:
-                out.append(f'the optimizer\'s state of "{name[:100]}" {fault}')
-        return out
+                faults.append(f'the optimizer state of "{name[:100]}" {fault}')
+        return faults
 
 
 def weighted_mean(parts: Sequence[tuple[int, Mapping[str, Tensor]]]) -> dict[str, Tensor]:
-    """The mean of weights, each counted by its number, in the order given. Of one it is that one,
-    bit for bit.
+    """Return the mean of states, each weighted by its number.
+
+    It is added up in the given order. The mean of one state is that state, bit for bit.
     """
-    total = sum(n for n, _ in parts)
-    out: dict[str, Tensor] = {}
+    count = sum(n for n, _ in parts)
+    means: dict[str, Tensor] = {}
     for name, like in parts[0][1].items():
-        whole = torch.zeros_like(like, dtype=torch.float64)
+        total_weights = torch.zeros_like(like, dtype=torch.float64)
         for n, weights in parts:
-            whole += weights[name].detach().double() * (n / total)
-        out[name] = whole.to(like.dtype)
-    return out
+            total_weights += weights[name].detach().double() * (n / count)
+        means[name] = total_weights.to(like.dtype)
+    return means
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
+    """Return torch's autocast for "bf16" or "fp16", or a context that does nothing for ""."""
     dtype = PRECISIONS[precision]
     return (
         nullcontext()
@@ -288,10 +314,12 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
 def compute_gradients(
     output: Tensor, leaves: Sequence[Tensor], grad_output: Tensor, precision: str
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of leaves, given that of the output. In float16 small ones would vanish: the
-    slope is scaled by a power of two, so that its largest number is near 2^10, and by less where
-    that overflows. The scale is a function of the slope alone, so that there is no state to keep.
-    Gradients of float16 leaves are then returned in float32, where they do not vanish either.
+    """Compute the gradients of leaves from the gradient of the output.
+
+    In float16 small gradients would underflow. `grad_output` is therefore scaled by a power of two
+    that brings its largest magnitude near 2^10, and by less if that overflows. The scale depends on
+    `grad_output` alone, so that loss scaling needs no state. Gradients of float16 leaves are
+    returned in float32, in which they do not underflow either.
     """
     if not leaves:
         return ()
@@ -304,9 +332,9 @@ def compute_gradients(
     while True:
         scale = 2.0**power
         scaled = (grad_output.float() * scale).to(grad_output.dtype)
-        found = torch.autograd.grad(output, leaves, scaled, allow_unused=True, retain_graph=True)
-        if power <= -20 or all(g is None or bool(torch.isfinite(g).all()) for g in found):
-            return tuple(None if g is None else g.float() / scale for g in found)
+        grads = torch.autograd.grad(output, leaves, scaled, allow_unused=True, retain_graph=True)
+        if power <= -20 or all(g is None or bool(torch.isfinite(g).all()) for g in grads):
+            return tuple(None if g is None else g.float() / scale for g in grads)
         power -= 5
 
 
@@ -315,20 +343,21 @@ def _named_parameters(cut: Cut, boundary: Boundary) -> Iterator[tuple[str, torch
 
 
 def _copy_blocks(cut: Cut) -> torch.nn.Module:
-    """A module that has nothing but copies of the blocks, at their paths. What they share with the
-    rest of the model (its config) is not copied.
+    """Return a module that holds only copies of the blocks, at their paths.
+
+    The config, which they share with the rest of the model, is not copied.
     """
     root = torch.nn.Module()
     config = getattr(cut.model, "config", None)
     for boundary in cut.boundaries:
-        *path, last = boundary.blocks.split(".")
-        here = root
-        for name in path:
-            if name not in dict(here.named_children()):
-                here.add_module(name, torch.nn.Module())
-            here = here.get_submodule(name)
-        here.add_module(
-            last,
+        *parents, leaf = boundary.blocks.split(".")
+        parent = root
+        for name in parents:
+            if name not in dict(parent.named_children()):
+                parent.add_module(name, torch.nn.Module())
+            parent = parent.get_submodule(name)
+        parent.add_module(
+            leaf,
             copy.deepcopy(
                 cut.model.get_submodule(boundary.blocks),
                 {id(config): config} if config is not None else {},

@@ -1,13 +1,12 @@
-"""The server's checkpoint: one safetensors file that appears whole or not at all.
+"""The server's checkpoint: one safetensors file, written atomically.
 
-It holds the backbone's weights, the optimizer's state, gradients that wait for their step, and for
-every session the number of its last request with the reply to it, the requests of passes that are
-open, and its copy of the backbone if it has one. Numbers and names are JSON in the file's metadata.
-There is no pickle in it, and no random state: dropout is drawn from the session and the request's
-number.
+It holds the backbone's weights, the optimizer state and the accumulated gradients. For every
+session it holds the number of the last request with its reply, the requests of open passes, and the
+session's copy of the backbone, if any. Numbers and names are JSON in the file's metadata. It needs
+neither pickle nor random state: dropout is seeded by the session and the request's number.
 
-The client's own checkpoint is of the same kind: embedding and head in place of the backbone, and
-its one session.
+The client's checkpoint has the same format: embedding and head in place of the backbone, and its
+one session.
 """
 
 from __future__ import annotations
@@ -31,92 +30,107 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class TrainingState:
-    """Weights, and what trains them."""
+    """Weights, and the optimizer state that trains them."""
 
     step: int
-    losses_since_step: int  # losses since the last step
-    steps_since_mean: int  # steps since the last average
+    losses_since_step: int
+    steps_since_mean: int
     weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by name
+    optimizer: Mapping[str, Mapping[str, Tensor]]  # by parameter, then by entry
     gradients: Mapping[str, Tensor]
-    masters: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # float32 weights of half-precision parameters
+    # float32 weights of half-precision parameters
+    masters: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def counters(self) -> list[int]:
+        """Return the counters as they are stored."""
         return [self.step, self.losses_since_step, self.steps_since_mean]
 
 
 @dataclass(frozen=True)
 class SplitCheckpoint:
-    """What a server is after some requests."""
+    """The complete state of a server, or of a client, after some requests.
 
-    digest: str  # of the model's description
+    Attributes:
+        digest: Digest of the model's description, or of the client's run.
+        step: Optimizer steps taken.
+        main: State of the backbone.
+        copies: States of the sessions' own copies, by session.
+        departed: Steps and weights of sessions that ended in this round, for its mean.
+        sessions: Fields of the sessions beside tensors and frames.
+        frames: Under session/reply the reply to the last request, under session/number the requests
+            whose pass is open.
+        ended_sessions: Sessions that have ended, and the clients they belonged to.
+        optimizer_name: Name of the optimizer; "" for a server without training and in older files.
+    """
+
+    digest: str
     step: int
     main: TrainingState
-    copies: Mapping[str, TrainingState] = field(default_factory=dict)  # by session
-    departed: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(
-        default_factory=dict
-    )  # of those who are gone, for the average to come
-    sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # what is no tensor
-    frames: Mapping[str, bytes] = field(
-        default_factory=dict
-    )  # session/reply: to its last request; session/number: requests whose pass is open
-    ended_sessions: Mapping[str, str] = field(
-        default_factory=dict
-    )  # sessions that have ended, and whose they were
+    copies: Mapping[str, TrainingState] = field(default_factory=dict)
+    departed: Mapping[str, tuple[int, Mapping[str, Tensor]]] = field(default_factory=dict)
+    sessions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    frames: Mapping[str, bytes] = field(default_factory=dict)
+    ended_sessions: Mapping[str, str] = field(default_factory=dict)
     optimizer_name: str = (
         ""  # the optimizer's name; of a server that only serves, and in older files, ""
     )
 
 
-def save(folder: Path, kept: SplitCheckpoint) -> None:
-    tensors = _flatten(kept.main)
-    for name, one in kept.copies.items():
-        tensors |= {f"copy/{name}/{k}": t for k, t in _flatten(one).items()}
+def save(folder: Path, state: SplitCheckpoint) -> None:
+    """Write a checkpoint into a folder, atomically."""
+    tensors = _flatten(state.main)
+    for name, copy in state.copies.items():
+        tensors |= {f"copy/{name}/{k}": t for k, t in _flatten(copy).items()}
     tensors |= {
         f"left/{name}/{k}": t
-        for name, (_, weights) in kept.departed.items()
+        for name, (_, weights) in state.departed.items()
         for k, t in weights.items()
     }
     tensors |= {
         f"frame/{s}": torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        for s, data in kept.frames.items()
+        for s, data in state.frames.items()
     }
-    about = {
-        "digest": kept.digest,
-        "step": kept.step,
-        "main": kept.main.counters,
-        "copies": {name: one.counters for name, one in kept.copies.items()},
-        "left": {name: n for name, (n, _) in kept.departed.items()},
-        "sessions": {k: dict(v) for k, v in kept.sessions.items()},
-        "gone": dict(kept.ended_sessions),
-        "trainer": kept.optimizer_name,
+    fields = {
+        "digest": state.digest,
+        "step": state.step,
+        "main": state.main.counters,
+        "copies": {name: copy.counters for name, copy in state.copies.items()},
+        "left": {name: n for name, (n, _) in state.departed.items()},
+        "sessions": {k: dict(v) for k, v in state.sessions.items()},
+        "gone": dict(state.ended_sessions),
+        "trainer": state.optimizer_name,
     }
-    metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(about)}
-    write_tensors(folder / FILE, tensors, metadata, mode=0o600)  # it holds what crossed
+    metadata = {"regauge": "split", "version": str(VERSION), "about": json.dumps(fields)}
+    write_tensors(folder / FILE, tensors, metadata, mode=0o600)  # it holds activations
 
 
-def _flatten(one: TrainingState) -> dict[str, Tensor]:
-    out = {f"weight/{n}": t for n, t in one.weights.items()} | {
-        f"gradient/{n}": t for n, t in one.gradients.items()
+def _flatten(state: TrainingState) -> dict[str, Tensor]:
+    """Return all tensors of a training state, with their kind as a prefix."""
+    tensors = {f"weight/{n}": t for n, t in state.weights.items()} | {
+        f"gradient/{n}": t for n, t in state.gradients.items()
     }
-    out |= {f"master/{n}": t for n, t in one.masters.items()}
-    return out | {
-        f"optimizer/{n}/{k}": t for n, found in one.optimizer.items() for k, t in found.items()
+    tensors |= {f"master/{n}": t for n, t in state.masters.items()}
+    return tensors | {
+        f"optimizer/{n}/{k}": t
+        for n, entries in state.optimizer.items()
+        for k, t in entries.items()
     }
 
 
 def load(folder: Path) -> SplitCheckpoint | None:
-    """What was kept here, or None where nothing was."""
+    """Return the checkpoint in a folder, or None if there is none.
+
+    Raises:
+        CheckpointError: The file is damaged, or of another version.
+    """
     path = folder / FILE
     remove_partials(path)
     if not path.exists():
         return None
     tensors, metadata = read_tensors(path, "split", VERSION)
     try:
-        about = load_json(metadata["about"])
+        fields = load_json(metadata["about"])
         groups: dict[str, dict[str, Tensor]] = {
             kind: {}
             for kind in ("weight", "master", "gradient", "optimizer", "frame", "copy", "left")
@@ -125,8 +139,8 @@ def load(folder: Path) -> SplitCheckpoint | None:
             kind, _, name = key.partition("/")
             _require(kind in groups, f'unexpected tensor "{key[:100]}"')
             groups[kind][name] = tensor
-        _require(isinstance(about, dict), "its metadata must be an object")
-        for name, kind_of in (
+        _require(isinstance(fields, dict), "its metadata must be an object")
+        for name, expected_type in (
             ("copies", dict),
             ("left", dict),
             ("sessions", dict),
@@ -134,51 +148,52 @@ def load(folder: Path) -> SplitCheckpoint | None:
             ("trainer", str),
         ):
             _require(
-                isinstance(about.get(name, "" if name == "trainer" else None), kind_of),
+                isinstance(fields.get(name, "" if name == "trainer" else None), expected_type),
                 f'"{name}" has the wrong type',
             )
-        _require(_is_count(about["step"]), '"step" must be a number >= 0')
+        _require(_is_count(fields["step"]), '"step" must be a number >= 0')
         _require(
-            all(isinstance(s, dict) for s in about["sessions"].values()),
+            all(isinstance(s, dict) for s in fields["sessions"].values()),
             "a session must be an object",
         )
         _require(
-            all(_is_count(n) and n > 0 for n in about["left"].values()),
+            all(_is_count(n) and n > 0 for n in fields["left"].values()),
             '"left" must hold numbers > 0',
         )
         _require(
             all(t.dtype == torch.uint8 and t.dim() == 1 for t in groups["frame"].values()),
             "frames must be bytes",
         )
-        for group, names in (("copy", about["copies"]), ("left", about["left"])):
-            stray = next((key for key in groups[group] if key.partition("/")[0] not in names), None)
-            _require(stray is None, f'unexpected tensor "{group}/{str(stray)[:100]}"')
+        for group, names in (("copy", fields["copies"]), ("left", fields["left"])):
+            unexpected = next(
+                (key for key in groups[group] if key.partition("/")[0] not in names), None
+            )
+            _require(unexpected is None, f'unexpected tensor "{group}/{str(unexpected)[:100]}"')
         frames = {place: tensor.numpy().tobytes() for place, tensor in groups["frame"].items()}
         copies = {
-            name: _unflatten(_select_prefix(groups["copy"], name), found)
-            for name, found in about["copies"].items()
+            name: _unflatten(_select_prefix(groups["copy"], name), counters)
+            for name, counters in fields["copies"].items()
         }
-        left = {
-            name: (n, _select_prefix(groups["left"], name)) for name, n in about["left"].items()
+        departed = {
+            name: (n, _select_prefix(groups["left"], name)) for name, n in fields["left"].items()
         }
-        gone, trainer = about.get("gone", {}), about.get("trainer", "")
-        gone = (
-            dict.fromkeys(gone, "") if isinstance(gone, list) else gone
-        )  # older files name no client
+        ended, optimizer_name = fields.get("gone", {}), fields.get("trainer", "")
+        # Older files store no clients.
+        ended = dict.fromkeys(ended, "") if isinstance(ended, list) else ended
         _require(
-            isinstance(gone, dict) and all(isinstance(peer, str) for peer in gone.values()),
+            isinstance(ended, dict) and all(isinstance(peer, str) for peer in ended.values()),
             '"gone" must map sessions to clients',
         )
         return SplitCheckpoint(
-            about["digest"],
-            about["step"],
-            _unflatten(tensors, about["main"]),
+            fields["digest"],
+            fields["step"],
+            _unflatten(tensors, fields["main"]),
             copies,
-            left,
-            about["sessions"],
+            departed,
+            fields["sessions"],
             frames,
-            gone,
-            trainer,
+            ended,
+            optimizer_name,
         )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
@@ -188,23 +203,24 @@ def load(folder: Path) -> SplitCheckpoint | None:
 
 
 def _select_prefix(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Return the tensors below `name/`, by the rest of their names."""
     return {
         key.removeprefix(f"{name}/"): t for key, t in tensors.items() if key.startswith(f"{name}/")
     }
 
 
-def _unflatten(tensors: Mapping[str, Tensor], numbers: list[int]) -> TrainingState:
-    """What `_flat` made flat. Other kinds are passed over."""
+def _unflatten(tensors: Mapping[str, Tensor], counters: list[int]) -> TrainingState:
+    """Rebuild a training state from the names of `_flatten`; other tensors are ignored."""
     optimizer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in _select_prefix(tensors, "optimizer").items():
         name, _, entry = key.rpartition("/")
         optimizer.setdefault(name, {})[entry] = tensor
-    step, waiting, since = numbers
-    _require(all(_is_count(n) for n in numbers), "steps must be numbers >= 0")
+    step, losses_since_step, steps_since_mean = counters
+    _require(all(_is_count(n) for n in counters), "steps must be numbers >= 0")
     return TrainingState(
         step,
-        waiting,
-        since,
+        losses_since_step,
+        steps_since_mean,
         _select_prefix(tensors, "weight"),
         optimizer,
         _select_prefix(tensors, "gradient"),

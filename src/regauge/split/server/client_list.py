@@ -1,4 +1,4 @@
-"""The clients that a server accepts, as a file that may change while it runs."""
+"""The list of clients that a server accepts: a file that may change while the server runs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger("regauge.split")
 
 
 class ClientFile:
-    """A list of clients (a name on each line, with an optional quota) that is read again on change.
+    """A file of clients, one name per line with an optional quota, that is reloaded on change.
 
-    A file that is damaged, empty or missing is logged, and the list that was read last stays valid.
+    If it becomes damaged, empty or missing, this is logged and the last valid list stays in use.
 
     Args:
         path: The file, `clients.txt`.
@@ -35,40 +35,42 @@ class ClientFile:
         self.quotas = self._read()
         self._wake, self._is_stopped = threading.Event(), False
 
-    def follow(self, changed: Callable[[], None]) -> None:
-        """Call `changed` from a thread of its own whenever a new list was read, until `stop`."""
+    def follow(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` from a background thread after each reload, until `stop`."""
         threading.Thread(
-            target=self._follow, args=(changed,), name="regauge-split-clients", daemon=True
+            target=self._follow, args=(on_change,), name="regauge-split-clients", daemon=True
         ).start()
 
     def reload(self) -> None:
-        """Read the file again soon, changed or not. Safe in a signal handler."""
+        """Reload the file soon, changed or not. Safe in a signal handler."""
         self._wake.set()
 
     def stop(self) -> None:
+        """End the background thread."""
         self._is_stopped = True
         self._wake.set()
 
-    def _follow(self, changed: Callable[[], None]) -> None:
+    def _follow(self, on_change: Callable[[], None]) -> None:
         while True:
-            is_asked = self._wake.wait(POLL_SECONDS)
+            is_requested = self._wake.wait(POLL_SECONDS)
             self._wake.clear()
             if self._is_stopped:
                 return
-            now = self._signature()
-            # An editor may still be writing: a change counts when the file has not changed again.
-            is_settled, self._last = now == self._last, now
-            if not is_asked and (now == self._read_at or not is_settled):
+            signature = self._signature()
+            # An editor may still be writing: wait until the file has stopped changing.
+            is_stable, self._last = signature == self._last, signature
+            if not is_requested and (signature == self._read_at or not is_stable):
                 continue
-            self._read_at = now
+            self._read_at = signature
             try:
                 self.quotas = self._read()
             except RegaugeError as error:
-                _log.warning("the list of clients stays as it was: %s", error)
+                _log.warning("the list of clients was not reloaded: %s", error)
                 continue
-            changed()
+            on_change()
 
     def _read(self) -> dict[str, Quota]:
+        """Read and parse the file."""
         require_file(self.path)
         with wrap_read_errors(self.path), self.path.open("rb") as file:
             data = file.read(_MAX_BYTES + 1)
@@ -84,17 +86,18 @@ class ClientFile:
                 f"{self.path} must be UTF-8 text, got byte {data[error.start]:#x} at {error.start}",
                 hint="write a name on each line",
             ) from error
-        named = read_clients(text, self.default)
-        if not named:
+        quotas = read_clients(text, self.default)
+        if not quotas:
             raise CheckpointError(
-                f"{self.path} names no client, so that nobody could come",
+                f"{self.path} must name at least one client, got none",
                 hint="write a name on each line",
             )
-        return named
+        return quotas
 
     def _signature(self) -> tuple[int, ...]:
+        """Return what changes with the file's contents; () if it is missing."""
         try:
-            found = self.path.stat()
+            stat = self.path.stat()
         except OSError:
             return ()
-        return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+        return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

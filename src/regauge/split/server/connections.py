@@ -1,6 +1,4 @@
-"""Bounds on connections and streams that need no session: open files, handshakes, idle connections,
-health watches.
-"""
+"""Limits of connections and streams without a session: files, handshakes, idle time, watches."""
 
 from __future__ import annotations
 
@@ -8,38 +6,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-HANDSHAKE_SECONDS = 10  # for TLS and the first frame of HTTP/2; gRPC's default is 120
-IDLE_SECONDS = 300  # for a connection without a stream; a client that trains keeps one open
+HANDSHAKE_SECONDS = 10  # TLS and the first frame of HTTP/2; gRPC's default is 120
+IDLE_SECONDS = 300  # of a connection without a stream; a client in training keeps one open
 STREAMS_PER_CONNECTION = 512  # further ones wait
 MAX_CONNECTIONS = 4096
-SPARE_FILES = 256  # of the limit: checkpoints, weights, metrics, libraries
+SPARE_FILES = 256  # reserved for checkpoints, weights, metrics and libraries
 MAX_WATCHES, MAX_WATCHES_PER_CLIENT = 64, 8
 
 
 def raise_open_file_limit() -> int:
-    """Raise the soft limit of open files to the hard limit, where the system has one. Returns the
-    limit.
-    """
+    """Raise the soft limit of open files up to the hard limit; return the resulting limit."""
     try:
         import resource
     except ImportError:  # Windows
         return MAX_CONNECTIONS + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MAX_CONNECTIONS + SPARE_FILES
+    target = MAX_CONNECTIONS + SPARE_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
+        target = min(target, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            soft = wanted
-        except (ValueError, OSError):  # macOS has a lower limit of its own
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+            soft = target
+        except (ValueError, OSError):  # macOS has another, lower limit
             pass
     return MAX_CONNECTIONS + SPARE_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def server_options(files: int) -> list[tuple[str, int]]:
-    """Return channel options that bound connections, for a process that may have so many open
-    files. Further connections are closed at once.
+    """Return channel options that limit connections; further ones are closed at once.
+
+    Args:
+        files: Number of files that the process may open.
     """
     return [
         (
@@ -53,15 +51,13 @@ def server_options(files: int) -> list[tuple[str, int]]:
 
 
 def identify_client(context: Any) -> str:
-    """Return what a caller is known by: the common name of its certificate, or its address without
-    the port.
-    """
-    found = context.auth_context().get("x509_common_name")
-    return found[0].decode(errors="replace") if found else str(context.peer()).rpartition(":")[0]
+    """Return a caller's identity: the common name of its certificate, or its IP address."""
+    names = context.auth_context().get("x509_common_name")
+    return names[0].decode(errors="replace") if names else str(context.peer()).rpartition(":")[0]
 
 
 class Watches:
-    """How many health streams are open, in all and per client."""
+    """Counts of open health streams, limited in total and per client."""
 
     def __init__(self, total: int = MAX_WATCHES, per_client: int = MAX_WATCHES_PER_CLIENT) -> None:
         self.total, self.per_client = total, per_client
@@ -69,9 +65,7 @@ class Watches:
 
     @contextmanager
     def stream(self, client: str) -> Iterator[bool]:
-        """Count a stream while it is open. Yields False, and counts nothing, where there are too
-        many.
-        """
+        """Count a stream while it is open. Yields False, and counts nothing, above a limit."""
         if sum(self.open.values()) >= self.total or self.open.get(client, 0) >= self.per_client:
             yield False
             return

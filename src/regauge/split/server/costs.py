@@ -1,10 +1,10 @@
-"""Estimate the memory of a pass from its declared shapes, before anything is unpacked or computed.
+"""Memory estimates of a pass from its declared shapes, before anything is unpacked or computed.
 
-The blocks are run on fake tensors, which have shapes and no data, and every storage that comes and
-goes is counted: what the graph saves for the backward pass, the peak of the forward pass, and that
-of the backward pass. Blocks of one kind are run once. Where blocks cannot run on fake tensors
-(their control flow depends on values), or are given a cache, a bound from the sizes of their weight
-matrices takes the place of the count.
+The blocks are run on fake tensors, which have shapes and no data, and every storage is counted
+while it is alive: the activations saved for the backward pass, and the peaks of the forward and the
+backward pass. Identical blocks are run once. If blocks cannot run on fake tensors (their control
+flow depends on values), or take a cache, an upper bound from the sizes of their weight matrices is
+used instead.
 """
 
 from __future__ import annotations
@@ -31,20 +31,23 @@ from regauge.split.server.memory import Cost
 
 Tensor = torch.Tensor
 Shapes = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-MAX_ESTIMATES = 512  # estimates that are remembered
-# in each axis: the estimate of a shape that is larger by up to this factor is used as it is
+MAX_ESTIMATES = 512  # in the cache
+# The estimate of a shape that is larger by up to this factor, in each axis, is reused.
 SHAPE_TOLERANCE = 1.15
-_LINEAR_FACTOR, _ATTENTION_FACTOR = (
-    3,
-    4,
-)  # of the bound: activations per feature of a weight matrix, and copies of the attention scores
+# Of the upper bound: activations per feature of a weight matrix, copies of the attention scores.
+_LINEAR_FACTOR, _ATTENTION_FACTOR = 3, 4
 _log = logging.getLogger("regauge.split")
 
 
 @dataclass(frozen=True)
 class _BlockCost:
-    """Bytes of one block: saved for the backward pass, peak of the forward pass, peak of the
-    backward pass beyond what is saved; and its outputs.
+    """Memory of one block in bytes.
+
+    Attributes:
+        saved: Activations saved for the backward pass.
+        peak: Peak of the forward pass.
+        backward: Peak of the backward pass beyond `saved`.
+        outputs: The block's outputs, on the meta device.
     """
 
     saved: int
@@ -54,20 +57,22 @@ class _BlockCost:
 
 
 class Estimator:
-    """Estimates of passes through a learner's blocks, as a runner runs them."""
+    """Estimates of passes through a backbone's blocks, cached by shape."""
 
-    def __init__(self, learner: TrainableBackbone, runner: Executor) -> None:
+    def __init__(self, backbone: TrainableBackbone, executor: Executor) -> None:
         self.backbone, self.executor, self.device, self.precision = (
-            learner,
-            runner,
-            runner.device,
-            runner.precision,
+            backbone,
+            executor,
+            executor.device,
+            executor.precision,
         )
         self._estimates: OrderedDict[tuple[bool, bytes], dict[Shapes, Cost]] = OrderedDict()
 
-    def estimate_pass(self, frame: Frame, *, learns: bool) -> Cost:
-        """Return the cost of a pass. What is wrong with its shapes or its layout is a
-        `FrameError`.
+    def estimate_pass(self, frame: Frame, *, with_backward: bool) -> Cost:
+        """Return the cost of a pass.
+
+        Raises:
+            FrameError: Its shapes or its layout are invalid.
         """
         tensors = declared_tensors(frame)
         shapes: Shapes = tuple((name, t.dtype, tuple(t.shape)) for name, t in tensors.items())
@@ -77,29 +82,32 @@ class Estimator:
                 for name in ("boundary", "plain", "layouts", "order", "training", "wants")
             ]
         )
-        kind = (learns, hashlib.sha256(layout.encode(errors="backslashreplace")).digest())
-        known = self._estimates.setdefault(kind, {})
+        kind = (with_backward, hashlib.sha256(layout.encode(errors="backslashreplace")).digest())
+        estimates = self._estimates.setdefault(kind, {})
         self._estimates.move_to_end(kind)
-        found = known.get(shapes) or next(
-            (cost for other, cost in known.items() if _is_near(shapes, other)), None
+        cost = estimates.get(shapes) or next(
+            (cost for other, cost in estimates.items() if _is_near(shapes, other)), None
         )
-        if found is None:
+        if cost is None:
             crossing = self._crossing(frame, tensors)
-            parts = self._block_costs(crossing, frame.values.get("training") is True, learns=learns)
-            found = _sum_blocks(parts, crossing.stream, nbytes(frame), with_backward=learns)
-            known[shapes] = found
+            parts = self._block_costs(
+                crossing, frame.values.get("training") is True, with_backward=with_backward
+            )
+            cost = _sum_blocks(parts, crossing.stream, nbytes(frame), with_backward=with_backward)
+            estimates[shapes] = cost
             while sum(map(len, self._estimates.values())) > MAX_ESTIMATES:
                 oldest = next(iter(self._estimates))
                 if len(self._estimates[oldest]) > 1:
                     del self._estimates[oldest][next(iter(self._estimates[oldest]))]
                 else:
                     del self._estimates[oldest]
-        return found
+        return cost
 
     def estimate_turn(self, frame: Frame, past: int) -> Cost:
-        """Return the cost of a turn of a generated text after `past` tokens. Held are all of its
-        keys and values after the turn, for the rows of this turn: beams may have repeated the rows
-        of the turn before.
+        """Return the cost of a generation turn after `past` tokens.
+
+        Held are all keys and values after the turn, for the rows of this turn: beam search may have
+        repeated the rows of the turn before.
         """
         crossing = self._crossing(frame, declared_tensors(frame))
         stream = crossing.stream
@@ -116,13 +124,14 @@ class Estimator:
             * stream.shape[0]
             * stream.element_size()
         )
-        # A layer is there twice while it grows; the reply stays with the cache.
+        # A layer exists twice while it grows; the reply stays with the cache.
         return Cost(
             len(crossing.blocks) * layer + stream.numel() * stream.element_size(),
             cost.working + layer,
         )
 
     def _crossing(self, frame: Frame, tensors: Mapping[str, Tensor]) -> Crossing:
+        """Return the pass on the meta device."""
         skeleton = Frame(frame.kind, frame.number, frame.values, tensors)
         return unpack(
             skeleton,
@@ -134,12 +143,13 @@ class Estimator:
         )
 
     def _heads(self) -> int:
-        found = getattr(
+        heads = getattr(
             getattr(self.backbone.cut.model, "config", None), "num_attention_heads", None
         )
-        return found if isinstance(found, int) else 16
+        return heads if isinstance(heads, int) else 16
 
     def _cached_features(self, hidden: int) -> int:
+        """Return the features per token of a layer's keys."""
         config = getattr(self.backbone.cut.model, "config", None)
         heads, size = (
             getattr(config, "num_key_value_heads", None),
@@ -149,30 +159,31 @@ class Estimator:
             size = hidden // max(1, self._heads())
         return heads * size if isinstance(heads, int) and isinstance(size, int) else hidden
 
-    def _block_costs(self, crossing: Crossing, training: bool, *, learns: bool) -> list[_BlockCost]:
+    def _block_costs(
+        self, crossing: Crossing, training: bool, *, with_backward: bool
+    ) -> list[_BlockCost]:
+        """Return the blocks' costs by simulation, or else by the upper bound."""
         for block in crossing.blocks:
             block.train(training)
-        noisy = logging.getLogger(
-            "torch._subclasses.fake_tensor"
-        )  # logs a traceback for shapes that do not fit: the client's fault
-        before, noisy.disabled = noisy.disabled, True
+        # It logs a traceback for shapes that do not match, which are the client's fault.
+        noisy = logging.getLogger("torch._subclasses.fake_tensor")
+        was_disabled, noisy.disabled = noisy.disabled, True
         try:
-            return self._simulate(crossing, learns=learns)
-        except (
-            Exception
-        ) as error:  # blocks raise whatever they run into; the bound holds for all of them
+            return self._simulate(crossing, with_backward=with_backward)
+        except Exception as error:  # blocks may raise anything; the bound holds for all of them
             _log.info(
-                "the memory of a pass is bounded, since its blocks do not run on fake tensors: %s",
+                "bounding the memory of a pass: its blocks do not run on fake tensors: %s",
                 type(error).__name__,
             )
             return [
-                _bound_block(block, crossing.stream, self._heads(), 0, with_backward=learns)
+                _bound_block(block, crossing.stream, self._heads(), 0, with_backward=with_backward)
                 for block in crossing.blocks
             ]
         finally:
-            noisy.disabled = before
+            noisy.disabled = was_disabled
 
-    def _simulate(self, crossing: Crossing, *, learns: bool) -> list[_BlockCost]:
+    def _simulate(self, crossing: Crossing, *, with_backward: bool) -> list[_BlockCost]:
+        """Return the blocks' costs, measured on fake tensors."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode, boundary = FakeTensorMode(), crossing.boundary
@@ -180,19 +191,19 @@ class Estimator:
         def fake(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            made = torch.empty(value.shape, dtype=value.dtype, device=self.device)
-            return made.requires_grad_(learns and made.is_floating_point())
+            tensor = torch.empty(value.shape, dtype=value.dtype, device=self.device)
+            return tensor.requires_grad_(with_backward and tensor.is_floating_point())
 
         memo: dict[tuple[object, ...], _BlockCost] = {}
-        out: list[_BlockCost] = []
-        with mode, autocast(self.device, self.precision), torch.set_grad_enabled(learns):
+        costs: list[_BlockCost] = []
+        with mode, autocast(self.device, self.precision), torch.set_grad_enabled(with_backward):
             values = {key: tree_map(fake, value) for key, value in crossing.inputs.items()}
             z: Any = values[boundary.stream]
             carried: dict[str, Any] = {}
             for block, call in zip(crossing.blocks, crossing.calls, strict=True):
-                given = {**values, boundary.stream: z}
+                inputs = {**values, boundary.stream: z}
                 kwargs = {
-                    name: carried.get(name, given[key]) for name, key in (*call.args, *call.kwargs)
+                    name: carried.get(name, inputs[key]) for name, key in (*call.args, *call.kwargs)
                 }
                 kind = (
                     _block_signature(block),
@@ -205,9 +216,9 @@ class Estimator:
                 )
                 if kind not in memo:
                     memo[kind] = _measure_block(
-                        block, kwargs, mode.from_tensor, with_backward=learns
+                        block, kwargs, mode.from_tensor, with_backward=with_backward
                     )
-                out.append(memo[kind])
+                costs.append(memo[kind])
                 result = tree_map(fake, memo[kind].outputs)
                 z, *rest = result if boundary.returns else (result,)
                 if boundary.returns:
@@ -216,11 +227,11 @@ class Estimator:
                         for name, value in zip(boundary.returns[1:], rest, strict=False)
                         if name
                     }
-        return out
+        return costs
 
 
 class _EagerBlock(torch.nn.Module):
-    """A block without its compiled form and its hooks."""
+    """A block without its compiled code and hooks."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
@@ -231,9 +242,7 @@ class _EagerBlock(torch.nn.Module):
 
 
 class _StorageCounter:
-    """Counts the bytes of all storages that operators make, for as long as they live. Those of
-    `known` tensors are not counted.
-    """
+    """Counts the bytes of all live storages that operators allocate, except those of `known`."""
 
     def __init__(self, known: list[Tensor]) -> None:
         self.current = self.peak = 0
@@ -252,21 +261,22 @@ class _StorageCounter:
                     self._add(tensor.untyped_storage())
             return out
 
-        made: AbstractContextManager[object] = type(
+        context: AbstractContextManager[object] = type(
             "StorageMode", (TorchDispatchMode,), {"__torch_dispatch__": dispatch}
         )()
-        return made
+        return context
 
     def _add(self, storage: Any) -> None:
-        place, size = storage._cdata, storage.nbytes()
-        if place in self.ignored or place in self.alive:
+        """Count a storage until it is freed."""
+        address, size = storage._cdata, storage.nbytes()
+        if address in self.ignored or address in self.alive:
             return
 
         def freed(_: object) -> None:
             self.current -= size
-            self.alive.pop(place, None)
+            self.alive.pop(address, None)
 
-        self.alive[place] = weakref.ref(storage, freed)
+        self.alive[address] = weakref.ref(storage, freed)
         self.current += size
         self.peak = max(self.peak, self.current)
 
@@ -278,7 +288,7 @@ def _measure_block(
     *,
     with_backward: bool,
 ) -> _BlockCost:
-    """Run one block forward and back on fake tensors, and count."""
+    """Run one block forward and backward on fake tensors, and return its memory."""
     state = {
         f"block.{name}": fake(t) for name, t in (*block.named_parameters(), *block.named_buffers())
     }
@@ -291,9 +301,9 @@ def _measure_block(
         if with_backward and outputs:
             storages.peak = storages.current
             leaves = [t for t in (*inputs, *state.values()) if t.requires_grad]
-            slope = torch.empty_like(outputs[0])
+            grad_output = torch.empty_like(outputs[0])
             grads = torch.autograd.grad(
-                outputs[0], leaves, slope, allow_unused=True, retain_graph=True
+                outputs[0], leaves, grad_output, allow_unused=True, retain_graph=True
             )
             backward = storages.peak - saved
             del grads
@@ -309,6 +319,7 @@ def _to_meta(value: Any) -> Any:
 
 
 def _describe_input(value: Any) -> Any:
+    """Return what a block's memory depends on."""
     return (
         (str(value.dtype), tuple(value.shape), value.requires_grad)
         if isinstance(value, Tensor)
@@ -317,6 +328,7 @@ def _describe_input(value: Any) -> Any:
 
 
 def _block_signature(block: torch.nn.Module) -> tuple[object, ...]:
+    """Return a key that is equal for identical blocks."""
     return type(block), *(
         (name, p.shape, p.dtype, p.requires_grad) for name, p in block.named_parameters()
     )
@@ -325,9 +337,7 @@ def _block_signature(block: torch.nn.Module) -> tuple[object, ...]:
 def _bound_block(
     block: torch.nn.Module, stream: Tensor, heads: int, past: int, *, with_backward: bool
 ) -> _BlockCost:
-    """Bound a block's memory by the features of its weight matrices and the size of its attention
-    scores.
-    """
+    """Return an upper bound from the features of weight matrices and the attention scores."""
     features = (
         sum(sum(p.shape[-2:]) for p in block.parameters() if p.dim() >= 2) or stream.shape[-1]
     )
@@ -342,9 +352,11 @@ def _bound_block(
 def _sum_blocks(
     parts: list[_BlockCost], stream: Tensor, request: int, *, with_backward: bool
 ) -> Cost:
-    """Add up the blocks of a pass. In the forward pass each block's peak comes on top of what those
-    before it have saved; the backward pass keeps the whole graph. The request stays with an open
-    pass; the reply is there twice, as a tensor and as bytes.
+    """Return the cost of a pass from those of its blocks.
+
+    In the forward pass each block's peak adds to what earlier blocks have saved; the backward pass
+    keeps the complete graph. An open pass keeps its request; the reply exists twice, as a tensor
+    and as bytes.
     """
     saved = peak = 0
     for part in parts:
@@ -357,12 +369,12 @@ def _sum_blocks(
 
 
 def _is_near(shapes: Shapes, other: Shapes) -> bool:
-    """Is each shape at most the other one, and the other one not much larger?"""
+    """Return whether each shape of `other` is at least this one, and not much larger."""
     if [(n, d, len(s)) for n, d, s in shapes] != [(n, d, len(s)) for n, d, s in other]:
         return False
     pairs = [
         (a, b)
-        for (_, _, mine), (_, _, theirs) in zip(shapes, other, strict=True)
-        for a, b in zip(mine, theirs, strict=True)
+        for (_, _, shape), (_, _, other_shape) in zip(shapes, other, strict=True)
+        for a, b in zip(shape, other_shape, strict=True)
     ]
     return all(a <= b <= SHAPE_TOLERANCE * a for a, b in pairs)

@@ -1,11 +1,10 @@
-"""What clients hold of a server's memory while their frames come and are answered, so that none can
-fill it.
+"""Flow control: a limit on the memory of frames that are received or being answered.
 
-Bytes are counted as they arrive, for each client over all of its streams. Past its share a client
-is read from one stream at a time, the one whose frame began first, and the others wait: nobody is
-refused for being large, and a frame that has begun can always end. One client holds its share, one
-frame more, and a chunk of each other stream. Past the `total` of all clients, only the client whose
-frames began first is read from.
+Bytes are counted as they arrive, per client over all of its streams. Above its share, a client is
+read from one stream at a time, the one whose frame began first, and its other streams wait. Large
+frames are thus never rejected, and a frame that has begun can always finish. One client holds at
+most its share, one frame more, and a chunk of each other stream. Above the `total` of all clients,
+only the client whose frames began first is read from.
 """
 
 from __future__ import annotations
@@ -17,67 +16,76 @@ from regauge.split.protocol.frames import FrameError
 
 
 class StreamUsage:
-    """The bytes of one stream's frame."""
+    """The bytes that one stream's frame holds, as an entry of its client's usage."""
 
-    def __init__(self, peer: dict[StreamUsage, int]) -> None:
-        self.client_usage = peer
+    def __init__(self, client_usage: dict[StreamUsage, int]) -> None:
+        self.client_usage = client_usage
 
     def add(self, size: int) -> None:
+        """Count received bytes."""
         self.client_usage[self] = self.client_usage.get(self, 0) + size
 
     @property
     def size(self) -> int:
+        """Return the bytes held by this stream."""
         return self.client_usage.get(self, 0)
 
     def clear(self) -> None:
-        """The frame is answered, or gone."""
+        """Release the bytes of a frame that is answered or dropped."""
         self.client_usage.pop(self, None)
 
 
 class FlowControl:
-    """`share` is how many bytes of frames a client may hold before its streams take turns,
-    `streams` how many of those it may have, and `total` how many bytes all clients may hold.
+    """Limits on the bytes of frames that clients hold.
+
+    Args:
+        share: Bytes that a client may hold before its streams take turns.
+        streams: Streams that a client may open.
+        total: Bytes that all clients may hold.
     """
 
     def __init__(self, share: int, streams: int, total: int | None = None) -> None:
         self.share, self.max_streams, self.total = share, streams, total
         self.stream_counts: dict[str, int] = {}
-        self.usage: dict[
-            str, dict[StreamUsage, int]
-        ] = {}  # in the order in which frames have begun
+        # In the order in which the frames began.
+        self.usage: dict[str, dict[StreamUsage, int]] = {}
 
     @contextmanager
     def stream(self, peer: str) -> Iterator[StreamUsage]:
-        if (
-            self.stream_counts.get(peer, 0) >= self.max_streams
-        ):  # those that were lost a moment ago are among them
+        """Open a stream of a client.
+
+        Raises:
+            FrameError: The client has too many streams.
+        """
+        # Streams that were lost a moment ago still count, which is why the client should retry.
+        if self.stream_counts.get(peer, 0) >= self.max_streams:
             raise FrameError(
                 "busy",
-                f"{peer or 'a client'} has {self.max_streams} streams open",
-                hint="use fewer of them, or come again in some seconds",
+                f"{peer or 'a client'} has reached its limit of {self.max_streams} streams",
+                hint="open fewer streams, or retry in a few seconds",
             )
         self.stream_counts[peer] = self.stream_counts.get(peer, 0) + 1
-        held = StreamUsage(self.usage.setdefault(peer, {}))
+        usage = StreamUsage(self.usage.setdefault(peer, {}))
         try:
-            yield held
+            yield usage
         finally:
-            held.clear()
+            usage.clear()
             self.stream_counts[peer] -= 1
             if not self.stream_counts[peer]:
                 del self.stream_counts[peer], self.usage[peer]
 
-    def may_read(self, held: StreamUsage) -> bool:
-        """May more be read from this stream?"""
-        others = held.client_usage
-        if sum(others.values()) >= self.share and next(iter(others)) is not held:
+    def may_read(self, stream: StreamUsage) -> bool:
+        """Return whether more may be read from this stream."""
+        client_usage = stream.client_usage
+        if sum(client_usage.values()) >= self.share and next(iter(client_usage)) is not stream:
             return False
         return (
             self.total is None
             or self.size < self.total
-            or others is next(found for found in self.usage.values() if found)
+            or client_usage is next(usage for usage in self.usage.values() if usage)
         )
 
     @property
     def size(self) -> int:
-        """Bytes that all clients hold."""
-        return sum(sum(found.values()) for found in self.usage.values())
+        """Return the bytes that all clients hold."""
+        return sum(sum(usage.values()) for usage in self.usage.values())

@@ -1,6 +1,4 @@
-"""Inference at the server: one pass that leaves nothing behind, or the next turn of a text whose
-keys and values stay in a cache that it names.
-"""
+"""Inference on the server: a single pass without state, or a generation turn with a named cache."""
 
 from __future__ import annotations
 
@@ -20,8 +18,8 @@ Admit = Callable[[Session, Frame, Cache | None], int]
 
 
 def predict(
-    runner: Executor,
-    learner: TrainableBackbone,
+    executor: Executor,
+    backbone: TrainableBackbone,
     session: Session,
     frame: Frame,
     admit: Admit,
@@ -29,9 +27,23 @@ def predict(
     max_caches: int,
     max_bytes: int,
 ) -> bytes:
-    """The reply to a FORWARD without a number. A session has at most so many `caches`; the streams
-    of one text have at most `payload` bytes. `admit` refuses a pass that needs too much memory,
-    before it is unpacked; it returns the bytes that a cache will hold.
+    """Answer a FORWARD without a number.
+
+    Args:
+        executor: Runs the blocks.
+        backbone: Backbone of the session.
+        session: The client's session.
+        frame: The request.
+        admit: Rejects a pass that needs too much memory, before it is unpacked; returns the bytes
+            that its cache will hold.
+        max_caches: Caches of a session; the least recently used one is evicted.
+        max_bytes: Bytes of all streams of one text.
+
+    Returns:
+        The encoded reply.
+
+    Raises:
+        FrameError: The request is invalid, too large, or its cache was evicted.
     """
     name, turn = frame.values.get("cache"), frame.values.get("turn")
     if name is None:
@@ -41,22 +53,24 @@ def predict(
                 session,
                 Kind.OUTPUT,
                 frame,
-                {"stream": runner.run(runner.unpack_pass(learner, frame), frame, "predict")},
+                {"stream": executor.run(executor.unpack_pass(backbone, frame), frame, "predict")},
             )
     if not isinstance(name, str) or len(name) > 64 or type(turn) is not int or turn < 1:
-        raise FrameError("layout", "a cache has a name, and its turns are 1, 2, 3, ...")
+        raise FrameError(
+            "layout", "a cache must have a name of at most 64 characters, and turns 1, 2, 3, ..."
+        )
     cache = session.caches.get(name)
     if cache is not None and cache.turn == turn and cache.check == frame.check:
         return cache.reply
     if turn != (cache.turn if cache else 0) + 1:
         raise FrameError(
             "cache",
-            "the server has no such cache",
-            hint="it was dropped, or the server was started again: generate anew",
+            "unknown cache: it was evicted, or the server was restarted",
+            hint="generate from the beginning",
         )
-    cache = cache or Cache(_new_cache(runner.model))
-    held = admit(session, frame, cache)
-    crossing = runner.unpack_pass(learner, frame)
+    cache = cache or Cache(_new_cache(executor.model))
+    cache_bytes = admit(session, frame, cache)
+    crossing = executor.unpack_pass(backbone, frame)
     stream, order = crossing.stream, frame.values.get("rows")
     if order is not None and not (
         isinstance(order, list)
@@ -64,30 +78,29 @@ def predict(
         and all(type(i) is int and i >= 0 for i in order)
     ):
         raise FrameError(
-            "layout", '"rows" is not a list of numbers, one for each row of the stream'
+            "layout", '"rows" must be a list of numbers, one for each row of the stream'
         )
     length, size = (
         cache.length + stream.shape[1],
         cache.size + stream.numel() * stream.element_size(),
     )
-    if length > runner.max_length or size > max_bytes:
+    if length > executor.max_length or size > max_bytes:
         raise FrameError(
             "limit",
-            f"a text has at most {runner.max_length} tokens, and all of its streams {max_bytes} "
-            "bytes",
+            f"a text must have at most {executor.max_length} tokens and {max_bytes} bytes of "
+            f"streams, got {length} and {size}",
         )
     try:
         if order is not None:
-            cache.value.reorder_cache(torch.tensor(order, device=runner.device))
+            cache.value.reorder_cache(torch.tensor(order, device=executor.device))
         with torch.no_grad():
-            z = runner.run(crossing.with_inputs(**{CACHE: cache.value}), frame, "predict")
+            z = executor.run(crossing.with_inputs(**{CACHE: cache.value}), frame, "predict")
         cache.reply = encode_reply(session, Kind.OUTPUT, frame, {"stream": z})
     except BaseException:
-        session.caches.pop(
-            name, None
-        )  # some layers may have taken this turn, and it must not be taken twice
+        # Some layers may have stored this turn already, and it must not be stored twice.
+        session.caches.pop(name, None)
         raise
-    cache.length, cache.size, cache.held = length, size, held
+    cache.length, cache.size, cache.held = length, size, cache_bytes
     cache.turn, cache.check = turn, frame.check
     session.caches[name] = cache
     session.caches.move_to_end(name)
@@ -97,15 +110,16 @@ def predict(
 
 
 def _new_cache(model: torch.nn.Module) -> Any:
+    """Return an empty cache of transformers."""
     try:
         from transformers import DynamicCache
     except ImportError as error:
         raise FrameError(
             "cache",
-            "the server has no transformers library, and so no caches",
+            "caches need the transformers library, which the server does not have",
             hint="generate with use_cache=False",
         ) from error
     config = getattr(model, "config", None)
     if config is None:
-        raise FrameError("cache", "this model has no caches")
+        raise FrameError("cache", "caches need a model with a config, got one without")
     return DynamicCache(config=config)

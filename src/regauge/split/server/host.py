@@ -1,23 +1,23 @@
-"""The server's side, without any network: frames in, bytes out.
+"""The server without a network: frames in, bytes out.
 
-A session's requests are numbered 1, 2, 3, ..., and the server's state is a function of those that
-it has answered. It keeps the number of the last one, `done`, and the bytes of the reply to it:
+The requests of a session are numbered 1, 2, 3, ..., and the server's state is a function of those
+that it has answered. It stores the number of the last one, `done`, and the bytes of its reply:
 
-    the same one again       the same bytes
-    the next one             executed
-    an earlier one           refused: "past"
-    a later one              refused: "gap", with `done`; the client sends what lies between again
+    the same request again    the stored reply
+    the next request          executed
+    an earlier one            error "past"
+    a later one               error "gap", with `done`; the client resends those in between
 
-A request that is refused changes nothing and takes no number. FORWARD opens a pass, BACKWARD closes
-it and adds to the gradients. With its last BACKWARD, or by STEP after it, a client says that its
-loss has been gone through; after so many of those the optimizer takes a step. A pass that is open
-while another client's step changes the weights is run again, with the new ones, when its BACKWARD
-comes: nobody waits for anybody. FORWARD with number 0 is inference: it leaves nothing behind,
-except for a cache that it names.
+A rejected request changes nothing and uses no number. FORWARD opens a pass, BACKWARD closes it and
+accumulates gradients. With its last BACKWARD, or by a STEP after it, a client marks the end of a
+loss; after `accumulate` losses the optimizer takes a step. If another client's step changes the
+weights while a pass is open, the pass is run again with the new weights on its BACKWARD, so that
+clients never wait for each other. FORWARD with number 0 is inference: it has no state, except for a
+cache that it names.
 
-`sessions` has what is known of a client, `running` the passes through the blocks, `generating`
-those of texts, `rounds` the copies of the backbone where each session has its own and they are
-averaged, `keeping` the file that outlives the server.
+`sessions` holds the state of a client, `executor` the passes through the blocks, `generation` those
+of generated texts, `rounds` the sessions' copies of the backbone and their average, `checkpoint`
+the file that a restarted server resumes from.
 """
 
 from __future__ import annotations
@@ -59,25 +59,46 @@ from regauge.split.server.sessions import (
 )
 
 Tensor = torch.Tensor
-_MAX_ENDED_SESSIONS = 100_000  # sessions that are remembered after their end
-_STORED_LIMITS = Limits(
-    1 << 62, (1 << 32) - 1, 1 << 16, 64
-)  # of frames in a checkpoint: they were held against the limits when they came, as other bytes
+_MAX_ENDED_SESSIONS = 100_000  # names that are stored, to reject their requests
+# Of frames in a checkpoint: their limits were checked when they arrived, in another encoding.
+_STORED_LIMITS = Limits(1 << 62, (1 << 32) - 1, 1 << 16, 64)
 _log = logging.getLogger("regauge.split")
 
 
 class Host:
-    """A backbone that answers. `model` is one of a family that has a cut (or `boundaries` are
-    given); only its blocks are used, the rest may be on the meta device. With `training` it learns;
-    without, it serves. With `folder` it is kept there every so many steps, and goes on from there.
+    """A server's backbone, which answers requests.
 
-    `key` is the id of the key that locked the backbone, if it is to be compared with the clients'.
-    `seed` is what dropout is drawn from. `precision` is "bf16" or "fp16" for blocks that compute so
-    over weights in float32. `compiler` names a backend of torch.compile, "inductor" as a rule; what
-    cannot be compiled runs as it is, and the log says so. `average` is how many steps each session
-    takes between two means, or 0 for one backbone of all. `quotas` say how much each client may
-    ask. `memory` and `client_memory` are bytes that all clients, and each of them, may hold;
-    without them the budget is half of what is available (`memory.Budget`).
+    Args:
+        model: A model whose family has a cut, or any model with `boundaries`. Only its blocks are
+            used; the rest may be on the meta device.
+        training: Optimizer of the backbone; without it the server only runs inference.
+        folder: Folder of checkpoints, which a restarted server resumes from.
+        save_every: Steps between checkpoints.
+        config: The model's config, if it does not carry one.
+        boundaries: Where the model is cut, if its family does not define it.
+        limits: Largest frame to accept; by default a fourth of a client's memory budget.
+        key: Id of the key that locked the backbone, to compare it with the clients'.
+        seed: Seed of dropout.
+        max_sessions: Sessions at once.
+        max_open_passes: Forward passes of a session that may await their backward pass.
+        max_caches: Generation caches of a session.
+        max_length: Tokens of a stream.
+        idle: Seconds without a request after which a session may be evicted for another.
+        precision: Mixed precision over float32 weights: "bf16" or "fp16".
+        compiler: Backend of torch.compile, such as "inductor". Blocks that cannot be compiled run
+            in eager mode, with a warning in the log.
+        average: Steps that each session takes on its own copy between two averages; 0 trains one
+            backbone for all.
+        away: Seconds without a request after which a round no longer waits for a session.
+        quotas: Sessions, requests and bytes that each client may use.
+        memory: Bytes that all clients together may hold; by default half of what is available.
+        client_memory: Bytes that each client may hold.
+
+    Raises:
+        CutError: The model cannot be cut.
+        TrainingError, BudgetError: An option is invalid.
+        CheckpointError: The weights are not finite, or the checkpoint in `folder` is damaged or
+            belongs to another model.
     """
 
     def __init__(
@@ -105,8 +126,8 @@ class Host:
         memory: int | None = None,
         client_memory: int | None = None,
     ) -> None:
-        where = cut(model, config, boundaries=boundaries)
-        self.model_description = describe_model(where, config)
+        model_cut = cut(model, config, boundaries=boundaries)
+        self.model_description = describe_model(model_cut, config)
         self.key, self.training = key, training
         self.max_sessions, self.max_open_passes, self.max_caches, self.idle = (
             max_sessions,
@@ -115,13 +136,10 @@ class Host:
             idle,
         )
         self.quotas = quotas or Quotas()
-        self.main = TrainableBackbone(where, training)
+        self.main = TrainableBackbone(model_cut, training)
         self.sessions: dict[str, Session] = {}
-        self.ended_sessions: dict[
-            str, str
-            # sessions that have ended, and whose: their requests are in the weights, and must not
-            # be taken again
-        ] = {}
+        # Their clients by name. Their requests are in the weights, and must not be executed again.
+        self.ended_sessions: dict[str, str] = {}
         self.executor = Executor(
             self.main,
             config,
@@ -151,43 +169,46 @@ class Host:
             max_sessions=max_sessions,
         )
         self.step = self.saved_step = self.failed_save_step = 0
-        self.optimizer_name = ""  # the optimizer of the checkpoint that it goes on from
-        self.requests: dict[tuple[str, str], int] = {}  # by kind and result
-        self.compute_seconds = 0.0  # spent on them
+        self.optimizer_name = ""  # in the checkpoint that was restored
+        self.requests: dict[tuple[str, str], int] = {}  # counts by kind and result
+        self.compute_seconds = 0.0
         self.folder, self.save_every = None if folder is None else Path(folder), save_every
         self.lock = threading.Lock()
-        self.clients: frozenset[str] | None = (
-            None  # those that may ask; None is everyone whom the transport lets in
-        )
+        # Names of accepted clients; None accepts all that the transport lets in.
+        self.clients: frozenset[str] | None = None
         if self.folder is not None:
-            kept = checkpoint.load(self.folder)
-            if kept is not None:
-                self._restore(kept)
+            saved = checkpoint.load(self.folder)
+            if saved is not None:
+                self._restore(saved)
 
     # Requests
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
-        """The reply to a frame, always: what is wrong with it is a reply too. `peer` is who sent
-        it, as far as the transport knows.
+        """Return the reply to a frame; errors are encoded as replies too.
+
+        Args:
+            frame: The request.
+            peer: Name of the client, as authenticated by the transport.
         """
         with self.lock:
-            began, result = time.monotonic(), "ok"
+            start, result = time.monotonic(), "ok"
             try:
                 return self._execute(frame, peer)
             except FrameError as error:
                 result = error.code
-                found = frame.values.get("session")
-                session = self.sessions.get(found) if isinstance(found, str) else None
+                name = frame.values.get("session")
+                session = self.sessions.get(name) if isinstance(name, str) else None
                 session = session if session is not None and session.peer == peer else None
                 return encode_error(
                     error, frame, session.done if session else 0, session.saved if session else 0
                 )
             finally:
-                self.compute_seconds += time.monotonic() - began
-                counted = (frame.kind.name.lower(), result)
-                self.requests[counted] = self.requests.get(counted, 0) + 1
+                self.compute_seconds += time.monotonic() - start
+                label = (frame.kind.name.lower(), result)
+                self.requests[label] = self.requests.get(label, 0) + 1
 
     def _execute(self, frame: Frame, peer: str) -> bytes:
+        """Answer a frame; any failure of the blocks becomes a FrameError."""
         try:
             self.quotas.take(peer, nbytes(frame))
             try:
@@ -196,12 +217,12 @@ class Host:
                 if not self.executor.is_compiler_error(error):
                     raise
                 self.executor.disable_compiler(self.rounds.backbones(), error)
-                for learner in self.rounds.backbones():
-                    self.rounds.invalidate_passes(learner)
+                for backbone in self.rounds.backbones():
+                    self.rounds.invalidate_passes(backbone)
                 return self._dispatch(frame, peer)
         except FrameError:
             raise
-        except Exception as error:  # blocks raise whatever they run into; the server goes on
+        except Exception as error:  # blocks may raise anything, and the server must survive it
             _log.warning("request %d of a session failed: %s", frame.number, type(error).__name__)
             raise FrameError(
                 "failed",
@@ -209,19 +230,19 @@ class Host:
             ) from error
 
     def require_listed(self, peer: str) -> None:
-        """Refuse a client that is not, or no longer, on the list."""
+        """Raise FrameError for a client that is not, or no longer, on the list."""
         if self.clients is not None and peer not in self.clients:
             raise FrameError(
                 "client",
-                "this server does not know you",
-                hint="ask its owner to list your certificate's name",
+                "this client is not on the server's list",
+                hint="ask the server's owner to list the name of your certificate",
             )
 
     def end_unlisted(self) -> list[str]:
-        """End the sessions of clients that are not on the list, and return the clients' names.
+        """End the sessions of clients that are not on the list; return the clients' names.
 
-        What they have trained in a round that is not averaged yet is dropped. A checkpoint is
-        written, so that a restart does not bring the sessions back.
+        Their training in the current round is dropped. A checkpoint is written, so that a restart
+        does not restore the sessions.
         """
         with self.lock:
             ended = {
@@ -237,6 +258,7 @@ class Host:
             return sorted({s.peer for s in ended.values()})
 
     def _dispatch(self, frame: Frame, peer: str) -> bytes:
+        """Answer a frame by its kind."""
         self.require_listed(peer)
         if frame.kind is Kind.HELLO:
             return self._hello(frame, peer)
@@ -244,10 +266,10 @@ class Host:
         session.last_seen = time.monotonic()
         match frame.kind:
             case Kind.FORWARD if frame.number == 0:
-                learner = self.rounds.backbone_of(session)
+                backbone = self.rounds.backbone_of(session)
                 return predict(
                     self.executor,
-                    learner,
+                    backbone,
                     session,
                     frame,
                     self._admit_turn,
@@ -257,83 +279,86 @@ class Host:
             case Kind.FORWARD | Kind.BACKWARD | Kind.STEP if frame.number > 0:
                 return self._execute_next(session, frame)
             case Kind.BYE:
-                known = frame.values.get("done")
-                if type(known) is int and known > session.done:
+                sent = frame.values.get("done")
+                if type(sent) is int and sent > session.done:
                     raise FrameError(
                         "gap",
-                        f"{known} requests were asked in this session, and {session.done} are "
-                        "answered here",
+                        f"the session has sent {sent} requests, and {session.done} are answered",
                     )
                 self._end_session(session_name(frame))
                 if self.folder is not None and (self.step > self.saved_step or self.rounds.average):
-                    self._try_save()  # whoever is gone sends nothing again
+                    self._try_save()  # an ended session resends nothing
                 return frame_bytes(Frame(Kind.BYE, frame.number))
             case _:
                 raise FrameError(
-                    "kind", f"a {frame.kind.name} of number {frame.number} is no request"
+                    "kind", f"a {frame.kind.name} frame of number {frame.number} is not a request"
                 )
 
     def _hello(self, frame: Frame, peer: str) -> bytes:
+        """Open or resume a session, and return the WELCOME."""
         name, codec, limits = parse_hello(frame, self.model_description, self.key)
         if name in self.ended_sessions:
             raise FrameError(
                 "ended",
-                "this session has ended, and what it asked for is done",
+                "the session has ended, and its requests are executed",
                 hint="start a new one",
             )
         session = self.sessions.get(name)
         if session is None:
-            most = self.quotas.for_client(peer).sessions or (
+            # Authenticated clients get at most a fourth of all sessions by default.
+            limit = self.quotas.for_client(peer).sessions or (
                 max(1, self.max_sessions // 4) if peer else 0
-            )  # where clients are known, none takes all places
-            for one in sessions_to_evict(self.sessions, peer, most, self.max_sessions, self.idle):
-                self._end_session(one)
+            )
+            for evicted in sessions_to_evict(
+                self.sessions, peer, limit, self.max_sessions, self.idle
+            ):
+                self._end_session(evicted)
             session = self.sessions[name] = Session(peer, codec, limits)
         elif session.peer != peer:
-            raise FrameError("session", "the session is another client's")
+            raise FrameError("session", "the session belongs to another client")
         session.codec, session.limits, session.last_seen = codec, limits, time.monotonic()
-        told: dict[str, Value] = {
+        welcome: dict[str, Value] = {
             "protocol": PROTOCOL,
             "session": name,
             "done": session.done,
             "saved": session.saved,
             "keeps": self.folder is not None,
         }
-        told |= {
+        welcome |= {
             "limits": _limits_to_list(self.limits),
             "length": self.executor.max_length,
             "trains": self.main.optimizer is not None,
             "step": self.step,
         }
-        told |= {
+        welcome |= {
             "key": self.key,
             "precision": self.executor.precision,
             "average": self.rounds.average,
         }
         return frame_bytes(
-            Frame(Kind.WELCOME, 0, told | (self.training.to_dict() if self.training else {}))
+            Frame(Kind.WELCOME, 0, welcome | (self.training.to_dict() if self.training else {}))
         )
 
     def _execute_next(self, session: Session, frame: Frame) -> bytes:
-        """Execute a request if it is the next one."""
+        """Answer a numbered request: execute the next one, or repeat the last reply."""
         n = frame.number
         if n == session.done:
             if frame.check != session.check:
-                raise FrameError("conflict", f"request {n} was another one when it was answered")
+                raise FrameError("conflict", f"request {n} differs from the one answered before")
             return session.reply
         if n < session.done:
             raise FrameError(
-                "past", f"request {n} was answered long ago: the last one is {session.done}"
+                "past", f"request {n} was answered before: the last one is {session.done}"
             )
         if n > session.done + 1:
-            raise FrameError("gap", f"request {n} has come, and {session.done + 1} is the next one")
+            raise FrameError("gap", f"the next request must be {session.done + 1}, got {n}")
         if self.rounds.needs_copy(session):
             self._admit(session, Cost(self.copy_bytes), "a copy of the backbone for this session")
-        joins = self.rounds.join(session)
+        is_new_member = self.rounds.join(session)
         if self.rounds.require_turn(session) and self.folder is not None:
             self._try_save()
-        learner = self.rounds.backbone_of(session)
-        waited = bool(learner.gradients())
+        backbone = self.rounds.backbone_of(session)
+        had_gradients = bool(backbone.gradients())
         try:
             match frame.kind:
                 case Kind.FORWARD:
@@ -344,92 +369,89 @@ class Host:
                     answer = encode_reply(session, Kind.ACKNOWLEDGE, frame, {})
                     self._count_loss(session)
         except BaseException:
-            if joins:
-                session.backbone = None  # a request that is refused changes nothing
-            if waited and not learner.gradients() and self.folder is not None:
-                # a step was undone: gradients of earlier requests are gone, and must not come back
-                # with a restart
+            if is_new_member:
+                session.backbone = None  # a rejected request changes nothing
+            if had_gradients and not backbone.gradients() and self.folder is not None:
+                # A step was rolled back: the dropped gradients of earlier requests must not come
+                # back with a restart.
                 self._try_save()
             raise
         session.done, session.check, session.reply = n, frame.check, answer
         if self.folder is None:
-            session.saved = (
-                n  # nothing outlives this server, so that there is nothing to send again
-            )
-        elif joins or self.step - max(self.saved_step, self.failed_save_step) >= self.save_every:
-            # who is in a round must outlive the server, or rounds would end elsewhere when requests
-            # are sent again
+            session.saved = n  # without checkpoints there is nothing to resend
+        elif (
+            is_new_member
+            or self.step - max(self.saved_step, self.failed_save_step) >= self.save_every
+        ):
+            # The members of a round must survive a restart, or rounds would end at another request
+            # when the requests are resent.
             self._try_save()
         return answer
 
     def _forward(self, session: Session, frame: Frame) -> bytes:
+        """Open a pass."""
         released = frame.values.get("release", [])
         if not isinstance(released, list) or not all(type(n) is int for n in released):
-            raise FrameError("layout", '"release" is not a list of numbers')
-        still = {n: o for n, o in session.pending.items() if n not in released}
-        if len(still) >= self.max_open_passes:
+            raise FrameError("layout", '"release" must be a list of numbers')
+        remaining = {n: open_pass for n, open_pass in session.pending.items() if n not in released}
+        if len(remaining) >= self.max_open_passes:
             raise FrameError(
                 "graphs",
-                f"{len(still)} forward passes wait for their backward pass",
+                f"the session has reached its limit of {self.max_open_passes} open forward passes",
                 hint="call backward(), or use torch.no_grad()",
             )
-        cost = self.costs.estimate_pass(frame, learns=True)
+        cost = self.costs.estimate_pass(frame, with_backward=True)
         self._admit(session, cost, "this pass", released=released)
-        passed = self.executor.forward(self.rounds.backbone_of(session), frame)
-        passed.cost = cost
-        assert passed.output is not None
-        answer = encode_reply(session, Kind.OUTPUT, frame, {"stream": passed.output})
-        session.pending = still | {frame.number: passed}
+        pending = self.executor.forward(self.rounds.backbone_of(session), frame)
+        pending.cost = cost
+        assert pending.output is not None
+        answer = encode_reply(session, Kind.OUTPUT, frame, {"stream": pending.output})
+        session.pending = remaining | {frame.number: pending}
         return answer
 
     def _backward(self, session: Session, frame: Frame) -> bytes:
+        """Close a pass, and accumulate its gradients."""
         of = frame.values.get("of")
-        passed = session.pending.get(of) if type(of) is int else None
-        if passed is None:
-            raise FrameError("graph", f"no forward pass {of!r:.20} waits for its backward pass")
+        pending = session.pending.get(of) if type(of) is int else None
+        if pending is None:
+            raise FrameError("graph", f"unknown forward pass {of!r:.20}")
         if frame.tensors.keys() != {"stream"}:
-            raise FrameError("layout", 'a backward pass has one tensor, "stream"')
-        if passed.cost is None:
-            cost = self.costs.estimate_pass(passed.request, learns=True)
+            raise FrameError("layout", 'a backward pass must have one tensor, "stream"')
+        if pending.cost is None:
+            cost = self.costs.estimate_pass(pending.request, with_backward=True)
             self._admit(session, cost, "this pass")
-            passed.cost = cost
-        if nbytes(frame) > nbytes(
-            passed.request
-        ):  # room for a gradient of the stream's size was made with the pass
+            pending.cost = cost
+        # The cost of the pass includes a gradient of the stream's size.
+        if nbytes(frame) > nbytes(pending.request):
             self._admit(session, Cost(nbytes(frame)), "this gradient")
-        slope = frame.tensors["stream"]
-        learner = self.rounds.backbone_of(session)
-        back, sums = self.executor.backward(learner, passed, slope)
-        answer = encode_reply(session, Kind.GRADIENT, frame, back)
-        # Nothing is added to the parameters before the reply is there: a failed request changes
-        # nothing.
-        before = session.has_gradients
+        grad_output = frame.tensors["stream"]
+        backbone = self.rounds.backbone_of(session)
+        input_grads, sums = self.executor.backward(backbone, pending, grad_output)
+        answer = encode_reply(session, Kind.GRADIENT, frame, input_grads)
+        # Gradients are stored only after the reply is encoded: a failed request changes nothing.
+        had_gradients = session.has_gradients
         for name, total in sums.items():
-            learner.masters[name].grad = total
+            backbone.masters[name].grad = total
         session.has_gradients = True
         try:
             if frame.values.get("step") is True:
                 self._count_loss(session)
         except BaseException:
-            session.has_gradients = before
+            session.has_gradients = had_gradients
             raise
         del session.pending[of]  # type: ignore[arg-type]
         return answer
 
     def _admit(
-        self, session: Session, cost: Cost, what: str, released: Sequence[Value] = ()
+        self, session: Session, cost: Cost, label: str, released: Sequence[Value] = ()
     ) -> None:
-        """Refuse a cost that the budget has no room for, beside what clients hold but for this
-        session's released passes.
-        """
-        self.budget.require(session.peer, cost, self.charges(session, released), what)
+        """Raise FrameError if a cost exceeds the budget, not counting the released passes."""
+        self.budget.require(session.peer, cost, self.charges(session, released), label)
 
     def _admit_turn(self, session: Session, frame: Frame, cache: Cache | None) -> int:
-        """Admit a prediction, or the next turn of a generated text; returns the bytes that its
-        cache will hold.
-        """
+        """Admit a prediction or a generation turn; return the bytes that its cache will hold."""
         if cache is None:
-            self._admit(session, self.costs.estimate_pass(frame, learns=False), "this pass")
+            self._admit(session, self.costs.estimate_pass(frame, with_backward=False), "this pass")
             return 0
         cost = self.costs.estimate_turn(frame, cache.length)
         self._admit(
@@ -442,7 +464,7 @@ class Host:
     def charges(
         self, session: Session | None = None, released: Sequence[Value] = ()
     ) -> Iterator[tuple[str, Cost]]:
-        """Yield what clients hold, by client, as if a session had released these passes already."""
+        """Yield the costs that clients hold, by client, without a session's released passes."""
         return charges(
             self.sessions,
             copy_bytes=self.copy_bytes,
@@ -451,70 +473,71 @@ class Host:
         )
 
     def _count_loss(self, session: Session) -> None:
-        """A loss has been gone through. After enough of them, a step is taken, and after enough of
-        those, a mean.
-        """
+        """Count a loss; it may complete an optimizer step, and the step a round."""
         if not session.has_gradients:
             raise FrameError(
                 "empty",
                 "a step must follow a backward pass, got none since the last one",
                 hint="call backward() first",
             )
-        learner = self.rounds.backbone_of(session)
+        backbone = self.rounds.backbone_of(session)
         try:
-            stepped = learner.count_loss()
+            stepped = backbone.count_loss()
         except StepError as error:
-            _log.warning("a step was undone, and its gradients dropped: %s", error)
+            _log.warning("a step was rolled back, and its gradients dropped: %s", error)
             raise FrameError("nonfinite", str(error), hint=error.hint) from error
         session.has_gradients = False
         if stepped:
             self.step += 1
-            self.rounds.invalidate_passes(learner)
+            self.rounds.invalidate_passes(backbone)
             self.rounds.try_close()
 
     def _end_session(self, name: str) -> None:
-        """Forget a session, except that it was there."""
+        """End a session, and store its name so that its requests are not executed again."""
         session = self.sessions.pop(name)
         if session.done:
             self.ended_sessions[name] = session.peer
-            if (
-                len(self.ended_sessions) > _MAX_ENDED_SESSIONS
-            ):  # of the client that has the most: nobody makes the server forget another's
-                most = Counter(self.ended_sessions.values()).most_common(1)[0][0]
+            # Drop one of the client with the most, so that no client can displace another's.
+            if len(self.ended_sessions) > _MAX_ENDED_SESSIONS:
+                busiest = Counter(self.ended_sessions.values()).most_common(1)[0][0]
                 del self.ended_sessions[
-                    next(n for n, peer in self.ended_sessions.items() if peer == most)
+                    next(n for n, peer in self.ended_sessions.items() if peer == busiest)
                 ]
         self.rounds.leave(name, session)
 
-    # What is kept
+    # Checkpoints
 
     def save(self) -> None:
-        """Write a checkpoint now, unless there is no folder."""
+        """Write a checkpoint now, if the server has a folder."""
         with self.lock:
             if self.folder is not None:
-                self._keep()
+                self._save()
 
     def _try_save(self) -> None:
-        """Write a checkpoint behind a request that is done. Where that fails the request stays
-        done: clients are not told that it is saved, and keep what they need to send it again. The
-        next try is after as many steps again.
+        """Write a checkpoint after a request, and log a failure.
+
+        The request stays answered even if this fails: clients keep their journals until a
+        checkpoint covers it. The next attempt follows after `save_every` steps.
         """
         try:
-            self._keep()
+            self._save()
         except CheckpointError as error:
             self.failed_save_step = self.step
             _log.warning(
-                "no checkpoint at step %d, and clients keep their journals: %s", self.step, error
+                "checkpoint at step %d failed, and clients keep their journals: %s",
+                self.step,
+                error,
             )
 
-    def _keep(self) -> None:
+    def _save(self) -> None:
+        """Write a checkpoint of the complete state."""
         assert self.folder is not None
         sessions = {name: s.to_dict() for name, s in self.sessions.items()}
         frames = {f"{name}/reply": s.reply for name, s in self.sessions.items() if s.reply}
         frames |= {
-            f"{name}/{n}": frame_bytes(o.request)
+            f"{name}/{n}": frame_bytes(pending.request)
             for name, s in self.sessions.items()
-            for n, o in s.pending.items()
+            for n, pending in s.pending.items()
         }
         digest = str(self.model_description["digest"])
         copies = {
@@ -522,7 +545,7 @@ class Host:
             for name, s in self.sessions.items()
             if s.backbone is not None
         }
-        left, trainer = (
+        departed, optimizer_name = (
             dict(self.rounds.departed),
             self.training.optimizer if self.training else self.optimizer_name,
         )
@@ -533,57 +556,67 @@ class Host:
                 self.step,
                 self.main.training_state(),
                 copies,
-                left,
+                departed,
                 sessions,
                 frames,
                 self.ended_sessions,
-                trainer,
+                optimizer_name,
             ),
         )
         self.saved_step = self.step
         for session in self.sessions.values():
             session.saved = session.done
 
-    def _restore(self, kept: checkpoint.SplitCheckpoint) -> None:
-        if kept.digest != self.model_description["digest"]:
+    def _restore(self, saved: checkpoint.SplitCheckpoint) -> None:
+        """Resume from a checkpoint; raise CheckpointError if it does not match."""
+        if saved.digest != self.model_description["digest"]:
             raise CheckpointError(
-                f"{self.folder} holds another model's training", hint="name another folder"
+                f"{self.folder} must be a checkpoint of this model, got another model's",
+                hint="name another folder",
             )
-        if (kept.copies or kept.departed) and not self.rounds.average:
+        if (saved.copies or saved.departed) and not self.rounds.average:
             raise CheckpointError(
-                f"{self.folder} holds a training of copies that are averaged",
-                hint="go on with average set, or name another folder",
+                f"{self.folder} was trained with averaged copies, got average 0",
+                hint="resume with average set, or name another folder",
             )
-        if self.training is not None and kept.optimizer_name not in ("", self.training.optimizer):
+        if self.training is not None and saved.optimizer_name not in ("", self.training.optimizer):
             raise CheckpointError(
-                f"{self.folder} holds a training with {kept.optimizer_name}, and this one is with "
+                f"{self.folder} was trained with {saved.optimizer_name}, got "
                 f"{self.training.optimizer}",
-                hint=f"go on with --optimizer {kept.optimizer_name}, or name another folder",
+                hint=f"resume with --optimizer {saved.optimizer_name}, or name another folder",
             )
         try:
-            sessions = restore_sessions(kept.sessions, kept.frames, _STORED_LIMITS)
-            if not kept.copies.keys() <= sessions.keys():
+            sessions = restore_sessions(saved.sessions, saved.frames, _STORED_LIMITS)
+            if not saved.copies.keys() <= sessions.keys():
                 raise ValueError("a copy of the backbone belongs to no session")
-            for _, weights in kept.departed.values():
+            for _, weights in saved.departed.values():
                 self.main.require_valid_weights(weights)
         except (ValueError, FrameError) as error:
             raise CheckpointError(
                 f"{self.folder} is damaged: {error}", hint="restore it from a copy"
             ) from error
-        self.main.restore(kept.main, self.folder)
-        self.step, self.saved_step, self.optimizer_name = kept.step, kept.step, kept.optimizer_name
+        self.main.restore(saved.main, self.folder)
+        self.step, self.saved_step, self.optimizer_name = (
+            saved.step,
+            saved.step,
+            saved.optimizer_name,
+        )
         self.rounds.departed = {
-            name: (n, dict(weights)) for name, (n, weights) in kept.departed.items()
+            name: (n, dict(weights)) for name, (n, weights) in saved.departed.items()
         }
-        self.ended_sessions = dict(kept.ended_sessions)
-        self.sessions.update(sessions)  # the rounds look at the same dict
-        for name, copy in kept.copies.items():
-            learner = sessions[name].backbone = self.rounds.copy_main()
-            learner.restore(copy, self.folder)
+        self.ended_sessions = dict(saved.ended_sessions)
+        self.sessions.update(sessions)  # in place: the rounds share the dict
+        for name, state in saved.copies.items():
+            backbone = sessions[name].backbone = self.rounds.copy_main()
+            backbone.restore(state, self.folder)
 
     def backbone(self) -> dict[str, Tensor]:
-        """The weights as they are now, by their names in the model, copied. Where copies are
-        averaged, the mean of the round so far.
+        """Return a copy of the current weights, by their names in the model.
+
+        With averaging it is the mean of the round so far.
+
+        Raises:
+            CheckpointError: The weights are not finite.
         """
         with self.lock:
             self.main.require_finite()
@@ -595,6 +628,7 @@ class Host:
 
     @property
     def blocks(self) -> tuple[torch.nn.Module, ...]:
+        """Return all blocks of the main backbone."""
         return self.main.blocks
 
 

@@ -1,11 +1,10 @@
-"""Memory budgets of a split server: how many bytes its clients may hold at once.
+"""Memory budgets of a split server: the bytes that its clients may hold at once.
 
-A budget covers what clients cause beyond the model and its training: open passes with their graphs,
-caches of generated texts, copies of the backbone that are averaged, the last replies, and the
-working memory of the request that is computed. A request is admitted before its payload is
-unpacked, by a cost estimated from its declared shapes (`costs`). Requests are computed one at a
-time, so that working memory counts once, as the largest of all open passes: a pass that was
-admitted can always have its backward pass.
+A budget covers what clients use beyond the model and its training: open passes with their graphs,
+generation caches, averaged copies of the backbone, the last replies, and the working memory of the
+current request. A request is admitted before its payload is unpacked, by a cost estimated from its
+declared shapes (`costs`). Requests are computed one at a time, so that working memory counts once,
+as the largest of all open passes: an admitted pass can always have its backward pass.
 """
 
 from __future__ import annotations
@@ -25,24 +24,26 @@ from regauge.split.protocol.frames import FrameError, nbytes
 if TYPE_CHECKING:
     from regauge.split.server.sessions import Session
 
-FRACTION = (
-    0.5  # of the available memory; the rest is for allocators, network buffers and other processes
-)
-MIN_BUDGET = 1 << 20  # bytes of a budget; less is a typing error
-# a frame has at most a fourth of its client's budget, since a pass needs several times its bytes
+# Of the available memory; the rest is for allocators, network buffers and other processes.
+FRACTION = 0.5
+MIN_BUDGET = 1 << 20  # bytes; less is a typing error
+# A frame has at most a fourth of its client's budget: a pass needs several times its bytes.
 FRAME_SHARE = 4
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 class BudgetError(RegaugeError):
-    """A memory budget that cannot be read or used."""
+    """An invalid memory budget."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes that are held until the backward pass, and bytes that are needed while the request or
-    its backward pass is computed.
+    """Memory of a request in bytes.
+
+    Attributes:
+        held: Held until the backward pass.
+        working: Needed while the request or its backward pass is computed.
     """
 
     held: int = 0
@@ -51,8 +52,9 @@ class Cost:
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes for all clients together, and for each that is known by its certificate. Without TLS
-    all clients are one, with the whole budget.
+    """Bytes for all clients together, and for each client with a certificate.
+
+    Without TLS clients cannot be distinguished, and share the total.
     """
 
     total: int
@@ -78,8 +80,14 @@ class Budget:
         device: torch.device | None = None,
         reserved: int = 0,
     ) -> Budget:
-        """Return a budget; by default half of the memory that is available beyond `reserved` bytes,
-        and half of that for each client.
+        """Return a budget with defaults for what is None.
+
+        Args:
+            total: Bytes of all clients; by default half of the memory that is available on the
+                device beyond `reserved`.
+            client: Bytes of each client; by default half of the total.
+            device: Device of the backbone.
+            reserved: Bytes that the backbone and its training will need.
         """
         if total is None:
             total = max(
@@ -88,12 +96,23 @@ class Budget:
         return cls(total, max(MIN_BUDGET, total // 2) if client is None else client)
 
     def share(self, peer: str) -> int:
+        """Return the budget of a client."""
         return self.client if peer else self.total
 
-    def require(self, peer: str, new: Cost, charges: Iterable[tuple[str, Cost]], what: str) -> None:
-        """Admit a new cost beside what clients hold already, or raise a `FrameError`: "memory" if
-        the client itself is over its budget, "busy" if the others hold too much at the moment, upon
-        which a client tries again by itself.
+    def require(
+        self, peer: str, new: Cost, charges: Iterable[tuple[str, Cost]], label: str
+    ) -> None:
+        """Raise FrameError if a new cost exceeds the budget.
+
+        Args:
+            peer: Client of the request.
+            new: Its cost.
+            charges: Costs that clients hold already, by client.
+            label: Name of the request, for the error.
+
+        Raises:
+            FrameError: "memory" if the client exceeds its own budget; "busy" if the others hold too
+                much at the moment, after which the client retries automatically.
         """
         held, working, own_held, own_working = new.held, new.working, new.held, new.working
         for other, cost in charges:
@@ -102,15 +121,15 @@ class Budget:
                 own_held, own_working = own_held + cost.held, max(own_working, cost.working)
         limit = self.share(peer)
         if own_held + own_working > limit:
-            used = own_held - new.held
+            already_held = own_held - new.held
             beside = (
-                f" beside {format_bytes(used)} held by open passes, caches and replies"
-                if used
+                f" beside {format_bytes(already_held)} held by open passes, caches and replies"
+                if already_held
                 else ""
             )
             raise FrameError(
                 "memory",
-                f"{what} needs about {format_bytes(new.held + own_working)}{beside}, and the "
+                f"{label} needs about {format_bytes(new.held + own_working)}{beside}, and the "
                 "memory "
                 f"budget of a client is {format_bytes(limit)}",
                 hint="use smaller batches or shorter texts, call backward() on open passes, "
@@ -121,7 +140,7 @@ class Budget:
         if held + working > self.total:
             raise FrameError(
                 "busy",
-                f"{what} needs about {format_bytes(new.held + new.working)}, and clients hold "
+                f"{label} needs about {format_bytes(new.held + new.working)}, and clients hold "
                 f"{format_bytes(held - new.held)} of the server's memory budget of "
                 f"{format_bytes(self.total)}",
                 hint="try again later, or raise --memory on the server",
@@ -135,23 +154,23 @@ def charges(
     departed: int = 0,
     exclude: tuple[Session | None, Sequence[object]] = (None, ()),
 ) -> Iterator[tuple[str, Cost]]:
-    """Yield what clients hold, by client.
+    """Yield the costs that clients hold, by client.
 
     Args:
         sessions: All sessions, by name.
-        copy: Bytes of a copy of the backbone with its optimizer.
-        left: How many sessions ended in a round whose mean still needs their weights; those are
-        charged to no client.
-        without: A session, and the numbers of its open passes that do not count.
+        copy_bytes: Bytes of a copy of the backbone with its optimizer.
+        departed: Number of ended sessions whose weights the round's mean still needs; these are
+            charged to no client.
+        exclude: A session, and the numbers of its open passes that do not count.
     """
-    for session in list(sessions.values()):  # metrics are read while requests are answered
+    for session in list(sessions.values()):  # metrics are read without the lock
         yield (
             session.peer,
             Cost(len(session.reply) + (0 if session.backbone is None else copy_bytes)),
         )
-        for n, passed in list(session.pending.items()):
+        for n, pending in list(session.pending.items()):
             if session is not exclude[0] or n not in exclude[1]:
-                yield session.peer, passed.cost or Cost(nbytes(passed.request))
+                yield session.peer, pending.cost or Cost(nbytes(pending.request))
         for cache in list(session.caches.values()):
             yield session.peer, Cost(cache.held)
     if departed:
@@ -159,8 +178,9 @@ def charges(
 
 
 def available_memory(device: torch.device | None = None) -> int:
-    """Return the bytes that this process can still allocate: on a GPU its free memory, elsewhere
-    the least of the machine's and its cgroups'.
+    """Return the bytes that this process can still allocate.
+
+    On a GPU this is its free memory, elsewhere the least of the machine's and its cgroups'.
     """
     if device is not None and device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
@@ -170,14 +190,15 @@ def available_memory(device: torch.device | None = None) -> int:
 
 
 def _machine_memory() -> int:
+    """Return the machine's available memory, or else all of it."""
     import os
 
     try:
-        found = re.search(
+        match = re.search(
             r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE
         )
-        if found:
-            return int(found[1]) << 10
+        if match:
+            return int(match[1]) << 10
     except OSError:
         pass
     try:
@@ -186,15 +207,13 @@ def _machine_memory() -> int:
         return 4 << 30
 
 
-def _cgroup_memory(listed: Path, root: Path) -> list[int]:
-    """Return what is left below each limit of this process's cgroups (version 2, and the memory
-    controller of version 1).
-    """
+def _cgroup_memory(cgroup_file: Path, root: Path) -> list[int]:
+    """Return the remaining bytes of each cgroup limit (version 2, and version 1's controller)."""
     try:
-        lines = listed.read_text().splitlines()
+        lines = cgroup_file.read_text().splitlines()
     except OSError:
         return [1 << 62]
-    out = [1 << 62]
+    remaining = [1 << 62]
     for line in lines:
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
         if controllers and "memory" not in controllers.split(","):
@@ -204,25 +223,29 @@ def _cgroup_memory(listed: Path, root: Path) -> list[int]:
             if not controllers
             else (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
         )
-        here = base / path.lstrip("/")
-        for folder in (here, *here.parents):
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
             if folder != base and base not in folder.parents:
                 break
             try:
-                out.append(
+                remaining.append(
                     max(0, int((folder / limit).read_text()) - int((folder / usage).read_text()))
                 )
             except (OSError, ValueError):  # "max", or a path of another namespace
                 continue
-    return out
+    return remaining
 
 
 def read_size(text: str) -> int:
-    """Return the bytes that a size names: 500M, 8G, 8GiB."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
-    if found is None or (found[3] and not found[2]):
+    """Parse a size such as 500M, 8G or 8GiB; return the bytes.
+
+    Raises:
+        BudgetError: The text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
         raise BudgetError(
             f"a size must be a number of bytes with a unit, got {text[:40]!r}",
             hint="write 500M, 8G or 8GiB",
         )
-    return int(float(found[1]) * (_BINARY if found[3] else _UNITS)[found[2].lower()])
+    return int(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2].lower()])

@@ -1,16 +1,16 @@
-"""gRPC: the same frames, in chunks of about 1 MiB, over one bidirectional stream for each client
-(grpc.aio, raw bytes, no protobuf).
+"""The gRPC transport: frames in chunks of about 1 MiB over one bidirectional stream per client.
 
-    with Server(host, "127.0.0.1:7000"):                                    # with tls=Tls(...)
-    anywhere but on loopback
+It uses grpc.aio with raw bytes, without protobuf.
+
+    with Server(host, "127.0.0.1:7000"):           # beyond loopback with tls=Tls(...)
         link = connect(model, Grpc("127.0.0.1:7000"))
 
-A peer that hangs is found by HTTP/2 pings, which go between the pieces of a frame, and not by how
-long a frame takes on a slow link: there pieces are small (`Pace`), so that no ping waits long
-behind one. While the server computes it sends empty chunks, so that a client can tell work from
-silence. Whatever breaks is a `TransportError`; the next exchange opens a new stream. Mutual TLS is
-the rule: both sides show certificates of one authority, and a client's name is its certificate's.
-Without it a server listens on loopback only.
+A peer that hangs is detected by HTTP/2 pings, which are sent between the pieces of a frame, and not
+by how long a frame takes. On a slow link pieces are small (`Pace`), so that no ping waits long
+behind one. While the server computes, it sends empty chunks as a heartbeat. Any failure raises a
+`TransportError`, and the next exchange opens a new stream. Mutual TLS is the default: both sides
+present certificates of one authority, and a client is identified by the name in its certificate.
+Without TLS a server listens on loopback only.
 """
 
 from __future__ import annotations
@@ -44,18 +44,27 @@ from regauge.split.server.host import Host
 from regauge.split.server.memory import FRAME_SHARE
 
 SERVICE, METHOD = "regauge.Split", "Exchange"
-HEARTBEAT_SECONDS = 1.0  # seconds between empty chunks while the server computes
-STALL_SECONDS = 60.0  # seconds in which nothing may come of a frame that has begun
-POLL_SECONDS = 0.02  # seconds until a stream that has to wait looks again
-MAX_STREAMS = 256  # of one client at once
+HEARTBEAT_SECONDS = 1.0  # between empty chunks while the server computes
+STALL_SECONDS = 60.0  # without data after which a partial frame is dropped
+POLL_SECONDS = 0.02  # between two checks of a stream that has to wait
+MAX_STREAMS = 256  # of one client
 _log = logging.getLogger("regauge.split")
 
 
 class Server:
-    """A host behind a port, and gRPC's health service. `port` is the one it was given, if the
-    address asked for any (":0"). `clients` names those that may come, by the common names of their
-    certificates; without it, everyone whom the authority has signed. A `ClientFile` is followed: a
-    client that is no longer in it is cut off at once (`set_clients`).
+    """A host behind a gRPC port, with gRPC's health service.
+
+    Args:
+        host: The backbone.
+        address: HOST:PORT to listen on; port 0 chooses a free one, which is then in `port`.
+        tls: Certificates; required beyond loopback, unless `insecure`.
+        clients: Accepted clients, by the common names of their certificates; by default all that
+            the authority has signed. A `ClientFile` is reloaded on change, and clients that are no
+            longer in it are disconnected at once.
+        insecure: Accept other addresses than loopback without TLS.
+
+    Raises:
+        TransportError: The address is invalid, in use, or needs TLS.
     """
 
     def __init__(
@@ -72,10 +81,8 @@ class Server:
         self.host, self.address, self.tls = host, address, tls
         self.client_file = clients if isinstance(clients, ClientFile) else None
         self.pool = concurrent.futures.ThreadPoolExecutor(4, "regauge-split-host")
-        self.received = self.sent = self.streams = self.active_streams = (
-            0  # bytes, and what is open
-        )
-        self.read_timeouts: dict[asyncio.Timeout, str] = {}  # of streams that wait for their client
+        self.received = self.sent = self.streams = self.active_streams = 0
+        self.read_timeouts: dict[asyncio.Timeout, str] = {}  # clients of streams that await data
         share = min(host.limits.payload + host.limits.table, host.budget.client // FRAME_SHARE)
         self.flow_control = FlowControl(share, MAX_STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
@@ -85,31 +92,32 @@ class Server:
             self.client_file.follow(self._reload_clients)
 
     def set_clients(self, names: Collection[str] | None) -> None:
-        """Accept these clients from now on, or everyone of the authority (None). The streams and
-        sessions of all others end.
+        """Accept these clients from now on, or all that the authority has signed (None).
+
+        The streams and sessions of all others end.
         """
         self.host.clients = None if names is None else frozenset(names)
         Loop.get().call_soon_threadsafe(self._end_unlisted_streams)
         ended = self.host.end_unlisted()
         if ended:
-            _log.warning("no longer listed, and cut off: %s", ", ".join(ended))
+            _log.warning("disconnected clients that are no longer listed: %s", ", ".join(ended))
 
     def _reload_clients(self) -> None:
+        """Apply a changed list of clients."""
         assert self.client_file is not None
         self.host.quotas.by_client = self.client_file.quotas
         self.set_clients(self.client_file.quotas)
-        _log.info("the list of clients was read again: %d", len(self.client_file.quotas))
+        _log.info("reloaded the list of clients: %d", len(self.client_file.quotas))
 
     def _end_unlisted_streams(self) -> None:
-        """End streams that wait for a client that is not listed. Those that are being answered end
-        by themselves.
-        """
-        for wait, peer in self.read_timeouts.items():
+        """End idle streams of clients that are not listed; busy ones end after their reply."""
+        for timeout, peer in self.read_timeouts.items():
             if self.host.clients is not None and peer not in self.host.clients:
-                with suppress(RuntimeError):  # it ends already
-                    wait.reschedule(0.0)
+                with suppress(RuntimeError):  # it has expired already
+                    timeout.reschedule(0.0)
 
     async def _start(self) -> tuple[Any, int]:
+        """Start the gRPC server; return it and its port."""
         import grpc
 
         server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_file_limit())])
@@ -132,25 +140,26 @@ class Server:
             await server.start()
         except RuntimeError as error:
             raise TransportError(
-                f"{self.address} cannot be listened on",
-                hint="is another server there, or is the address another machine's?",
+                f"cannot listen on {self.address}",
+                hint="check that the port is free and the address belongs to this machine",
             ) from error
         return server, port
 
     async def _handle_stream(
         self, incoming: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[bytes]:
-        """One client's stream, with what crosses counted. A server that stops lets a stream go when
-        it has answered what is under way.
+        """Serve one client's stream, and count its bytes.
+
+        When the server stops, the stream ends after the current request.
         """
         self.streams += 1
-        self.active_streams += 1  # but for the times in which the stream waits for its client
+        self.active_streams += 1  # except while the stream awaits its client
         try:
             peer = self._require_client(context)
-            with self.flow_control.stream(peer) as held:
+            with self.flow_control.stream(peer) as usage:
                 assembler = Assembler(self.host.limits)
                 async for piece in self._answer_chunks(
-                    self._read_chunks(incoming, assembler, held, peer), assembler, held, peer
+                    self._read_chunks(incoming, assembler, usage, peer), assembler, usage, peer
                 ):
                     self.sent += len(piece)
                     yield piece
@@ -161,46 +170,45 @@ class Server:
             self.active_streams -= 1
 
     def _require_client(self, context: Any) -> str:
+        """Return the name of a stream's client; raise FrameError if it is not accepted."""
         peer = _common_name(context)
-        if (
-            self.tls is not None and not peer
-        ):  # all of them would be one, with each other's sessions
-            raise FrameError(
-                "client",
-                "your certificate has no common name, by which this server knows its clients",
-            )
+        # Clients without a name would be one client, and share their sessions.
+        if self.tls is not None and not peer:
+            raise FrameError("client", "the client's certificate must have a common name, got none")
         self.host.require_listed(peer)
         return peer
 
     async def _read_chunks(
-        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: StreamUsage, peer: str
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, usage: StreamUsage, peer: str
     ) -> AsyncIterator[bytes]:
-        """What the client sends, and an empty chunk for every second in which it is not read: it
-        has used what it may, or holds too much.
+        """Yield the client's chunks.
+
+        While the client is not read, because it has used up its quota or holds too much memory, an
+        empty chunk is yielded every second.
         """
         source: AsyncIterator[bytes | None] = aiter(incoming)
-        beat = time.monotonic()
+        last_heartbeat = time.monotonic()
         while not self.is_stopping:
             self.host.require_listed(peer)
             self.active_streams -= 1
             chunk: bytes | None = b""
             try:
-                if not self.flow_control.may_read(held) or (
+                if not self.flow_control.may_read(usage) or (
                     assembler.is_empty and self.host.quotas.is_exhausted(peer)
                 ):
                     await asyncio.sleep(POLL_SECONDS)
-                    if time.monotonic() - beat < HEARTBEAT_SECONDS:
+                    if time.monotonic() - last_heartbeat < HEARTBEAT_SECONDS:
                         continue
-                    beat = time.monotonic()
+                    last_heartbeat = time.monotonic()
                 else:
-                    async with asyncio.timeout(
-                        None if assembler.is_empty else STALL_SECONDS
-                    ) as wait:  # half a frame is not held for ever
-                        self.read_timeouts[wait] = peer
+                    # A partial frame is not held forever.
+                    limit = None if assembler.is_empty else STALL_SECONDS
+                    async with asyncio.timeout(limit) as timeout:
+                        self.read_timeouts[timeout] = peer
                         try:
                             chunk = await anext(source, None)
                         finally:
-                            del self.read_timeouts[wait]
+                            del self.read_timeouts[timeout]
             except TimeoutError:
                 self.host.require_listed(peer)
                 return
@@ -210,12 +218,13 @@ class Server:
                 return
             if chunk:
                 self.received += len(chunk)
-                held.add(len(chunk))
+                usage.add(len(chunk))
             yield chunk
 
     async def _answer_chunks(
-        self, incoming: AsyncIterator[bytes], assembler: Assembler, held: StreamUsage, peer: str
+        self, incoming: AsyncIterator[bytes], assembler: Assembler, usage: StreamUsage, peer: str
     ) -> AsyncIterator[bytes]:
+        """Yield the replies in pieces, and empty chunks while a request is computed."""
         loop, pace = asyncio.get_running_loop(), Pace()
         async for chunk in incoming:
             if not chunk:
@@ -229,24 +238,23 @@ class Server:
                     for piece in pace.pieces([memoryview(work.result())]):
                         yield piece
             except FrameError:
-                self.host.quotas.charge(
-                    peer, held.size
-                )  # what is no request has crossed all the same
+                self.host.quotas.charge(peer, usage.size)  # malformed bytes count as well
                 raise
             if assembler.is_empty:
-                held.clear()
+                usage.clear()
 
     def _answer_frame(self, data: Bytes, peer: str) -> bytes:
-        """In a thread of its own: reading a frame takes time too, in which others are to be
-        heard.
-        """
+        """Decode and answer a frame, in a worker thread: decoding takes time too."""
         return self.host.answer(decode(data, self.host.limits), peer)
 
     def stop(self, grace: float = 5.0, skip_grace: threading.Event | None = None) -> None:
-        """Take no more, let what is under way end, and keep what is to be kept, also if this is
-        interrupted. A second call does nothing.
+        """Stop accepting requests, finish the current ones, and write a checkpoint.
 
-        `hurry` ends the wait for clients before `grace` seconds are over.
+        The checkpoint is written even if this is interrupted. A second call does nothing.
+
+        Args:
+            grace: Seconds to wait for current requests.
+            skip_grace: Ends this wait when it is set.
         """
         if self.is_stopping:
             return
@@ -260,10 +268,11 @@ class Server:
         finally:
             self.host.save()
 
-    async def _shut_down(self, grace: float, hurry: threading.Event) -> None:
-        until = time.monotonic() + grace
-        await asyncio.sleep(min(grace, 2 * health.POLL_SECONDS))  # so that those who watch are told
-        while self.active_streams and time.monotonic() < until and not hurry.is_set():
+    async def _shut_down(self, grace: float, skip_grace: threading.Event) -> None:
+        """Wait for the current requests, then stop the gRPC server."""
+        deadline = time.monotonic() + grace
+        await asyncio.sleep(min(grace, 2 * health.POLL_SECONDS))  # health watchers get NOT_SERVING
+        while self.active_streams and time.monotonic() < deadline and not skip_grace.is_set():
             await asyncio.sleep(0.01)
         await self.server.stop(0)
 
@@ -275,16 +284,25 @@ class Server:
 
 
 def _common_name(context: Any) -> str:
-    """The common name of the client's certificate, which the handshake has verified; "" without
-    TLS.
-    """
-    found = context.auth_context().get("x509_common_name")
-    return found[0].decode(errors="replace") if found else ""
+    """Return the common name of the client's verified certificate, or "" without TLS."""
+    names = context.auth_context().get("x509_common_name")
+    return names[0].decode(errors="replace") if names else ""
 
 
 class Grpc:
-    """A transport to a server's port. `silence` is for how many seconds nothing at all may come
-    while a reply is due, and `computing` for how many a server may say that it computes.
+    """A transport to a server's gRPC port.
+
+    Args:
+        address: HOST:PORT of the server.
+        tls: Certificates; required beyond loopback, unless `insecure`.
+        insecure: Connect to other addresses than loopback without TLS.
+        silence_timeout: Seconds without any data, heartbeats included, after which an exchange
+            fails.
+        compute_timeout: Seconds with heartbeats only after which an exchange fails.
+        limits: Largest frame to accept.
+
+    Raises:
+        TransportError: The address is invalid, or needs TLS.
     """
 
     def __init__(
@@ -303,14 +321,17 @@ class Grpc:
         self.silence_timeout, self.compute_timeout = silence_timeout, compute_timeout
         self.channel: Any = None
         self.stream: Any = None
-        self.pace, self.last_activity, self.last_data = (
-            Pace(),
-            0.0,
-            0.0,
-        )  # when anything came or went, and when bytes of a frame did
+        self.pace = Pace()
+        self.last_activity = 0.0  # when anything was sent or received, heartbeats included
+        self.last_data = 0.0  # when bytes of a frame were
         self.lock = threading.Lock()
 
     def exchange(self, request: Sequence[memoryview]) -> Bytes:
+        """Send one request, and return the bytes of its reply.
+
+        Raises:
+            TransportError: The stream broke, or no reply arrived in time.
+        """
         with self.lock:
             self.last_activity = self.last_data = time.monotonic()
             work = asyncio.run_coroutine_threadsafe(self._exchange(request), Loop.get())
@@ -323,9 +344,10 @@ class Grpc:
                         now - self.last_activity > self.silence_timeout
                         or now - self.last_data > self.compute_timeout
                     ):
-                        self._cancel_stream()  # ends the stream, and with it what waits for it
+                        self._cancel_stream()  # the pending work fails with it
 
     async def _exchange(self, request: Sequence[memoryview]) -> Bytes:
+        """Send a request and receive its reply; any failure closes the stream."""
         import grpc
 
         try:
@@ -333,14 +355,12 @@ class Grpc:
                 self.stream = self._open_stream()
             stream = self.stream
             if sum(map(len, request)) <= self.pace.size:
-                with suppress(
-                    Exception
-                ):  # what broke it, or a refusal that came before, is read below
+                # The cause, or an error frame that arrived first, is read below.
+                with suppress(Exception):
                     await self._send(stream, request)
                 return await self._receive(stream)
-            sending = asyncio.ensure_future(
-                self._send(stream, request)
-            )  # a refusal may come before all is sent
+            # An error frame may arrive before all is sent.
+            sending = asyncio.ensure_future(self._send(stream, request))
             try:
                 return await self._receive(stream)
             finally:
@@ -357,19 +377,21 @@ class Grpc:
             if self.stream is not None:
                 self.stream.cancel()
             self.stream, self.pace = None, Pace()
-            what = (
+            reason = (
                 _describe_error(error, self.tls is not None)
                 if isinstance(error, grpc.aio.AioRpcError)
                 else str(error) or type(error).__name__
             )
-            raise TransportError(f"{self.address}: {what}") from error
+            raise TransportError(f"{self.address}: {reason}") from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
+        """Send a request in pieces."""
         for piece in self.pace.pieces(request):
             await stream.write(piece)
             self.last_activity = self.last_data = time.monotonic()
 
     async def _receive(self, stream: Any) -> Bytes:
+        """Receive exactly one frame."""
         import grpc
 
         assembler = Assembler(self.limits)
@@ -381,13 +403,14 @@ class Grpc:
             self.last_activity = time.monotonic()
             if piece:
                 self.last_data = self.last_activity
-            found = list(assembler.split(piece))
-            if found:
-                if len(found) > 1 or not assembler.is_empty:
-                    raise TransportError("more came than a reply")
-                return found[0]
+            frames = list(assembler.split(piece))
+            if frames:
+                if len(frames) > 1 or not assembler.is_empty:
+                    raise TransportError("the server must send one reply, got more")
+                return frames[0]
 
     def _open_stream(self) -> Any:
+        """Open a stream, and the channel if needed."""
         import grpc
 
         if self.channel is None:
@@ -403,6 +426,8 @@ class Grpc:
         return self.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
 
     def _cancel_stream(self) -> None:
+        """Cancel the current stream."""
+
         async def drop() -> None:
             if self.stream is not None:
                 self.stream.cancel()
@@ -410,7 +435,7 @@ class Grpc:
         Loop.run(drop(), 5)
 
     def close(self) -> None:
-        """Hang up. Another exchange would connect again."""
+        """Close the connection. A further exchange connects again."""
 
         async def close() -> None:
             if self.stream is not None:
@@ -430,23 +455,24 @@ class Grpc:
 
 
 def _describe_error(error: Any, with_tls: bool) -> str:
-    """What gRPC says of a broken stream, in few words. Certificates that may not fit are named:
-    nothing else would lead there.
+    """Describe a gRPC error briefly.
+
+    Certificates are mentioned where they may be the cause: gRPC's own text does not suggest it.
     """
     details = (error.details() or "").lower()
-    for sign, words in _ERROR_TEXTS.items():
-        if sign in details:
-            # Of several addresses gRPC tells what became of the last: at another one a server may
-            # have hung up on the certificate.
+    for pattern, text in _ERROR_TEXTS.items():
+        if pattern in details:
+            # Of several addresses gRPC reports only the last: at another one a server may have
+            # rejected the certificate.
             return (
-                f"{words}, or it does not accept this client's certificate"
-                if with_tls and sign == "connection refused"
-                else words
+                f"{text}, or it does not accept this client's certificate"
+                if with_tls and pattern == "connection refused"
+                else text
             )
-    what: str = error.code().name.lower().replace("_", " ")
-    if with_tls and what == "unavailable":  # a server that refuses a certificate just hangs up
-        return f"{what}; if the server is up, it may not accept this client's certificate"
-    return what
+    status: str = error.code().name.lower().replace("_", " ")
+    if with_tls and status == "unavailable":  # a server closes the connection on a bad certificate
+        return f"{status}; if the server is up, it may not accept this client's certificate"
+    return status
 
 
 _ERROR_TEXTS = {
@@ -455,11 +481,11 @@ _ERROR_TEXTS = {
     "certificate_verify_failed": "the server's certificate is not of this authority, has "
     "expired, or is for another name",
     "peer name": "the server's certificate is for another name",
-    "ssl": "there is no TLS with it: one side speaks TLS and the other does not, or does not "
-    "know the other's certificate",
+    "ssl": "the TLS handshake failed: only one side uses TLS, or a certificate is not accepted",
     "connection refused": "nothing listens there",
-    "dns resolution failed": "there is no such name",
-    "socket closed": "it hung up: it may have stopped, or speak TLS, or not know this certificate",
-    "connection reset": "it hung up: it may have stopped, or speak TLS, or not know this "
-    "certificate",
+    "dns resolution failed": "unknown host name",
+    "socket closed": "the server closed the connection: it may have stopped, expect TLS, or not "
+    "accept this certificate",
+    "connection reset": "the server closed the connection: it may have stopped, expect TLS, or not "
+    "accept this certificate",
 }

@@ -1,6 +1,4 @@
-"""How the server trains its backbone: an optimizer out of a short list, a rate that is a function
-of the step, clipping, accumulation.
-"""
+"""Configuration of an optimizer: its kind, learning rate schedule, clipping and accumulation."""
 
 from __future__ import annotations
 
@@ -30,16 +28,28 @@ _WIRE_NAMES = {
 
 
 class TrainingError(RegaugeError):
-    """Options of training that make no sense."""
+    """Invalid options of training."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """The server's options. They are its own: clients are told, and not asked.
+    """Options of an optimizer, set by the server and sent to clients in the handshake.
 
-    `rate` is multiplied by the schedule: from 0 up in `warmup` steps, then constant, or down to 0
-    at `steps` along a line or a cosine. `clip` bounds the norm of the backbone's gradient (the
-    client's own parameters are not in it). A step is taken after every `accumulate` losses.
+    Attributes:
+        optimizer: "sgd", "adam" or "adamw".
+        lr: Peak learning rate.
+        weight_decay: Weight decay; decoupled for adamw.
+        momentum: Momentum of sgd.
+        betas: Decay of the moments of adam and adamw.
+        eps: Epsilon of adam and adamw.
+        schedule: After the warmup "constant", or "linear" or "cosine" down to 0 at `steps`.
+        warmup: Steps in which the learning rate rises linearly from 0.
+        steps: Total number of steps, for schedules that end.
+        clip: Largest norm of the gradient of all parameters on this side; 0 does not clip.
+        accumulate: Losses per optimizer step.
+
+    Raises:
+        TrainingError: An option is unknown or out of range.
     """
 
     optimizer: str = "adamw"
@@ -57,44 +67,48 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise TrainingError(
-                f'there is no optimizer "{self.optimizer}" here',
+                f'unknown optimizer "{self.optimizer}"',
                 hint=f"choose from {', '.join(OPTIMIZERS)}",
             )
         if self.schedule not in SCHEDULES:
             raise TrainingError(
-                f'there is no schedule "{self.schedule}"',
+                f'unknown schedule "{self.schedule}"',
                 hint=f"choose from {', '.join(SCHEDULES)}",
             )
         for name in ("lr", "weight_decay", "momentum", "clip", "warmup", "steps", "accumulate"):
-            value, least = getattr(self, name), int(name == "accumulate")
-            if not least <= value < math.inf:
+            value, minimum = getattr(self, name), int(name == "accumulate")
+            if not minimum <= value < math.inf:
                 raise TrainingError(
-                    f"{name} is {value:g}", hint=f"it is {least} or more, and finite"
+                    f"{name} must be finite and at least {minimum}, got {value:g}",
+                    hint=f"choose {minimum} or more",
                 )
         if self.schedule != "constant" and self.steps <= self.warmup:
             raise TrainingError(
-                f"a {self.schedule} schedule ends after its warm-up",
-                hint="set steps to the number of all steps",
+                f"steps of a {self.schedule} schedule must be more than its warmup of "
+                f"{self.warmup}, got {self.steps}",
+                hint="set steps to the total number of steps",
             )
 
     def lr_at(self, step: int) -> float:
-        """The rate of a step, the first of which is 0. It needs no state, so that none has to be
-        kept.
-        """
+        """Return the learning rate of a step, counted from 0. The schedule has no state."""
         if step < self.warmup:
             return self.lr * (step + 1) / self.warmup
         if self.schedule == "constant":
             return self.lr
-        done = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
+        fraction = min(1.0, (step - self.warmup) / (self.steps - self.warmup))
         return self.lr * (
-            1 - done if self.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+            1 - fraction if self.schedule == "linear" else (1 + math.cos(math.pi * fraction)) / 2
         )
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Return a torch optimizer over these parameters."""
         return OPTIMIZERS[self.optimizer](list(parameters), self)
 
     def to_dict(self) -> dict[str, Value]:
-        """For the handshake, so that a client can train its own parts likewise."""
+        """Return the options as they are named in the handshake.
+
+        A client can train its own parts with the same ones.
+        """
         return {wire: getattr(self, field) for wire, field in _WIRE_NAMES.items()}
 
     @classmethod
@@ -106,7 +120,7 @@ class OptimizerConfig:
 def get_moments(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """What an optimizer holds, by parameter and name."""
+    """Return the tensors of an optimizer's state, by parameter and entry."""
     return {
         n: {k: v for k, v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor)}
         for n, p in parameters.items()
@@ -118,8 +132,9 @@ def load_moments(
     parameter: torch.nn.Parameter,
     moments: Mapping[str, torch.Tensor],
 ) -> None:
-    """Give an optimizer what one held for a parameter, if it held anything. Its count of steps
-    stays on the CPU, where torch has it.
+    """Set an optimizer's state of one parameter, unless it is empty.
+
+    The step count stays on the CPU, where torch keeps it.
     """
     if moments:
         optimizer.state[parameter] = {
@@ -128,14 +143,14 @@ def load_moments(
         }
 
 
-def moment_fault(moments: Mapping[str, torch.Tensor], like: torch.Tensor) -> str | None:
-    """Return what is wrong with the optimizer's state of one parameter, out of a file."""
+def moment_fault(moments: Mapping[str, torch.Tensor], parameter: torch.Tensor) -> str | None:
+    """Return what is wrong with a stored optimizer state of one parameter, or None."""
     if moments and moments.keys() not in ({"momentum_buffer"}, {"step", "exp_avg", "exp_avg_sq"}):
         return (
-            f"has the entries {', '.join(sorted(moments))[:100]}, which are those of no optimizer"
+            f"has the entries {', '.join(sorted(moments))[:100]}, which no supported optimizer has"
         )
     for name, tensor in moments.items():
-        shape = torch.Size() if name == "step" else like.shape
+        shape = torch.Size() if name == "step" else parameter.shape
         if tensor.shape != shape or not tensor.is_floating_point():
             return (
                 f'has a "{name}" of shape {list(tensor.shape)} and dtype '
@@ -149,20 +164,25 @@ def moment_fault(moments: Mapping[str, torch.Tensor], like: torch.Tensor) -> str
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype as in "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _sgd(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, o.lr, momentum=o.momentum, weight_decay=o.weight_decay)
+def _sgd(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay
+    )
 
 
-def _adam(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adam(parameters, o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+def _adam(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
 
 
-def _adamw(parameters: list[torch.nn.Parameter], o: OptimizerConfig) -> torch.optim.Optimizer:
+def _adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
-        parameters, o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay
+        parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
     )
 
 

@@ -1,8 +1,8 @@
-"""How much each client may ask: sessions at once, requests a second, bytes a minute.
+"""Quotas of clients: sessions at once, requests per second, bytes per minute.
 
-A client that asks too fast is told "busy", and comes again by itself a little later. One that opens
-too many sessions is refused. Clients are known by their certificates' names; without TLS all of
-them are one.
+A client above its rate receives "busy", and retries automatically a little later. One that opens
+too many sessions is rejected. Clients are identified by the names in their certificates; without
+TLS all of them share one quota.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
 
 
 class QuotaError(RegaugeError):
-    """A list of clients, or a quota, that cannot be read."""
+    """An invalid quota, or list of clients."""
 
 
 @dataclass(frozen=True)
 class Quota:
-    """What one client may have; 0 is without limit. A second's requests, and a minute's bytes, may
-    come at once.
+    """Limits of one client; 0 is unlimited.
+
+    Attributes:
+        sessions: Sessions at once.
+        requests: Requests per second, which may arrive in one burst.
+        bytes: Bytes per minute, which may arrive in one burst.
     """
 
     sessions: int = 0
@@ -36,53 +40,66 @@ class Quota:
 
 @dataclass
 class _Bucket:
-    """What is left, filled up as time goes by. The last request may take more than there is: the
-    next one waits for it.
-    """
+    """A token bucket. A request may take more than is left; the next one then has to wait."""
 
     tokens: float
     updated_at: float
 
-    def refill(self, rate: float, most: float, now: float) -> float:
-        self.tokens, self.updated_at = min(most, self.tokens + (now - self.updated_at) * rate), now
+    def refill(self, rate: float, capacity: float, now: float) -> float:
+        """Add the tokens since the last call; return the seconds until the bucket is not empty."""
+        self.tokens, self.updated_at = (
+            min(capacity, self.tokens + (now - self.updated_at) * rate),
+            now,
+        )
         return 0.0 if self.tokens > 0 else -self.tokens / rate
 
 
 @dataclass
 class Quotas:
-    """The quota of every client, by name; `default` is for those that have none of their own."""
+    """Quotas by client, and the current usage.
+
+    Attributes:
+        default: Quota of clients without their own.
+        by_client: Quotas by the clients' names.
+        clock: Returns the time in seconds.
+        buckets: Token buckets by client and kind.
+        lock: Guards the buckets: requests and streams use them from several threads.
+    """
 
     default: Quota = field(default_factory=Quota)
     by_client: Mapping[str, Quota] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
     buckets: dict[tuple[str, str], _Bucket] = field(default_factory=dict)
-    lock: threading.Lock = field(
-        default_factory=threading.Lock, repr=False, compare=False
-    )  # requests and streams ask from threads of their own
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def for_client(self, client: str) -> Quota:
+        """Return the quota of a client."""
         return self.by_client.get(client, self.default)
 
     def take(self, client: str, size: int) -> None:
-        """Count a request of so many bytes, or refuse it."""
+        """Count a request of `size` bytes.
+
+        Raises:
+            FrameError: "busy" if the client's quota is used up for now.
+        """
         with self.lock:
-            for what, limit, each, _, wait in self._refill_buckets(client):
+            for kind, limit, period, _, wait in self._refill_buckets(client):
                 if wait is not None:
                     raise FrameError(
                         "busy",
-                        f"{client or 'a client'} has used its {limit:g} {what} {each}",
-                        hint=f"come again in {wait:.1f} s",
+                        f"{client or 'a client'} has used its {limit:g} {kind} per {period}",
+                        hint=f"retry in {wait:.1f} s",
                     )
         self.charge(client, size)
 
     def charge(self, client: str, size: int) -> None:
-        """Count so many bytes that have crossed, request or not."""
+        """Count a transfer of `size` bytes, even if it was not a valid request."""
         with self.lock:
-            for what, _, _, bucket, _ in self._refill_buckets(client):
-                bucket.tokens -= 1.0 if what == "requests" else size
+            for kind, _, _, bucket, _ in self._refill_buckets(client):
+                bucket.tokens -= 1.0 if kind == "requests" else size
 
     def is_exhausted(self, client: str) -> bool:
-        """Has this client used what it may for now?"""
+        """Return whether a client has used up its quota for now."""
         quota = self.for_client(client)
         if not quota.requests and not quota.bytes:
             return False
@@ -92,58 +109,68 @@ class Quotas:
     def _refill_buckets(
         self, client: str
     ) -> Iterator[tuple[str, float, str, _Bucket, float | None]]:
-        """What is counted, its limit, its bucket, and for how long that is empty yet."""
+        """Yield kind, limit, period, refilled bucket, and the seconds to wait if it is empty."""
         quota, now = self.for_client(client), self.clock()
-        for what, limit, rate, most, each in (
-            ("requests", quota.requests, quota.requests, max(quota.requests, 1.0), "a second"),
-            ("bytes", quota.bytes, quota.bytes / 60, quota.bytes, "a minute"),
+        for kind, limit, rate, capacity, period in (
+            ("requests", quota.requests, quota.requests, max(quota.requests, 1.0), "second"),
+            ("bytes", quota.bytes, quota.bytes / 60, quota.bytes, "minute"),
         ):
             if rate:
-                bucket = self.buckets.setdefault((client, what), _Bucket(most, now))
-                wait = bucket.refill(rate, most, now)
-                yield what, limit, each, bucket, wait if wait > 0 or bucket.tokens <= 0 else None
+                bucket = self.buckets.setdefault((client, kind), _Bucket(capacity, now))
+                wait = bucket.refill(rate, capacity, now)
+                yield kind, limit, period, bucket, wait if wait > 0 or bucket.tokens <= 0 else None
 
 
-def require_session_quota(client: str, sessions: int, most: int) -> None:
-    """Refuse one more session than a client may have; 0 is without limit."""
-    if most and sessions >= most:
+def require_session_quota(client: str, sessions: int, limit: int) -> None:
+    """Raise FrameError if a client has no further session left; a limit of 0 is unlimited."""
+    if limit and sessions >= limit:
         raise FrameError(
             "quota",
-            f"{client or 'a client'} has {sessions} sessions, and may have {most}",
-            hint="end one, or ask the server's owner",
+            f"{client or 'a client'} has {sessions} sessions, and its quota is {limit}",
+            hint="end one, or ask the server's owner for a larger quota",
         )
 
 
 def read_quota(text: str, default: Quota | None = None) -> Quota:
-    """`sessions=2 requests=50 bytes=100M`, in any order; what is not said is as in the default."""
-    found: dict[str, float] = {}
+    """Parse a quota such as `sessions=2 requests=50 bytes=100M`, in any order.
+
+    Args:
+        text: The quota.
+        default: Values of what the text leaves out.
+
+    Raises:
+        QuotaError: The text is not a quota.
+    """
+    values: dict[str, float] = {}
     for part in text.replace(",", " ").split():
-        matched = re.fullmatch(r"(sessions|requests|bytes)=(\d+(?:\.\d+)?)([kMG]?)", part)
-        if matched is None or (matched[1] == "sessions" and "." in matched[2]):
+        match = re.fullmatch(r"(sessions|requests|bytes)=(\d+(?:\.\d+)?)([kMG]?)", part)
+        if match is None or (match[1] == "sessions" and "." in match[2]):
             raise QuotaError(
-                f"{part!r} is no quota",
-                hint="write sessions=2 requests=50 bytes=100M (a second, a minute), or some of "
-                "them",
+                f"a quota must be sessions=N, requests=N or bytes=N, got {part!r}",
+                hint="write some of sessions=2 requests=50 bytes=100M (requests per second, bytes "
+                "per minute)",
             )
-        found[matched[1]] = float(matched[2]) * _UNITS[matched[3]]
+        values[match[1]] = float(match[2]) * _UNITS[match[3]]
     return replace(
         default or Quota(),
-        **{name: int(n) if name == "sessions" else n for name, n in found.items()},  # type: ignore[arg-type]
+        **{name: int(n) if name == "sessions" else n for name, n in values.items()},  # type: ignore[arg-type]
     )
 
 
 def read_clients(text: str, default: Quota | None = None) -> dict[str, Quota]:
-    """A list of clients: a name on each line, perhaps with a quota behind it. `#` begins a
-    remark.
+    """Parse a list of clients: one name per line, with an optional quota; `#` starts a comment.
+
+    Raises:
+        QuotaError: A quota is invalid, or a name is repeated.
     """
-    out: dict[str, Quota] = {}
+    quotas: dict[str, Quota] = {}
     for number, line in enumerate(text.splitlines(), 1):
         name, *rest = line.partition("#")[0].split(None, 1) or [""]
         if not name:
             continue
-        if name in out:
+        if name in quotas:
             raise QuotaError(
-                f"line {number} names {name} a second time", hint="one line for each client"
+                f"line {number} repeats the client {name}", hint="write one line for each client"
             )
-        out[name] = read_quota(" ".join(rest), default)
-    return out
+        quotas[name] = read_quota(" ".join(rest), default)
+    return quotas

@@ -1,13 +1,12 @@
-"""Whose backbone learns: one for all, or a copy for each session, and all copies become their mean
-at the end of a round (SplitFed).
+"""Rounds of averaging (SplitFed): a copy of the backbone per session, averaged after each round.
 
-With `average` every session that trains has a copy of the backbone and an optimizer of its own, and
-all copies become their mean after so many steps of each. Here sessions do wait: one that has taken
-its steps is told "busy" until the others have taken theirs, so that what comes out does not depend
-on who was quick. The first request that a session trains with makes it a member; the end of it, or
-a silence of `away` seconds while others wait, takes it out, and the steps that it has taken in the
-round count by their number. Moments, waiting gradients and the schedule stay with each session, and
-are not averaged.
+Without `average` there is one backbone for all sessions. With it, every session that trains has its
+own copy and optimizer, and all copies become their mean after `average` steps of each. Sessions
+then wait for each other: one that has taken its steps receives "busy" until the others have taken
+theirs, so that the result does not depend on their speed. A session joins with its first training
+request. It leaves when it ends, or after `away` seconds without a request while others wait; its
+steps in the round then weigh by their number. Moments, accumulated gradients and the schedule stay
+with each session and are not averaged.
 """
 
 from __future__ import annotations
@@ -28,15 +27,25 @@ _log = logging.getLogger("regauge.split")
 
 
 class Rounds:
-    """The learners of a server: `main`, and the copies of its `sessions`, at most `most` of them.
-    `ready` is done to each.
+    """The backbones of a server: the main one, and the sessions' copies.
+
+    Args:
+        main: The main backbone.
+        sessions: All sessions, by name; shared with the host.
+        prepare: Called with each backbone before its first use.
+        average: Steps of a round; 0 for no averaging.
+        away: Seconds without a request after which a round no longer waits for a session.
+        max_sessions: Largest number of departed sessions that a round includes.
+
+    Raises:
+        TrainingError: `average` is negative, or nothing is trained.
     """
 
     def __init__(
         self,
         main: TrainableBackbone,
         sessions: Mapping[str, Session],
-        ready: Callable[[TrainableBackbone], None],
+        prepare: Callable[[TrainableBackbone], None],
         *,
         average: int,
         away: float,
@@ -44,38 +53,41 @@ class Rounds:
     ) -> None:
         if average < 0 or (average and main.optimizer is None):
             raise TrainingError(
-                "there is nothing to average where nothing is trained",
-                hint="give the server an optimizer and a rate",
+                f"average must be >= 0, and 0 without training, got {average}",
+                hint="train with --lr, or leave out the average",
             )
-        self.main, self.sessions, self.prepare = main, sessions, ready
+        self.main, self.sessions, self.prepare = main, sessions, prepare
         self.average, self.away, self.max_sessions = average, away, max_sessions
-        self.departed: dict[
-            str, tuple[int, dict[str, Tensor]]
-        ] = {}  # what those who are gone have done in this round
-        ready(main)
+        # Steps and weights of sessions that ended in this round.
+        self.departed: dict[str, tuple[int, dict[str, Tensor]]] = {}
+        prepare(main)
 
     def backbone_of(self, session: Session) -> TrainableBackbone:
+        """Return the backbone that a session uses."""
         return session.backbone or self.main
 
     def backbones(self) -> list[TrainableBackbone]:
+        """Return the main backbone and all copies."""
         return [self.main, *(s.backbone for s in self.sessions.values() if s.backbone is not None)]
 
     def copy_main(self) -> TrainableBackbone:
-        learner = self.main.copy()
-        self.prepare(learner)
-        return learner
+        """Return a new, prepared copy of the main backbone."""
+        backbone = self.main.copy()
+        self.prepare(backbone)
+        return backbone
 
-    def invalidate_passes(self, learner: TrainableBackbone) -> None:
-        """The weights have changed: passes that are open are run again when their gradients
-        come.
+    def invalidate_passes(self, backbone: TrainableBackbone) -> None:
+        """Drop the graphs of open passes whose weights have changed.
+
+        They are run again when their gradients arrive.
         """
         for session in self.sessions.values():
-            if self.backbone_of(session) is learner:
-                for passed in session.pending.values():
-                    passed.output, passed.inputs = None, {}
+            if self.backbone_of(session) is backbone:
+                for pending in session.pending.values():
+                    pending.output, pending.inputs = None, {}
 
     def needs_copy(self, session: Session) -> bool:
-        """Return whether `join` will make a copy for a session."""
+        """Return whether `join` will create a copy for a session."""
         return (
             bool(self.average)
             and session.backbone is None
@@ -83,7 +95,7 @@ class Rounds:
         )
 
     def join(self, session: Session) -> bool:
-        """Make a session a member if it is none and there is room. Is it new?"""
+        """Give a session its own copy, if there is room; return whether it is new."""
         if not self.average:
             return False
         session.is_away = False
@@ -93,8 +105,15 @@ class Rounds:
         return True
 
     def require_turn(self, session: Session) -> bool:
-        """Let a session wait that has taken its steps of the round, unless those whom it waits for
-        are away: then the round ends. Has it, by this?
+        """Check that a session may take another step in this round.
+
+        If all sessions that it would wait for are away, the round is closed instead.
+
+        Returns:
+            Whether the round was closed.
+
+        Raises:
+            FrameError: "busy" if the session has to wait for others.
         """
         if not self.average or (
             session.backbone is not None and session.backbone.steps_since_mean < self.average
@@ -110,13 +129,13 @@ class Rounds:
         if (late and not any(other.is_away for other in late)) or not self.try_close():
             raise FrameError(
                 "busy",
-                f"the round ends when {len(late)} more have taken {self.average} steps",
-                hint="wait for them",
+                f"the round ends when {len(late)} more sessions have taken {self.average} steps",
+                hint="retry later",
             )
         return True
 
     def leave(self, name: str, session: Session) -> None:
-        """What a session that is no more has done in this round stays in the round."""
+        """Remove a session that has ended; its steps still count in this round."""
         if session.backbone is not None and session.backbone.steps_since_mean:
             self.departed[name] = (
                 session.backbone.steps_since_mean,
@@ -125,7 +144,7 @@ class Rounds:
         self.try_close()
 
     def try_close(self) -> bool:
-        """If all members have taken their steps, all copies become the mean."""
+        """Average all copies if every member has taken its steps; return whether it was done."""
         if not self.average or any(
             s.backbone.steps_since_mean < self.average
             for s in self._members()
@@ -133,34 +152,37 @@ class Rounds:
         ):
             return False
         try:
-            found = self.mean()
-        except (
-            RuntimeError,
-            MemoryError,
-            # the step that ended the round counts all the same; the next request tries again
-        ) as error:
+            mean = self.mean()
+        except (RuntimeError, MemoryError) as error:
+            # The step that completed the round stays valid; the next request tries again.
             _log.warning("the round's mean could not be computed: %s", type(error).__name__)
             return False
-        if not found:
+        if not mean:
             return False
-        for learner in self.backbones():
-            learner.set_masters(found)
-            learner.steps_since_mean = 0
-            self.invalidate_passes(learner)
+        for backbone in self.backbones():
+            backbone.set_masters(mean)
+            backbone.steps_since_mean = 0
+            self.invalidate_passes(backbone)
         self.departed = {}
         return True
 
     def mean(self) -> dict[str, Tensor]:
-        """The mean of the round so far; empty where nothing was done in it. It is added up in the
-        order of the sessions' names, always.
+        """Return the mean of the round so far, or an empty dict if there were no steps.
+
+        It is added up in the order of the sessions' names, so that it is reproducible.
         """
-        held: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.departed)
-        held |= {
+        contributions: dict[str, tuple[int, Mapping[str, Tensor]]] = dict(self.departed)
+        contributions |= {
             n: (s.backbone.steps_since_mean, s.backbone.masters)
             for n, s in self.sessions.items()
             if s.backbone is not None and s.backbone.steps_since_mean
         }
-        return weighted_mean([held[name] for name in sorted(held)]) if held else {}
+        return (
+            weighted_mean([contributions[name] for name in sorted(contributions)])
+            if contributions
+            else {}
+        )
 
     def _members(self) -> list[Session]:
+        """Return the sessions that the current round waits for."""
         return [s for s in self.sessions.values() if s.backbone is not None and not s.is_away]

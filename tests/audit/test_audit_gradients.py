@@ -110,8 +110,7 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert main([*given, "--steps", "2"]) == 0
     said = capsys.readouterr().out
     assert (
-        "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps"
-        in said
+        "not measured: private=1.0: applies to gradients of one batch; updates have 2 steps" in said
     )
     assert "prune=0.9" in said
     assert (

@@ -521,7 +521,7 @@ def test_a_killed_run_leaves_no_output_and_can_be_resumed(
     assert contents(folder) == before
     said = run(*arguments)
     assert said.code == 0
-    assert "kept from the interrupted run: model-00001-of-00003.safetensors" in said.err
+    assert "resumed from the interrupted run: model-00001-of-00003.safetensors" in said.err
     assert run("move", folder, "--random", "--seed", 7, "-o", tmp_path / "whole").code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "out", "shards", "whole"]
@@ -566,7 +566,7 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     assert "regauge convert" in said.err
     said = run("convert", tmp_path / "old", "-o", tmp_path / "new")
     assert said.code == 0
-    assert "lm_head.weight is the same tensor as transformer.wte.weight" in said.err
+    assert "lm_head.weight is tied to transformer.wte.weight" in said.err
     new = open_checkpoint(tmp_path / "new")
     assert set(new) == {*state, "transposed"}
     assert all(torch.equal(new[n], pickled[n]) for n in new)
@@ -994,7 +994,7 @@ def test_resume_keeps_nothing_of_another_spec_or_version(
     axes = '"model.layers.0.mlp.gate_proj.weight" = "|ffn.0| stream*"'
     assert axes in text
     assert (
-        "kept from the interrupted run: model-00001-of-00003.safetensors, model-00002"
+        "resumed from the interrupted run: model-00001-of-00003.safetensors, model-00002"
         in resumed(lambda patch: None)
     )
     assert "kept" not in resumed(

@@ -1,6 +1,5 @@
-"""The picture of the README and the architecture page: `python scripts/picture.py [OUT.svg]`.
-
-The output is deterministic, byte for byte.
+"""The picture of README and architecture page: `python scripts/picture.py [docs/picture.svg]`. The
+same bytes every time.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ INK, SOFT, BLUE, GREEN, RED = "#1b1f24", "#57606a", "#dbe9fb", "#dcf3e3", "#fbe3
 CODE = "DejaVu Sans Mono"
 
 
-def draw_box(
+def box(
     ax: Axes,
     x: float,
     y: float,
@@ -29,7 +28,6 @@ def draw_box(
     below: str = "",
     colour: str = "white",
 ) -> None:
-    """Draw a rounded box with a title and a line below it."""
     ax.add_patch(
         FancyBboxPatch(
             (x, y),
@@ -56,10 +54,9 @@ def draw_box(
         ax.text(middle, y + h * 0.29, below, ha="center", va="center", fontsize=8.2, color=SOFT)
 
 
-def draw_arrow(
+def arrow(
     ax: Axes, start: tuple[float, float], end: tuple[float, float], style: str = "-|>"
 ) -> None:
-    """Draw an arrow between two points."""
     ax.add_patch(
         FancyArrowPatch(
             start,
@@ -74,67 +71,65 @@ def draw_arrow(
     )
 
 
-def draw_picture() -> plt.Figure:
-    """Draw the whole picture."""
+def picture() -> plt.Figure:
     figure, ax = plt.subplots(figsize=(10.4, 6.0))
     ax.set_xlim(0, 104)
     ax.set_ylim(0, 60)
     ax.axis("off")
-    draw_box(ax, 2, 49, 28, 9, "axes strings", '"(head.0 qk.0) stream*"', BLUE)
-    draw_box(ax, 38, 49, 28, 9, "groups", "permute, flip, scale, rotate", BLUE)
-    draw_box(ax, 74, 49, 28, 9, "a key, or a fit", "random, or nearest to a model", BLUE)
-    draw_box(ax, 14, 36, 30, 8, "Spec", "symmetries of a model, and why", BLUE)
-    draw_box(ax, 60, 36, 30, 8, "Element", "g, ~g, g @ h: another basis", BLUE)
-    draw_box(
+    box(ax, 2, 49, 28, 9, "axes strings", '"(head.0 qk.0) stream*"', BLUE)
+    box(ax, 38, 49, 28, 9, "groups", "permute, flip, scale, turn", BLUE)
+    box(ax, 74, 49, 28, 9, "a key, or a fit", "random, or nearest to a model", BLUE)
+    box(ax, 14, 36, 30, 8, "Spec", "what a model permits, and why", BLUE)
+    box(ax, 60, 36, 30, 8, "Element", "g, ~g, g @ h: another description", BLUE)
+    box(
         ax,
         22,
         25.5,
         60,
         6.5,
-        "apply(g, weights) · act(g, tensor, axes)",
+        "apply(g, weights) · act(g, anything, axes)",
         "one rule for weights, gradients, activations, masks, optimizers",
         BLUE,
     )
     for x, end in ((16, 24), (52, 34)):
-        draw_arrow(ax, (x, 49), (end, 44))
-    draw_arrow(ax, (88, 49), (80, 44))
-    draw_arrow(ax, (44, 40), (60, 40))
-    draw_arrow(ax, (75, 36), (66, 32))
-    draw_arrow(ax, (29, 36), (38, 32))
+        arrow(ax, (x, 49), (end, 44))
+    arrow(ax, (88, 49), (80, 44))
+    arrow(ax, (44, 40), (60, 40))
+    arrow(ax, (75, 36), (66, 32))
+    arrow(ax, (29, 36), (38, 32))
     uses = (
         ("verify", "do the laws hold?"),
         ("match · merge", "into one basis"),
         ("lock · seal", "by a key"),
-        ("split", "backbone on a server"),
-        ("jigsaw", "mask positions"),
+        ("split", "backbone elsewhere"),
+        ("jigsaw", "mind places less"),
     )
     for i, (name, what) in enumerate(uses):
         x = 2 + i * 20.5
-        draw_box(ax, x, 14.5, 18, 7, name, what, GREEN)
-        draw_arrow(ax, (30 + i * 11, 25.5), (x + 9, 21.5))
-        draw_arrow(ax, (x + 9, 14.5), (34 + i * 9, 10.2))
-    draw_box(
+        box(ax, x, 14.5, 18, 7, name, what, GREEN)
+        arrow(ax, (30 + i * 11, 25.5), (x + 9, 21.5))
+        arrow(ax, (x + 9, 14.5), (34 + i * 9, 10.2))
+    box(
         ax,
         24,
         3,
         56,
         7.2,
         "views → attacks → findings → report",
-        "what each adversary recovers, from a guess to no defence",
+        "what each adversary gets, from a guess to no defence",
         RED,
     )
     return figure
 
 
 def main() -> None:
-    """Write the picture as SVG."""
     out = Path(
         sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "docs" / "picture.svg"
     )
     mpl.rcParams.update(
         {"svg.hashsalt": "regauge", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
     )
-    draw_picture().savefig(
+    picture().savefig(
         out,
         format="svg",
         bbox_inches="tight",

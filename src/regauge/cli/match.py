@@ -178,8 +178,8 @@ def match(
         typer.Option(
             "--refine",
             metavar="URI|self",
-            help="Refine the element by gradient descent on unlabelled data, or on text that "
-            "the models generate.",
+            help="Refine the element by gradient descent on unlabelled data or, with self, on "
+            "text that the models generate.",
         ),
     ] = None,
     refine_steps: Annotated[

@@ -114,7 +114,8 @@ FailAbove = Annotated[
         min=0.0,
         max=1.0,
         metavar="X",
-        help="Exit with code 3 if an attack exceeds this share.",
+        help="Exit with code 3 if an attack goes beyond this share of the way from a guess "
+        "to no defence.",
     ),
 ]
 ImageReport = Annotated[

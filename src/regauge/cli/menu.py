@@ -15,17 +15,17 @@ Start here
   regauge inspect MODEL                 symmetries of a model: a folder, a file or a hub id
 
 Then, by task
-  the same model in another basis        regauge move MODEL --random -o OUT
-  check the theorems on a model          regauge verify MODEL
+  the same model in another basis       regauge move MODEL --random -o OUT
+  check the theorems on a model         regauge verify MODEL
   do two models share a basis?          regauge compare A B
-  merge independently trained models            regauge merge A B --align -o OUT
+  merge independently trained models    regauge merge A B --align -o OUT
   lock weights with a key               regauge keygen -o KEY, regauge lock MODEL -k KEY -o LOCKED
-  measure what a lock is worth             regauge audit lock LOCKED -k KEY --against BASE
+  measure what a lock is worth          regauge audit lock LOCKED -k KEY --against BASE
   encrypt a model at rest               regauge seal MODEL -k SEALKEY -o MODEL.sealed
   backbone on a server, data here       regauge split certs, then split serve and split train
-  train with jigsaw puzzles          regauge jigsaw train MODEL --data IMAGES -o OUT
-  train on federated data                    regauge federate MODEL --data IMAGES --clients 4 -o RUN
-  measure what gradients leak                   regauge audit gradients MODEL --data IMAGES
+  train with jigsaw puzzles             regauge jigsaw train MODEL --data IMAGES -o OUT
+  train on federated data               regauge federate MODEL --data IMAGES --clients 4 -o RUN
+  measure what gradients leak           regauge audit gradients MODEL --data IMAGES
 
 regauge --help lists all commands; regauge COMMAND --help ends with an example."""
 

@@ -576,4 +576,4 @@ def test_what_is_no_vit_is_told_what_is_left(
     )
     capsys.readouterr()
     assert main(["jigsaw", "train", str(tmp_path / "bert"), *HOW, "-o", str(tmp_path / "no")]) == 1
-    assert "no model of images" in capsys.readouterr().err
+    assert "MODEL must be an image model" in capsys.readouterr().err

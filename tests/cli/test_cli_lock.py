@@ -259,7 +259,7 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
         (["rekey", tmp_path / "locked", "-k", key, "--to", key], "already"),
         (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "nothing would be locked"),
         (["lock", llama, "-k", llama / "inside"], "would be published with it"),
-        (["move", tmp_path / "locked", "--random"], "its key would no longer fit"),
+        (["move", tmp_path / "locked", "--random"], "would no longer fit"),
     ):
         said = run(*arguments, "-o", out)
         assert said.code == 1, arguments
@@ -573,8 +573,8 @@ def test_the_lock_is_never_called_encryption(capsys: pytest.CaptureFixture[str])
         main([command, "--help"])
         text = capsys.readouterr().out.lower()
         assert "encrypt" not in text.replace("not encryption", "").replace(
-            "seal: encrypts", ""
-        ).replace("encrypts files at rest", ""), command
+            "seal: encrypt", ""
+        ).replace("encrypt files at rest", ""), command
 
 
 def test_key_repr_in_errors() -> None:

@@ -709,7 +709,7 @@ def test_convert_refuses_what_safetensors_cannot_hold(run: Run, tmp_path: Path) 
         said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out")
         assert said.code == 1
         assert f'"{name}"' in said.err
-        assert "fault in regauge" not in said.err
+        assert "bug in regauge" not in said.err
         assert not (tmp_path / "out").exists()
 
 
@@ -884,7 +884,7 @@ def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
     ):
         said = run(*arguments)
         assert said.code == 1
-        assert "fault in regauge" not in said.err
+        assert "bug in regauge" not in said.err
         assert "hint:" in said.err
 
 

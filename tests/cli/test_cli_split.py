@@ -443,7 +443,7 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["serve", model, "--lr", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
         (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
         (["serve", model, "--listen", "7000"], "is no address", 1),
-        (["serve", model, "--clients", tmp_path / "book.txt"], "it needs --tls", 2),
+        (["serve", model, "--clients", tmp_path / "book.txt"], "requires --tls", 2),
         (["serve", model, "--quota", "much"], "is no quota", 1),
         (
             ["serve", model, "--output", tmp_path / "out"],

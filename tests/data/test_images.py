@@ -341,7 +341,7 @@ def test_mean_and_std_fit_the_channels(
     )
     told = capsys.readouterr().err
     assert said in told
-    assert "fault in regauge" not in told
+    assert "bug in regauge" not in told
 
 
 def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:

@@ -428,7 +428,7 @@ def test_what_the_command_refuses(
     says(2, "Missing option '--data'", a, b)
     says(1, "there is no tokenizer beside it", b, a, "--data", text)
     says(2, "must be NAME=COLUMN, got", a, b, "--data", text, "--field", "text")
-    says(2, "is no number", a, b, "--data", text, "--mean", "x")
+    says(2, "must be comma-separated numbers", a, b, "--data", text, "--mean", "x")
     (tmp_path / "t.tsv").write_text("sentence\tlabel\nw3 w4\t1\n")
     says(1, "needs the field 'text', which t.tsv has not", a, b, "--data", str(tmp_path / "t.tsv"))
     says(

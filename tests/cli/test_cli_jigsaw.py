@@ -203,7 +203,7 @@ def test_the_strong_recipe_trains_too(
         == 0
     )
     words = capsys.readouterr().out.split()
-    first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
+    first, last = (float(words[words.index(before) - 3]) for before in ("start,", "end"))
     assert last < first  # of mixed and smoothed labels: not far
 
 

@@ -125,7 +125,7 @@ def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
     said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
     assert said.code == 0
     assert said.out == ""
-    assert "regauge: llama: moves stream, kv (4), rep (4), vo (4), ffn (4)" in said.err
+    assert "regauge: llama: transforms stream, kv (4), rep (4), vo (4), ffn (4)" in said.err
     assert contents(llama) == before
     assert (tmp_path / "out" / "config.json").read_bytes() == before["config.json"]
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "out")

@@ -375,7 +375,7 @@ def test_who_may_come_and_what_is_said_to_others(
         for wrong, words in (
             ([*certs, "--client-name", "bob"], "this server does not know you"),
             ([*certs], "got those of ann, bob"),
-            ([*certs, "--client-name", "cid"], "there is no"),
+            ([*certs, "--client-name", "cid"], "cid.pem does not exist"),
             (
                 ["--tls", tmp_path / "strange", "--client-name", "ann"],
                 "the server's certificate is not of this authority",

@@ -26,7 +26,6 @@ from regauge.testing import assert_symmetry
 
 
 def spec(c: Config, names: Names) -> Spec:
-    """Return the spaces, groups and axes of GPT-NeoX."""
     d = Draft("gpt-neox", buffers=(r".*rotary_emb\.inv_freq",))
     larger = OrthogonalFixingOnes()  # after the gains of the norms are folded
     d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=larger, why=LAYER_NORM)
@@ -60,7 +59,6 @@ def spec(c: Config, names: Names) -> Spec:
 
 
 def boundaries(c: Config, names: Names) -> tuple[Boundary, ...]:
-    """Return where the model is cut into embedding, backbone and head."""
     stream, mask = "_ token stream", {"attention_mask": "_ _ token _+token*"}
     enter = {"hidden_states": stream, **mask, "position_embeddings": "_ token _"}
     return (Boundary("", "gpt_neox.layers", enter, stream, implicit={"attention_mask": None}),)

@@ -189,7 +189,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),
-        (["--lr", "-1"], "no rate"),
+        (["--lr", "-1"], "must be > 0 and finite, got -1"),
     ):
         assert main([*given, *more]) in (1, 2)
         assert text in " ".join(capsys.readouterr().err.split())

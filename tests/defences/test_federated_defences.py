@@ -232,7 +232,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
     for more, named in (
-        (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
+        (["--fail-above", "0.1"], "--fail-above: requires undefended updates"),
         (
             ["--defence", "rows", "--batch-size", "2", "--steps", "2", "--device", "cpu"],
             "--defence, --batch-size, --steps, --device: the run that --from names",

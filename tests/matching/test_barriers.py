@@ -415,7 +415,7 @@ def test_what_the_command_refuses(
         assert main(["barrier", *arguments]) == code
         said = capsys.readouterr().err
         assert text in said
-        assert ("loads" in said) == (text in loaded), (
+        assert ("loading" in said) == (text in loaded), (
             "what is wrong with data is said before the weights are loaded"
         )
 

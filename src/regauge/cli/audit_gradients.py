@@ -30,6 +30,7 @@ from regauge.cli.run import (
 if TYPE_CHECKING:
     import torch
 
+    from regauge.audit.gradients.attempts import Budget
     from regauge.data.tasks import Examples
 
 ATTACKER_SHARE = 0.5  # of the data; the rest belongs to the clients
@@ -527,7 +528,7 @@ def _select_attacks(text: str | None, is_text: bool) -> Any:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
 
-def _parse_budget(text: str, seed: int) -> Any:
+def _parse_budget(text: str, seed: int) -> Budget:
     """Parse STEPS,RESTARTS."""
     from regauge.audit.gradients.attempts import Budget
 

@@ -6,12 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from regauge.cli.audit_split import text_of
 from regauge.cli.console import step_bar
 from regauge.cli.option_guard import reject_options
 from regauge.cli.run import deliver, facts_of_run
+
+if TYPE_CHECKING:
+    from regauge.audit.gradients.attempts import Budget
 
 IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
@@ -20,7 +23,7 @@ def audit_recorded(
     run: Path,
     rounds: Sequence[int],
     attacks: Sequence[str] | None,
-    budget: Any,
+    budget: Budget,
     gallery: int,
     json: Path | None,
     report: Path | None,

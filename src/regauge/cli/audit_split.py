@@ -20,6 +20,7 @@ from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, 
 if TYPE_CHECKING:
     import torch
 
+    from regauge.audit.split.attempts import Budget
     from regauge.checkpoints.reader import Checkpoint
     from regauge.data.tasks import Examples
     from regauge.results.findings import Results
@@ -291,7 +292,7 @@ def _select_attacks(text: str | None, is_text: bool | None = None) -> Any:
     return tuple(a for a in candidates if not names or "all" in names or a.name in names)
 
 
-def _parse_budget(text: str) -> Any:
+def _parse_budget(text: str) -> Budget:
     """Parse WIDTH,DEPTH,EPOCHS."""
     from regauge.audit.split.attempts import Budget
 

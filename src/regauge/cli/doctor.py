@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -244,12 +245,12 @@ def _check_torch() -> tuple[dict[str, Any], bool]:
     return {"version": torch.__version__, "devices": devices}, works
 
 
-def _nearest_existing(path: Any) -> Any:
+def _nearest_existing(path: Path) -> Path:
     """Return a path or its nearest existing parent."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def _is_writable(path: Any) -> bool:
+def _is_writable(path: Path) -> bool:
     return os.access(_nearest_existing(path), os.W_OK)
 
 

@@ -14,7 +14,8 @@ from regauge.cli.console import info, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.federated.runs import RunResult
+    from regauge.federated.runs import RunResult, Source
+    from regauge.federated.settings import Settings
     from regauge.federated.state_store import Round
 
 
@@ -426,7 +427,7 @@ def federate(
 
 
 def _run_locally(
-    engine: EngineName, source: Any, settings: Any, out: Path, **run_options: Any
+    engine: EngineName, source: Source, settings: Settings, out: Path, **run_options: Any
 ) -> RunResult:
     """Run in this process or in Flower's simulation, under a progress bar."""
     from regauge.federated.runs import run_federated
@@ -442,8 +443,8 @@ def _run_locally(
 
 
 def _run_deployment(
-    source: Any,
-    settings: Any,
+    source: Source,
+    settings: Settings,
     out: Path,
     superlink: str,
     authority: Path,

@@ -12,6 +12,7 @@ from regauge.cli.console import print_json, print_result
 if TYPE_CHECKING:
     from regauge.core.spec import Spec
     from regauge.models.discovery import Discovery
+    from regauge.models.discovery.explain import Reason
 
 Discover = Annotated[
     bool,
@@ -125,10 +126,11 @@ def _describe_group(spec: Spec, name: str) -> str:
     return f"{space.group} on {space.size}{over}{folded}"
 
 
-def _reason_to_dict(reason: Any) -> dict[str, Any]:
+def _reason_to_dict(reason: Reason) -> dict[str, Any]:
     """Return a reason as a dict for JSON."""
     places = [
-        {"file": p.file, "line": p.line, "code": p.code, "module": p.module} for p in reason.places
+        {"file": p.file, "line": p.line, "code": p.code, "module": p.module}
+        for p in reason.locations
     ]
     return {
         "operator": reason.operator_name,

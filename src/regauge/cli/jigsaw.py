@@ -21,6 +21,9 @@ from regauge.cli.console import info, print_json, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
+    from regauge.core.progress import Progress
+    from regauge.data.tasks import Examples
+    from regauge.jigsaw.wrapper import MaskedJigsaw
     from regauge.results.findings import Results
 
 VERSION = 1
@@ -334,7 +337,7 @@ def train(
     return 0
 
 
-def _report_step(bar: Any, step: int, total: int, loss: float) -> None:
+def _report_step(bar: Progress, step: int, total: int, loss: float) -> None:
     """Report about fifty steps of a training, and raise if a loss is not finite."""
     from regauge.jigsaw.masks import JigsawError
 
@@ -347,7 +350,7 @@ def _report_step(bar: Any, step: int, total: int, loss: float) -> None:
         bar(step - 1, total, f"loss {loss:.4f}")
 
 
-def _digest(wrapped: Any, examples: Any, *settings: Any) -> str:
+def _digest(wrapped: MaskedJigsaw, examples: Examples, *settings: Any) -> str:
     """Return a digest of a training (initial weights, a sample of its data, all settings), so that
     it never resumes from the state of another.
     """

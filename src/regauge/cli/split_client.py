@@ -34,9 +34,12 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.element import Element
+    from regauge.core.progress import Progress
     from regauge.data.tasks import Examples
     from regauge.defences.split import Defence
     from regauge.split import OptimizerConfig, RemoteBackbone
+    from regauge.split.protocol.channel import Tls
 
 VERSION = 1
 FIRST_CONTACT_SECONDS = 10.0  # the first contact must succeed within
@@ -407,7 +410,7 @@ class _Case:
     checkpoint: Checkpoint
     module: torch.nn.Module
     examples: Examples
-    element: Any
+    element: Element | None
     key: str
 
 
@@ -467,7 +470,7 @@ def _load_case(
 def _connect(
     case: _Case,
     server: str,
-    tls: Any,
+    tls: Tls | None,
     insecure: bool,
     defences: Sequence[Defence],
     codec: Codec | None,
@@ -539,7 +542,7 @@ class _ReportingTransport:
 class _StepReporter:
     """A reporter of every step on a bar, or, without a terminal, of about twenty lines."""
 
-    def __init__(self, progress: Any, total: int) -> None:
+    def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
         self.interval = 1 if sys.stderr.isatty() else max(1, total // 20)
         self.reported = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -430,16 +431,21 @@ def _run_locally(
     engine: EngineName, source: Source, settings: Settings, out: Path, **run_options: Any
 ) -> RunResult:
     """Run in this process or in Flower's simulation, under a progress bar."""
-    from regauge.federated.runs import run_federated
-
+    run: Callable[..., RunResult]
     if engine is EngineName.simulation:
-        from regauge.federated.flower import simulate as run_federated
+        from regauge.federated.flower import simulate
+
+        run = simulate
+    else:
+        from regauge.federated.runs import run_federated
+
+        run = run_federated
     with step_bar("round") as progress:
 
         def on_round(round_: Round) -> None:
             progress(round_.number, settings.rounds, describe_round(round_))
 
-        return run_federated(source, settings, out, on_round=on_round, **run_options)
+        return run(source, settings, out, on_round=on_round, **run_options)
 
 
 def _run_deployment(

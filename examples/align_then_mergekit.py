@@ -1,5 +1,5 @@
-"""Two models in different bases, for any merging tool: match first, then merge as ever. By mergekit
-if it is installed, or by regauge.
+"""Align two models in different bases, then merge them with any tool: with mergekit if it is
+installed, otherwise with regauge.
 
 python examples/align_then_mergekit.py       # some seconds
 """
@@ -33,55 +33,55 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
-    LlamaForCausalLM(config).save_pretrained(here / "a")
-    # b is a with a little noise, as after a short fine-tuning, written in another basis, as by
-    # another training.
-    b = LlamaForCausalLM.from_pretrained(here / "a")
+    work = Path(folder)
+    LlamaForCausalLM(config).save_pretrained(work / "a")
+    # b is a with a little noise, as after a short fine-tuning, in another basis, as after an
+    # independent training.
+    b = LlamaForCausalLM.from_pretrained(work / "a")
     with torch.no_grad():
         for p in b.parameters():
             p.add_(0.002 * torch.randn_like(p))
-    b.save_pretrained(here / "near")
+    b.save_pretrained(work / "near")
     assert (
         regauge_command(
-            ["move", str(here / "near"), "--random", "--seed", "1", "-o", str(here / "b")]
+            ["move", str(work / "near"), "--random", "--seed", "1", "-o", str(work / "b")]
         )
         == 0
     )
     assert (
-        regauge_command(["match", str(here / "b"), str(here / "a"), "-o", str(here / "aligned")])
+        regauge_command(["match", str(work / "b"), str(work / "a"), "-o", str(work / "aligned")])
         == 0
-    )  # a plain folder: b, next to a
+    )  # a plain folder: b, aligned with a
 
     if importlib.util.find_spec("mergekit") and shutil.which("mergekit-yaml"):
         models = "".join(
-            f"  - model: {here / name}\n    parameters: {{weight: 1.0}}\n"
+            f"  - model: {work / name}\n    parameters: {{weight: 1.0}}\n"
             for name in ("a", "aligned")
         )
         recipe = f"merge_method: linear\nmodels:\n{models}dtype: float32\n"
-        (here / "recipe.yml").write_text(recipe)
+        (work / "recipe.yml").write_text(recipe)
         subprocess.run(
-            ["mergekit-yaml", str(here / "recipe.yml"), str(here / "merged")], check=True
+            ["mergekit-yaml", str(work / "recipe.yml"), str(work / "merged")], check=True
         )
     else:
         assert (
             regauge_command(
-                ["merge", str(here / "a"), str(here / "aligned"), "-o", str(here / "merged")]
+                ["merge", str(work / "a"), str(work / "aligned"), "-o", str(work / "merged")]
             )
             == 0
         )
     assert (
         regauge_command(
-            ["merge", str(here / "a"), str(here / "b"), "--force", "-o", str(here / "naive")]
+            ["merge", str(work / "a"), str(work / "b"), "--force", "-o", str(work / "naive")]
         )
         == 0
-    )  # what happens without
-    a, same, merged, naive = (logits(here / name) for name in ("a", "aligned", "merged", "naive"))
-    assert torch.allclose(same, logits(here / "b"), atol=1e-4), "matching changes no function"
+    )  # without alignment
+    a, same, merged, naive = (logits(work / name) for name in ("a", "aligned", "merged", "naive"))
+    assert torch.allclose(same, logits(work / "b"), atol=1e-4), "matching preserves the function"
 
-matched, stood = float((merged - a).norm()), float((naive - a).norm())
+aligned, unaligned = float((merged - a).norm()), float((naive - a).norm())
 print(
-    f"distance of the logits from a's: matched and merged {matched:.3f}, merged as they stood "
-    f"{stood:.3f}"
+    f"distance of the logits from a's: aligned and merged {aligned:.3f}, merged unaligned "
+    f"{unaligned:.3f}"
 )
-assert matched < 0.2 * stood
+assert aligned < 0.2 * unaligned

@@ -1,5 +1,5 @@
-"""What a server learns from a federated run: record what it is sent, attack exactly that, and
-change the run until the attack has nothing.
+"""What the server of a federated run learns: record the updates it receives, attack them, and
+change the run until the attack recovers nothing.
 
 python examples/audit_federated_run.py       # some seconds
 """
@@ -24,11 +24,11 @@ size = {
 model = ViTForImageClassification(
     ViTConfig(**size, image_size=8, patch_size=2, num_channels=1, num_labels=10)
 )
-found = {}
+audits = {}
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
-    model.save_pretrained(here / "start")
-    how = [
+    work = Path(folder)
+    model.save_pretrained(work / "start")
+    settings = [
         "--data",
         "digits",
         "--test",
@@ -47,14 +47,14 @@ with tempfile.TemporaryDirectory() as folder:
         "1",
     ]
     for name, defence in (("plain", []), ("embedding frozen", ["--defence", "freeze=embedding"])):
-        run = here / name
+        run = work / name
         assert (
             regauge_command(
-                ["federate", str(here / "start"), *how, *defence, "--record", "-o", str(run)]
+                ["federate", str(work / "start"), *settings, *defence, "--record", "-o", str(run)]
             )
             == 0
         )
-        line = [
+        command = [
             "audit",
             "gradients",
             "--from",
@@ -64,10 +64,10 @@ with tempfile.TemporaryDirectory() as folder:
             "--report",
             str(run / "page.html"),
         ]
-        assert regauge_command(line) == 0
-        found[name] = load_results(run / "audit.json")
+        assert regauge_command(command) == 0
+        audits[name] = load_results(run / "audit.json")
 
-for name, results in found.items():
+for name, results in audits.items():
     print(f"\n{name}:", *results.facts["verdict"], sep="\n  ")
-assert "in 2 of 2 rounds" in found["plain"].facts["verdict"][0]
-assert "in 0 of 2 rounds" in found["embedding frozen"].facts["verdict"][0]
+assert "in 2 of 2 rounds" in audits["plain"].facts["verdict"][0]
+assert "in 0 of 2 rounds" in audits["embedding frozen"].facts["verdict"][0]

@@ -1,5 +1,5 @@
-"""What a lock is worth: the attacks on one's own case, and a verdict in words. Here the base is
-public, and the lock gives nothing.
+"""What a lock is worth: attacks on your own case, and a verdict in words. Here the base is public,
+and the lock protects nothing.
 
 python examples/audit_lock.py       # some seconds
 """
@@ -24,40 +24,39 @@ base = BertModel(
     )
 )
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
+    work = Path(folder)
     with torch.no_grad():
         for p in base.parameters():
-            p.add_(
-                0.1 * torch.randn_like(p)
-            )  # a model as training leaves it: no two channels alike
-        base.save_pretrained(here / "base")
+            # Like a trained model: no two channels are equal.
+            p.add_(0.1 * torch.randn_like(p))
+        base.save_pretrained(work / "base")
         for p in base.parameters():
-            p.add_(0.01 * torch.randn_like(p))  # and a fine-tune of it
-    base.save_pretrained(here / "mine")
-    assert regauge_command(["keygen", "-o", str(here / "key")]) == 0
+            p.add_(0.01 * torch.randn_like(p))  # a fine-tune of it
+    base.save_pretrained(work / "mine")
+    assert regauge_command(["keygen", "-o", str(work / "key")]) == 0
     assert (
         regauge_command(
-            ["lock", str(here / "mine"), "-k", str(here / "key"), "-o", str(here / "locked")]
+            ["lock", str(work / "mine"), "-k", str(work / "key"), "-o", str(work / "locked")]
         )
         == 0
     )
-    line = [
+    command = [
         "audit",
         "lock",
-        str(here / "locked"),
+        str(work / "locked"),
         "-k",
-        str(here / "key"),
+        str(work / "key"),
         "--against",
-        str(here / "base"),
+        str(work / "base"),
         "--json",
-        str(here / "found.json"),
+        str(work / "results.json"),
     ]
-    assert regauge_command(line) == 0
-    found = load_results(here / "found.json")
+    assert regauge_command(command) == 0
+    results = load_results(work / "results.json")
 
-matched = next(f for f in found.findings if f.id == "lock/public base")
+finding = next(f for f in results.findings if f.id == "lock/public base")
 print(
-    f"\n{matched.id}: {matched.value:.0%} of the key, between {matched.floor:.1%} (a guess) and "
-    f"{matched.ceiling:.0%}"
+    f"\n{finding.id}: {finding.value:.0%} of the key, between {finding.floor:.1%} (a guess) and "
+    f"{finding.ceiling:.0%}"
 )
-assert matched.value > 0.9
+assert finding.value > 0.9

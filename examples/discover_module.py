@@ -1,5 +1,5 @@
-"""The symmetry of a module of your own, read off its graph and verified: no spec is written by
-hand.
+"""The symmetry of your own module, inferred from its graph and verified, without a hand-written
+spec.
 
 python examples/discover_module.py       # some seconds
 """
@@ -11,7 +11,7 @@ import regauge
 
 
 class Block(nn.Module):
-    """Attention behind a norm, and a gated FFN without one: nothing that a family knows."""
+    """Attention with a norm, and a gated FFN without one: not a block of any known family."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -36,19 +36,21 @@ class Block(nn.Module):
 
 
 class Mine(nn.Module):
+    """Two blocks between linear layers."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.enter, self.blocks, self.leave = (
+        self.embed, self.blocks, self.head = (
             nn.Linear(6, 32),
             nn.ModuleList(Block(32, 4) for _ in range(2)),
             nn.Linear(32, 3),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.enter(x)
+        x = self.embed(x)
         for block in self.blocks:
             x = block(x)
-        return self.leave(x.mean(1))
+        return self.head(x.mean(1))
 
 
 torch.manual_seed(0)
@@ -69,4 +71,4 @@ assert all(
     not torch.equal(moved[n], t) for n, t in model.state_dict().items() if n.endswith("up.weight")
 )
 model.load_state_dict(moved)
-assert torch.allclose(model(x), before, atol=1e-4), "the same function, in other weights"
+assert torch.allclose(model(x), before, atol=1e-4), "the same function in another basis"

@@ -1,12 +1,12 @@
-"""A SuperLink and its SuperNodes on this machine, each a process of its own: TLS, registered node
+"""A SuperLink and its SuperNodes on this machine, each in its own process: TLS, registered node
 keys, no telemetry, nothing installed at run time.
 
     python examples/federated_loopback.py MODEL OUT [--nodes 4] [--rounds 3]
 
-MODEL is a ViT for images of 8 x 8 (without one: a small one is made). The nodes share
-scikit-learn's digits. It takes minutes on two cores, most of it Flower starting a Python for every
-message; OUT/run is then what `regauge federate` writes, and the same program goes on where it
-stood.
+MODEL is a ViT for images of 8 x 8; if it does not exist, a small one is created. The nodes
+partition scikit-learn's digits. It takes minutes on two cores, most of it because Flower starts a
+Python for every message. OUT/run is what `regauge federate` writes; running the program again
+resumes it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from regauge.federated.runs import Source
 
 
 def main() -> int:
+    """Run the federation and return the exit code of its server."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -28,11 +29,11 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
-    given = parser.parse_args()
-    model = given.model.absolute()
+    args = parser.parse_args()
+    model = args.model.absolute()
     if not model.exists():
-        make(model)
-    settings = Settings(clients=given.nodes, rounds=given.rounds, batch=16, steps=10, rate=0.1)
+        make_model(model)
+    settings = Settings(clients=args.nodes, rounds=args.rounds, batch=16, steps=10, lr=0.1)
     source = Source(str(model), "digits", mean=[0.3], std=[0.38], test="digits")
     configs = [
         {
@@ -43,18 +44,19 @@ def main() -> int:
             "std": "0.38",
             "test": "digits",
         }
-        for i in range(given.nodes)
+        for i in range(args.nodes)
     ]
-    with loopback(given.out / "network", configs) as net:
+    with loopback(args.out / "network", configs) as net:
         write_bundle(
-            given.out / "bundle", source.told(), settings, given.out / "run", wait=300, gather=120
+            args.out / "bundle", source.to_dict(), settings, args.out / "run", wait=300, gather=120
         )
-        code = net.run(given.out / "bundle").wait()
+        code = net.run(args.out / "bundle").wait()
         sys.stdout.write(net.log("run"))
     return code
 
 
-def make(folder: Path) -> None:
+def make_model(folder: Path) -> None:
+    """Save a small ViT with random weights."""
     import transformers
 
     size = {

@@ -1,5 +1,5 @@
 """Fine-tune a locked model with PEFT. The weights stay locked, and the adapter is trained in the
-locked basis: without the key neither is of use.
+locked basis: neither is usable without the key.
 
 pip install 'regauge[models]' peft && python examples/lock_and_finetune.py       # some seconds
 """
@@ -26,8 +26,9 @@ config = LlamaConfig(
 text = torch.tensor([[(i * i + 3 * i) % 32 for i in range(64)]])  # something to learn
 
 
-def train(model: torch.nn.Module, steps: int, rate: float) -> float:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
+def train(model: torch.nn.Module, steps: int, lr: float) -> float:
+    """Train on the text and return the last loss."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
     for _ in range(steps):
         loss = model(input_ids=text, labels=text).loss
         loss.backward()
@@ -37,39 +38,39 @@ def train(model: torch.nn.Module, steps: int, rate: float) -> float:
 
 
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
+    work = Path(folder)
     owner = LlamaForCausalLM(config)
     train(owner, 30, 3e-3)
-    owner.save_pretrained(here / "model")
-    assert regauge_command(["keygen", "-o", str(here / "key")]) == 0
+    owner.save_pretrained(work / "model")
+    assert regauge_command(["keygen", "-o", str(work / "key")]) == 0
     assert (
         regauge_command(
-            ["lock", str(here / "model"), "-k", str(here / "key"), "-o", str(here / "locked")]
+            ["lock", str(work / "model"), "-k", str(work / "key"), "-o", str(work / "locked")]
         )
         == 0
     )
 
-    locked = LlamaForCausalLM.from_pretrained(here / "locked")
-    nonsense = locked(input_ids=text, labels=text).loss.item()
-    key = regauge.load_key(here / "key", "lock")
+    locked = LlamaForCausalLM.from_pretrained(work / "locked")
+    unauthorized = locked(input_ids=text, labels=text).loss.item()
+    key = regauge.load_key(work / "key", "lock")
     model = get_peft_model(
         regauge.authorize(locked, key), LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
-    )  # authorise first, adapters after
+    )  # authorize first, then add adapters
     before = model(input_ids=text, labels=text).loss.item()
     after = train(model, 60, 1e-2)
-    model.save_pretrained(here / "adapter")
+    model.save_pretrained(work / "adapter")
 
-    # Who has the locked model and the adapter, and no key:
+    # An attacker with the locked model and the adapter, but without the key:
     from peft import PeftModel
 
     thief = PeftModel.from_pretrained(
-        LlamaForCausalLM.from_pretrained(here / "locked"), here / "adapter"
+        LlamaForCausalLM.from_pretrained(work / "locked"), work / "adapter"
     )
     stolen = thief(input_ids=text, labels=text).loss.item()
 
 print(
-    f"locked, no key: {nonsense:.2f}; authorised: {before:.2f}; with the adapter trained: "
+    f"locked, no key: {unauthorized:.2f}; authorized: {before:.2f}; with the adapter trained: "
     f"{after:.2f}; locked and adapter, no key: {stolen:.2f}"
 )
-assert after < before < nonsense
+assert after < before < unauthorized
 assert stolen > before

@@ -1,5 +1,5 @@
-"""Merge two fine-tunes of one model by a recipe, as mergekit has them: what both learned, trimmed
-and with elected signs, added to their ancestor.
+"""Merge two fine-tunes of one model by a mergekit recipe: TIES trims their differences from the
+base, elects signs, and adds them to the base.
 
 python examples/merge_recipe.py       # some seconds
 """
@@ -25,10 +25,11 @@ config = GPT2Config(
 )
 tasks = [
     torch.tensor([[(a * i + b) % 32 for i in range(48)]]) for a, b in ((3, 1), (5, 2), (7, 4))
-]  # the ancestor's, and one for each fine-tune
+]  # the base's, and one for each fine-tune
 
 
-def tuned(model: GPT2LMHeadModel, text: torch.Tensor, steps: int) -> GPT2LMHeadModel:
+def fine_tune(model: GPT2LMHeadModel, text: torch.Tensor, steps: int) -> GPT2LMHeadModel:
+    """Train a model on one text and return it."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(steps):
         model(input_ids=text, labels=text).loss.backward()
@@ -38,36 +39,39 @@ def tuned(model: GPT2LMHeadModel, text: torch.Tensor, steps: int) -> GPT2LMHeadM
 
 
 def loss(folder: Path, text: torch.Tensor) -> float:
+    """Return the loss of a saved model on one text."""
     return GPT2LMHeadModel.from_pretrained(folder)(input_ids=text, labels=text).loss.item()
 
 
 RECIPE = """\
 merge_method: ties
-base_model: {here}/root
+base_model: {work}/root
 models:
-  - model: {here}/a
+  - model: {work}/a
     parameters: {{density: 0.8, weight: 1.0}}
-  - model: {here}/b
+  - model: {work}/b
     parameters: {{density: 0.8, weight: 1.0}}
 dtype: float32
 """
 
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
-    tuned(GPT2LMHeadModel(config), tasks[0], 40).save_pretrained(here / "root")
+    work = Path(folder)
+    fine_tune(GPT2LMHeadModel(config), tasks[0], 40).save_pretrained(work / "root")
     for name, task in zip("ab", tasks[1:], strict=True):
-        tuned(GPT2LMHeadModel.from_pretrained(here / "root"), task, 25).save_pretrained(here / name)
-    (here / "recipe.yml").write_text(RECIPE.format(here=here))
+        fine_tune(GPT2LMHeadModel.from_pretrained(work / "root"), task, 25).save_pretrained(
+            work / name
+        )
+    (work / "recipe.yml").write_text(RECIPE.format(work=work))
     assert (
-        regauge_command(["merge", str(here / "recipe.yml"), "-o", str(here / "merged")]) == 0
-    )  # asks first whether the three share a basis
-    found = {
-        name: [loss(here / name, task) for task in tasks[1:]]
+        regauge_command(["merge", str(work / "recipe.yml"), "-o", str(work / "merged")]) == 0
+    )  # checks first that the three share a basis
+    losses = {
+        name: [loss(work / name, task) for task in tasks[1:]]
         for name in ("root", "a", "b", "merged")
     }
 
-for name, (on_a, on_b) in found.items():
+for name, (on_a, on_b) in losses.items():
     print(f"{name:6}  on a's task {on_a:.2f}  on b's task {on_b:.2f}")
-assert found["merged"][0] < found["b"][0] and found["merged"][1] < found["a"][1], (
-    "it does each task better than the fine-tune of the other"
+assert losses["merged"][0] < losses["b"][0] and losses["merged"][1] < losses["a"][1], (
+    "it is better at each task than the fine-tune on the other"
 )

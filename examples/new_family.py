@@ -27,7 +27,7 @@ from regauge.testing import assert_symmetry
 
 def spec(c: Config, names: Names) -> Spec:
     d = Draft("gpt-neox", buffers=(r".*rotary_emb\.inv_freq",))
-    larger = OrthogonalFixingOnes()  # once the gains of the norms are folded
+    larger = OrthogonalFixingOnes()  # after the gains of the norms are folded
     d.spaces["stream"] = Space(c.hidden_size, Permutation(), folded=larger, why=LAYER_NORM)
     d.embed = {"gpt_neox.embed_in.weight": f"{c.axis('vocab_size')} stream"}
     for i in range(c.num_hidden_layers):
@@ -35,7 +35,7 @@ def spec(c: Config, names: Names) -> Spec:
         heads, width = c.num_attention_heads, c.hidden_size // c.num_attention_heads
         a = attention(i, heads, width, qk=Rotary("half"))
         d.spaces |= a.spaces | {f"ffn.{i}": neurons(c.intermediate_size, c("hidden_act", "gelu"))}
-        # query, key and value of a head lie side by side, head after head
+        # query, key and value of each head are adjacent, head after head
         fused = f"(head.{i} (qk.{i}+qk.{i}*+vo.{i}))"
         block = {
             **norm(at + "input_layernorm"),
@@ -87,14 +87,14 @@ if __name__ == "__main__":
     model.load_state_dict(state)
     assert_symmetry(model, folded, regauge.element(folded, key=1), inputs)
 
-    # A spec that claims too much is found out: with rotary positions, queries and keys do not allow
-    # every invertible matrix.
+    # The checker rejects a spec that claims too much: with rotary positions, queries and keys do
+    # not allow every invertible matrix.
     spaces = {**described.spaces, "qk.0": Space(8, GeneralLinear(), over="head.0")}
     too_much = replace(described, spaces=spaces)
     try:
         assert_symmetry(model, too_much, regauge.element(too_much, key=1, spaces=["qk.0"]), inputs)
-    except AssertionError as found:
-        first = str(found).splitlines()[0]
+    except AssertionError as error:
+        first = str(error).splitlines()[0]
         print(f"{len(spaces)} spaces hold, folded and not; the false claim fails: {first}")
     else:
-        raise SystemExit("a false claim was let through")
+        raise SystemExit("the false claim was accepted")

@@ -1,7 +1,7 @@
-"""A model at rest, encrypted: sealed under a key with a passphrase, opened again, and refused once
-a byte has changed.
+"""A model encrypted at rest: seal it with a passphrase-protected key, open it again, and get an
+error after one byte has changed.
 
-python examples/seal_and_open.py       # a second; needs nothing but regauge
+python examples/seal_and_open.py       # a second; needs only regauge
 """
 
 import tempfile
@@ -11,31 +11,31 @@ from regauge import generate_key, load_key, open_sealed, save_key, seal
 from regauge.errors import PassphraseError, TamperedFileError, WrongKeyError
 
 with tempfile.TemporaryDirectory() as folder:
-    here = Path(folder)
-    (here / "model").mkdir()
-    (here / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
-    (here / "model" / "config.json").write_text("{}")
+    work = Path(folder)
+    (work / "model").mkdir()
+    (work / "model" / "model.safetensors").write_bytes(bytes(range(256)) * 4096)
+    (work / "model" / "config.json").write_text("{}")
 
-    save_key(generate_key("seal"), here / "key", passphrase="correct horse battery staple")
+    save_key(generate_key("seal"), work / "key", passphrase="correct horse battery staple")
     try:
-        load_key(here / "key", "seal", "wrong")
-    except PassphraseError as refused:
-        print("refused:", refused)
-    key = load_key(here / "key", "seal", "correct horse battery staple")
+        load_key(work / "key", "seal", "wrong")
+    except PassphraseError as error:
+        print("rejected:", error)
+    key = load_key(work / "key", "seal", "correct horse battery staple")
 
-    size = seal(here / "model", key, here / "model.sealed")
-    names = open_sealed(here / "model.sealed", key, here / "opened")
+    size = seal(work / "model", key, work / "model.sealed")
+    names = open_sealed(work / "model.sealed", key, work / "opened")
     print(f"sealed into {size:,} bytes by {key}, opened again: {', '.join(sorted(names))}")
-    assert (here / "opened" / "model.safetensors").read_bytes() == (
-        here / "model" / "model.safetensors"
+    assert (work / "opened" / "model.safetensors").read_bytes() == (
+        work / "model" / "model.safetensors"
     ).read_bytes()
 
-    changed = bytearray((here / "model.sealed").read_bytes())
+    changed = bytearray((work / "model.sealed").read_bytes())
     changed[-1000] ^= 1
-    (here / "changed").write_bytes(changed)
+    (work / "changed").write_bytes(changed)
     for file, secret in (("changed", key), ("model.sealed", generate_key("seal"))):
         try:
-            open_sealed(here / file, secret, here / "never")
-        except (TamperedFileError, WrongKeyError) as refused:
-            print("refused:", str(refused).replace(folder, "..."))
-        assert not (here / "never").exists(), "nothing appears before all of it is authenticated"
+            open_sealed(work / file, secret, work / "never")
+        except (TamperedFileError, WrongKeyError) as error:
+            print("rejected:", str(error).replace(folder, "..."))
+        assert not (work / "never").exists(), "no output before all of it is authenticated"

@@ -1,12 +1,11 @@
-"""Split training from transformers' Trainer: the backbone is a server's, data, labels, embedding
-and head stay here, and Trainer does not notice.
+"""Split training with transformers' Trainer: the backbone is on a server; data, labels, embedding
+and head stay with the client. The Trainer needs no changes.
 
-    pip install 'regauge[models]' accelerate && python examples/split_trainer.py       # some
-    seconds
+    pip install 'regauge[models]' accelerate && python examples/split_trainer.py
 
-Here the server is in the same process, and goes through the same bytes. Over a network:
-Server(host, "0.0.0.0:7000", tls=...) there, and connect(model, Grpc("server.example:7000",
-tls=...)) here, or `regauge split serve` and `regauge split train`: docs/split.md.
+In this example the server runs in the same process, over the same wire format. Over a network:
+Server(host, "0.0.0.0:7000", tls=...) on the server, and connect(model, Grpc("server.example:7000",
+tls=...)) on the client, or `regauge split serve` and `regauge split train`: docs/split.md.
 """
 
 import copy
@@ -18,7 +17,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 
 torch.manual_seed(0)
-STEPS, RATE = 40, 1e-3
+STEPS, LR = 40, 1e-3
 config = BertConfig(
     vocab_size=50,
     hidden_size=48,
@@ -31,11 +30,11 @@ start = BertForSequenceClassification(config)
 
 
 class Texts(torch.utils.data.Dataset):
-    """Texts of twelve tokens; the label says whether token 7 occurs more often than token 8."""
+    """Texts of twelve tokens. The label is whether token 7 occurs more often than token 8."""
 
     def __init__(self, n: int, seed: int) -> None:
-        draw = torch.Generator().manual_seed(seed)
-        self.ids = torch.randint(5, 11, (n, 12), generator=draw)
+        rng = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(5, 11, (n, 12), generator=rng)
         self.labels = ((self.ids == 7).sum(1) > (self.ids == 8).sum(1)).long()
 
     def __len__(self) -> int:
@@ -46,18 +45,18 @@ class Texts(torch.utils.data.Dataset):
 
 
 server = Host(
-    copy.deepcopy(start), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS)
-)  # the server's side: it trains the blocks
+    copy.deepcopy(start), OptimizerConfig("adamw", LR, schedule="linear", steps=STEPS)
+)  # the server trains the blocks
 client = copy.deepcopy(start)
 with (
     tempfile.TemporaryDirectory() as folder,
     connect(client, InProcess(server), rows="batch"),
-):  # tokens are shuffled afresh for every batch
+):  # a new shuffle of the tokens for every batch
     options = TrainingArguments(
         folder,
         max_steps=STEPS,
         per_device_train_batch_size=32,
-        learning_rate=RATE,
+        learning_rate=LR,
         max_grad_norm=0.0,
         weight_decay=0.0,
         logging_steps=10,
@@ -74,8 +73,8 @@ with (
     after = trainer.evaluate()["eval_loss"]
 
 print(
-    f"loss on held-out texts: {before:.3f} before, {after:.3f} after {server.step} steps that "
-    "the server took part in"
+    f"loss on held-out texts: {before:.3f} before, {after:.3f} after {server.step} steps of "
+    "the server"
 )
 assert server.step == STEPS
 assert after < before

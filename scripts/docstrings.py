@@ -1,6 +1,4 @@
-"""An extension of griffe: lines of a docstring that begin with `>>>` are shown as code, and not as
-what Markdown makes of them.
-"""
+"""Extension of griffe that renders the `>>>` lines of docstrings as code blocks."""
 
 from __future__ import annotations
 
@@ -11,17 +9,17 @@ import griffe
 
 
 class Examples(griffe.Extension):
-    """Fences around doctest lines and what they print."""
+    """Fences around doctest lines and their output."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Put every doctest of a docstring between fences."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(
-                r"((?:^>>> .*\n?(?:^(?!>>>)\S.*\n?)*)+)", _fenced, obj.docstring.value, flags=re.M
+                r"((?:^>>> .*\n?(?:^(?!>>>)\S.*\n?)*)+)", _fence, obj.docstring.value, flags=re.M
             )
 
 
-def _fenced(found: re.Match[str]) -> str:
-    body = re.sub(
-        r"^>>> # (?=\w)", ">>> ", found.group().rstrip(), flags=re.M
-    )  # a comment only because a doctest could not run it
+def _fence(match: re.Match[str]) -> str:
+    # Lines that a doctest cannot run are commented out in the source.
+    body = re.sub(r"^>>> # (?=\w)", ">>> ", match.group().rstrip(), flags=re.M)
     return f"```python\n{body}\n```\n"

@@ -1,5 +1,6 @@
-"""A hook of mkdocs: links out of docs/, to files of the repository that the site does not have,
-become plain code; a file that is not there is an error.
+"""mkdocs hook that turns links from docs/ to other files of the repository into inline code.
+
+A link to a missing file is an error.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]+)\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    here = (ROOT / "docs" / page.file.src_path).parent
+    """Replace the links of one page."""
+    folder = (ROOT / "docs" / page.file.src_path).parent
 
-    def plain(found: re.Match[str]) -> str:
-        target = (here / found.group(2)).resolve()
+    def replace(match: re.Match[str]) -> str:
+        target = (folder / match.group(2)).resolve()
         if not target.is_relative_to(ROOT) or not target.exists():
-            raise FileNotFoundError(f"{page.file.src_path}: {found.group(2)} is not there")
+            raise FileNotFoundError(f"{page.file.src_path}: {match.group(2)} does not exist")
         if target.is_relative_to(ROOT / "docs"):
-            return found.group()
-        return f"{found.group(1)} (`{target.relative_to(ROOT)}`)"
+            return match.group()
+        return f"{match.group(1)} (`{target.relative_to(ROOT)}`)"
 
-    return OUTSIDE.sub(plain, markdown)
+    return OUTSIDE.sub(replace, markdown)

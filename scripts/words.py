@@ -1,4 +1,4 @@
-"""Check names and prose against scripts/words.toml: `python scripts/words.py [--all] [FILE ...]`.
+"""Check of names and prose against scripts/words.toml: `python scripts/words.py [--all] [FILE]`.
 
 Exit code 1 if an enforced file uses a word of the list, or a module is named by a gerund.
 """
@@ -38,8 +38,10 @@ def load_rules(path: Path = ROOT / "scripts" / "words.toml") -> dict[str, Any]:
 
 def patterns(rules: dict[str, Any]) -> list[tuple[re.Pattern[str], str]]:
     """Compile the phrases; letters on either side prevent a match, underscores do not."""
-    found = rules["phrase"]
-    return [(re.compile(rf"(?<![a-z])(?:{p['pattern']})(?![a-z])", re.I), p["use"]) for p in found]
+    phrases = rules["phrase"]
+    return [
+        (re.compile(rf"(?<![a-z])(?:{p['pattern']})(?![a-z])", re.I), p["use"]) for p in phrases
+    ]
 
 
 def check_text(path: Path, text: str, rules: dict[str, Any]) -> Iterator[Hit]:
@@ -59,11 +61,11 @@ def check_name(path: Path, rules: dict[str, Any]) -> Iterator[Hit]:
 
 def files_of(rules: dict[str, Any], places: Sequence[str]) -> list[Path]:
     """List the files below some places, relative to the repository."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for place in places:
         start = ROOT / place
-        found += [start] if start.is_file() else [p for p in start.rglob("*") if p.is_file()]
-    relative = sorted(p.relative_to(ROOT) for p in found if p.suffix in SUFFIXES)
+        paths += [start] if start.is_file() else [p for p in start.rglob("*") if p.is_file()]
+    relative = sorted(p.relative_to(ROOT) for p in paths if p.suffix in SUFFIXES)
     return [p for p in relative if not any(p.is_relative_to(skip) for skip in rules["skipped"])]
 
 

@@ -110,8 +110,7 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert main([*given, "--steps", "2"]) == 0
     said = capsys.readouterr().out
     assert (
-        "not measured: private=1.0: it is for gradients of one batch, and updates have 2 steps"
-        in said
+        "not measured: private=1.0: applies to gradients of one batch; updates have 2 steps" in said
     )
     assert "prune=0.9" in said
     assert (
@@ -190,7 +189,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),
-        (["--lr", "-1"], "no rate"),
+        (["--lr", "-1"], "must be > 0 and finite, got -1"),
     ):
         assert main([*given, *more]) in (1, 2)
         assert text in " ".join(capsys.readouterr().err.split())

@@ -334,7 +334,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["audit", "lock", locked, "--rates", "1e-3,fast"]) == 2
     build("llama").float().save_pretrained(tmp_path / "llama")
     assert main(["audit", "lock", locked, "--against", str(tmp_path / "llama")]) == 1
-    assert "a base is a model of the same family and size" in capsys.readouterr().err
+    assert "the base must be of the same family and size" in capsys.readouterr().err
     assert main(["match", locked, other, "-o", str(tmp_path / "matched")]) == 1
     assert "is locked by the key" in capsys.readouterr().err
 

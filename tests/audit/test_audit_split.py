@@ -445,10 +445,7 @@ def test_the_command_says_what_it_comes_to(
     said = capsys.readouterr()
     assert "the server has the images under" in said.out
     assert "not measured: LPIPS and F-SIM" in said.out
-    assert (
-        "75 images of the client's, 45 of the attacker's, 30 to test on; 10 are attacked"
-        in said.err
-    )
+    assert "75 client images, 45 attacker images, 30 test images; 10 to attack" in said.err
     found = load_results(out)
     assert [r[0] for r in found.tables[0].rows] == [
         "none",
@@ -520,16 +517,16 @@ def test_attacks_are_named_or_all_of_them() -> None:
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
             "the rows of a SwinForImageClassification cannot move",
         ),
-        (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
-        (("--attacks", "magic"), 'there is no attack "magic"'),
-        (("--attacks", "all,magic"), 'there is no attack "magic"'),
+        (("--data", "colours.npz"), "must be 8 x 8, got 16 x 16"),
+        (("--attacks", "magic"), 'or all, got "magic"'),
+        (("--attacks", "all,magic"), 'or all, got "magic"'),
         (
             ("--attacks", "places,sets", "--defence", "rows"),
             "none of these attacks can try an undefended victim",
         ),
         (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
-        (("--attacker", "big"), "is not WIDTH,DEPTH,EPOCHS"),
-        (("--lr", "-1"), "is no rate"),
+        (("--attacker", "big"), "must be WIDTH,DEPTH,EPOCHS"),
+        (("--lr", "-1"), "must be > 0 and finite, got -1"),
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),
     ],
 )

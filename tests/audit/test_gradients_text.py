@@ -293,6 +293,6 @@ def test_the_audit_of_texts_tells_what_is_given_away(
         ("--gallery", "2"),
     ):
         assert main([*given, option, value]) == 2
-        assert f"{option}: it is for models of images" in " ".join(capsys.readouterr().err.split())
+        assert f"{option}: only for models of images" in " ".join(capsys.readouterr().err.split())
     assert main([*given, "--attacks", "words", "--steps", "2"]) == 0
-    assert "not measured: private=1.0: it is for gradients of one batch" in capsys.readouterr().out
+    assert "not measured: private=1.0: applies to gradients of one batch" in capsys.readouterr().out

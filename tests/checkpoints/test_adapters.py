@@ -288,7 +288,7 @@ def test_move_adapter_refuses(tmp_path: Path, capsys) -> None:
         str(tmp_path / "out"),
     ]
     assert run([*base, "--random"]) == 2
-    assert "follows its model" in capsys.readouterr().err
+    assert "requires the element of its model" in capsys.readouterr().err
     config = tmp_path / "adapter" / "adapter_config.json"
     for text, says in (
         (' {"peft_type": "LOHA"}', "describes a LOHA adapter"),

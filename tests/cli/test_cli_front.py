@@ -165,11 +165,11 @@ def test_doctor_names_what_is_missing_or_old(
     assert main(["doctor"]) == 0, "an extra that is missing is no fault"
     said = capsys.readouterr().out
     assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", said)
-    assert "to get report: pip install 'regauge[report]'" in said
+    assert "to install report: pip install 'regauge[report]'" in said
     assert all(
         "  # " in line
         for line in said.splitlines()
-        if line.startswith(("to get timm", "to get federated"))
+        if line.startswith(("to install timm", "to install federated"))
     )
     old = True
     assert main(["doctor"]) == 1

@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_refused(
         main(["jigsaw", "train", str(start), *HOW, "--lr", "1e30", "-o", str(tmp_path / "out")])
         == 1
     )
-    assert "the loss of step" in capsys.readouterr().err
+    assert "the loss must be finite" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -203,7 +203,7 @@ def test_the_strong_recipe_trains_too(
         == 0
     )
     words = capsys.readouterr().out.split()
-    first, last = (float(words[words.index(before) - 2]) for before in ("first,", "last"))
+    first, last = (float(words[words.index(before) - 3]) for before in ("start,", "end"))
     assert last < first  # of mixed and smoothed labels: not far
 
 
@@ -223,7 +223,7 @@ def test_evaluate(
     assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0
     captured = capsys.readouterr()
     assert "consistency" in captured.out
-    assert f"told which patches were shuffled, by the unknown embedding: {trained};" in captured.err
+    assert f"the unknown embedding marks shuffled patches for: {trained};" in captured.err
     table = load_results(tmp_path / "r.json").tables[0]
     rows = table.rows
     assert [row[1] for row in rows] == [0, 0.5, 0.9] * 2
@@ -576,4 +576,4 @@ def test_what_is_no_vit_is_told_what_is_left(
     )
     capsys.readouterr()
     assert main(["jigsaw", "train", str(tmp_path / "bert"), *HOW, "-o", str(tmp_path / "no")]) == 1
-    assert "no model of images" in capsys.readouterr().err
+    assert "MODEL must be an image model" in capsys.readouterr().err

@@ -220,7 +220,7 @@ def test_what_cannot_be_matched_is_refused_by_name(
         )
     ).save_pretrained(tmp_path / "llama")
     cases = {
-        (a, tmp_path / "llama"): "is a gpt2 and",
+        (a, tmp_path / "llama"): "models must be of one family, got gpt2",
         (a, gpt2(tmp_path / "wide", 0, n_inner=48)): 'the space "ffn.0" has size 64 in one and 48',
         (a, gpt2(tmp_path / "deep", 0, n_layer=3)): 'only one of them has the space "ffn.2"',
         (

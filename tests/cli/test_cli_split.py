@@ -301,7 +301,7 @@ def test_a_locked_backbone_and_its_key(
             if name == "locked":
                 for wrong, words in (
                     (["--key", tmp_path / "other"], "locked by the key"),
-                    ([], "hint: give it with --key"),
+                    ([], "hint: pass it with --key"),
                 ):
                     said = run("split", "predict", locked, *data, "--server", address, *wrong)
                     assert said.code == 1
@@ -312,7 +312,7 @@ def test_a_locked_backbone_and_its_key(
                 assert "and this model is not locked" in said.err
                 said = run("split", "predict", model, *data, "--server", address, "--key", key)
                 assert said.code == 1
-                assert "is not locked, so that its key has nothing to fit" in said.err
+                assert "requires a locked model" in said.err
         said = run(
             "split",
             "join",
@@ -373,15 +373,15 @@ def test_who_may_come_and_what_is_said_to_others(
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
         assert run(*ask, *certs, "--client-name", "ann").code == 0
         for wrong, words in (
-            ([*certs, "--client-name", "bob"], "this client is not on the server's list"),
-            ([*certs], "has certificates of ann, bob"),
-            ([*certs, "--client-name", "cid"], "there is no"),
+            ([*certs, "--client-name", "bob"], "this server does not know you"),
+            ([*certs], "got those of ann, bob"),
+            ([*certs, "--client-name", "cid"], "cid.pem does not exist"),
             (
                 ["--tls", tmp_path / "strange", "--client-name", "ann"],
                 "the server's certificate is not of this authority",
             ),
-            ([], "the server closed the connection"),
-            (["--tls", tmp_path / "nothing"], "there is no folder"),
+            ([], "it hung up"),
+            (["--tls", tmp_path / "nothing"], "--tls must be a folder"),
         ):
             said = run(*ask, *wrong)
             assert said.code == 1, wrong
@@ -435,20 +435,28 @@ def test_rows_are_rows_by_either_name(
 def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, model: Path) -> None:
     there = ["--data", tmp_path / "book.txt", "--server", "127.0.0.1:1"]
     for arguments, words, code in (
-        (["serve", model, "--optimizer", "sgd"], "without --lr R nothing is trained", 2),
-        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "must be more than its warmup", 1),
-        (["serve", model, "--listen", "0.0.0.0:0"], "must be a loopback address without TLS", 1),
-        (["serve", model, "--listen", "7000"], "must be HOST:PORT", 1),
-        (["serve", model, "--clients", tmp_path / "book.txt"], "it needs --tls", 2),
-        (["serve", model, "--quota", "much"], "a quota must be", 1),
-        (["serve", model, "--output", tmp_path / "out"], "nothing is trained", 2),
-        (["serve", model, "--average", 3], "0 without training", 1),
+        (
+            ["serve", model, "--optimizer", "sgd"],
+            "requires --lr R, without which nothing is trained",
+            2,
+        ),
+        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
+        (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
+        (["serve", model, "--listen", "7000"], "is no address", 1),
+        (["serve", model, "--clients", tmp_path / "book.txt"], "requires --tls", 2),
+        (["serve", model, "--quota", "much"], "is no quota", 1),
+        (
+            ["serve", model, "--output", tmp_path / "out"],
+            "without training there is nothing to write",
+            2,
+        ),
+        (["serve", model, "--average", 3], "nothing to average", 1),
         (["serve", tmp_path / "nothing"], "does not exist", 1),
         (["train", model, *there, "-o", model], "exists already", 1),
-        (["train", model, *there, "-o", tmp_path / "o", "--resume"], "it needs the --journal", 2),
+        (["train", model, *there, "-o", tmp_path / "o", "--resume"], "requires the --journal", 2),
         (
             ["train", model, *there, "-o", tmp_path / "o", "--resume", "--journal", tmp_path / "j"],
-            "holds no run to go on with",
+            "contains no run to resume",
             1,
         ),
         (
@@ -468,26 +476,26 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
             "Rows is there twice",
             1,
         ),
-        (["predict", model, *there, "--keep-cls"], "it belongs to --rows", 2),
+        (["predict", model, *there, "--keep-cls"], "requires --rows", 2),
         (
             ["train", model, *there, "-o", tmp_path / "o", "--keep-cls", "--defence", "rows"],
-            "it belongs to --rows",
+            "requires --rows",
             2,
         ),
-        (["certs", "--to", tmp_path / "c", "--client", "server"], "is no name for a client", 2),
-        (["certs", "--to", tmp_path / "c", "--client", "../x"], "is no name for a client", 2),
+        (["certs", "--to", tmp_path / "c", "--client", "server"], "must consist of letters", 2),
+        (["certs", "--to", tmp_path / "c", "--client", "../x"], "must consist of letters", 2),
         (
             ["certs", "--to", tmp_path / "c", "--client", "\u00e9" * 64],
-            "is no name for a client",
+            "must consist of letters",
             2,
         ),
         (
             ["certs", "--to", tmp_path / "c", "--name", "b\u00fccher.example"],
-            "is no name or address",
+            "must be a host name or address",
             2,
         ),
-        (["certs", "--to", tmp_path / "c", "--name", ""], "is no name or address", 2),
-        (["certs", "--to", tmp_path / "c", "--name", "a b"], "is no name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", ""], "must be a host name or address", 2),
+        (["certs", "--to", tmp_path / "c", "--name", "a b"], "must be a host name or address", 2),
     ):
         said = run("split", *arguments)
         assert (said.code, words in said.err) == (code, True), (arguments, said.err)
@@ -739,7 +747,7 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
         assert not (tmp_path / "wild" / "edges").exists()
         code, err = ended(train("wild"))
         assert code == 1
-        assert "holds a run that was interrupted" in err
+        assert "contains an interrupted run" in err
         processes[1] = train("wild", "--resume")
 
     results = []
@@ -756,7 +764,7 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
             processes[0].send_signal(signal.SIGTERM if name == "calm" else signal.SIGINT)
             code, err = ended(processes[0])
             assert code == 0, err
-            assert "stops: takes no more, and finishes what is under way" in err
+            assert "stopping: no new requests, finishing those under way" in err
             assert "stopped at step 40" in err
         finally:
             for process in processes:

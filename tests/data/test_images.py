@@ -205,8 +205,8 @@ def test_an_audit_resizes_only_where_it_is_asked_to(
     vit().save_pretrained(tmp_path / "model")
     assert main(["audit", "split", str(tmp_path / "model"), "--data", str(data), *HOW]) == 1
     said = capsys.readouterr().err
-    assert "some images of photos are 5 x 20, and the model reads 8 x 8" in said
-    assert "--resize makes them fit" in said
+    assert "all images of photos must be 8 x 8, got 5 x 20" in said
+    assert "pass --resize to resize them" in said
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture
     )
     model.save_pretrained(tmp_path / "model")
     assert main(["audit", "split", str(tmp_path / "model"), "--data", str(data), *HOW]) == 1
-    assert "the images of photos are 4 x 8, and the model reads 8 x 8" in capsys.readouterr().err
+    assert "the images of photos must be 8 x 8, got 4 x 8" in capsys.readouterr().err
 
 
 def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_mean_and_std_fit_the_channels(
     )
     told = capsys.readouterr().err
     assert said in told
-    assert "fault in regauge" not in told
+    assert "bug in regauge" not in told
 
 
 def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:

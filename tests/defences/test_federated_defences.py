@@ -232,7 +232,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is no run" in capsys.readouterr().err
     for more, named in (
-        (["--fail-above", "0.1"], "--fail-above: a run has no undefended updates"),
+        (["--fail-above", "0.1"], "--fail-above: requires undefended updates"),
         (
             ["--defence", "rows", "--batch-size", "2", "--steps", "2", "--device", "cpu"],
             "--defence, --batch-size, --steps, --device: the run that --from names",
@@ -244,7 +244,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(run), "--rounds", "7"]) == 1
     assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
     assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
-    assert "--rounds: rounds are of --from RUN" in " ".join(capsys.readouterr().err.split())
+    assert "--rounds: requires --from RUN" in " ".join(capsys.readouterr().err.split())
     assert (
         main(
             [
@@ -419,7 +419,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'no attack "least squares" on texts' in capsys.readouterr().err
     assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
-    assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
+    assert "--gallery: only for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
     run_federated(
         source, Settings(clients=2, rounds=1, batch=8, steps=1, lr=0.1), many, record=True

@@ -415,7 +415,7 @@ def test_what_the_command_refuses(
         assert main(["barrier", *arguments]) == code
         said = capsys.readouterr().err
         assert text in said
-        assert ("loads" in said) == (text in loaded), (
+        assert ("loading" in said) == (text in loaded), (
             "what is wrong with data is said before the weights are loaded"
         )
 
@@ -426,9 +426,9 @@ def test_what_the_command_refuses(
     says(1, "are of different architectures", a, str(tmp_path / "llama"), "--data", text)
     says(1, "nowhere.txt does not exist", a, b, "--data", "nowhere.txt")
     says(2, "Missing option '--data'", a, b)
-    says(1, "needs a tokenizer, and its folder contains none", b, a, "--data", text)
-    says(2, "is not NAME=THEIRS", a, b, "--data", text, "--field", "text")
-    says(2, "is no number", a, b, "--data", text, "--mean", "x")
+    says(1, "there is no tokenizer beside it", b, a, "--data", text)
+    says(2, "must be NAME=COLUMN, got", a, b, "--data", text, "--field", "text")
+    says(2, "must be comma-separated numbers", a, b, "--data", text, "--mean", "x")
     (tmp_path / "t.tsv").write_text("sentence\tlabel\nw3 w4\t1\n")
     says(
         1,

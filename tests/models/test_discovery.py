@@ -477,7 +477,7 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(
     FURTHER["opt"]().save_pretrained(tmp_path / "opt")
     assert run(["inspect", str(tmp_path / "opt"), "--json"]) == 0
     said = capsys.readouterr()
-    assert "no family describes this model: its symmetry was read off its graph" in said.err
+    assert "no family describes this model: its symmetry was inferred from its graph" in said.err
     facts = json.loads(said.out)
     assert {s["name"]: s["group"] for s in facts["spaces"]}["ffn.0..1"] == "monomial+"
     assert len(list((tmp_path / "cache" / "discovered").iterdir())) == 1

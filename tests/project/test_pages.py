@@ -19,22 +19,20 @@ import pages  # noqa: E402
 
 
 def test_pages_are_as_the_code_makes_them() -> None:
-    assert pages.stale(pages.made(only_quick=True)) == [], (
-        "python scripts/pages.py writes them anew"
-    )
+    assert pages.find_stale(pages.build_pages(only_quick=True)) == [], "run python scripts/pages.py"
 
 
 @pytest.mark.slow
 def test_the_page_of_families_is_as_the_specs_make_it() -> None:
-    assert (DOCS / "families.md").read_text() == pages.families(), (
-        "python scripts/pages.py writes it anew"
+    assert (DOCS / "families.md").read_text() == pages.render_families(), (
+        "run python scripts/pages.py"
     )
 
 
 def test_every_family_is_shown() -> None:
     from regauge.models.families import FAMILIES
 
-    assert set(pages.SHOWN) == {family.name for family in FAMILIES}
+    assert set(pages.EXAMPLE_MODELS) == {family.name for family in FAMILIES}
     text = (DOCS / "families.md").read_text()
     for family in FAMILIES:
         assert f"\n## {family.name}\n" in text
@@ -54,7 +52,7 @@ def test_every_attack_fills_in_the_template() -> None:
         module = importlib.import_module(f"regauge.attacks.{info.name}")
         for found in vars(module).values():
             if pages.is_attack(found) and found.__module__ == module.__name__:
-                first, parts = pages.told(found)
+                first, parts = pages.parse_docstring(found)
                 assert first, found
                 assert {
                     "Sees",

@@ -466,7 +466,7 @@ def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> 
 
     good = {"trains": True, **ADAMW.to_dict()}
     assert _check_server_config(good) == good
-    with pytest.raises(FrameError, match=f'does not say its "{min(told)}"'):
+    with pytest.raises(FrameError, match=f'sent an invalid "{min(told)}"'):
         _check_server_config({**good, **told})
 
 

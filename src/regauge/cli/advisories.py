@@ -1,5 +1,6 @@
-"""Versions of libraries with known vulnerabilities that reach regauge: checked by `regauge doctor`
-and `make audit-deps`, without a network.
+"""Library versions with known vulnerabilities that reach regauge.
+
+`regauge doctor` and `make audit-deps` check them, without a network.
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ from importlib import metadata
 
 @dataclass(frozen=True)
 class Advisory:
-    """A library whose versions before `fixed` are vulnerable. pyproject.toml must not admit
-    them.
-    """
+    """A library whose versions before `fixed` are vulnerable. pyproject.toml must exclude them."""
 
     library: str
     fixed: str
@@ -60,9 +59,9 @@ class VulnerableLibrary:
     why: str
 
     def __str__(self) -> str:
-        known = ", ".join(self.identifiers)
+        identifiers = ", ".join(self.identifiers)
         return (
-            f"{self.library} {self.version} is unsafe ({known}): {self.why}; pip install "
+            f"{self.library} {self.version} is unsafe ({identifiers}): {self.why}; pip install "
             f"'{self.library}>={self.fixed}'"
         )
 
@@ -101,23 +100,26 @@ def normalize_name(name: str) -> str:
 
 
 def satisfies(version: str, wanted: str) -> bool:
-    """Does a version lie within `>=a,<b`? Numbers before any letter count: 2.13.0+cpu is 2.13.0."""
+    """Return whether a version lies within `>=a,<b`. Only the numbers before any letter count:
+    2.13.0+cpu is 2.13.0.
+    """
     for clause in filter(None, wanted.split(",")):
         sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        here, there = _parse_version(version), _parse_version(number)
-        width = max(len(here), len(there))
-        here, there = here + (0,) * (width - len(here)), there + (0,) * (width - len(there))
+        left, right = _parse_version(version), _parse_version(number)
+        width = max(len(left), len(right))
+        left, right = left + (0,) * (width - len(left)), right + (0,) * (width - len(right))
         if not {
-            ">=": here >= there,
-            "<": here < there,
-            "<=": here <= there,
-            ">": here > there,
-            "==": here == there,
-            "!=": here != there,
-        }.get(sign, here >= there):
+            ">=": left >= right,
+            "<": left < right,
+            "<=": left <= right,
+            ">": left > right,
+            "==": left == right,
+            "!=": left != right,
+        }.get(sign, left >= right):
             return False
     return True
 
 
 def _parse_version(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version."""
     return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]

@@ -1,6 +1,4 @@
-"""The commands put together, and how a run of one ends: errors as lines on stderr, and an exit
-code.
-"""
+"""The app of all commands, and the end of a run: errors as lines on stderr, and an exit code."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from regauge.cli.console import StoppedError, discard_stream, info, print_error,
 from regauge.cli.menu import OVERVIEW, epilog_of, panel_of
 from regauge.errors import RegaugeError, RegaugeWarning
 
-_COMMANDS = {  # the name, and where its function is: what is not asked for is not imported
+_COMMANDS = {  # name: "module:function", imported on demand
     "demo": "demo:demo",
     "doctor": "doctor:doctor",
     "inspect": "inspect:inspect",
@@ -50,49 +48,56 @@ _COMMANDS = {  # the name, and where its function is: what is not asked for is n
 _GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
-def _hide_flag_metavars(found: list[Any]) -> list[Any]:
-    """A switch takes no value, and its help shows none (typer 0.29 writes <bool> there, and <int>
-    for -v).
+def _hide_flag_metavars(params: list[Any]) -> list[Any]:
+    """Remove the metavar of flags and counters. typer 0.29 prints <bool> for a flag and <int> for
+    -v.
     """
-    for one in found:
-        if getattr(one, "is_flag", False) or getattr(one, "count", False):
-            one.metavar = ""
-    return found
+    for param in params:
+        if getattr(param, "is_flag", False) or getattr(param, "count", False):
+            param.metavar = ""
+    return params
 
 
 class _Command(TyperCommand):
+    """A command whose flags show no metavar."""
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _hide_flag_metavars(super().get_params(ctx))
 
 
 class _Group(TyperGroup):
+    """A group of commands whose flags show no metavar."""
+
     def get_params(self, ctx: Any) -> list[Any]:
         return _hide_flag_metavars(super().get_params(ctx))
 
 
 def build_app(arguments: list[str]) -> typer.Typer:
-    """The command that is called for, or all of them: building one takes typer a few hundredths of
-    a second.
+    """Build the app with the command that the arguments name, or with all commands.
+
+    Building one instead of all saves a few hundredths of a second.
+
+    Args:
+        arguments: the command line, without the program's name.
     """
     app = typer.Typer(
         name="regauge",
         cls=_Group,
-        help="A Transformer's weights are one of many equal descriptions of the same function. "
-        "regauge chooses which one.",
+        help="Rewrite a Transformer's weights in another basis without changing what it computes.",
         invoke_without_command=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    first = arguments[0] if arguments else ""
-    known = first in _COMMANDS or first in _GROUPS
+    subcommand = arguments[0] if arguments else ""
+    is_known = subcommand in _COMMANDS or subcommand in _GROUPS
     app.callback()(_root)
-    for name, place in _COMMANDS.items():
-        if not known or name == first:
-            app.command(name)(_load_command(place))
+    for name, target in _COMMANDS.items():
+        if not is_known or name == subcommand:
+            app.command(name)(_load_command(target))
             _set_help(app.registered_commands[-1], name)
-    for name, place in _GROUPS.items():
-        if not known or name == first:
-            group = _load_command(place)
+    for name, target in _GROUPS.items():
+        if not is_known or name == subcommand:
+            group = _load_command(target)
             app.add_typer(group, cls=_Group, rich_help_panel=panel_of(name))
             for command in group.registered_commands:
                 _set_help(command, f"{name} {command.name or command.callback.__name__}")
@@ -100,20 +105,19 @@ def build_app(arguments: list[str]) -> typer.Typer:
 
 
 def _set_help(command: Any, name: str) -> None:
-    """What the help of every command has: its place in the list, one line there, and an example at
-    the end.
-    """
+    """Set the panel, the one-line summary and the example of a command's help."""
     command.cls, command.rich_help_panel, command.epilog = _Command, panel_of(name), epilog_of(name)
     command.short_help = " ".join((command.callback.__doc__ or "").split())
 
 
-def _load_command(place: str) -> Any:
-    module, _, name = place.partition(":")
+def _load_command(target: str) -> Any:
+    """Import a command by its `module:function`."""
+    module, _, name = target.partition(":")
     return getattr(import_module(f"regauge.cli.{module}"), name)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from regauge import __version__
 
         typer.echo(f"regauge {__version__}")
@@ -150,9 +154,8 @@ def run(
 def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: str) -> int:
     try:
         code = int(build(arguments)(args=arguments, prog_name=name, standalone_mode=False) or 0)
-        return (
-            _report_interrupt(arguments) if code == INTERRUPTED else code
-        )  # typer makes this code of an interrupt
+        # typer turns an interrupt into this code
+        return _report_interrupt(arguments) if code == INTERRUPTED else code
     except RegaugeError as error:
         if _is_debugging(arguments):
             info(traceback.format_exc())
@@ -165,61 +168,61 @@ def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: 
     except (KeyboardInterrupt, typer.Abort):
         return _report_interrupt(arguments)
     except Exception as error:
-        if (
-            isinstance(error, OSError) and error.filename is None
-        ):  # what regauge opens has a name: this is a stream
+        # regauge opens files by name, so an OSError without a name is of a stream
+        if isinstance(error, OSError) and error.filename is None:
             _abandon_stdout(error)
             return 1
         return _report_unexpected(error, arguments)
 
 
-def _print_notes(others: Callable[..., None]) -> Callable[..., None]:
+def _print_notes(fallback: Callable[..., None]) -> Callable[..., None]:
     """Return a `warnings.showwarning` that prints regauge's own warnings as notes."""
 
-    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
+    def show(
+        message: Warning | str, category: type[Warning], *location: Any, **options: Any
+    ) -> None:
         if issubclass(category, RegaugeWarning):
             info(f"note: {message}")
         else:
-            others(message, category, *place, **more)
+            fallback(message, category, *location, **options)
 
     return show
 
 
 def _report_interrupt(arguments: list[str]) -> int:
+    """Print what an interrupted command has left to resume from, and return the exit code."""
     info("error: interrupted")
     outs = [Path(b) for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
-    kept = sorted(
+    saved = sorted(
         str(p)
         for out in outs
         if out.parent.is_dir()
         for p in out.parent.glob(f".{glob.escape(out.name)}.*")
     )
-    if kept:
+    if saved:
         info(
-            "hint: kept to go on with, by the same command (with --resume where it has that): "
-            f"{', '.join(kept)}"
+            "hint: saved state, which the same command resumes (with --resume if it has that): "
+            f"{', '.join(saved)}"
         )
     return INTERRUPTED
 
 
 def _repair_streams() -> None:
     """Make the standard streams safe to use, whatever state they were handed over in."""
-    while (
-        fd := os.open(os.devnull, os.O_RDWR)
-    ) <= 2:  # where one is closed, the next file to be opened would take its place
+    # If a stream is closed, the next file that is opened would take its descriptor.
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)
     if getattr(sys, "stderr", None) is None:
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115 (it stays open)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="backslashreplace"
-            )  # a name that the terminal cannot show is no error
+            # names that the terminal cannot encode are escaped
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _flush_stdout() -> bool:
-    """Has stdout taken all that was written to it?"""
+    """Flush stdout and return whether it took everything that was written to it."""
     try:
         if getattr(sys, "stdout", None) is not None:
             sys.stdout.flush()
@@ -230,25 +233,25 @@ def _flush_stdout() -> bool:
 
 
 def _abandon_stdout(error: OSError) -> None:
-    if error.errno != errno.EPIPE:  # whoever stops reading knows it
+    """Report a stdout that cannot be written, and discard the rest."""
+    if error.errno != errno.EPIPE:  # a reader that closes the pipe needs no message
         info(f"error: stdout cannot be written: {error.strerror}")
     discard_stream(sys.stdout)
 
 
 def _report_unexpected(error: Any, arguments: list[str]) -> int:
-    if hasattr(error, "format_message") and hasattr(
-        error, "exit_code"
-    ):  # typer's and click's usage errors
+    """Print a usage error or an unexpected exception, and return the exit code."""
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a usage error of typer
         command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
-        if error.format_message():  # without one the help has been shown
+        if error.format_message():  # empty if the help was printed instead
             info(f"error: {error.format_message()}")
             info(f"hint: {command} --help")
         return 2
     if _is_debugging(arguments):
         info(traceback.format_exc())
     info(
-        f"error: {type(error).__name__}: {error}\nhint: this is a fault in regauge; run again "
-        "with REGAUGE_DEBUG=1 for the place, and report it"
+        f"error: {type(error).__name__}: {error}\nhint: this is a bug in regauge; run again "
+        "with REGAUGE_DEBUG=1 for a traceback, and report it"
     )
     return 1
 
@@ -258,7 +261,7 @@ def _is_debugging(arguments: list[str]) -> bool:
 
 
 def _stop_on_sigterm() -> None:
-    """Ask to be interrupted rather than killed, so that a partial output is cleaned up."""
+    """Turn SIGTERM into an interrupt, so that a partial output is cleaned up."""
 
     def stop(number: int, frame: object) -> None:
         raise KeyboardInterrupt

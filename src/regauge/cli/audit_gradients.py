@@ -1,5 +1,5 @@
-"""`regauge audit gradients`: what the updates of federated training give away of the samples that
-they were made of.
+"""`regauge audit gradients`: what the updates of federated training leak about the samples behind
+them.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from regauge.cli import options, sample
 from regauge.cli.audit_split import load_plain_model, require_size, text_of
 from regauge.cli.console import info, step_bar
 from regauge.cli.option_guard import passed_options, reject_options
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import (
+    check_device,
+    check_outputs,
+    deliver,
+    facts_of_run,
+    parse_counts,
+    set_threads,
+)
 
 if TYPE_CHECKING:
     import torch
 
+    from regauge.audit.gradients.attempts import Budget
     from regauge.data.tasks import Examples
 
-ATTACKER_SHARE = 0.5  # of the data: the attacker's own; the rest is the clients'
+ATTACKER_SHARE = 0.5  # of the data; the rest belongs to the clients
 IMAGE_DEFENCES = (
     "rows",
     "no-positions",
@@ -73,7 +81,7 @@ IMAGE_OPTIONS = (
 TEXT_OPTIONS = ("tokenizer", "length")
 RUN_OPTIONS = (
     "run",
-    "only",
+    "rounds",
     "attacks",
     "budget",
     "practice",
@@ -92,8 +100,8 @@ def gradients(
         str | None,
         typer.Argument(
             metavar="MODEL",
-            help="The folder that clients train: ViT or DeiT (transformers, timm), BERT and its "
-            "like, GPT-2.",
+            help="Folder of the model that clients train: ViT or DeiT (transformers, timm), "
+            "BERT and relatives, GPT-2.",
         ),
     ] = None,
     data: Annotated[
@@ -101,7 +109,7 @@ def gradients(
         typer.Option(
             "--data",
             metavar="URI",
-            help="Samples of its task. Half are the clients', half the attacker's own.",
+            help="Samples of the model's task. Half belong to the clients, half to the attacker.",
         ),
     ] = None,
     run: Annotated[
@@ -109,14 +117,15 @@ def gradients(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Attack what was sent in a run that regauge federate --record recorded. Needs "
-            "no MODEL.",
+            help="Attack a run recorded by regauge federate --record. Needs no MODEL.",
         ),
     ] = None,
-    only: Annotated[
+    rounds: Annotated[
         str,
         typer.Option(
-            "--rounds", metavar="R,R", help="Of --from: these rounds, counted from 1. Default: all."
+            "--rounds",
+            metavar="R,R",
+            help="Rounds of --from to attack, counted from 1. Default: all.",
         ),
     ] = "",
     defence: Annotated[
@@ -125,8 +134,8 @@ def gradients(
             "--defence",
             "--defences",
             metavar="D[+D]",
-            help="A combination to audit, as mjp=0.5 or freeze=embedding+noise=0.1. May be "
-            "repeated. Default: one of each kind.",
+            help="Combination of defences, as mjp=0.5 or freeze=embedding+noise=0.1. "
+            "Repeatable. Default: one of each kind.",
         ),
     ] = None,
     batch: Annotated[
@@ -135,20 +144,25 @@ def gradients(
             "--batch-size",
             min=1,
             metavar="N",
-            help="Samples of one update, where a combination does not say.",
+            help="Samples per update, unless a combination sets it.",
         ),
     ] = 1,
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", min=1, metavar="N", help="Local steps of SGD in an update, likewise."
+            "--steps",
+            min=1,
+            metavar="N",
+            help="Local SGD steps per update, unless a combination sets it.",
         ),
     ] = 1,
-    rate: Annotated[float, typer.Option("--lr", metavar="R", help="Of the local steps.")] = 0.01,
+    lr: Annotated[
+        float, typer.Option("--lr", metavar="R", help="Learning rate of the local steps.")
+    ] = 0.01,
     batches: Annotated[
         str,
         typer.Option(
-            "--batches", metavar="N,N", help="Sizes of the batch for the curve; empty: none."
+            "--batches", metavar="N,N", help="Batch sizes of the leakage curve; empty: no curve."
         ),
     ] = "1,2,4,8",
     stages: Annotated[
@@ -156,7 +170,7 @@ def gradients(
         typer.Option(
             "--train",
             metavar="N,N",
-            help="Train so many steps here, and attack again: leakage against training.",
+            help="Train for N steps and attack again: leakage against training.",
         ),
     ] = "",
     attacks: Annotated[
@@ -173,11 +187,16 @@ def gradients(
             "--optimised",
             min=1,
             metavar="N",
-            help="Updates that descents are tried on, of each combination.",
+            help="Updates per combination that descents attack.",
         ),
     ] = 2,
     budget: Annotated[
-        str, typer.Option("--budget", metavar="STEPS,RESTARTS", help="Of attacks by optimisation.")
+        str,
+        typer.Option(
+            "--budget",
+            metavar="STEPS,RESTARTS",
+            help="Steps and restarts of attacks by optimisation.",
+        ),
     ] = "300,1",
     practice: Annotated[
         int,
@@ -185,7 +204,7 @@ def gradients(
             "--practice",
             min=10,
             metavar="N",
-            help="Updates that attacks which learn make of the attacker's own images.",
+            help="Training updates for learned attacks, made from the attacker's images.",
         ),
     ] = 100,
     updates: Annotated[
@@ -194,14 +213,12 @@ def gradients(
             "--updates",
             min=1,
             metavar="N",
-            help="Updates that are attacked under each combination.",
+            help="Updates to attack per combination.",
         ),
     ] = 8,
     is_random: Annotated[
         bool,
-        typer.Option(
-            "--random-weights", help="Start from random weights and not from the model's."
-        ),
+        typer.Option("--random-weights", help="Start from random weights instead of the model's."),
     ] = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
@@ -213,72 +230,73 @@ def gradients(
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=4, metavar="N", help="Use N examples of the data. Default: all."
+            "--samples", min=4, metavar="N", help="Examples of the data to use. Default: all."
         ),
     ] = None,
     lpips: Annotated[
         Path | None,
-        typer.Option("--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS."),
+        typer.Option("--lpips", metavar="FILE", help="AlexNet weights with the LPIPS heads."),
     ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed_option("The seed of samples, draws and attacks.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of samples, random numbers and attacks.")] = 0,
     json: options.JsonFile = None,
     report: options.ImageReport = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What do updates give away? Makes updates of your model as a client of federated learning
-    would, with each combination of defences, and attacks them: closed forms, spans, optimisation.
-    Needs no training; a verdict in words.
+    """Measure what model updates leak. Computes updates as a client of federated learning does,
+    with each combination of defences, and attacks them: closed forms, spans, optimisation. Needs no
+    training; ends with a verdict in words.
     """
     started = time.monotonic()
     check_outputs(json, report)
     from regauge.errors import need
 
     need("torchmetrics", "audit")
-    given = passed_options(context)
+    passed = passed_options(context)
     if run is not None:
         from regauge.cli.audit_recorded import audit_recorded
 
         reject_options(
-            given,
+            passed,
             ["fail_above"],
-            "a run has no undefended updates that a share of the way could be measured to; "
+            "requires undefended updates as a reference, which a recorded run does not have; "
             "audit its MODEL",
         )
         reject_options(
-            given,
-            [name for name in given if name not in RUN_OPTIONS],
-            "the run that --from names says it",
+            passed,
+            [name for name in passed if name not in RUN_OPTIONS],
+            "set by the run that --from names",
         )
-        spend = replace(_parse_budget(budget, seed), practice=practice)
+        attack_budget = replace(_parse_budget(budget, seed), practice=practice)
         set_threads(threads)
         return audit_recorded(
             run,
-            _parse_counts(only, "--rounds"),
+            parse_counts(rounds, "--rounds", "1,2,4"),
             _parse_names(attacks),
-            spend,
+            attack_budget,
             gallery,
             json,
             report,
-            given,
+            passed,
         )
-    reject_options(given, ["only"], "rounds are of --from RUN")
+    reject_options(passed, ["rounds"], "requires --from RUN")
     if model is None or data is None:
-        raise typer.BadParameter("give MODEL and --data, or --from RUN")
+        raise typer.BadParameter("pass MODEL and --data, or --from RUN")
     from regauge.defences.gradients import parse_plan
 
-    if not 0 < rate < math.inf:
-        raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
+    if not 0 < lr < math.inf:
+        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
     combinations, skipped = (
         (list(defence), []) if defence else default_combinations(IMAGE_DEFENCES, steps)
     )
     for combination in combinations:
-        parse_plan(combination, batch, steps, rate)
-    sizes, marks = _parse_counts(batches, "--batches"), _parse_counts(stages, "--train")
-    spend = replace(_parse_budget(budget, seed), practice=practice)
+        parse_plan(combination, batch, steps, lr)
+    batch_sizes = parse_counts(batches, "--batches", "1,2,4")
+    snapshot_steps = parse_counts(stages, "--train", "100,1000")
+    attack_budget = replace(_parse_budget(budget, seed), practice=practice)
     check_device(device)
     from regauge.audit.gradients import GradientCase, audit_gradients
     from regauge.results.metrics import Lpips
@@ -288,28 +306,30 @@ def gradients(
     module, checkpoint = load_plain_model(model, is_random, seed)
     source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
-    reads, other, strange = (
+    kind, other_kind, foreign_options = (
         ("texts", "images", IMAGE_OPTIONS) if is_text else ("images", "texts", TEXT_OPTIONS)
     )
-    reject_options(given, strange, f"it is for models of {other}, and {model} reads {reads}")
+    reject_options(
+        passed, foreign_options, f"only for models of {other_kind}; {model} reads {kind}"
+    )
     if not resize and not is_text:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
-    own, victims = split_examples(examples, samples, seed)
+    attacker_examples, victims = split_examples(examples, samples, seed)
     if is_text:
         if not defence:
             combinations, skipped = default_combinations(TEXT_DEFENCES, steps)
         return _audit_text_model(
             module.to(device),
             victims,
-            own,
+            attacker_examples,
             combinations,
             skipped,
             attacks,
             updates,
             batch,
             steps,
-            rate,
+            lr,
             optimised,
             fail_above,
             seed,
@@ -319,35 +339,35 @@ def gradients(
             json,
             report,
         )
-    chosen = _select_attacks(attacks, False)
+    selected = _select_attacks(attacks, False)
     info(
-        f"{len(victims)} images of the clients', {len(own)} of the attacker's; {updates} "
-        "updates are attacked under each combination"
+        f"{len(victims)} client images, {len(attacker_examples)} attacker images; {updates} "
+        "updates to attack per combination"
     )
     module = module.to(device)
-    later = train_snapshots(module, victims, marks, seed) if marks else {}
+    snapshots = train_snapshots(module, victims, snapshot_steps, seed) if snapshot_steps else {}
     case = GradientCase(
         module,
         victims,
-        own,
+        attacker_examples,
         task["mean"],
         task["std"],
         updates,
         batch,
         steps,
-        rate,
+        lr,
         seed,
         Path(str(data)).stem,
-        {f"{n} steps": m for n, m in later.items()},
+        {f"{n} steps": m for n, m in snapshots.items()},
     )
     with step_bar("audit") as progress:
-        found = audit_gradients(
+        audit = audit_gradients(
             case,
             combinations,
-            attacks=chosen,
-            budget=spend,
+            attacks=selected,
+            budget=attack_budget,
             optimised=optimised,
-            batches=sizes,
+            batches=batch_sizes,
             lpips=metric,
             pictures=gallery,
             fail_above=fail_above,
@@ -360,35 +380,35 @@ def gradients(
         "clients' images": len(victims),
     }
     about |= {
-        "attacker's images": len(own),
+        "attacker's images": len(attacker_examples),
         "updates": updates,
         "batch": batch,
         "steps": steps,
-        "rate": rate,
+        "rate": lr,
         "seed": seed,
     }
-    about |= {"granted": {a.title: a.threat.describe() for a in chosen}}
+    about |= {"granted": {a.title: a.threat.describe() for a in selected}}
     facts = {
         **facts_of_run(),
         **about,
-        **found.facts,
+        **audit.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
-    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
+    results = replace(audit, facts=facts, unchecked=(*audit.unchecked, *skipped))
     return deliver(results, text_of(results, 2), json, report)
 
 
 def _audit_text_model(
     module: torch.nn.Module,
     victims: Examples,
-    own: Examples,
+    attacker_examples: Examples,
     combinations: list[str],
     skipped: list[str],
     attacks: str | None,
     updates: int,
     batch: int,
     steps: int,
-    rate: float,
+    lr: float,
     optimised: int,
     fail_above: float | None,
     seed: int,
@@ -398,20 +418,22 @@ def _audit_text_model(
     json: Path | None,
     report: Path | None,
 ) -> int:
-    """The audit of a model of texts."""
+    """Audit a text model."""
     from regauge.audit.gradients.text_audit import TextCase, audit_texts
 
-    chosen = _select_attacks(attacks, True)
+    selected = _select_attacks(attacks, True)
     info(
-        f"{len(victims)} texts of the clients', {len(own)} of others; {updates} updates are "
-        "attacked under each combination"
+        f"{len(victims)} client texts, {len(attacker_examples)} attacker texts; {updates} "
+        "updates to attack per combination"
     )
-    case = TextCase(module, victims, own, updates, batch, steps, rate, seed, Path(str(data)).stem)
+    case = TextCase(
+        module, victims, attacker_examples, updates, batch, steps, lr, seed, Path(str(data)).stem
+    )
     with step_bar("audit") as progress:
-        found = audit_texts(
+        audit = audit_texts(
             case,
             combinations,
-            attacks=chosen,
+            attacks=selected,
             optimised=optimised,
             fail_above=fail_above,
             progress=progress,
@@ -427,25 +449,26 @@ def _audit_text_model(
     facts = {
         **facts_of_run(),
         **about,
-        **found.facts,
+        **audit.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
-    results = replace(found, facts=facts, unchecked=(*found.unchecked, *skipped))
+    results = replace(audit, facts=facts, unchecked=(*audit.unchecked, *skipped))
     return deliver(results, text_of(results), json, report)
 
 
 def default_combinations(combinations: Sequence[str], steps: int) -> tuple[list[str], list[str]]:
-    """What is audited where no combination is named, and what is left out of it, and why: `private`
-    is for gradients of one batch.
+    """Return the combinations to audit if none is named, and the reasons for those left out.
+
+    `private` is left out for updates of several steps: it is defined for gradients of one batch.
     """
-    out = [c for c in combinations if steps > 1 and c.startswith("private")]
-    return [c for c in combinations if c not in out], [
-        f"{c}: it is for gradients of one batch, and updates have {steps} steps" for c in out
+    skipped = [c for c in combinations if steps > 1 and c.startswith("private")]
+    return [c for c in combinations if c not in skipped], [
+        f"{c}: applies to gradients of one batch; updates have {steps} steps" for c in skipped
     ]
 
 
 def split_examples(examples: Examples, samples: int | None, seed: int) -> tuple[Examples, Examples]:
-    """The attacker's own, and the clients'."""
+    """Split the examples into the attacker's and the clients'."""
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(len(examples))[:samples]
@@ -454,10 +477,10 @@ def split_examples(examples: Examples, samples: int | None, seed: int) -> tuple[
 
 
 def train_snapshots(
-    model: torch.nn.Module, examples: Examples, marks: list[int], seed: int
+    model: torch.nn.Module, examples: Examples, snapshot_steps: list[int], seed: int
 ) -> dict[int, torch.nn.Module]:
-    """Copies of the model after so many steps of training on the clients' samples: AdamW, batches
-    of 32.
+    """Return copies of the model after each of these numbers of training steps, with AdamW on
+    batches of 32 of the clients' samples.
     """
     import copy
 
@@ -466,37 +489,32 @@ def train_snapshots(
 
     from regauge.data.tasks import logits_of, loss_of
 
-    now, out = copy.deepcopy(model).train(), {}
-    optimizer = torch.optim.AdamW(now.parameters(), 1e-3, weight_decay=0.01)
-    draw = np.random.default_rng(seed)
-    like = next(p for p in now.parameters() if p.is_floating_point())
-    for step in range(1, max(marks) + 1):
-        inputs, labels = examples.batch(draw.integers(0, len(examples), min(32, len(examples))))
+    trained, snapshots = copy.deepcopy(model).train(), {}
+    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3, weight_decay=0.01)
+    rng = np.random.default_rng(seed)
+    like = next(p for p in trained.parameters() if p.is_floating_point())
+    for step in range(1, max(snapshot_steps) + 1):
+        inputs, labels = examples.batch(rng.integers(0, len(examples), min(32, len(examples))))
         loss = loss_of(
             examples,
-            logits_of(now, {k: v.to(like) for k, v in inputs.items()}),
+            logits_of(trained, {k: v.to(like) for k, v in inputs.items()}),
             labels.to(like.device),
         )
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
-        if step in marks:
-            out[step] = copy.deepcopy(now).eval()
-    return out
-
-
-def _parse_counts(text: str, name: str) -> list[int]:
-    given = [p.strip() for p in text.split(",") if p.strip()]
-    if not all(p.isdigit() and int(p) > 0 for p in given):
-        raise typer.BadParameter(f"{text!r} are no numbers, as in 1,2,4", param_hint=name)
-    return sorted({int(p) for p in given})
+        if step in snapshot_steps:
+            snapshots[step] = copy.deepcopy(trained).eval()
+    return snapshots
 
 
 def _parse_names(text: str | None) -> list[str]:
+    """Split a comma-separated list of names."""
     return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def _select_attacks(text: str | None, is_text: bool) -> Any:
+    """Return the attacks of these names, or the default ones."""
     from regauge.audit.gradients import attempts, text_audit
     from regauge.errors import UpdateError
 
@@ -510,12 +528,13 @@ def _select_attacks(text: str | None, is_text: bool) -> Any:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
 
 
-def _parse_budget(text: str, seed: int) -> Any:
+def _parse_budget(text: str, seed: int) -> Budget:
+    """Parse STEPS,RESTARTS."""
     from regauge.audit.gradients.attempts import Budget
 
-    given = text.split(",")
-    if len(given) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in given):
+    numbers = text.split(",")
+    if len(numbers) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in numbers):
         raise typer.BadParameter(
-            f"{text!r} is not STEPS,RESTARTS, as in 300,2", param_hint="--budget"
+            f"must be STEPS,RESTARTS, as in 300,2, got {text!r}", param_hint="--budget"
         )
-    return Budget(steps=int(given[0]), restarts=int(given[1]), seed=seed)
+    return Budget(steps=int(numbers[0]), restarts=int(numbers[1]), seed=seed)

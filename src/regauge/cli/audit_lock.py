@@ -1,4 +1,6 @@
-"""`regauge audit`: every attack on one's own case, and what it comes to."""
+"""`regauge audit`: every attack on the user's own case, scored. `regauge audit lock` is defined
+here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="audit",
-    help="Attack what regauge protects, on your own case, and say what it is worth.",
+    help="Attack what regauge protects, on your own case, and report what the protection is worth.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -31,7 +33,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Attack what regauge protects, on your own case, and say what it is worth."""
+    """Attack what regauge protects, on your own case, and report what the protection is worth."""
 
 
 @app.command()
@@ -43,19 +45,19 @@ def lock(
             "-k",
             "--key",
             metavar="KEY",
-            help="Its key, to score the attacks by. They do not get it.",
+            help="Key to score the attacks with. Attacks never receive it.",
         ),
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="BASE", help="A public model that it may descend from."),
+        typer.Option("--against", metavar="BASE", help="Public model that it may descend from."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
             metavar="URI",
-            help="Examples of its task: for theft, features and accuracies.",
+            help="Examples of its task, for theft, features and accuracies.",
         ),
     ] = None,
     field: sample.Field = None,
@@ -66,35 +68,36 @@ def lock(
     std: sample.Std = None,
     samples: Annotated[
         int,
-        typer.Option(
-            "--samples", min=16, metavar="N", help="Examples that models are tested on, at most."
-        ),
+        typer.Option("--samples", min=16, metavar="N", help="Largest number of test examples."),
     ] = 1000,
     labels: Annotated[
-        str, typer.Option("--labels", metavar="N,N", help="How many labels a thief has.")
+        str, typer.Option("--labels", metavar="N,N", help="Numbers of labels that a thief has.")
     ] = "50,200,1000",
     steps: Annotated[
-        int, typer.Option("--steps", min=1, metavar="N", help="Steps that a thief trains.")
+        int, typer.Option("--steps", min=1, metavar="N", help="Training steps of a thief.")
     ] = 300,
-    rates: Annotated[
-        str, typer.Option("--rates", metavar="R,R", help="At these rates; the best counts.")
+    lr_text: Annotated[
+        str,
+        typer.Option("--rates", metavar="R,R", help="Learning rates of a thief; the best counts."),
     ] = "3e-4,3e-3",
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed_option("The seed of samples and trainings.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of samples and training.")] = 0,
     passphrase_file: options.PassphraseFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What is this lock worth? Attacks it with what an adversary would have: a public base, a few
-    labels, features that it sees.
+    """Measure what a lock is worth. Attacks it with what an adversary may have: a public base, a
+    few labels, observed features.
     """
     started = time.monotonic()
     check_outputs(json, report)
-    counts, tried = parse_counts(labels, "--labels", "50,200"), _parse_lrs(rates)
+    counts, lrs = parse_counts(labels, "--labels", "50,200"), _parse_lrs(lr_text)
     if not counts:
-        raise typer.BadParameter("say how many, as in 50,200", param_hint="--labels")
+        raise typer.BadParameter(
+            f"must be one or more numbers, as in 50,200, got {labels!r}", param_hint="--labels"
+        )
     from regauge.attacks.theft import Budget
     from regauge.audit.lock import audit_lock
     from regauge.cli.keygen import read_key
@@ -106,10 +109,10 @@ def lock(
     )
     case, about = _build_case(model, secret, against, source, samples, max(counts), seed)
     with step_bar("audit") as progress:
-        found = audit_lock(
+        audit = audit_lock(
             case,
             labels=counts,
-            budget=Budget(steps, lrs=tried, seed=seed),
+            budget=Budget(steps, lrs=lrs, seed=seed),
             seed=seed,
             fail_above=fail_above,
             progress=progress,
@@ -120,10 +123,10 @@ def lock(
         "against": against,
         "data": data,
         **about,
-        **found.facts,
+        **audit.facts,
         "seed": seed,
     }
-    results = replace(found, facts={**facts, "seconds": round(time.monotonic() - started, 1)})
+    results = replace(audit, facts={**facts, "seconds": round(time.monotonic() - started, 1)})
     return deliver(results, text_of(results), json, report)
 
 
@@ -132,13 +135,16 @@ app.command("gradients")(gradients)
 
 
 def _parse_lrs(text: str) -> tuple[float, ...]:
+    """Parse a comma-separated list of positive learning rates."""
     try:
-        found = tuple(float(p) for p in text.split(",") if p.strip())
+        lrs = tuple(float(p) for p in text.split(",") if p.strip())
     except ValueError:
-        found = ()
-    if not found or not all(0 < rate < math.inf for rate in found):
-        raise typer.BadParameter(f"{text!r} are no rates, as in 3e-4,3e-3", param_hint="--rates")
-    return found
+        lrs = ()
+    if not lrs or not all(0 < lr < math.inf for lr in lrs):
+        raise typer.BadParameter(
+            f"must be positive learning rates, as in 3e-4,3e-3, got {text!r}", param_hint="--rates"
+        )
+    return lrs
 
 
 def _build_case(
@@ -147,11 +153,11 @@ def _build_case(
     against: str | None,
     source: sample.Sample | None,
     samples: int,
-    most: int,
+    max_labels: int,
     seed: int,
 ) -> tuple[LockCase, dict[str, Any]]:
-    """The case as attacks and scores need it. With data the model is loaded; without, its file is
-    read as it is.
+    """Build the case for attacks and scoring. With data the model is loaded; without, its file is
+    read directly.
     """
     from regauge.audit.lock import LockCase
     from regauge.cli.model import open_model
@@ -164,7 +170,7 @@ def _build_case(
     checkpoint, spec = open_model(model, None)
     record = require_locked(checkpoint, model)
     check_files(checkpoint)
-    live, state = (
+    module, state = (
         None,
         {
             n: checkpoint[n].float() if checkpoint[n].is_floating_point() else checkpoint[n]
@@ -172,42 +178,45 @@ def _build_case(
         },
     )
     if source is not None:
-        live = load_model(checkpoint, "float32")
-        spec, state = spec_of(live), dict(live.state_dict())
+        module = load_model(checkpoint, "float32")
+        spec, state = spec_of(module), dict(module.state_dict())
     truth = None if key is None else locked_element(spec, record, key)
     base = None
     if against is not None:
-        other, theirs = open_model(against, None)
-        plain: dict[str, Any] = {
-            n: other[n].float() if other[n].is_floating_point() else other[n] for n in other
+        base_checkpoint, base_spec = open_model(against, None)
+        base_state: dict[str, Any] = {
+            n: base_checkpoint[n].float()
+            if base_checkpoint[n].is_floating_point()
+            else base_checkpoint[n]
+            for n in base_checkpoint
         }
-        if live is not None:  # the names in memory may be others than those in the file
-            public = load_model(other, "float32")
-            theirs, plain = spec_of(public), dict(public.state_dict())
+        if module is not None:  # names in memory may differ from those in the file
+            base_module = load_model(base_checkpoint, "float32")
+            base_spec, base_state = spec_of(base_module), dict(base_module.state_dict())
         base = align_names(
             element_spec(spec, record.folded),
-            fold_norms(theirs, plain)[1] if record.folded else plain,
+            fold_norms(base_spec, base_state)[1] if record.folded else base_state,
             against,
         )
     train = test = None
-    if source is not None and live is not None:
+    if source is not None and module is not None:
         import numpy as np
 
-        examples, _ = source.read(live, checkpoint)
+        examples, _ = source.read(module, checkpoint)
         order = np.random.default_rng(seed).permutation(len(examples))
-        kept = min(most, len(examples) // 2)
+        split_at = min(max_labels, len(examples) // 2)
         test, train = (
-            examples.only(np.sort(order[kept : kept + samples])),
-            examples.only(np.sort(order[:kept])),
+            examples.only(np.sort(order[split_at : split_at + samples])),
+            examples.only(np.sort(order[:split_at])),
         )
-        info(f"{len(train)} examples for a thief, {len(test)} to test on")
+        info(f"{len(train)} training examples for a thief, {len(test)} test examples")
     case = LockCase(
         element_spec(spec, record.folded),
         state,
         LOCKS[record.group].within,
         truth,
         base,
-        model=live,
+        model=module,
         train=train,
         test=test,
         record=record,
@@ -222,28 +231,28 @@ def _build_case(
 
 
 def align_names(spec: Any, state: dict[str, Any], where: str) -> dict[str, Any]:
-    """The backbone of another model of the family, by this one's names: a head on top puts a prefix
-    before them.
+    """Return the backbone of another model of the family under this model's names. A head on top
+    adds a prefix to the names.
     """
     from regauge.audit.lock import AuditError
 
-    out: dict[str, Any] = {}
+    renamed: dict[str, Any] = {}
     for name in (n for n, part in spec.parts.items() if part == "backbone"):
-        found = (
+        source = (
             name
             if name in state
             else next((n for n in state if n.endswith("." + name) or name.endswith("." + n)), None)
         )
-        if found is None:
+        if source is None:
             raise AuditError(
-                f'{where} has no "{name}"', hint="a base is a model of the same family and size"
+                f'{where} has no "{name}"', hint="the base must be of the same family and size"
             )
-        out[name] = state[found]
-    return out
+        renamed[name] = state[source]
+    return renamed
 
 
 def text_of(results: Results) -> str:
-    """Results as a terminal shows them: what each attack gets, what was not tried, and the
+    """Format results for a terminal: one line per attack, the attacks that were not tried, and the
     verdict.
     """
     from regauge.models.summary import format_columns

@@ -1,6 +1,4 @@
-"""`regauge audit gradients --from RUN`: attacks on what a recorded run of federated learning
-sent.
-"""
+"""`regauge audit gradients --from RUN`: attacks on the updates of a recorded federated run."""
 
 from __future__ import annotations
 
@@ -8,12 +6,15 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from regauge.cli.audit_split import text_of
 from regauge.cli.console import step_bar
 from regauge.cli.option_guard import reject_options
 from regauge.cli.run import deliver, facts_of_run
+
+if TYPE_CHECKING:
+    from regauge.audit.gradients.attempts import Budget
 
 IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
@@ -22,29 +23,36 @@ def audit_recorded(
     run: Path,
     rounds: Sequence[int],
     attacks: Sequence[str] | None,
-    budget: Any,
+    budget: Budget,
     gallery: int,
     json: Path | None,
     report: Path | None,
-    given: Mapping[str, str],
+    passed: Mapping[str, str],
 ) -> int:
-    """Attack the rounds of a run, counted from 1, and tell accuracy and leakage side by side.
-    `given` are the options that were.
+    """Attack the rounds of a recorded run, and report accuracy and leakage side by side.
+
+    Args:
+        run: the run's folder.
+        rounds: the rounds to attack, counted from 1; empty for all.
+        attacks: names of the attacks.
+        budget: the budget of attacks by optimisation.
+        gallery: how many images to show.
+        json: where to write the results.
+        report: where to write the page.
+        passed: the options that were passed, by parameter.
     """
     from regauge.audit.recorded import engine
 
     started = time.monotonic()
-    opened = engine.open_run(run, [n - 1 for n in rounds])
-    if opened.task["kind"] != "images":
-        reject_options(
-            given, IMAGE_OPTIONS, f"it is for runs on images, and that in {run} is on texts"
-        )
+    recorded = engine.open_run(run, [n - 1 for n in rounds])
+    if recorded.task["kind"] != "images":
+        reject_options(passed, IMAGE_OPTIONS, f"only for runs on images; {run} is on texts")
     with step_bar("audit") as progress:
-        found = engine.audit_recorded(
-            opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress
+        audit = engine.audit_recorded(
+            recorded, attacks=attacks, budget=budget, pictures=gallery, progress=progress
         )
     results = replace(
-        found,
-        facts={**facts_of_run(), **found.facts, "seconds": round(time.monotonic() - started, 1)},
+        audit,
+        facts={**facts_of_run(), **audit.facts, "seconds": round(time.monotonic() - started, 1)},
     )
     return deliver(results, text_of(results), json, report)

@@ -1,5 +1,5 @@
-"""`regauge audit split`: what a server of split learning learns of the images or texts that a
-client trains and predicts with.
+"""`regauge audit split`: what the server of split learning learns about a client's
+images or texts.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, 
 if TYPE_CHECKING:
     import torch
 
+    from regauge.audit.split.attempts import Budget
     from regauge.checkpoints.reader import Checkpoint
     from regauge.data.tasks import Examples
     from regauge.results.findings import Results
 
-SHARES = (0.5, 0.3)  # of the data: the client's, the attacker's; the rest is tested on
+SHARES = (0.5, 0.3)  # of the data: the client's, the attacker's; the rest is the test set
 
 
 def split(
@@ -32,8 +33,8 @@ def split(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A classifier of images (ViT, DeiT), or a model of texts (BERT, GPT-2), plain: "
-            "the folder that client and server start from.",
+            help="Unlocked folder that client and server start from: an image classifier (ViT, "
+            "DeiT) or a text model (BERT, GPT-2).",
         ),
     ],
     data: Annotated[
@@ -41,8 +42,7 @@ def split(
         typer.Option(
             "--data",
             metavar="URI",
-            help="Images or texts, and labels of its task. Half is the client's, some the "
-            "attacker's.",
+            help="Images or texts with labels. Half belong to the client, 30 % to the attacker.",
         ),
     ],
     defence: Annotated[
@@ -50,33 +50,29 @@ def split(
         typer.Option(
             "--defence",
             metavar="D[+D]",
-            help="A combination to audit, as noise=0.5 or low-pass=0.1+rows. May be repeated. "
-            "Default: noise, low-pass and batch shuffle, each with "
-            "and without rows.",
+            help="Combination of defences, as noise=0.5 or low-pass=0.1+rows. Repeatable. "
+            "Default: noise, low-pass and batch shuffle, each with and without rows.",
         ),
     ] = None,
     noises: Annotated[
         str,
-        typer.Option(
-            "--noises", metavar="S,S", help="Levels of the default's noise on the stream."
-        ),
+        typer.Option("--noises", metavar="S,S", help="Noise levels of the default combinations."),
     ] = "0.3,1",
     radii: Annotated[
-        str, typer.Option("--radii", metavar="R,R", help="Radii of the default's low-pass filter.")
+        str,
+        typer.Option("--radii", metavar="R,R", help="Low-pass radii of the default combinations."),
     ] = "0.1,0.2",
     attacks: Annotated[
         str | None,
         typer.Option(
             "--attacks",
             metavar="A,A",
-            help="Some of the attacks, by name, or all, which is the default.",
+            help="Attacks by name, or all. Default: all.",
         ),
     ] = None,
     is_random: Annotated[
         bool,
-        typer.Option(
-            "--random-weights", help="Start from random weights and not from the model's."
-        ),
+        typer.Option("--random-weights", help="Start from random weights instead of the model's."),
     ] = False,
     field: sample.Field = None,
     attributes: Annotated[
@@ -84,7 +80,7 @@ def split(
         typer.Option(
             "--attributes",
             metavar="F,F",
-            help="Fields that say yes or no, for a model that answers several at once.",
+            help="Yes/no columns, for a multi-label model.",
         ),
     ] = None,
     data_split: sample.Split = "train",
@@ -96,18 +92,17 @@ def split(
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=50, metavar="N", help="Use N examples of the data. Default: all."
+            "--samples", min=50, metavar="N", help="Examples of the data to use. Default: all."
         ),
     ] = None,
     epochs: Annotated[
         int,
-        typer.Option(
-            "--epochs", min=1, metavar="N", help="Of the client's and the server's training."
-        ),
+        typer.Option("--epochs", min=1, metavar="N", help="Training epochs of client and server."),
     ] = 10,
     batch: options.Batch = 32,
-    rate: Annotated[
-        float, typer.Option("--lr", metavar="R", help="Of their optimizer, AdamW, along a cosine.")
+    lr: Annotated[
+        float,
+        typer.Option("--lr", metavar="R", help="Learning rate of AdamW, with a cosine schedule."),
     ] = 1e-3,
     attacked: Annotated[
         int,
@@ -115,7 +110,7 @@ def split(
             "--attacked",
             min=2,
             metavar="N",
-            help="Test images or texts that the attacker is after.",
+            help="Test images or texts to attack.",
         ),
     ] = 64,
     attacker: Annotated[
@@ -123,40 +118,46 @@ def split(
         typer.Option(
             "--attacker",
             metavar="WIDTH,DEPTH,EPOCHS",
-            help="Its decoder, and the most that it trains.",
+            help="Width and depth of the attacker's decoder, and its largest number of epochs.",
         ),
     ] = "128,2,200",
     lpips: Annotated[
         Path | None,
         typer.Option(
-            "--lpips", metavar="FILE", help="AlexNet with the heads of LPIPS, for LPIPS and F-SIM."
+            "--lpips",
+            metavar="FILE",
+            help="AlexNet weights with the LPIPS heads, for LPIPS and F-SIM.",
         ),
     ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
-    seed: Annotated[int, options.seed_option("The seed of samples, trainings and draws.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of samples, training and noise.")] = 0,
     json: options.JsonFile = None,
     report: options.ImageReport = None,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What does the server learn? Trains the model split, with each combination of defences, and
-    attacks what the server was sent: images by the paper's decoder, and by decoders and inversions
-    that expect shuffles; texts token by token. Utility against privacy, with a verdict in words.
+    """Measure what the server learns. Trains the model split, with each combination of defences,
+    and attacks the features and gradients the server received: images by the paper's decoder, and
+    by decoders and inversions that expect shuffles; texts token by token. Reports utility against
+    privacy, with a verdict in words.
     """
     started = time.monotonic()
     check_outputs(json, report)
     from regauge.audit.split.victims import parse_combination
     from regauge.errors import need
 
-    levels, radiuses = _parse_numbers(noises, "--noises"), _parse_numbers(radii, "--radii")
-    for combination in defence or default_combinations(levels, radiuses):
+    noise_levels, radius_levels = (
+        _parse_numbers(noises, "--noises"),
+        _parse_numbers(radii, "--radii"),
+    )
+    for combination in defence or default_combinations(noise_levels, radius_levels):
         parse_combination(combination)
     budget = _parse_budget(attacker)
     _select_attacks(attacks)
-    if not 0 < rate < math.inf:
-        raise typer.BadParameter(f"{rate} is no rate", param_hint="--lr")
+    if not 0 < lr < math.inf:
+        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
     check_device(device)
     from regauge.audit.split import SplitCase, audit_split, audit_texts
     from regauge.results.metrics import Lpips
@@ -166,25 +167,25 @@ def split(
     set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
     module, checkpoint = load_plain_model(model, is_random, seed)
-    named = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
-    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, named)
+    attribute_names = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
+    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, attribute_names)
     if not resize:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
-    reads = task["kind"] != "images"
-    chosen, what = _select_attacks(attacks, reads), "texts" if reads else "images"
-    if not reads:
+    is_text = task["kind"] != "images"
+    selected, kind = _select_attacks(attacks, is_text), "texts" if is_text else "images"
+    if not is_text:
         need("torchmetrics", "audit")
-    combinations = defence or default_combinations(levels, radiuses, reads)
-    train, own, test = split_examples(examples, samples, seed)
+    combinations = defence or default_combinations(noise_levels, radius_levels, is_text)
+    train, attacker_examples, test = split_examples(examples, samples, seed)
     info(
-        f"{len(train)} {what} of the client's, {len(own)} of the attacker's, {len(test)} to "
-        f"test on; {min(attacked, len(test))} are attacked"
+        f"{len(train)} client {kind}, {len(attacker_examples)} attacker {kind}, {len(test)} test "
+        f"{kind}; {min(attacked, len(test))} to attack"
     )
     steps = math.ceil(len(train) / batch) * epochs
-    how = OptimizerConfig(
+    optimizer = OptimizerConfig(
         "adamw",
-        rate,
+        lr,
         weight_decay=0.01,
         schedule="cosine",
         warmup=max(1, steps // 10),
@@ -194,24 +195,24 @@ def split(
     case = SplitCase(
         module.to(device),
         train,
-        own,
+        attacker_examples,
         test,
         *pixels,
-        how,
+        optimizer,
         Run(steps, batch, seed),
         attacked,
         Path(str(data)).stem,
     )
     with step_bar("audit") as progress:
-        if reads:
-            found = audit_texts(
-                case, combinations, attacks=chosen, fail_above=fail_above, progress=progress
+        if is_text:
+            audit = audit_texts(
+                case, combinations, attacks=selected, fail_above=fail_above, progress=progress
             )
         else:
-            found = audit_split(
+            audit = audit_split(
                 case,
                 combinations,
-                attacks=chosen,
+                attacks=selected,
                 budget=budget,
                 lpips=metric,
                 pictures=gallery,
@@ -225,86 +226,87 @@ def split(
         "tested on": len(test),
     }
     about |= {
-        f"client's {what}": len(train),
-        f"attacker's {what}": len(own),
+        f"client's {kind}": len(train),
+        f"attacker's {kind}": len(attacker_examples),
         "epochs": epochs,
         "batch": batch,
-        "rate": rate,
+        "rate": lr,
     }
-    about |= {"seed": seed} if reads else {"attacker": budget.to_dict(), "seed": seed}
+    about |= {"seed": seed} if is_text else {"attacker": budget.to_dict(), "seed": seed}
     facts = {
         **facts_of_run(),
         **about,
-        **found.facts,
+        **audit.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
-    results = replace(found, facts=facts)
+    results = replace(audit, facts=facts)
     return deliver(results, text_of(results), json, report)
 
 
-def default_combinations(noises: list[float], radii: list[float], reads: bool = False) -> list[str]:
-    """The rows of 000's Table 6, over levels of noise and radii: each without row permutation, and
-    with it. Of them, what fits texts.
+def default_combinations(
+    noises: list[float], radii: list[float], is_text: bool = False
+) -> list[str]:
+    """Return the rows of paper 000's Table 6 at these noise levels and radii, each without and with
+    row permutation. For texts, only those that apply.
     """
     images = [*(f"low-pass={r:g}" for r in radii), "batch-shuffle=0.5"]
-    levels = ["none", *(f"noise={s:g}" for s in noises), *([] if reads else images)]
+    levels = ["none", *(f"noise={s:g}" for s in noises), *([] if is_text else images)]
     return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]
 
 
 def split_examples(
     examples: Examples, samples: int | None, seed: int
 ) -> tuple[Examples, Examples, Examples]:
-    """The client's, the attacker's, and those to test on: none is in two."""
+    """Split the examples into the client's, the attacker's and the test set, without overlap."""
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(len(examples))[:samples]
-    first, second = (round(sum(SHARES[:i]) * len(order)) for i in (1, 2))
+    client_end, attacker_end = (round(sum(SHARES[:i]) * len(order)) for i in (1, 2))
     return (
-        examples.only(order[:first]),
-        examples.only(order[first:second]),
-        examples.only(order[second:]),
+        examples.only(order[:client_end]),
+        examples.only(order[client_end:attacker_end]),
+        examples.only(order[attacker_end:]),
     )
 
 
 def _parse_numbers(text: str, name: str) -> list[float]:
+    """Parse comma-separated numbers; an empty text gives an empty list."""
     return sample.parse_numbers(text, name) or [] if text.strip() else []
 
 
-def _select_attacks(text: str | None, reads: bool | None = None) -> Any:
-    """Attacks by name: those on texts, on images, or (None) any, only to see that there are
-    such.
-    """
+def _select_attacks(text: str | None, is_text: bool | None = None) -> Any:
+    """Return attacks by name: on texts, on images, or (None) on either, to check the names."""
     from regauge.audit.split.attempts import ATTACKS
     from regauge.audit.split.text_audit import TEXT_ATTACKS
 
-    known: Sequence[Any] = (
-        [*ATTACKS, *TEXT_ATTACKS] if reads is None else TEXT_ATTACKS if reads else ATTACKS
+    candidates: Sequence[Any] = (
+        [*ATTACKS, *TEXT_ATTACKS] if is_text is None else TEXT_ATTACKS if is_text else ATTACKS
     )
     names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {"all", *(a.name for a in known)}]
+    unknown = [n for n in names if n not in {"all", *(a.name for a in candidates)}]
     if unknown:
         raise typer.BadParameter(
-            f'there is no attack "{unknown[0]}"; there are: {", ".join(a.name for a in known)}, '
-            "or all",
+            f'must be among {", ".join(a.name for a in candidates)}, or all, got "{unknown[0]}"',
             param_hint="--attacks",
         )
-    return tuple(a for a in known if not names or "all" in names or a.name in names)
+    return tuple(a for a in candidates if not names or "all" in names or a.name in names)
 
 
-def _parse_budget(text: str) -> Any:
+def _parse_budget(text: str) -> Budget:
+    """Parse WIDTH,DEPTH,EPOCHS."""
     from regauge.audit.split.attempts import Budget
 
-    given = text.split(",")
-    if len(given) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in given):
+    numbers = text.split(",")
+    if len(numbers) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in numbers):
         raise typer.BadParameter(
-            f"{text!r} is not WIDTH,DEPTH,EPOCHS, as in 128,2,200", param_hint="--attacker"
+            f"must be WIDTH,DEPTH,EPOCHS, as in 128,2,200, got {text!r}", param_hint="--attacker"
         )
-    hidden, depth, epochs = map(int, given)
+    hidden, depth, epochs = map(int, numbers)
     return Budget(hidden, depth, epochs)
 
 
 def load_plain_model(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
-    """The model as client and server start from it."""
+    """Load the unlocked model that client and server start from."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.errors import LockError
     from regauge.locking.lock import record_of
@@ -315,21 +317,21 @@ def load_plain_model(model: str, is_random: bool, seed: int) -> tuple[torch.nn.M
     if record is not None:
         raise LockError(
             f"{model} is locked by the key {record.key}",
-            hint="audit the plain model: columns under one key hide little (audit lock)",
+            hint="audit the plain model; a lock adds little privacy (regauge audit lock)",
         )
     module = load_model(checkpoint, "float32")
     return reinitialize(module, seed) if is_random else module, checkpoint
 
 
 def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
-    """Refuse images that would have to be made another size."""
+    """Raise unless the images have the model's input size."""
     import numpy as np
 
     from regauge.data.datasets import DataError, EncodedImages, open_data
     from regauge.data.tasks import size_of
 
     fields = sample.parse_fields(source.field)
-    pictures = open_data(
+    dataset = open_data(
         source.uri,
         fields=None
         if fields is None
@@ -337,26 +339,22 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
         split=source.split,
     )
     size = size_of(module)
-    if size is None or "image" not in pictures.fields:
+    if size is None or "image" not in dataset.fields:
         return
-    held = pictures["image"]
-    shapes = held.sizes if isinstance(held, EncodedImages) else {np.asarray(held).shape[1:3]}
-    other = sorted(shapes - {size})
-    if other:
-        told = (
-            f"some images of {pictures.name}"
-            if len(shapes) > 1
-            else f"the images of {pictures.name}"
-        )
+    images = dataset["image"]
+    shapes = images.sizes if isinstance(images, EncodedImages) else {np.asarray(images).shape[1:3]}
+    mismatched = sorted(shapes - {size})
+    if mismatched:
+        amount = "all" if len(shapes) > 1 else "the"
         raise DataError(
-            f"{told} are {' x '.join(map(str, other[0]))}, and the model reads {size[0]} x "
-            f"{size[1]}",
-            hint="--resize makes them fit",
+            f"{amount} images of {dataset.name} must be {size[0]} x {size[1]}, got "
+            f"{' x '.join(map(str, mismatched[0]))}",
+            hint="pass --resize to resize them",
         )
 
 
 def text_of(results: Results, tables: int = 1) -> str:
-    """Results as a terminal shows them: the first tables, what was not tried, and the verdict."""
+    """Format results for a terminal: the first tables, what was not measured, and the verdict."""
     from regauge.models.summary import format_columns
     from regauge.results.report import format_number
 

@@ -1,6 +1,4 @@
-"""`regauge barrier`: the loss on the straight line between two models, as they stand and after
-matching.
-"""
+"""`regauge barrier`: the loss on the straight line between two models, unmatched and matched."""
 
 from __future__ import annotations
 
@@ -24,12 +22,10 @@ if TYPE_CHECKING:
 def barrier(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A", help="A folder, a .safetensors file, or a hub id (owner/name)."
-        ),
+        typer.Argument(metavar="A", help="Folder, .safetensors file or hub id (owner/name)."),
     ],
     b: Annotated[
-        str, typer.Argument(metavar="B", help="Another model of the same class and sizes.")
+        str, typer.Argument(metavar="B", help="Another model of the same class and size.")
     ],
     data: Annotated[
         str,
@@ -43,9 +39,7 @@ def barrier(
     split: sample.Split = "test",
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", min=5, metavar="N", help="Measure on this many examples. Default: all."
-        ),
+        typer.Option("--samples", min=5, metavar="N", help="Examples to measure on. Default: all."),
     ] = None,
     tokenizer: sample.Tokenizer = None,
     length: sample.Length = None,
@@ -57,51 +51,54 @@ def barrier(
             "--points", min=3, max=1001, metavar="N", help="Points of the path, ends included."
         ),
     ] = 11,
-    matched: Annotated[
-        bool, typer.Option("--match/--no-match", help="Also after A was matched to B.")
+    do_match: Annotated[
+        bool, typer.Option("--match/--no-match", help="Also measure after matching A to B.")
     ] = True,
     self_written: sample.SelfWritten = False,
     element: Annotated[
         Path | None,
         typer.Option(
-            "-g", "--element", metavar="G", help="Move A by this element, and do not match."
+            "-g", "--element", metavar="G", help="Move A by this element instead of matching."
         ),
     ] = None,
     fold: Annotated[
         bool,
         typer.Option(
             "--fold/--no-fold",
-            help="Fold norms first, so that the stream can be rotated. It unties heads.",
+            help="Fold norms first, so that the stream can be rotated. Unties heads.",
         ),
     ] = True,
     plane: Annotated[
         bool,
-        typer.Option("--plane", help="Also the losses on the plane through A, B and the moved A."),
+        typer.Option("--plane", help="Also measure the plane through A, B and the moved A."),
     ] = False,
     grid: Annotated[
         int,
-        typer.Option("--grid", min=3, max=101, metavar="N", help="Points of that plane on a side."),
+        typer.Option("--grid", min=3, max=101, metavar="N", help="Points per side of that plane."),
     ] = 9,
     calibrate: Annotated[
         bool,
-        typer.Option("--calibrate/--no-calibrate", help="Also with a temperature for each point."),
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            help="Also measure with a temperature fitted at each point.",
+        ),
     ] = True,
     batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed_option("The seed that draws the samples.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the sample.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure the loss and the accuracy on the straight line between two models, as they stand and
-    after matching. The barrier is the largest excess, inside the path, over the straight line
-    between the losses of the two ends. Exit code 3 if moving A changed what it computes.
+    """Measure loss and accuracy on the straight line between two models, before and after matching.
+    The barrier is the largest excess, inside the path, over the straight line between the losses of
+    the two ends. Exit code 3 if moving A changed what it computes.
     """
     started = time.monotonic()
     check_outputs(json, report)
-    if self_written and (element is not None or not matched):
-        raise typer.BadParameter("--self-written says how to match, and there is nothing to match")
+    if self_written and (element is not None or not do_match):
+        raise typer.BadParameter("--self-written requires matching: drop --element and --no-match")
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
 
     from regauge.checkpoints.element_files import load_element
@@ -113,18 +110,17 @@ def barrier(
 
     set_threads(threads)
     checkpoints = [open_checkpoint(source) for source in (a, b)]
-    examples, task = source.read(
-        load_empty(checkpoints[0]), checkpoints[0]
-    )  # before the weights: what cannot be read is refused at once
-    info(f"loads {a} and {b}")
+    # Before the weights are loaded, so that unreadable data fail at once.
+    examples, task = source.read(load_empty(checkpoints[0]), checkpoints[0])
+    info(f"loading {a} and {b}")
     first, second = (load_model(c, "float32").to(device) for c in checkpoints)
     require_interpolable(first.state_dict(), second.state_dict(), (a, b))
-    mover: Any = align_by_weights if matched else None
+    aligner: Any = align_by_weights if do_match else None
     if element is not None:
-        mover = partial(_load_given_element, load_element, element)
+        aligner = partial(_load_given_element, load_element, element)
     elif self_written:
-        info("A and B write the text by which they are matched")
-        mover = align_by_activations(first, second, generate_text([first, second], seed=seed))
+        info("A and B generate the text to match them on")
+        aligner = align_by_activations(first, second, generate_text([first, second], seed=seed))
     with step_bar("barrier") as progress:
         results = connect(
             first,
@@ -132,7 +128,7 @@ def barrier(
             examples,
             samples=samples,
             points=points,
-            aligner=mover,
+            aligner=aligner,
             label="matched" if element is None else "moved",
             fold=fold,
             grid=grid if plane else 0,
@@ -157,7 +153,7 @@ def barrier(
 
 
 def text_of(results: Results) -> str:
-    """Results as a terminal shows them: a line for each path, and what was checked."""
+    """Format results for a terminal: one line per path, and the checks."""
     from regauge.models.summary import format_columns
 
     (table,) = results.tables
@@ -179,11 +175,11 @@ def text_of(results: Results) -> str:
         if f.holds is not None:
             lines.append(
                 f"{format_verdict(f)}  {f.statement.lower()[0] + f.statement[1:]} (change "
-                f"{f.value:.1e}, "
-                f"allowed {f.floor:.0e})"
+                f"{f.value:.1e}, allowed {f.floor:.0e})"
             )
     return "\n".join(lines)
 
 
 def _load_given_element(load: Any, path: Path, spec: Any, *_: Any) -> Any:
+    """Load an element in place of matching."""
     return load(path, spec)

@@ -1,5 +1,6 @@
-"""How the command line talks: stdout is data, stderr is talk. Errors are `regauge: error:` and
-`regauge: hint:` lines.
+"""Output of the command line: results on stdout, messages on stderr.
+
+Errors are `regauge: error:` and `regauge: hint:` lines.
 """
 
 from __future__ import annotations
@@ -11,19 +12,24 @@ import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regauge.errors import RegaugeError
 
+if TYPE_CHECKING:
+    from regauge.core.progress import Progress
+
 
 class StoppedError(RegaugeError):
-    """Ctrl-C, or a polite kill, while an output was written. The message says what became of it."""
+    """An interrupt or SIGTERM while an output was written. The message states what became of it."""
 
 
 def escape(text: str) -> str:
-    """Return text that is safe on a terminal and in a log: control characters (but newline and
-    tab), characters that change the direction of writing, and lone surrogates as \\u001b, \\u202e,
-    \\udcff, as JSON has them too. Names of files, tensors and clients come from others.
+    """Return text that is safe on a terminal and in a log.
+
+    Control characters (except newline and tab), characters that change the direction of writing,
+    and lone surrogates become \\u001b, \\u202e, \\udcff, as in JSON. Names of files, tensors and
+    clients are untrusted.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -40,6 +46,7 @@ _DIRECTIONS = frozenset(
 
 
 def print_result(text: str) -> None:
+    """Write a result to stdout."""
     if getattr(sys, "stdout", None) is None:
         raise RegaugeError(
             "stdout is closed, so the result cannot be shown", hint="send stdout to a file"
@@ -48,11 +55,12 @@ def print_result(text: str) -> None:
 
 
 def print_json(value: Any) -> None:
+    """Write a value to stdout as JSON."""
     print_result(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def info(text: str) -> None:
-    """Talk. Where nobody can hear it, it is lost: that is no error."""
+    """Write a message to stderr. Dropped silently if stderr is closed."""
     try:
         sys.stderr.write("".join(f"regauge: {line}\n" for line in escape(text).splitlines()))
         sys.stderr.flush()
@@ -61,16 +69,18 @@ def info(text: str) -> None:
 
 
 def discard_stream(stream: Any) -> None:
-    """Send what a broken stream still holds, and whatever comes after it, nowhere."""
+    """Redirect a broken stream, with what it still buffers, to the null device."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def warn(text: str) -> None:
+    """Write a warning to stderr."""
     info(f"warning: {text}")
 
 
 def print_error(error: RegaugeError) -> None:
+    """Write an error and its hint to stderr."""
     first, *rest = escape(str(error)).splitlines() or [type(error).__name__]
     info("\n".join([f"error: {first}", *rest]))
     if error.hint:
@@ -78,12 +88,14 @@ def print_error(error: RegaugeError) -> None:
 
 
 @contextmanager
-def output_progress(out: Path, what: str) -> Iterator[Any]:
-    """A progress bar for the writing of an output. An interrupt is told with what became of it."""
+def output_progress(out: Path, action: str) -> Iterator[Progress]:
+    """Show a progress bar while an output is written. An interrupt states whether it
+    was written.
+    """
     from regauge.checkpoints.plan import is_taken
 
     try:
-        with progress_bar(escape(f"{what} to {out.name}")) as progress:
+        with progress_bar(escape(f"{action} to {out.name}")) as progress:
             yield progress
     except KeyboardInterrupt as stop:
         raise StoppedError(
@@ -92,10 +104,8 @@ def output_progress(out: Path, what: str) -> Iterator[Any]:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Any]:
-    """A function of (done, total) bytes that draws a bar on stderr; silent where stderr is no
-    terminal.
-    """
+def progress_bar(description: str) -> Iterator[Progress]:
+    """Yield a progress callback for bytes that draws a bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total, message: None
         return
@@ -103,11 +113,11 @@ def progress_bar(what: str) -> Iterator[Any]:
     from rich.progress import (
         BarColumn,
         DownloadColumn,
-        Progress,
         TextColumn,
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
@@ -116,36 +126,37 @@ def progress_bar(what: str) -> Iterator[Any]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=None)
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(description, total=None)
         yield lambda done, total, message: bars.update(task, completed=done, total=total)
 
 
 @contextmanager
-def step_bar(what: str) -> Iterator[Any]:
-    """A function of (done, total, what now) that draws a bar on stderr, or says each step where
-    stderr is no terminal.
+def step_bar(description: str) -> Iterator[Progress]:
+    """Yield a progress callback for steps that draws a bar on stderr, or prints a line per step if
+    stderr is not a terminal.
     """
     if not sys.stderr.isatty():
 
-        def plainly(done: int, total: int, now: str) -> None:
-            if now:
-                info(f"{what} {done + 1}/{total}: {now}")
+        def print_line(done: int, total: int, message: str) -> None:
+            if message:
+                info(f"{description} {done + 1}/{total}: {message}")
 
-        yield plainly
+        yield print_line
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
+        TextColumn("{task.fields[message]}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(what, total=None, now="")
-        yield lambda done, total, now: bars.update(
-            task, completed=done, total=total, now=escape(now)
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(description, total=None, message="")
+        yield lambda done, total, message: bars.update(
+            task, completed=done, total=total, message=escape(message)
         )

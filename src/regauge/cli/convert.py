@@ -1,4 +1,4 @@
-"""`regauge convert`: pickles in, safetensors out."""
+"""`regauge convert`: from pickles to safetensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def convert(
         Path,
         typer.Argument(
             metavar="IN",
-            help="A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).",
+            help=".bin or .pt file, or a folder with pytorch_model.bin (one file or shards).",
         ),
     ],
     out: options.Out,
@@ -27,7 +27,7 @@ def convert(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Write a pickled checkpoint as safetensors. Pickles are read without running code; tied
+    """Convert a pickled checkpoint to safetensors. Pickles are read without running code; tied
     tensors are stored once.
     """
     from regauge.checkpoints.convert import open_pickles, plan_conversion
@@ -38,8 +38,8 @@ def convert(
     check_target(out, source)
     pickles = open_pickles(source)
     plan, thunks = plan_conversion(out, pickles)
-    for alias, kept in pickles.aliases.items():
-        info(f"{alias} is the same tensor as {kept}, and is stored once")
+    for alias, stored in pickles.aliases.items():
+        info(f"{alias} is tied to {stored} and stored once")
     for name, why in pickles.dropped.items():
         warn(f'"{name}" {why} and is left out')
     for file in pickles.unchecked:

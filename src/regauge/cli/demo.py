@@ -20,19 +20,18 @@ def demo(
             "-o",
             "--output",
             metavar="DIR",
-            help="Keep the models and the images here, in a new folder, by the names that the "
-            "README uses.",
+            help="New folder for the models and images, named as in the README.",
         ),
     ] = None,
     report: Annotated[
-        Path, typer.Option("--report", metavar="page.html", help="Write the page here.")
+        Path, typer.Option("--report", metavar="page.html", help="HTML page to write.")
     ] = Path("regauge-demo.html"),
-    seed: Annotated[int, options.seed_option("The seed of the models and elements.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the models and elements.")] = 0,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show what regauge does: move small models, train one plainly and permuted, verify it, write a
-    page. Nothing is downloaded.
+    """Run a short demo: transform small models, train one plain and one permuted, verify it, write
+    a page. Downloads nothing.
     """
     from regauge.checkpoints.files import wrap_write_errors, write_bytes
     from regauge.checkpoints.plan import check_new
@@ -59,8 +58,6 @@ def demo(
     if json:
         print_result(to_json(results))
     if out is not None:
-        info(
-            f"models and images are in {out}: cd {out}, and the README's commands run as they stand"
-        )
+        info(f"models and images are in {out}: cd {out} to run the README's commands")
     info(f"open {report} in a browser")
     return EXIT_FAILED if results.failed else 0

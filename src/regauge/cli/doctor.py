@@ -1,4 +1,4 @@
-"""`regauge doctor`: what this installation has, what it lacks, and how to get it."""
+"""`regauge doctor`: what is installed, what is missing, and how to install it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import sys
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,40 +26,39 @@ from regauge.cli.console import print_json, print_result
 
 VERSION = 1
 _PURPOSES = {
-    "models": "checkpoints of the transformers library as live models: verify, merge by data, "
-    "split, jigsaw",
+    "models": "transformers checkpoints as live models: verify, merge by data, split, jigsaw",
     "hub": "models and data by hub id (owner/name)",
-    "timm": "timm's checkpoints as live models",
+    "timm": "timm checkpoints as live models",
     "report": "pages: --report, regauge report",
     "data": "--data from images and parquet",
     "transport": "merging by optimal transport: ot_wts, ot_acts",
     "split": "regauge split over a network",
     "audit": "regauge audit split: image metrics",
     "federated": "regauge federate on Flower: --engine simulation, deployment",
-    "privacy": "the privacy accountant of noise with an epsilon",
+    "privacy": "privacy accounting (epsilon) of noise",
     "studies": "regauge jigsaw study",
     "experiments": "regauge demo, and python -m experiments in a clone",
-    "dev": "the tests and checks of regauge itself",
+    "dev": "tests and checks of regauge itself",
 }
-_INSTALL_NOTES = {  # what an installation changes beside what it brings
-    "timm": "with 'torch==VERSION' of the torch that is here: pip would take a newer one, for "
-    "its torchvision",
-    "federated": "in an environment of its own: Flower wants older versions of typer, rich and "
+_INSTALL_NOTES = {  # side effects of an installation
+    "timm": "add 'torch==VERSION' of the installed torch, or pip upgrades it for torchvision",
+    "federated": "use a separate environment: Flower requires older versions of typer, rich and "
     "packaging",
 }
 
 
 @dataclass(frozen=True)
 class Library:
-    """A library that regauge asks for: where it stands in pyproject.toml, and what is here."""
+    """A library that regauge requires: the versions in pyproject.toml, and the installed one."""
 
     name: str
     wanted: str
     found: str | None
-    loads: str = ""  # empty: it was not tried or it loads; otherwise why not
+    loads: str = ""  # why it does not load; empty if it does or was not tried
 
     @property
     def state(self) -> str:
+        """ok, missing, too old, too new, or does not load."""
         if self.found is None:
             return "missing"
         if not satisfies(self.found, self.wanted):
@@ -74,26 +74,26 @@ def doctor(
     load: Annotated[
         bool,
         typer.Option(
-            "--load", help="Also import every library that is here, which may take a minute."
+            "--load", help="Also import every installed library, which may take a minute."
         ),
     ] = False,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show versions, devices, and which extras are here or missing, with the way to get each. Exit
-    code 1 if something that regauge always needs is missing, too old or does not load, or if an
-    installed library has a known vulnerability.
+    """Show versions, devices, and installed or missing extras with their install commands. Exit
+    code 1 if a required library is missing, too old or does not load, or if an installed library
+    has a known vulnerability.
     """
-    found = collect_facts(load)
+    facts = collect_facts(load)
     if json:
-        print_json(found)
+        print_json(facts)
     else:
-        print_result(text_of(found))
-    return 0 if found["healthy"] else 1
+        print_result(text_of(facts))
+    return 0 if facts["healthy"] else 1
 
 
 def collect_facts(load: bool = False) -> dict[str, Any]:
-    """All that doctor tells."""
+    """Return everything that doctor reports."""
     from regauge import __version__
     from regauge.checkpoints.environment import default_cache
 
@@ -101,7 +101,7 @@ def collect_facts(load: bool = False) -> dict[str, Any]:
         extra: [_check_library(*pair, load) for pair in pairs]
         for extra, pairs in requirements().items()
     }
-    always = needs.pop("", [])
+    required = needs.pop("", [])
     extras = [
         {
             "name": extra,
@@ -123,7 +123,7 @@ def collect_facts(load: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "executable": sys.executable,
         "torch": torch,
-        "libraries": [_to_dict(library) for library in always],
+        "libraries": [_to_dict(library) for library in required],
         "extras": extras,
         "vulnerable": [asdict(library) for library in unsafe],
         "cache": {
@@ -136,51 +136,60 @@ def collect_facts(load: bool = False) -> dict[str, Any]:
             for name in ("REGAUGE_ASSETS", "REGAUGE_CACHE", "REGAUGE_DEBUG", "NO_COLOR")
             if name in os.environ
         },
-        "healthy": works and not unsafe and all(library.state == "ok" for library in always),
+        "healthy": works and not unsafe and all(library.state == "ok" for library in required),
     }
 
 
 def requirements() -> dict[str, list[tuple[str, str]]]:
-    """(library, versions) by extra, "" for what is always needed, as the installed package says it.
-    Extras of extras are spelled out.
+    """Return (library, versions) by extra from the metadata of the installed package, "" for
+    required ones. Extras of extras are expanded.
     """
     try:
         lines = metadata.requires("regauge") or []
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # not installed
         return {}
-    found: dict[str, list[tuple[str, str]]] = {}
-    inside: dict[str, list[str]] = {}
+    direct: dict[str, list[tuple[str, str]]] = {}
+    nested: dict[str, list[str]] = {}
     for line in lines:
-        what, _, marker = line.partition(";")
-        named = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", marker)
-        extra = named.group(1) if named else ""
-        parsed = re.fullmatch(r"\s*([\w.-]+)\s*(?:\[([\w,\s-]+)\])?\s*\(?([^()]*?)\)?\s*", what)
+        requirement, _, marker = line.partition(";")
+        match = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", marker)
+        extra = match.group(1) if match else ""
+        parsed = re.fullmatch(
+            r"\s*([\w.-]+)\s*(?:\[([\w,\s-]+)\])?\s*\(?([^()]*?)\)?\s*", requirement
+        )
         assert parsed is not None, line
-        name, others, versions = parsed.groups()
+        name, extras, versions = parsed.groups()
         if name == "regauge":
-            inside.setdefault(extra, []).extend(o.strip() for o in others.split(","))
+            nested.setdefault(extra, []).extend(o.strip() for o in extras.split(","))
         else:
-            found.setdefault(extra, []).append((name, versions.replace(" ", "")))
+            direct.setdefault(extra, []).append((name, versions.replace(" ", "")))
     return {
-        extra: sorted(set(_expand_extra(extra, found, inside)), key=lambda p: p[0].lower())
-        for extra in dict.fromkeys([*found, *inside])
+        extra: sorted(set(_expand_extra(extra, direct, nested)), key=lambda p: p[0].lower())
+        for extra in dict.fromkeys([*direct, *nested])
     }
 
 
 def _expand_extra(
-    extra: str, found: dict[str, list[tuple[str, str]]], inside: dict[str, list[str]]
+    extra: str, direct: dict[str, list[tuple[str, str]]], nested: dict[str, list[str]]
 ) -> list[tuple[str, str]]:
+    """Return the requirements of an extra and of the extras it includes."""
     return [
-        *found.get(extra, []),
-        *(pair for other in inside.get(extra, []) for pair in _expand_extra(other, found, inside)),
+        *direct.get(extra, []),
+        *(
+            pair
+            for included in nested.get(extra, [])
+            for pair in _expand_extra(included, direct, nested)
+        ),
     ]
 
 
 def _lower_bound(wanted: str) -> str:
+    """Return the lower bounds of a version specifier."""
     return ",".join(c for c in wanted.split(",") if c.startswith(">="))
 
 
 def _check_library(name: str, wanted: str, load: bool) -> Library:
+    """Look up a library, and import it on demand."""
     version = installed_version(name)
     return Library(
         name, wanted, version, _import_error(name) if load and version is not None else ""
@@ -188,37 +197,38 @@ def _check_library(name: str, wanted: str, load: bool) -> Library:
 
 
 def _import_error(name: str) -> str:
-    """Why the modules of a distribution cannot be imported; empty if they can."""
+    """Return why the modules of a distribution cannot be imported, or "" if they can."""
     from importlib import import_module
 
-    brings = metadata.packages_distributions().items()
+    distributions = metadata.packages_distributions().items()
     for module in (
         m
-        for m, names in brings
+        for m, names in distributions
         if normalize_name(name) in map(normalize_name, names)
         and m.isidentifier()
         and not m.startswith("_")
     ):
         try:
             import_module(module)
-        except Exception as error:  # whatever a broken build raises
+        except Exception as error:  # a broken build may raise anything
             return f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
 
 def _to_dict(library: Library) -> dict[str, Any]:
+    """Return a library as a dict for JSON."""
     return {**asdict(library), "state": library.state}
 
 
 def _check_torch() -> tuple[dict[str, Any], bool]:
-    """torch's version and devices, and whether it computes."""
+    """Return torch's version and devices, and whether it computes."""
     try:
         import torch
 
         works = bool(
             (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, dtype=torch.float64)).sum() == 4
         )
-    except Exception as error:  # whatever a broken build raises
+    except Exception as error:  # a broken build may raise anything
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0]}, False
     devices = [
         {
@@ -231,25 +241,26 @@ def _check_torch() -> tuple[dict[str, Any], bool]:
         for i in range(torch.cuda.device_count())
     ]
     if torch.backends.mps.is_available():
-        devices.append({"name": "mps", "what": "Apple's GPU; without float64"})
+        devices.append({"name": "mps", "what": "Apple GPU, without float64"})
     return {"version": torch.__version__, "devices": devices}, works
 
 
-def _nearest_existing(path: Any) -> Any:
+def _nearest_existing(path: Path) -> Path:
+    """Return a path or its nearest existing parent."""
     return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
-def _is_writable(path: Any) -> bool:
+def _is_writable(path: Path) -> bool:
     return os.access(_nearest_existing(path), os.W_OK)
 
 
-def text_of(found: dict[str, Any]) -> str:
-    """Facts as a terminal shows them."""
+def text_of(facts: dict[str, Any]) -> str:
+    """Format the facts for a terminal."""
     from regauge.checkpoints.files import format_bytes
     from regauge.models.summary import format_columns
 
-    lines = [f"regauge {found['regauge']}, python {found['python']}, {found['platform']}"]
-    torch = found["torch"]
+    lines = [f"regauge {facts['regauge']}, python {facts['python']}, {facts['platform']}"]
+    torch = facts["torch"]
     lines.append(
         f"torch does not work: {torch['error']}"
         if "error" in torch
@@ -259,47 +270,50 @@ def text_of(found: dict[str, Any]) -> str:
     rows += [
         (
             "cache",
-            found["cache"]["path"],
-            f"{format_bytes(found['cache']['free_bytes'])} free"
-            + ("" if found["cache"]["writable"] else "; NOT writable"),
+            facts["cache"]["path"],
+            f"{format_bytes(facts['cache']['free_bytes'])} free"
+            + ("" if facts["cache"]["writable"] else "; NOT writable"),
         )
     ]
-    rows += [("variable", name, value) for name, value in found["environment"].items()]
+    rows += [("variable", name, value) for name, value in facts["environment"].items()]
     lines += [format_columns(rows), ""]
-    bad = [entry for entry in found["libraries"] if entry["state"] != "ok"]
-    always = ", ".join(
+    faulty = [entry for entry in facts["libraries"] if entry["state"] != "ok"]
+    required = ", ".join(
         f"{entry['name']} {entry['found']}"
-        for entry in found["libraries"]
+        for entry in facts["libraries"]
         if entry["state"] == "ok"
     )
-    lines.append(f"always needed: {always or 'not known, since regauge runs from its sources'}")
-    lines += [f"  {_describe_fault(entry)}; pip install --upgrade regauge" for entry in bad]
-    lines += [str(VulnerableLibrary(**entry)) for entry in found["vulnerable"]]
-    table = [("", "extra", "brings", "lacks")]
-    for extra in found["extras"]:
-        lacks = ", ".join(
+    lines.append(f"required: {required or 'unknown, since regauge is not installed'}")
+    lines += [f"  {_describe_fault(entry)}; pip install --upgrade regauge" for entry in faulty]
+    lines += [str(VulnerableLibrary(**entry)) for entry in facts["vulnerable"]]
+    table = [("", "extra", "provides", "missing")]
+    for extra in facts["extras"]:
+        missing = ", ".join(
             _describe_fault(entry) for entry in extra["libraries"] if entry["state"] != "ok"
         )
-        table.append(("yes" if extra["complete"] else "no", extra["name"], extra["brings"], lacks))
+        table.append(
+            ("yes" if extra["complete"] else "no", extra["name"], extra["brings"], missing)
+        )
     lines += ["", format_columns(table)]
-    for extra in found["extras"]:
+    for extra in facts["extras"]:
         if not extra["complete"]:
             lines.append(
-                f"to get {extra['name']}: {extra['get']}"
+                f"to install {extra['name']}: {extra['get']}"
                 + (f"  # {extra['mind']}" if extra["mind"] else "")
             )
     return "\n".join(
         [
             *lines,
             "",
-            "all that regauge always needs is here"
-            if found["healthy"]
-            else "regauge will NOT work like this",
+            "all required libraries are installed"
+            if facts["healthy"]
+            else "regauge will NOT work: see above",
         ]
     )
 
 
 def _describe_fault(entry: dict[str, Any]) -> str:
+    """Describe what is wrong with a library."""
     if entry["state"] == "missing":
         return f"{entry['name']}{entry['wanted']}"
     if entry["state"] == "does not load":

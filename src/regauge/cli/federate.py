@@ -1,6 +1,4 @@
-"""`regauge federate`: clients train on data that stay with them, a server averages what they
-send.
-"""
+"""`regauge federate`: clients train on their own data, a server averages their updates."""
 
 from __future__ import annotations
 
@@ -13,16 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, step_bar
-from regauge.cli.console import print_result as out_data
+from regauge.cli.console import info, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.federated.runs import RunResult
+    from regauge.federated.runs import RunResult, Source
+    from regauge.federated.settings import Settings
     from regauge.federated.state_store import Round
 
 
 class Strategy(StrEnum):
+    """Strategies of the server."""
+
     fedavg = "fedavg"
     fedprox = "fedprox"
     fedadam = "fedadam"
@@ -30,28 +30,38 @@ class Strategy(StrEnum):
 
 
 class Partition(StrEnum):
+    """Partitions of the data."""
+
     iid = "iid"
     dirichlet = "dirichlet"
 
 
 class Optimizer(StrEnum):
+    """Optimizers of the clients."""
+
     sgd = "sgd"
     adam = "adam"
     adamw = "adamw"
 
 
 class EngineName(StrEnum):
+    """Engines that run the clients."""
+
     process = "process"
     simulation = "simulation"
     deployment = "deployment"
 
 
 class Weigh(StrEnum):
+    """Weights of the mean."""
+
     examples = "examples"
     clients = "clients"
 
 
 class Aggregation(StrEnum):
+    """Rules that combine contributions."""
+
     mean = "mean"
     median = "median"
     trimmed_mean = "trimmed-mean"
@@ -65,16 +75,16 @@ def federate(
         typer.Option(
             "--data",
             metavar="URI",
-            help="What the clients share out among themselves: examples with labels.",
+            help="Labelled examples to partition among the clients.",
         ),
     ],
-    clients: Annotated[int, typer.Option("--clients", metavar="N", help="How many there are.")],
+    clients: Annotated[int, typer.Option("--clients", metavar="N", help="Number of clients.")],
     rounds: Annotated[
         int,
         typer.Option(
             "--rounds",
             metavar="R",
-            help="How often they are asked. More than a run has had makes it longer.",
+            help="Number of rounds. A larger number extends a finished run.",
         ),
     ],
     out: Annotated[
@@ -83,81 +93,89 @@ def federate(
             "-o",
             "--output",
             metavar="RUN",
-            help="The run's folder. One that is there goes on where it stood.",
+            help="Run folder. An existing one is resumed.",
         ),
     ],
     strategy: Annotated[
-        Strategy, typer.Option("--strategy", help="How contributions become the next model.")
+        Strategy, typer.Option("--strategy", help="Rule from contributions to the next model.")
     ] = Strategy.fedavg,
     partition: Annotated[
         Partition,
-        typer.Option("--partition", help="Even parts, or classes shared out by a Dirichlet draw."),
+        typer.Option(
+            "--partition", help="Even parts, or classes distributed by a Dirichlet distribution."
+        ),
     ] = Partition.iid,
     alpha: Annotated[
         float,
         typer.Option(
-            "--alpha", metavar="A", help="Of the Dirichlet draw: the smaller, the more unlike."
+            "--alpha",
+            metavar="A",
+            help="Concentration of the Dirichlet distribution: the smaller, the more skewed.",
         ),
     ] = 0.5,
-    asked: Annotated[
+    participation: Annotated[
         float,
-        typer.Option(
-            "--participation", metavar="X", help="The share of clients that a round asks."
-        ),
+        typer.Option("--participation", metavar="X", help="Share of clients sampled per round."),
     ] = 1.0,
-    least: Annotated[
+    min_clients: Annotated[
         int,
         typer.Option(
-            "--min-clients", metavar="N", help="Contributions without which a round does not count."
+            "--min-clients", metavar="N", help="Contributions required for a round to count."
         ),
     ] = 1,
     epochs: Annotated[
         int,
-        typer.Option(
-            "--epochs", metavar="N", help="Times that a client goes through its data in a round."
-        ),
+        typer.Option("--epochs", metavar="N", help="Local epochs per round."),
     ] = 1,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Local steps in place of epochs.")
+        int, typer.Option("--steps", metavar="N", help="Local steps, instead of epochs.")
     ] = 0,
     batch: Annotated[
-        int, typer.Option("--batch-size", metavar="N", help="Examples of a local step.")
+        int, typer.Option("--batch-size", metavar="N", help="Examples per local step.")
     ] = 32,
     optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help="The clients'.")
+        Optimizer, typer.Option("--optimizer", help="Optimizer of the clients.")
     ] = Optimizer.sgd,
-    rate: Annotated[float, typer.Option("--lr", metavar="X", help="Its rate.")] = 0.05,
-    momentum: Annotated[float, typer.Option("--momentum", metavar="X", help="Of sgd.")] = 0.0,
-    decay: Annotated[
-        float, typer.Option("--weight-decay", metavar="X", help="Its weight decay.")
+    lr: Annotated[
+        float, typer.Option("--lr", metavar="X", help="Learning rate of the clients.")
+    ] = 0.05,
+    momentum: Annotated[
+        float, typer.Option("--momentum", metavar="X", help="Momentum of sgd.")
+    ] = 0.0,
+    weight_decay: Annotated[
+        float, typer.Option("--weight-decay", metavar="X", help="Weight decay of the clients.")
     ] = 0.0,
     clip: Annotated[
         float,
-        typer.Option("--clip", metavar="X", help="The largest norm of a local gradient; 0: any."),
+        typer.Option("--clip", metavar="X", help="Largest norm of a local gradient; 0: unlimited."),
     ] = 0.0,
     proximal: Annotated[
         float,
         typer.Option(
             "--proximal",
             metavar="MU",
-            help="FedProx: how strongly clients are held to the server's weights.",
+            help="FedProx: weight of the proximal term.",
         ),
     ] = 0.0,
-    server_rate: Annotated[
+    server_lr: Annotated[
         float | None,
         typer.Option(
-            "--server-lr", metavar="X", help="The server's step. Default: 1; of fedadam 0.01."
+            "--server-lr",
+            metavar="X",
+            help="Learning rate of the server. Default: 1; for fedadam 0.01.",
         ),
     ] = None,
     weigh: Annotated[
-        Weigh, typer.Option("--weigh", help="What counts in the mean.")
+        Weigh,
+        typer.Option(
+            "--weigh", help="Weights of the mean: numbers of examples, or equal for all clients."
+        ),
     ] = Weigh.examples,
     aggregation: Annotated[
         Aggregation,
         typer.Option(
             "--aggregation",
-            help="Rule that combines contributions; the last three bound the influence of one "
-            "client.",
+            help="Aggregation rule; the last three bound the influence of one client.",
         ),
     ] = Aggregation.mean,
     trim: Annotated[
@@ -171,7 +189,7 @@ def federate(
         typer.Option(
             "--clipping-norm",
             metavar="X",
-            help="Norm that clipped-mean scales down to. 0: the round's median.",
+            help="Norm that clipped-mean clips to. 0: the round's median.",
         ),
     ] = 0.0,
     max_examples: Annotated[
@@ -179,7 +197,7 @@ def federate(
         typer.Option(
             "--max-examples",
             metavar="N",
-            help="Largest count of examples a client may claim. 0: the largest part of --data.",
+            help="Largest number of examples a client may claim. 0: the largest part of --data.",
         ),
     ] = 0,
     max_norm: Annotated[
@@ -198,45 +216,43 @@ def federate(
             help="Reject contributions beyond X times the round's median norm. 0: never.",
         ),
     ] = 5.0,
-    uneven: Annotated[
+    step_jitter: Annotated[
         float,
         typer.Option(
             "--step-jitter",
             metavar="X",
-            help="Clients take fewer local steps, by up to this share.",
+            help="Reduce the local steps of clients by up to this share.",
         ),
     ] = 0.0,
     drop: Annotated[
         float,
-        typer.Option("--drop", metavar="X", help="Lose this share of contributions on purpose."),
+        typer.Option("--drop", metavar="X", help="Share of contributions to drop on purpose."),
     ] = 0.0,
     jigsaw: Annotated[
         float,
         typer.Option(
-            "--jigsaw", metavar="R", help="Clients train with masked jigsaw puzzles of this ratio."
+            "--jigsaw", metavar="R", help="Train clients with masked jigsaw puzzles of this ratio."
         ),
     ] = 0.0,
     probability: Annotated[
         float,
-        typer.Option(
-            "--probability", metavar="P", help="The share of local steps that have puzzles."
-        ),
+        typer.Option("--probability", metavar="P", help="Share of local steps with puzzles."),
     ] = 0.5,
     independent: Annotated[
         bool,
         typer.Option(
-            "--independent", help="Clients begin apart, from weights that each draws itself."
+            "--independent", help="Initialize each client with random weights of its own."
         ),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Draw the server's weights anew: train from scratch.")
+        bool, typer.Option("--fresh", help="Train from scratch, with randomly initialized weights.")
     ] = False,
     defence: Annotated[
         list[str] | None,
         typer.Option(
             "--defence",
             metavar="D",
-            help="What clients do to what they send: clip=1, private=1.0,norm=0.5, "
+            help="Defence that clients apply to what they send: clip=1, private=1.0,norm=0.5, "
             "freeze=embedding, prune=0.9.",
         ),
     ] = None,
@@ -244,36 +260,39 @@ def federate(
         bool,
         typer.Option(
             "--secure",
-            help="The server sees the mean of contributions only: Flower's SecAgg+, on its "
+            help="Reveal only the mean of contributions to the server: Flower's SecAgg+, on its "
             "engines.",
         ),
     ] = False,
-    spy: Annotated[
+    record: Annotated[
         bool,
         typer.Option(
-            "--record", help="Keep what the server sees, for regauge audit gradients --from RUN."
+            "--record",
+            help="Record what the server receives, for regauge audit gradients --from RUN.",
         ),
     ] = False,
     engine: Annotated[
         EngineName,
         typer.Option(
             "--engine",
-            help="In this process, Flower's simulation, or nodes that are connected to a "
-            "SuperLink.",
+            help="This process, Flower's simulation, or nodes connected to a SuperLink.",
         ),
     ] = EngineName.process,
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, metavar="N", help="Of a simulation. Default: one per core."
+            "--workers", min=1, metavar="N", help="Workers of a simulation. Default: one per core."
         ),
     ] = None,
     superlink: Annotated[
-        str | None, typer.Option("--superlink", metavar="HOST:PORT", help="Of a deployment.")
+        str | None,
+        typer.Option(
+            "--superlink", metavar="HOST:PORT", help="Address of a deployment's SuperLink."
+        ),
     ] = None,
     authority: Annotated[
         Path | None,
-        typer.Option("--authority", metavar="PEM", help="Who signed the SuperLink's certificate."),
+        typer.Option("--authority", metavar="PEM", help="Certificate authority of the SuperLink."),
     ] = None,
     wait: Annotated[
         float,
@@ -281,7 +300,7 @@ def federate(
             "--wait",
             min=1.0,
             metavar="S",
-            help="Seconds that a round of Flower's waits for its clients.",
+            help="Seconds that a Flower round waits for its clients.",
         ),
     ] = 600.0,
     gather: Annotated[
@@ -290,7 +309,7 @@ def federate(
             "--gather",
             min=0.0,
             metavar="S",
-            help="Seconds that it waits for those that are not connected.",
+            help="Seconds to wait for clients to connect.",
         ),
     ] = 60.0,
     test: Annotated[
@@ -298,11 +317,11 @@ def federate(
         typer.Option(
             "--test",
             metavar="URI",
-            help="To measure on. Default: a tenth of the data, which no client has.",
+            help="Test data. Default: a tenth of the data, withheld from the clients.",
         ),
     ] = None,
     test_split: Annotated[
-        str, typer.Option("--test-split", metavar="S", help="The split of --test.")
+        str, typer.Option("--test-split", metavar="S", help="Split of --test.")
     ] = "test",
     field: sample.Field = None,
     split: sample.Split = "train",
@@ -310,14 +329,14 @@ def federate(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, options.seed_option("The seed of all draws.")] = 0,
+    seed: Annotated[int, options.seed_option("Random seed of the run.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.JsonFile = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Train a model on data that stay with their clients. The run's folder holds the model, its
-    history, and what it needs to go on after any end.
+    history, and the state to resume from.
     """
     started = time.monotonic()
     check_device(device)
@@ -333,48 +352,40 @@ def federate(
     from regauge.federated.settings import Settings
 
     set_threads(threads)
-    given: dict[str, Any] = {
-        "clients": clients,
-        "rounds": rounds,
-        "alpha": alpha,
-        "participation": asked,
-        "min_clients": least,
-        "epochs": epochs,
-        "steps": steps,
-    }
-    given |= {
-        "batch": batch,
-        "lr": rate,
-        "momentum": momentum,
-        "weight_decay": decay,
-        "clip": clip,
-        "proximal": proximal,
-        "server_lr": server_rate,
-    }
-    given |= {
-        "step_jitter": uneven,
-        "drop": drop,
-        "jigsaw": jigsaw,
-        "probability": probability,
-        "independent": independent,
-        "seed": seed,
-        "secure": secure,
-    }
-    given |= {
-        "trim": trim,
-        "clipping_norm": clipping_norm,
-        "max_examples": max_examples,
-        "max_norm": max_norm,
-        "norm_factor": norm_factor,
-    }
-    given |= {"aggregation": aggregation.value}
-    given |= {
-        "strategy": strategy.value,
-        "partition": partition.value,
-        "optimizer": optimizer.value,
-        "weigh": weigh.value,
-    }
-    settings = Settings(**given, defences=tuple(defence or ()))
+    settings = Settings(
+        clients=clients,
+        rounds=rounds,
+        alpha=alpha,
+        participation=participation,
+        min_clients=min_clients,
+        epochs=epochs,
+        steps=steps,
+        batch=batch,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        clip=clip,
+        proximal=proximal,
+        server_lr=server_lr,
+        step_jitter=step_jitter,
+        drop=drop,
+        jigsaw=jigsaw,
+        probability=probability,
+        independent=independent,
+        seed=seed,
+        secure=secure,
+        trim=trim,
+        clipping_norm=clipping_norm,
+        max_examples=max_examples,
+        max_norm=max_norm,
+        norm_factor=norm_factor,
+        aggregation=aggregation.value,
+        strategy=strategy.value,
+        partition=partition.value,
+        optimizer=optimizer.value,
+        weigh=weigh.value,
+        defences=tuple(defence or ()),
+    )
     read_defences(settings.defences)
     means, stds = sample.parse_numbers(mean, "--mean"), sample.parse_numbers(std, "--std")
     source = Source(
@@ -394,29 +405,32 @@ def federate(
     if engine is EngineName.deployment:
         if superlink is None or authority is None:
             raise typer.BadParameter(
-                "a deployment needs --superlink HOST:PORT and --authority PEM",
+                "deployment requires --superlink HOST:PORT and --authority PEM",
                 param_hint="--engine",
             )
-        for line in _run_deployment(source, settings, out, superlink, authority, wait, gather, spy):
-            out_data(line)
+        for line in _run_deployment(
+            source, settings, out, superlink, authority, wait, gather, record
+        ):
+            print_result(line)
         code = 0
     else:
-        options_ = (
+        engine_options: dict[str, Any] = (
             {"workers": workers, "wait": wait, "gather": gather}
             if engine is EngineName.simulation
             else {}
         )
-        found = _run_locally(
-            engine, source, settings, out, record=spy, about=facts_of_run(), **options_
+        outcome = _run_locally(
+            engine, source, settings, out, record=record, about=facts_of_run(), **engine_options
         )
-        code = deliver(found.results, "\n".join(found.lines), json, None)
+        code = deliver(outcome.results, "\n".join(outcome.lines), json, None)
     info(f"run: {out} ({time.monotonic() - started:.1f} s)")
     return code
 
 
 def _run_locally(
-    engine: EngineName, source: Any, settings: Any, out: Path, **more: Any
+    engine: EngineName, source: Source, settings: Settings, out: Path, **run_options: Any
 ) -> RunResult:
+    """Run in this process or in Flower's simulation, under a progress bar."""
     run: Callable[..., RunResult]
     if engine is EngineName.simulation:
         from regauge.federated.flower import simulate
@@ -428,64 +442,68 @@ def _run_locally(
         run = run_federated
     with step_bar("round") as progress:
 
-        def on_round(one: Round) -> None:
-            progress(one.number, settings.rounds, describe_round(one))
+        def on_round(round_: Round) -> None:
+            progress(round_.number, settings.rounds, describe_round(round_))
 
-        return run(source, settings, out, on_round=on_round, **more)
+        return run(source, settings, out, on_round=on_round, **run_options)
 
 
 def _run_deployment(
-    source: Any,
-    settings: Any,
+    source: Source,
+    settings: Settings,
     out: Path,
     superlink: str,
     authority: Path,
     wait: float,
     gather: float,
-    spy: bool,
+    record: bool,
 ) -> tuple[str, ...]:
-    """Submit the run to a SuperLink and follow it. What its server says goes to stderr."""
+    """Submit the run to a SuperLink and follow it. The server's output goes to stderr."""
     import subprocess
     import sys
     import tempfile
 
     from regauge.errors import RegaugeError
-    from regauge.federated import deployment as deploying
+    from regauge.federated import deployment
 
     if not authority.is_file():
-        raise typer.BadParameter(f"there is no {authority}", param_hint="--authority")
-    with tempfile.TemporaryDirectory() as place:
-        home, bundle = Path(place) / "home", Path(place) / "bundle"
-        deploying.write_connection(home, superlink, authority)
-        deploying.write_bundle(
-            bundle, source.to_dict(), settings, out, wait=wait, gather=gather, record=spy
+        raise typer.BadParameter(
+            f"must be an existing file, got {authority}", param_hint="--authority"
         )
-        ended = subprocess.run(
-            deploying.submit_command(bundle),
-            env=deploying.build_environment(home),
+    with tempfile.TemporaryDirectory() as folder:
+        home, bundle = Path(folder) / "home", Path(folder) / "bundle"
+        deployment.write_connection(home, superlink, authority)
+        deployment.write_bundle(
+            bundle, source.to_dict(), settings, out, wait=wait, gather=gather, record=record
+        )
+        process = subprocess.run(
+            deployment.submit_command(bundle),
+            env=deployment.build_environment(home),
             stdout=sys.stderr,
             check=False,
         )
-    if ended.returncode:
+    if process.returncode:
         raise RegaugeError(
-            f"Flower ended with code {ended.returncode}",
-            hint="what it says is above; the same command goes on from the last round",
+            f"Flower exited with code {process.returncode}",
+            hint="see its output above; the same command resumes from the last round",
         )
     return (f"{out}: on the SuperLink's machine",)
 
 
-def describe_round(one: Round) -> str:
-    """A round in a line."""
-    shown = [f"{len(one.contributed)} contributed"]
-    shown += [f"{len(one.rejected)} rejected"] if one.rejected else []
-    shown += [f"client {c}: {why}" for c, why in list(one.absent.items())[:3]]
-    shown += [f"and {len(one.absent) - 3} more are absent"] if len(one.absent) > 3 else []
-    shown += [] if one.loss is None else [f"loss {one.loss:.4f}"]
-    shown += [f"accuracy {one.measures['accuracy']:.4f}"] if "accuracy" in one.measures else []
-    shown += [
+def describe_round(round_: Round) -> str:
+    """Describe a round in one line."""
+    parts = [f"{len(round_.contributed)} contributed"]
+    parts += [f"{len(round_.rejected)} rejected"] if round_.rejected else []
+    parts += [f"client {c}: {why}" for c, why in list(round_.absent.items())[:3]]
+    parts += [f"and {len(round_.absent) - 3} more absent"] if len(round_.absent) > 3 else []
+    parts += [] if round_.loss is None else [f"loss {round_.loss:.4f}"]
+    parts += (
+        [f"accuracy {round_.measures['accuracy']:.4f}"] if "accuracy" in round_.measures else []
+    )
+    parts += [
         f"{name} {value:.4f}"
-        for name, value in one.measures.items()
+        for name, value in round_.measures.items()
         if name == "accuracy of clients"
     ]
-    shown += [one.fault] if one.fault else []
-    return ", ".join(["void: nothing changed", *shown] if one.void else shown)
+    parts += [round_.fault] if round_.fault else []
+    return ", ".join(["void: nothing changed", *parts] if round_.void else parts)

@@ -1,6 +1,4 @@
-"""`regauge fingerprint`: what no element changes, for lineage and for finding the same model
-twice.
-"""
+"""`regauge fingerprint`: invariants of a model under every element, to trace its lineage."""
 
 from __future__ import annotations
 
@@ -14,21 +12,21 @@ def fingerprint(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show what no element changes: a moved or locked model has the fingerprint of the plain one, a
-    retrained one has not.
+    """Show a model's invariants: a moved or locked model has the fingerprint of the original, a
+    retrained one does not.
     """
     from regauge.cli.model import open_model, require_fit
-    from regauge.matching.fingerprint import fingerprint as take
+    from regauge.matching.fingerprint import fingerprint as compute
 
-    checkpoint, described = open_model(model, spec)
-    require_fit(checkpoint, described)
-    found = take(described, checkpoint)
+    checkpoint, model_spec = open_model(model, spec)
+    require_fit(checkpoint, model_spec)
+    result = compute(model_spec, checkpoint)
     if json:
-        print_json({"command": "fingerprint", "family": described.family, **found.to_dict()})
+        print_json({"command": "fingerprint", "family": model_spec.family, **result.to_dict()})
         return 0
-    width = max(len(row[0]) for row in found.rows)
-    print_result(f"{described.family}  {found.digests[0]}  {found.digests[1]}")
-    print_result(f"{'root mean square of':{width}}  count     least      mean      most")
-    for name, count, least, mean, most in found.rows:
-        print_result(f"{name:{width}}  {count:5}  {least:8.4g}  {mean:8.4g}  {most:8.4g}")
+    width = max(len(row[0]) for row in result.rows)
+    print_result(f"{model_spec.family}  {result.digests[0]}  {result.digests[1]}")
+    print_result(f"{'root mean square of':{width}}  count       min      mean       max")
+    for name, count, low, mean, high in result.rows:
+        print_result(f"{name:{width}}  {count:5}  {low:8.4g}  {mean:8.4g}  {high:8.4g}")
     return 0

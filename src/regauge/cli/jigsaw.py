@@ -1,5 +1,5 @@
-"""`regauge jigsaw`: train with masked jigsaw puzzles, measure what puzzles do to a model, look at
-its positions.
+"""`regauge jigsaw`: train with masked jigsaw puzzles, evaluate models on puzzles, study position
+embeddings.
 """
 
 from __future__ import annotations
@@ -17,30 +17,36 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, step_bar
-from regauge.cli.console import print_result as out_data
+from regauge.cli.console import info, print_json, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
+    from regauge.core.progress import Progress
+    from regauge.data.tasks import Examples
+    from regauge.jigsaw.wrapper import MaskedJigsaw
     from regauge.results.findings import Results
 
 VERSION = 1
 
 app = typer.Typer(
     name="jigsaw",
-    help="Masked Jigsaw Puzzles: train a model of images to mind less where its patches are, "
-    "and measure it.",
+    help="Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its "
+    "patches, and measure it.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 class PuzzlesPer(StrEnum):
+    """The unit that shares a puzzle."""
+
     batch = "batch"
     sample = "sample"
 
 
 class Schedule(StrEnum):
+    """Schedules of lambda."""
+
     constant = "constant"
     reference = "reference"
 
@@ -50,32 +56,30 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="URI",
-        help="npz, parquet, a folder of images or a hub id: images and labels.",
+        help="npz, parquet, a folder of images or a hub id: images with labels.",
     ),
 ]
-Seed = Annotated[int, options.seed_option("The seed of all draws.")]
+Seed = Annotated[int, options.seed_option("Random seed of the run.")]
 Ratios = Annotated[
     str,
-    typer.Option(
-        "--ratios", metavar="R,R", help="Shares of patches that are shuffled at inference."
-    ),
+    typer.Option("--ratios", metavar="R,R", help="Shares of patches to shuffle at inference."),
 ]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images at a time.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images per batch.")]
 Patch = Annotated[
     int | None,
     typer.Option(
         "--patch",
         min=1,
         metavar="N",
-        help="For models without patches of their own. Default: the others', or 16.",
+        help="Patch size for models without patches. Default: that of the other models, or 16.",
     ),
 ]
 
 
 @app.callback()
 def _root() -> None:
-    """Masked Jigsaw Puzzles: train a model of images to mind less where its patches are, and
-    measure it.
+    """Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its patches,
+    and measure it.
     """
 
 
@@ -89,21 +93,19 @@ def train(
             "-o",
             "--output",
             metavar="OUT",
-            help="A new folder: the plain checkpoint, and what the puzzles learned.",
+            help="New folder for the plain checkpoint and the puzzles' parameters.",
         ),
     ],
     ratio: Annotated[
         float,
-        typer.Option(
-            "--ratio", metavar="R", help="The share of patches that are shuffled in training."
-        ),
+        typer.Option("--ratio", metavar="R", help="Share of patches to shuffle in training."),
     ] = 0.1,
     variant: Annotated[
         str | None,
         typer.Option(
             "--variant",
             metavar="A-J",
-            help="A letter of the paper's Table 2. Default: J, or what fits.",
+            help="Variant of the paper's Table 2. Default: J, or the nearest that applies.",
         ),
     ] = None,
     per: Annotated[
@@ -114,7 +116,7 @@ def train(
     ] = PuzzlesPer.batch,
     probability: Annotated[
         float,
-        typer.Option("--probability", metavar="P", help="The share of steps that have puzzles."),
+        typer.Option("--probability", metavar="P", help="Share of steps with puzzles."),
     ] = 0.5,
     warmup: Annotated[
         float,
@@ -123,18 +125,20 @@ def train(
             min=0.0,
             max=1.0,
             metavar="X",
-            help="A share of the steps: no puzzles yet, and a rising rate.",
+            help="Share of warm-up steps: no puzzles, and a rising learning rate.",
         ),
     ] = 1 / 15,
     weight: Annotated[
         float,
         typer.Option(
-            "--lambda", min=0.0, metavar="L", help="The weight of the regression of positions."
+            "--lambda", min=0.0, metavar="L", help="Weight of the position regression loss."
         ),
     ] = 0.01,
     schedule: Annotated[
         Schedule,
-        typer.Option("--schedule", help="Lambda as in the paper's text, or as in its code."),
+        typer.Option(
+            "--schedule", help="Schedule of lambda: as in the paper's text, or as in its code."
+        ),
     ] = Schedule.constant,
     until: Annotated[
         float | None,
@@ -143,34 +147,36 @@ def train(
             min=0.0,
             max=1.0,
             metavar="X",
-            help="Puzzles in this share of the steps only, and then none.",
+            help="Share of the steps after which puzzles end.",
         ),
     ] = None,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Draw all weights anew: train from scratch.")
+        bool, typer.Option("--fresh", help="Train from scratch, with randomly initialized weights.")
     ] = False,
     epochs: Annotated[
-        int, typer.Option("--epochs", min=1, metavar="N", help="Times through the data.")
+        int, typer.Option("--epochs", min=1, metavar="N", help="Passes over the data.")
     ] = 1,
     batch: Batch = 64,
-    rate: Annotated[
+    lr: Annotated[
         float,
-        typer.Option("--lr", metavar="X", help="The largest rate of AdamW; it rises and falls."),
+        typer.Option("--lr", metavar="X", help="Peak learning rate of AdamW."),
     ] = 1e-4,
-    decay: Annotated[
-        float, typer.Option("--weight-decay", metavar="X", help="Its weight decay.")
+    weight_decay: Annotated[
+        float, typer.Option("--weight-decay", metavar="X", help="Weight decay of AdamW.")
     ] = 0.05,
-    flip: Annotated[bool, typer.Option("--flip", help="Mirror half of the images.")] = False,
+    flip: Annotated[
+        bool, typer.Option("--flip", help="Flip half of the images horizontally.")
+    ] = False,
     shift: Annotated[
         int,
-        typer.Option("--shift", min=0, metavar="N", help="Move images by up to so many pixels."),
+        typer.Option("--shift", min=0, metavar="N", help="Shift images by up to N pixels."),
     ] = 0,
     strong: Annotated[
         bool,
         typer.Option(
             "--strong",
-            help="DeiT's augmentation: crops, RandAugment, erasing, mixup and CutMix, smoothed "
-            "labels.",
+            help="DeiT's augmentation: crops, RandAugment, erasing, mixup and CutMix, label "
+            "smoothing.",
         ),
     ] = False,
     patch: Annotated[
@@ -179,7 +185,7 @@ def train(
             "--patch",
             min=1,
             metavar="N",
-            help="For models without patches of their own. Default: 16.",
+            help="Patch size for models without patches. Default: 16.",
         ),
     ] = None,
     field: sample.Field = None,
@@ -193,9 +199,9 @@ def train(
     report: options.Report = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train a model with masked jigsaw puzzles. Loads with from_pretrained like any other; `regauge
-    jigsaw evaluate` says what it has become. An interrupted training goes on where it was if the
-    command is given again.
+    """Train a model with masked jigsaw puzzles. The result loads with from_pretrained like any
+    other; `regauge jigsaw evaluate` measures it. Repeating the command resumes an interrupted
+    training.
     """
     started = time.monotonic()
     check_device(device)
@@ -212,41 +218,43 @@ def train(
     from regauge.models.load import load_model, reinitialize
 
     check_ratio(ratio)
-    for name, value in (("--lr", rate), ("--weight-decay", decay)):
+    for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
         if not 0 <= value < math.inf:
-            raise typer.BadParameter(f"{value:g} is not 0 or more, and finite", param_hint=name)
+            raise typer.BadParameter(f"must be >= 0 and finite, got {value:g}", param_hint=name)
     check_new(out)
     set_threads(threads)
     checkpoint = open_checkpoint(model)
-    live = load_model(checkpoint, "float32")
-    if getattr(live, "main_input_name", "pixel_values") != "pixel_values":
+    module = load_model(checkpoint, "float32")
+    if getattr(module, "main_input_name", "pixel_values") != "pixel_values":
         raise JigsawError(
-            f"{type(live).__name__} is no model of images",
-            hint="puzzles of texts are in Python: regauge.jigsaw.TextJigsaw",
+            f"MODEL must be an image model, got {type(module).__name__}",
+            hint="for texts use regauge.jigsaw.TextJigsaw in Python",
         )
     if (checkpoint.path / FOLDER).is_dir():
         info(
-            f"{model} was trained with puzzles: it goes on as a plain model, with an unknown "
-            "embedding of its own"
+            f"{model} was trained with puzzles: training starts from its plain weights, with a "
+            "new unknown embedding"
         )
     if fresh:
-        live = reinitialize(live, seed)
-    broken = next(
+        module = reinitialize(module, seed)
+    nonfinite = next(
         (
             name
-            for name, t in live.state_dict().items()
+            for name, t in module.state_dict().items()
             if t.is_floating_point() and not bool(t.isfinite().all())
         ),
         None,
     )
-    if broken is not None:
+    if nonfinite is not None:
         raise JigsawError(
-            f'"{broken}" of {model} is not finite',
-            hint="restore it from a copy, or train from scratch: --fresh",
+            f'"{nonfinite}" of {model} is not finite',
+            hint="restore it from a copy, or train from scratch with --fresh",
         )
-    examples, task = sample.Sample(data, field, split, None, None, mean, std).read(live, checkpoint)
+    examples, task = sample.Sample(data, field, split, None, None, mean, std).read(
+        module, checkpoint
+    )
     total = max(1, len(examples) // batch) * epochs
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "variant": variant,
         "ratio": ratio,
         "per": per.value,
@@ -254,43 +262,43 @@ def train(
         "warmup": warmup,
         "weight": weight,
     }
-    given |= {"schedule": "reference"} if schedule is Schedule.reference else {}
-    given |= {"patch": patch} if patch is not None else {}
-    given |= {"until": until} if until is not None else {}
+    settings |= {"schedule": "reference"} if schedule is Schedule.reference else {}
+    settings |= {"patch": patch} if patch is not None else {}
+    settings |= {"until": until} if until is not None else {}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says what is left of MJP, as does the next line
-        wrapped = wrap(live.to(device), given, total, seed)
+        warnings.simplefilter("ignore")  # wrap warns about what the next line prints
+        wrapped = wrap(module.to(device), settings, total, seed)
     if wrapped.layout.note:
         info(wrapped.layout.note)
     info(f"{wrapped.extra_repr()}: {total} steps of {batch} images")
-    change: dict[str, Any] = {"flip": flip, "shift": shift} if flip or shift else {}
+    augmentation: dict[str, Any] = {"flip": flip, "shift": shift} if flip or shift else {}
     if strong:
-        change |= {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]}
-    augment = {"augment": change} if change else {}
+        augmentation |= {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]}
+    augment = {"augment": augmentation} if augmentation else {}
     recipe = {
         "optimizer": "adamw",
-        "rate": rate,
-        "more": {"weight_decay": decay},
+        "rate": lr,
+        "more": {"weight_decay": weight_decay},
         "batch": batch,
         "epochs": epochs,
         "dtype": "float32",
         "clip": 5.0,
     }
     recipe |= {"warmup": warmup, **augment}
-    work = ResumeState(
+    state = ResumeState(
         out.with_name(f".{out.name}.training"),
         SAVE_INTERVAL,
         device,
-        _digest(wrapped, examples, recipe, given, seed),
+        _digest(wrapped, examples, recipe, settings, seed),
     )
     with step_bar("train") as bar:
         losses, _ = train_model(
-            wrapped, examples, recipe, seed, work, on_step=partial(_report_step, bar)
+            wrapped, examples, recipe, seed, state, on_step=partial(_report_step, bar)
         )
     save_wrapped(wrapped, out, checkpoint.path)
-    work.path.unlink(missing_ok=True)
-    last = losses[-max(1, total // 10) :]
-    first_loss, last_loss = losses[0], sum(last) / len(last)
+    state.path.unlink(missing_ok=True)
+    recent = losses[-max(1, total // 10) :]
+    first_loss, last_loss = losses[0], sum(recent) / len(recent)
     if report is not None:
         from regauge.checkpoints.files import write_bytes
         from regauge.jigsaw.figures import report_training
@@ -313,50 +321,48 @@ def train(
         )
         info(f"report: {report}")
     if json:
-        told = {
+        summary = {
             "out": str(out),
             "variant": wrapped.variant.name,
             "steps": total,
             "first_loss": first_loss,
             "last_loss": last_loss,
         }
-        print_json({"version": VERSION, "command": "jigsaw train", **told})
+        print_json({"version": VERSION, "command": "jigsaw train", **summary})
     else:
-        out_data(
-            f"{out}: {wrapped.variant.name}, {total} steps, loss {first_loss:.4f} at first, "
-            f"{last_loss:.4f} at last"
+        print_result(
+            f"{out}: {wrapped.variant.name}, {total} steps, loss {first_loss:.4f} at the start, "
+            f"{last_loss:.4f} at the end"
         )
     return 0
 
 
-def _report_step(bar: Any, step: int, total: int, loss: float) -> None:
-    """A step of a training: about fifty of them are shown, and one whose loss is no number ends
-    it.
-    """
+def _report_step(bar: Progress, step: int, total: int, loss: float) -> None:
+    """Report about fifty steps of a training, and raise if a loss is not finite."""
     from regauge.jigsaw.masks import JigsawError
 
     if not math.isfinite(loss):
         raise JigsawError(
-            f"the loss of step {step} is {loss}",
-            hint="a smaller --lr, or look at --mean, --std and the labels",
+            f"the loss must be finite, got {loss} at step {step}",
+            hint="lower --lr, or check --mean, --std and the labels",
         )
     if step % max(1, total // 50) == 0 or step == total:
         bar(step - 1, total, f"loss {loss:.4f}")
 
 
-def _digest(wrapped: Any, examples: Any, *settings: Any) -> str:
-    """What a training is known by, so that it goes on with no other's state: the weights that it
-    begins with, some of its data, all settings.
+def _digest(wrapped: MaskedJigsaw, examples: Examples, *settings: Any) -> str:
+    """Return a digest of a training (initial weights, a sample of its data, all settings), so that
+    it never resumes from the state of another.
     """
     import hashlib
 
     import numpy as np
 
-    found = hashlib.sha256(dumps([len(examples), *settings], sort_keys=True).encode())
+    digest = hashlib.sha256(dumps([len(examples), *settings], sort_keys=True).encode())
     inputs, labels = examples.batch(np.unique(np.linspace(0, len(examples) - 1, 64).astype(int)))
     for t in (*wrapped.state_dict().values(), *inputs.values(), labels):
-        found.update(t.detach().cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(t.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 @app.command()
@@ -364,16 +370,14 @@ def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...", help="Folders: plain, or what `regauge jigsaw train` wrote."
+            metavar="MODEL...", help="Folders: plain models, or outputs of `regauge jigsaw train`."
         ),
     ],
     data: Data,
     ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", min=1, metavar="N", help="Measure on this many images. Default: all."
-        ),
+        typer.Option("--samples", min=1, metavar="N", help="Images to measure on. Default: all."),
     ] = None,
     patch: Patch = None,
     batch: Batch = 100,
@@ -388,14 +392,14 @@ def evaluate(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What puzzles do to models: top-1 as it is, and for every ratio top-1, how often the answer
-    stays the same, and how far the features move.
+    """Evaluate models on puzzles: top-1 without puzzles, and for every ratio top-1, agreement with
+    the unshuffled prediction, and distance of the features.
     """
     started = time.monotonic()
     check_outputs(json, report)
     check_device(device)
     set_threads(threads)
-    shares = sample.parse_numbers(ratios, "--ratios") or []
+    ratio_list = sample.parse_numbers(ratios, "--ratios") or []
     import numpy as np
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -406,60 +410,60 @@ def evaluate(
     from regauge.jigsaw.variants import resolve_variant
     from regauge.results.findings import Results
 
-    for share in shares:
-        check_ratio(share)
+    for ratio in ratio_list:
+        check_ratio(ratio)
     source = sample.Sample(data, field, split, None, None, mean, std)
     loaded = load_together(models, patch)
-    read, cuts = {}, {}
+    datasets, grids = {}, {}
     for name, wrapped in loaded.items():
         examples, _ = source.read(wrapped.model, open_checkpoint(name))
         if samples is not None and samples < len(examples):
             examples = examples.only(
                 np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples])
             )
-        read[name] = examples
+        datasets[name] = examples
         height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
-        cuts[name] = PuzzleGrid(
+        grids[name] = PuzzleGrid(
             wrapped.layout.patch,
             check_size((height, width), wrapped.layout.patch),
             wrapped.layout.table is not None,
         )
     if patch is None:
-        check_puzzle_grids(cuts)
-    found, bare = {}, {}
-    told = [name for name, wrapped in loaded.items() if wrapped.unknown is not None]
+        check_puzzle_grids(grids)
+    metrics, unwrapped = {}, {}
+    marked = [name for name, wrapped in loaded.items() if wrapped.unknown is not None]
     for name, wrapped in loaded.items():
         with step_bar(Path(name).name) as progress:
-            found[name] = measure(
+            metrics[name] = measure(
                 wrapped.to(device),
-                read[name],
-                shares,
+                datasets[name],
+                ratio_list,
                 seed=seed,
                 batch=batch,
                 device=device,
                 progress=progress,
             )
-        if name in told:
-            plain = rewrap_plain(wrapped)
+        if name in marked:
+            module = rewrap_plain(wrapped)
             with step_bar(f"{Path(name).name}, unwrapped") as progress:
-                bare[name] = measure(
-                    plain,
-                    read[name],
-                    shares,
+                unwrapped[name] = measure(
+                    module,
+                    datasets[name],
+                    ratio_list,
                     seed=seed,
                     batch=batch,
                     device=device,
                     progress=progress,
                 )
         elif wrapped.variant != resolve_variant("A"):
-            bare[name] = found[name]  # nothing marks what was shuffled
-        wrapped.to("cpu")  # the next one may need the room
-    if told:
+            unwrapped[name] = metrics[name]  # shuffled patches are not marked
+        wrapped.to("cpu")  # free the memory for the next model
+    if marked:
         info(
-            f"told which patches were shuffled, by the unknown embedding: {', '.join(told)}; "
-            "the plain checkpoint is not: unwrapped"
+            f"the unknown embedding marks shuffled patches for: {', '.join(marked)}; rows "
+            '"unwrapped" measure the plain checkpoints, without it'
         )
-    tables, figures = report_evaluations(found, cuts, bare)
+    tables, figures = report_evaluations(metrics, grids, unwrapped)
     facts = {
         **facts_of_run(),
         "models": list(models),
@@ -476,7 +480,7 @@ def study(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...", help="Folders: plain, or what `regauge jigsaw train` wrote."
+            metavar="MODEL...", help="Folders: plain models, or outputs of `regauge jigsaw train`."
         ),
     ],
     data: Annotated[
@@ -491,7 +495,8 @@ def study(
         bool,
         typer.Option(
             "--corruptions",
-            help="Also errors under the corruptions of ImageNet-C; mCE relative to the first.",
+            help="Also measure errors under the corruptions of ImageNet-C; mCE relative to the "
+            "first model.",
         ),
     ] = False,
     hard: Annotated[
@@ -499,7 +504,7 @@ def study(
         typer.Option(
             "--hard",
             metavar="URI",
-            help="Images that are hard to tell, with labels: accuracy and AURRA, as of ImageNet-A.",
+            help="Hard images with labels, as ImageNet-A: accuracy and AURRA.",
         ),
     ] = None,
     outside: Annotated[
@@ -507,12 +512,12 @@ def study(
         typer.Option(
             "--outside",
             metavar="URI",
-            help="Images of none of the classes: AUPR against --data, as of ImageNet-O.",
+            help="Out-of-distribution images, as ImageNet-O: AUPR against --data.",
         ),
     ] = None,
-    umap: Annotated[bool, typer.Option("--umap", help="Also lay positions out by UMAP.")] = False,
+    umap: Annotated[bool, typer.Option("--umap", help="Also project positions with UMAP.")] = False,
     samples: Annotated[
-        int, typer.Option("--samples", min=1, metavar="N", help="Images that are corrupted.")
+        int, typer.Option("--samples", min=1, metavar="N", help="Images to corrupt.")
     ] = 100,
     patch: Patch = None,
     batch: Batch = 100,
@@ -527,113 +532,117 @@ def study(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """What the position embeddings of models hold: explained variance, eigenvalues, projections,
-    how well places can be read off them. With data also where CLS looks in the last layer, errors
-    under corruptions, and how a model does on hard images and on images that show none of its
-    classes.
+    """Study the position embeddings of models: explained variance, eigenvalues, projections, and
+    how well positions can be predicted from them. With data also the attention of CLS in the last
+    layer, errors under corruptions, and results on hard and out-of-distribution images.
     """
     started = time.monotonic()
     check_outputs(json, report)
     check_device(device)
     set_threads(threads)
     if corruptions and data is None:
-        raise typer.BadParameter("corruptions need images and labels: --data")
+        raise typer.BadParameter("--corruptions requires --data with labels")
     if outside is not None and data is None:
         raise typer.BadParameter(
-            "images of no class are told from those of --data, which is missing",
+            "requires --data to compare with",
             param_hint="--outside",
         )
     from regauge.checkpoints.reader import open_checkpoint
-    from regauge.jigsaw import figures as reporting
+    from regauge.jigsaw import figures as report_figures
     from regauge.jigsaw.folder import load_together
     from regauge.jigsaw.masks import JigsawError
     from regauge.jigsaw.robustness import aupr, aurra, evaluate_corruptions, score_predictions
-    from regauge.jigsaw.studies import attention_maps
-    from regauge.jigsaw.studies import study_positions as look
+    from regauge.jigsaw.studies import attention_maps, study_positions
     from regauge.results.findings import Results
 
-    wrapped = {name: one.to(device) for name, one in load_together(models, patch).items()}
-    found: dict[str, Any] = {}
-    unchecked: list[
-        str
-    ] = []  # what a model lacks is no reason to leave the others, nor the rest of it
+    loaded = {name: model.to(device) for name, model in load_together(models, patch).items()}
+    studies: dict[str, Any] = {}
+    unchecked: list[str] = []  # a model that lacks a part is skipped for that part only
     with step_bar("study") as progress:
-        for i, (name, one) in enumerate(wrapped.items()):
-            progress(i, len(wrapped), Path(name).name)
+        for i, (name, model) in enumerate(loaded.items()):
+            progress(i, len(loaded), Path(name).name)
             try:
-                found[name] = look(one, seed=seed, umap=umap)
+                studies[name] = study_positions(model, seed=seed, umap=umap)
             except JigsawError as error:
                 unchecked.append(f"positions of {name}: {error}")
-    tables, figures = reporting.report_studies(found)
+    tables, figures = report_figures.report_studies(studies)
     if data is not None:
         source = sample.Sample(data, field, split, None, None, mean, std)
-        read = {
-            name: source.read(one.model, open_checkpoint(name), labelled=corruptions)
-            for name, one in wrapped.items()
+        datasets = {
+            name: source.read(model.model, open_checkpoint(name), labelled=corruptions)
+            for name, model in loaded.items()
         }
         maps: dict[str, Any] = {}
-        for name, one in wrapped.items():
-            examples = read[name][0]
+        for name, model in loaded.items():
+            examples = datasets[name][0]
             images = examples.batch(range(min(6, len(examples))))[0]["pixel_values"]
             try:
-                maps[name] = attention_maps(one, images.to(device)).mean(1).tolist()
+                maps[name] = attention_maps(model, images.to(device)).mean(1).tolist()
             except JigsawError as error:
                 unchecked.append(f"attention of {name}: {error}")
         if maps:
-            examples, task = read[next(iter(maps))]
+            examples, task = datasets[next(iter(maps))]
             figures = (
                 *figures,
-                reporting.plot_attention(
+                report_figures.plot_attention(
                     examples.batch(range(min(6, len(examples))))[0]["pixel_values"], task, maps
                 ),
             )
         if corruptions:
             from regauge.data.datasets import open_data
 
-            some = open_data(data, fields=sample.parse_fields(field), split=split).take(
+            subset = open_data(data, fields=sample.parse_fields(field), split=split).take(
                 samples, seed=seed
             )
             errors = {}
-            for name, one in wrapped.items():
+            for name, model in loaded.items():
                 with step_bar(f"corruptions, {Path(name).name}") as progress:
                     errors[name] = evaluate_corruptions(
-                        one.unwrap(),
-                        some,
-                        read[name][1],
+                        model.unwrap(),
+                        subset,
+                        datasets[name][1],
                         batch=batch,
                         device=device,
                         progress=progress,
                     )
-            more, drawn, missing = reporting.report_corruptions(errors)
+            corruption_tables, corruption_figures, skipped = report_figures.report_corruptions(
+                errors
+            )
             tables, figures, unchecked = (
-                (*tables, *more),
-                (*figures, *drawn),
-                [*unchecked, *missing],
+                (*tables, *corruption_tables),
+                (*figures, *corruption_figures),
+                [*unchecked, *skipped],
             )
         if outside is not None:
-            strange = replace(source, uri=outside)
+            outside_source = replace(source, uri=outside)
             areas = {}
-            for name, one in wrapped.items():
-                others, _ = strange.read(one.model, open_checkpoint(name), labelled=False)
-                sure, unsure = (
-                    score_predictions(one.unwrap(), some, batch, device)[0]
-                    for some in (read[name][0], others)
+            for name, model in loaded.items():
+                outliers, _ = outside_source.read(
+                    model.model, open_checkpoint(name), labelled=False
                 )
-                areas[name] = (aupr(sure, unsure), len(sure), len(unsure))
-            tables = (*tables, reporting.tabulate_outliers(areas))
+                confidence, outlier_confidence = (
+                    score_predictions(model.unwrap(), inputs, batch, device)[0]
+                    for inputs in (datasets[name][0], outliers)
+                )
+                areas[name] = (
+                    aupr(confidence, outlier_confidence),
+                    len(confidence),
+                    len(outlier_confidence),
+                )
+            tables = (*tables, report_figures.tabulate_outliers(areas))
     if hard is not None:
-        told = {}
-        for name, one in wrapped.items():
+        hard_scores = {}
+        for name, model in loaded.items():
             examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(
-                one.model, open_checkpoint(name)
+                model.model, open_checkpoint(name)
             )
-            sure, right = score_predictions(one.unwrap(), examples, batch, device)
-            told[name] = (float(right.mean()), aurra(sure, right), len(right))
-        tables = (*tables, reporting.tabulate_hard_images(told))
+            confidence, correct = score_predictions(model.unwrap(), examples, batch, device)
+            hard_scores[name] = (float(correct.mean()), aurra(confidence, correct), len(correct))
+        tables = (*tables, report_figures.tabulate_hard_images(hard_scores))
     if not tables and not figures:
         raise JigsawError(
             "\n".join(unchecked),
-            hint="give a model with CLS or absolute positions (ViT, DeiT), or --data with "
+            hint="pass a model with CLS or absolute positions (ViT, DeiT), or --data with "
             "--corruptions",
         )
     facts = {
@@ -649,12 +658,13 @@ def study(
 
 
 def _format_results(results: Results) -> str:
+    """Format results for a terminal: tables, and what was not checked."""
     from regauge.results.text import format_results
 
-    shown = format_results(results).partition("  finding")[0].rstrip()
+    tables = format_results(results).partition("  finding")[0].rstrip()
     return "\n".join(
         [
-            shown,
+            tables,
             *([""] if results.unchecked else []),
             *(f"not checked: {text}" for text in results.unchecked),
         ]

@@ -1,4 +1,6 @@
-"""`regauge lock`, `unlock` and `rekey`: obfuscate a model by a key, undo it, change the key."""
+"""`regauge lock`, `unlock` and `rekey`: obfuscate a model with a key, restore it,
+change the key.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 VERSION = 1
 _NOT_ENCRYPTION = (
-    "a lock is obfuscation, not encryption: docs/lock.md says who can undo it without the key"
+    "a lock is obfuscation, not encryption: docs/lock.md lists attacks that undo it without the key"
 )
 _GROUP_NAMES = {
     "permutation": "permutations",
@@ -26,16 +28,19 @@ _GROUP_NAMES = {
     "rotation": "rotations",
 }
 
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
 Retrained = Annotated[
     bool,
     typer.Option(
-        "--retrained", help="It was trained since it was locked: check its structure, not its data."
+        "--retrained",
+        help="The model was trained after locking: check its structure, not its data.",
     ),
 ]
 
 
 class Group(StrEnum):
+    """Groups that a lock may sample from."""
+
     permutation = "permutation"
     signed = "signed"
     rotation = "rotation"
@@ -46,25 +51,24 @@ def lock(
     key: options.KeyFile,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--output", metavar="OUT", help="The new folder (or .safetensors file)."
-        ),
+        typer.Option("-o", "--output", metavar="OUT", help="New folder (or .safetensors file)."),
     ] = None,
     group: Annotated[
         Group | None,
-        typer.Option("--group", help="Draw the element from this subgroup. Default: signed."),
+        typer.Option("--group", help="Subgroup to sample the element from. Default: signed."),
     ] = None,
     spaces: Annotated[
         str | None,
         typer.Option(
-            "--spaces", metavar="A,B", help="Move these spaces only. Default: all of the backbone."
+            "--spaces", metavar="A,B", help="Spaces to transform. Default: all of the backbone."
         ),
     ] = None,
     reseal: Annotated[
         bool,
         typer.Option(
             "--reseal",
-            help="MODEL is locked and was trained since: renew its commitment, in place or to OUT.",
+            help="Renew the commitment of a locked MODEL that was trained since, in place or to "
+            "OUT.",
         ),
     ] = False,
     passphrase_file: options.PassphraseFile = None,
@@ -75,15 +79,15 @@ def lock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Lock a model: move its backbone by a secret element, so that only who has the key can use it.
-    Obfuscation, not encryption.
+    """Lock a model: transform its backbone by a secret element, so that only the key holder can use
+    it. Obfuscation, not encryption.
     """
     if reseal and (group is not None or spaces is not None):
-        raise typer.BadParameter("--group and --spaces belong to a new lock, not to --reseal")
+        raise typer.BadParameter("--group and --spaces apply to a new lock, not to --reseal")
     if not reseal and out is None:
-        raise typer.BadParameter("name the locked model with -o OUT")
+        raise typer.BadParameter("pass -o OUT, the new locked model")
     if out is None and resume:
-        raise typer.BadParameter("--resume belongs to -o OUT")
+        raise typer.BadParameter("--resume requires -o OUT")
     started = time.monotonic()
 
     from regauge.cli.keygen import read_key, require_outside
@@ -92,15 +96,15 @@ def lock(
     from regauge.locking.lock import DEFAULT_GROUP, LOCKS
 
     secret = read_key(key, "lock", passphrase_file)
-    checkpoint, described = open_model(model, spec)
+    checkpoint, model_spec = open_model(model, spec)
     require_outside(key, checkpoint.path, *([] if out is None else [out]))
     if reseal:
         if out is not None:
-            job = lock_files.plan_reseal(checkpoint, described, out, secret, threads=threads)
+            job = lock_files.plan_reseal(checkpoint, model_spec, out, secret, threads=threads)
             return _write_job(job, "lock --reseal", started, resume, dry_run, json, threads)
-        record = lock_files.reseal(checkpoint, described, secret, threads=threads, dry_run=dry_run)
-        did = "dry run: this would renew" if dry_run else "renewed"
-        info(f"{did} the commitment of {checkpoint.path}, locked by the key {record.key}")
+        record = lock_files.reseal(checkpoint, model_spec, secret, threads=threads, dry_run=dry_run)
+        action = "dry run: this would renew" if dry_run else "renewed"
+        info(f"{action} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
             report = {
                 "version": VERSION,
@@ -112,15 +116,17 @@ def lock(
             print_json(report)
         return 0
     assert out is not None
-    chosen = (group or Group(DEFAULT_GROUP)).value
-    named = [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
-    if LOCKS[chosen].fold:
+    group_name = (group or Group(DEFAULT_GROUP)).value
+    space_names = (
+        [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
+    )
+    if LOCKS[group_name].fold:
         set_threads(threads)
     job = lock_files.plan_lock(
-        checkpoint, described, out, secret, group=chosen, spaces=named, threads=threads
+        checkpoint, model_spec, out, secret, group=group_name, spaces=space_names, threads=threads
     )
-    if LOCKS[chosen].fold:
-        how = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
+    if LOCKS[group_name].fold:
+        unlocking = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
         narrow = sorted(
             n
             for n in job.element.members
@@ -128,7 +134,7 @@ def lock(
             and job.element.spec.spaces[n].group.name == "permutation"
         )
         info(
-            f"rotations: {how} is to "
+            f"rotations: {unlocking} is exact up to "
             f"rounding{f'; {narrow[0]}: permutations only' if narrow else ''}"
         )
     code = _write_job(job, "lock", started, resume, dry_run, json, threads)
@@ -149,26 +155,26 @@ def unlock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Unlock a model. The key and the whole file are checked before anything is written."""
+    """Unlock a model. Checks the key and the whole file before writing anything."""
     started = time.monotonic()
     from regauge.cli.keygen import read_key
     from regauge.cli.model import open_model
     from regauge.locking import lock_files
 
     secret = read_key(key, "lock", passphrase_file)
-    checkpoint, described = open_model(model, spec)
+    checkpoint, model_spec = open_model(model, spec)
     job = lock_files.plan_unlock(
-        checkpoint, described, out, secret, retrained=retrained, threads=threads
+        checkpoint, model_spec, out, secret, retrained=retrained, threads=threads
     )
     if job.record.files is None:
         info(
-            "this lock binds the weights only: tokenizer and other files are as they were found "
-            "(regauge lock --reseal binds them)"
+            "this lock commits to the weights only: the tokenizer and other files are not "
+            "verified (regauge lock --reseal adds them)"
         )
     if job.record.group == "rotation":
         set_threads(threads)
         info(
-            "it was locked by rotations: the plain weights come back to "
+            "locked by rotations: the plain weights are restored up to "
             f"rounding{', with folded norms' if job.record.folded else ''}"
         )
     return _write_job(job, "unlock", started, resume, dry_run, json, threads)
@@ -176,16 +182,16 @@ def unlock(
 
 def rekey(
     model: options.LockedModel,
-    key: Annotated[
-        Path, typer.Option("-k", "--key", metavar="OLD", help="The key that locked it.")
-    ],
-    to: Annotated[Path, typer.Option("--to", metavar="NEW", help="The key that is to lock it.")],
+    key: Annotated[Path, typer.Option("-k", "--key", metavar="OLD", help="Key that locks it now.")],
+    new_key_file: Annotated[Path, typer.Option("--to", metavar="NEW", help="Key to lock it with.")],
     out: options.Out,
     retrained: Retrained = False,
     passphrase_file: options.PassphraseFile = None,
     to_passphrase_file: Annotated[
         Path | None,
-        typer.Option("--to-passphrase-file", metavar="F", help="The new key's passphrase."),
+        typer.Option(
+            "--to-passphrase-file", metavar="F", help="File with the new key's passphrase."
+        ),
     ] = None,
     spec: options.SpecFile = None,
     resume: Resume = False,
@@ -194,18 +200,19 @@ def rekey(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Change the key of a locked model, in one move: the plain model is never written."""
+    """Change the key of a locked model in one pass: the plain model is never written."""
     started = time.monotonic()
     from regauge.cli.keygen import read_key, require_outside
     from regauge.cli.model import open_model
     from regauge.locking import lock_files
 
-    old, new = read_key(key, "lock", passphrase_file), read_key(to, "lock", to_passphrase_file)
-    checkpoint, described = open_model(model, spec)
+    old_key = read_key(key, "lock", passphrase_file)
+    new_key = read_key(new_key_file, "lock", to_passphrase_file)
+    checkpoint, model_spec = open_model(model, spec)
     require_outside(key, out)
-    require_outside(to, checkpoint.path, out)
+    require_outside(new_key_file, checkpoint.path, out)
     job = lock_files.plan_rekey(
-        checkpoint, described, out, old, new, retrained=retrained, threads=threads
+        checkpoint, model_spec, out, old_key, new_key, retrained=retrained, threads=threads
     )
     if job.record.group == "rotation":
         set_threads(threads)
@@ -221,12 +228,13 @@ def _write_job(
     json: bool,
     threads: int | None,
 ) -> int:
+    """Write a planned lock, unlock or rekey, and report it."""
     from regauge.checkpoints.files import format_bytes
     from regauge.cli.write import summary, write_moved
 
     spec, record = job.element.spec, job.record
     if job.locked_dtype is not None:
-        info(f"it was locked in {job.locked_dtype}, and trained in another dtype since")
+        info(f"locked in {job.locked_dtype}, and trained in another dtype since")
     report: dict[str, Any] = {
         "version": VERSION,
         "command": command,

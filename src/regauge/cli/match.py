@@ -1,5 +1,5 @@
-"""`regauge match` and `regauge compare`: two models, and the description of the one that is nearest
-to the other.
+"""`regauge match` and `regauge compare`: align one model with another, or measure whether they
+share a basis.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from regauge.cli.match_results import (
     results_of_comparison,
     results_of_match,
 )
-from regauge.cli.pair import open_pair, parse_names, parse_weights
-from regauge.cli.pair import parse_layers as read_layers
+from regauge.cli.pair import open_pair, parse_layers, parse_names, parse_weights
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import ElementError
 
@@ -33,32 +32,34 @@ if TYPE_CHECKING:
 
 ModelA = Annotated[
     str,
-    typer.Argument(
-        metavar="A", help="The model that moves: a folder, a .safetensors file, or a hub id."
-    ),
+    typer.Argument(metavar="A", help="Model to align: a folder, a .safetensors file or a hub id."),
 ]
-ModelB = Annotated[str, typer.Argument(metavar="B", help="The model that stays.")]
+ModelB = Annotated[str, typer.Argument(metavar="B", help="Model to align to.")]
 Spaces = Annotated[
     str | None,
     typer.Option(
         "--spaces",
         metavar="A,B",
-        help="These spaces take part: stream, head, qk, vo, ffn, ... Default: all.",
+        help="Spaces to match: stream, head, qk, vo, ffn, ... Default: all.",
     ),
 ]
 Layers = Annotated[
     str | None,
-    typer.Option("--layers", metavar="0-5,11", help="Of what belongs to a layer, these only."),
+    typer.Option(
+        "--layers",
+        metavar="0-5,11",
+        help="Layers to match, of spaces that belong to a layer. Default: all.",
+    ),
 ]
 Group = Annotated[
     options.GroupKind,
-    typer.Option("--group", help="How far members may go; orthogonal is paper 003's rotations."),
+    typer.Option("--group", help="Largest group to search; orthogonal is paper 003's rotations."),
 ]
 Fold = Annotated[
     bool,
     typer.Option(
         "--fold",
-        help="Fold the norms of both first, which gives the stream its rotations. Needs "
+        help="Fold the norms of both first, which allows rotations of the stream. Needs "
         "--output-b.",
     ),
 ]
@@ -67,8 +68,8 @@ Fix = Annotated[
     typer.Option(
         "--fix",
         metavar="A,B",
-        help="Fix gauges of both first: keys, values (biases that nobody sees), balance. Needs "
-        "--output-b.",
+        help="Fix gauges of both first: keys, values (biases without effect), balance. "
+        "Needs --output-b.",
     ),
 ]
 Anchors = Annotated[
@@ -76,7 +77,7 @@ Anchors = Annotated[
     typer.Option(
         "--anchors",
         metavar="A,B",
-        help="Tensors to find a space by at first; * stands for anything.",
+        help="Tensors for the first estimate of a space; * is a wildcard.",
     ),
 ]
 Weight = Annotated[
@@ -84,7 +85,7 @@ Weight = Annotated[
     typer.Option(
         "--weight",
         metavar="NAME=W",
-        help="How much a tensor counts, 1 otherwise; * stands for anything. May be repeated.",
+        help="Weight of a tensor, 1 otherwise; * is a wildcard. Repeatable.",
     ),
 ]
 Sweeps = Annotated[
@@ -93,13 +94,13 @@ Sweeps = Annotated[
         "--sweeps",
         min=0,
         metavar="N",
-        help="How often all is fitted again after the first pass, at most.",
+        help="Largest number of sweeps after the first pass.",
     ),
 ]
 SharedTokens = Annotated[
     bool,
     typer.Option(
-        "--shared-tokens", help="Match by the tokens that both have, where the vocabularies differ."
+        "--shared-tokens", help="Match by the shared tokens of two different vocabularies."
     ),
 ]
 
@@ -113,7 +114,7 @@ def match(
             "-o",
             "--output",
             metavar="OUT",
-            help="The new folder: A, moved next to B, and match.json.",
+            help="New folder for the aligned A and match.json.",
         ),
     ],
     out_b: Annotated[
@@ -121,7 +122,7 @@ def match(
         typer.Option(
             "--output-b",
             metavar="OUT_B",
-            help="With --fold or --fix: B, likewise, which OUT is next to.",
+            help="With --fold or --fix: new folder for the prepared B, which OUT is aligned with.",
         ),
     ] = None,
     spaces: Spaces = None,
@@ -134,7 +135,7 @@ def match(
     rescale: Annotated[
         bool,
         typer.Option(
-            "--rescale", help="With --group orthogonal: one factor per head besides (paper 003)."
+            "--rescale", help="With --group orthogonal: also one factor per head (paper 003)."
         ),
     ] = False,
     sweeps: Sweeps = 10,
@@ -142,8 +143,8 @@ def match(
         bool,
         typer.Option(
             "--nearest/--anchored",
-            help="Sweeps fit the stream again too; or leave one that tables of tokens determine "
-            "where it was first put.",
+            help="Refit the stream in sweeps; or keep its first estimate where token tables "
+            "determine it.",
         ),
     ] = True,
     shared_tokens: SharedTokens = False,
@@ -153,7 +154,7 @@ def match(
         typer.Option(
             "--data",
             metavar="URI",
-            help="Match by what the two do on a sample of data. Default: by their weights.",
+            help="Match by activations on a sample of data. Default: by the weights.",
         ),
     ] = None,
     samples: Annotated[
@@ -162,7 +163,7 @@ def match(
             "--samples",
             min=1,
             metavar="N",
-            help="Examples of the sample, or texts that they write.",
+            help="Examples of the sample, or texts to generate.",
         ),
     ] = 64,
     field: sample.Field = None,
@@ -171,30 +172,30 @@ def match(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, options.seed_option("The seed that draws the sample.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the sample.")] = 0,
     refine: Annotated[
         str | None,
         typer.Option(
             "--refine",
             metavar="URI|self",
-            help="Go on by learning, on unlabelled data or on text that they write: moves only "
-            "the element.",
+            help="Refine the element by gradient descent on unlabelled data or, with self, on "
+            "text that the models generate.",
         ),
     ] = None,
     refine_steps: Annotated[
-        int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of learning.")
+        int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of the refinement.")
     ] = 200,
     workers: Annotated[
         int,
-        typer.Option("--workers", min=1, metavar="N", help="Search layers in this many processes."),
+        typer.Option("--workers", min=1, metavar="N", help="Worker processes of the search."),
     ] = 1,
     save_element: Annotated[
         Path | None,
-        typer.Option("--save-element", metavar="F", help="Save the element that was found here."),
+        typer.Option("--save-element", metavar="F", help="New file for the element."),
     ] = None,
     spec: options.SpecFile = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with an interrupted run of the same match.")
+        bool, typer.Option("--resume", help="Resume an interrupted run of the same match.")
     ] = False,
     dry_run: options.DryRun = False,
     json: options.JsonFile = None,
@@ -202,20 +203,22 @@ def match(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Move A next to B: the same function as A, in the description that is nearest to B's. Any
-    merging tool can take the result.
+    """Align A with B: the same function as A, in the basis nearest to B. Any merging tool can take
+    the result.
     """
     started = time.monotonic()
-    fixed = parse_names(fix) or []
-    if (fold or bool(fixed)) != (out_b is not None):
+    gauges = parse_names(fix) or []
+    if (fold or bool(gauges)) != (out_b is not None):
         raise typer.BadParameter(
-            "--fold or --fix and --output-b belong together: a folded A is next to a folded B, "
-            "and not to B itself"
+            "--output-b requires --fold or --fix, and they require it: a folded A is aligned "
+            "with a folded B, not with B itself"
         )
     if self_written and sample_data is not None:
-        raise typer.BadParameter("either --data or --self-written")
+        raise typer.BadParameter("pass either --data or --self-written, not both")
     if out_b is not None and out_b.absolute() == out.absolute():
-        raise typer.BadParameter("--output and --output-b are one folder: A and B need one each")
+        raise typer.BadParameter(
+            f"--output and --output-b must be different folders, got {out} twice"
+        )
     check_outputs(json, report)
     from regauge.checkpoints.element_files import save_element as save
     from regauge.checkpoints.files import format_bytes
@@ -224,16 +227,16 @@ def match(
     from regauge.cli.move import require_outside
     from regauge.cli.write import summary, write_moved
     from regauge.core.element import identity
-    from regauge.matching import match as find
+    from regauge.matching import match as find_match
     from regauge.results.findings import to_json
 
-    for new in (out, out_b or out):
-        check_new(new)  # at once: fixing gauges reads both models
+    for new_folder in (out, out_b or out):
+        check_new(new_folder)  # before fixing gauges, which reads both models
     set_threads(threads)
-    pair = open_pair(a, b, spec, fold=fold, fix=fixed, shared_tokens=shared_tokens)
+    pair = open_pair(a, b, spec, fold=fold, fix=gauges, shared_tokens=shared_tokens)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
-    counted = parse_weights(weight)
+    tensor_weights = parse_weights(weight)
     for target in (out, out_b):
         for source in (pair.a, pair.b):
             if target is not None:
@@ -243,7 +246,7 @@ def match(
             raise ElementError(f"{save_element} exists already", hint="name a new file")
         for target in (out, out_b or out):
             require_outside(save_element, target, pair.a.checkpoint.path)
-    wishes = (
+    settings = (
         spaces,
         layers,
         group.value,
@@ -259,115 +262,118 @@ def match(
         seed,
         nearest,
     )
-    work = MatchState(out, pair, " ".join(map(str, wishes)))
-    start, known = work.load() if resume else (None, None)
-    seen, live, refined = None, None, None
+    state = MatchState(out, pair, " ".join(map(str, settings)))
+    start, known_spaces = state.load() if resume else (None, None)
+    activations, models, refined = None, None, None
 
-    def _sample(uri: str | None) -> sample.Sample | None:
+    def make_sample(uri: str | None) -> sample.Sample | None:
         return (
             None
             if uri in (None, "self")
             else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
         )
 
-    lessons: list[dict[str, Any]] = []
-    if (
-        self_written or sample_data is not None or refine is not None
-    ):  # before the search: what cannot be read is refused at once
-        chosen = [_read_batches(pair, _sample(uri), samples, seed) for uri in (refine, sample_data)]
-        live = LoadedPair(pair, samples, seed)
-        lessons = live.batches_or_generated(chosen[0]) if refine is not None else []
-        seen = (
-            live.record_activations(live.batches_or_generated(chosen[1]))
+    refine_batches: list[dict[str, Any]] = []
+    if self_written or sample_data is not None or refine is not None:
+        # Before the search, so that unreadable data fail at once.
+        to_refine, to_match = (
+            _read_batches(pair, make_sample(uri), samples, seed) for uri in (refine, sample_data)
+        )
+        models = LoadedPair(pair, samples, seed)
+        refine_batches = models.batches_or_generated(to_refine) if refine is not None else []
+        activations = (
+            models.record_activations(models.batches_or_generated(to_match))
             if self_written or sample_data is not None
             else None
         )
-    if known:
-        info(f"goes on with what the interrupted run found of {len(known)} spaces")
+    if known_spaces:
+        info(f"resuming with {len(known_spaces)} spaces that the interrupted run found")
     with step_bar("match") as progress:
-        found = find(
+        result = find_match(
             pair.spec,
             pair.a.state,
             pair.b.state,
             spaces=parse_names(spaces),
-            layers=read_layers(layers),
+            layers=parse_layers(layers),
             within=group.value,
             rows=pair.rows,
-            activations=seen,
-            weights=counted,
+            activations=activations,
+            weights=tensor_weights,
             anchors=parse_names(anchors),
             sweeps=sweeps,
             nearest=nearest,
             rescale=rescale,
             workers=workers,
             start=start,
-            known_spaces=known,
-            save=None if dry_run else work.save,
+            known_spaces=known_spaces,
+            save=None if dry_run else state.save,
             progress=progress,
         )
-    if live is not None and lessons:
-        refined = live.refine(found.element, lessons, refine_steps)
-        found = found.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
+    if models is not None and refine_batches:
+        refined = models.refine(result.element, refine_batches, refine_steps)
+        result = result.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
         info(
             f"refined in {refined.best_step} of {refine_steps} steps: divergence from the ends "
             f"{refined.initial_loss:.4f}, now {refined.loss:.4f}"
         )
     results = results_of_match(
         pair,
-        found,
+        result,
         {
             **facts_of_run(),
             "a": a,
             "b": b,
             "folded": fold,
-            "fixed": fixed,
+            "fixed": gauges,
             "group": group.value,
             "by": _describe_source(sample_data, self_written),
             **_refinement_facts(refine, refined),
         },
-        by_weights=seen is None,
+        by_weights=activations is None,
         refined=refined,
     )
     if not dry_run:
-        thunks = pair.a.thunks(found.element)
+        thunks = pair.a.thunks(result.element)
         mode = pair.a.checkpoint.mode & pair.b.checkpoint.mode
         plan = pair.a.plan(
-            out, found.element, thunks, mode=mode, match_json=to_json(results).encode()
+            out, result.element, thunks, mode=mode, match_json=to_json(results).encode()
         )
         written = write_moved(out, plan, thunks, "matching", resume, threads)
         info(
             f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
-            "moves "
-            f"{summary(found.element)}"
+            f"transforms {summary(result.element)}"
         )
         if out_b is not None:
-            none = identity(pair.spec)
-            thunks = pair.b.thunks(none)
+            unchanged = identity(pair.spec)
+            thunks = pair.b.thunks(unchanged)
             write_moved(
                 out_b,
-                pair.b.plan(out_b, none, thunks, mode=mode),
+                pair.b.plan(out_b, unchanged, thunks, mode=mode),
                 thunks,
                 "preparing B",
                 resume,
                 threads,
             )
-            steps = (("folded", fold), ("with fixed gauges", fixed))
-            info(f"wrote {out_b}: B, {' and '.join(name for name, wanted in steps if wanted)}")
+            preparations = (("folded", fold), ("with fixed gauges", gauges))
+            applied = " and ".join(name for name, is_applied in preparations if is_applied)
+            info(f"wrote {out_b}: B, {applied}")
         if save_element is not None:
-            save(found.element, save_element, new=True)
-        work.delete()
-    return deliver(results, format_match(found, results), json, report)
+            save(result.element, save_element, new=True)
+        state.delete()
+    return deliver(results, format_match(result, results), json, report)
 
 
 def _describe_source(sample_data: str | None, self_written: bool) -> str:
-    return "text that the two wrote" if self_written else sample_data or "weights"
+    """Describe what two models were matched by."""
+    return "self-written text" if self_written else sample_data or "weights"
 
 
 def _refinement_facts(refine: str | None, refined: Refinement | None) -> dict[str, Any]:
+    """Return the facts of a refinement."""
     if refined is None:
         return {}
     about = {
-        "data": "text that the two wrote" if refine == "self" else refine,
+        "data": "self-written text" if refine == "self" else refine,
         "steps": refined.best_step,
         "seconds": round(refined.seconds, 1),
     }
@@ -383,7 +389,7 @@ def _refinement_facts(refine: str | None, refined: Refinement | None) -> dict[st
 def _read_batches(
     pair: Pair, source: sample.Sample | None, count: int, seed: int
 ) -> list[dict[str, Any]] | None:
-    """A sample of data, without labels, as A reads it."""
+    """Read a sample of data, without labels, as inputs of A."""
     from regauge.models.load import load_empty
 
     if source is None:
@@ -393,12 +399,12 @@ def _read_batches(
 
 
 class LoadedPair:
-    """Both models, loaded to be seen at work: with the weights that are matched, folded or not."""
+    """Both models in memory, with the weights that are matched, folded or not."""
 
     def __init__(self, pair: Pair, count: int, seed: int) -> None:
         from regauge.models.load import load_model
 
-        info("loads both models, to see them at work")
+        info("loading both models to record activations")
         self.pair, self.count, self.seed = pair, count, seed
         self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
         self.states = [
@@ -407,7 +413,7 @@ class LoadedPair:
         ]
 
     def batches_or_generated(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """These batches, or if there are none, text that the two write."""
+        """Return the batches, or, for None, text that the two models generate."""
         from regauge.matching.activations import generate_text
 
         return (
@@ -417,15 +423,17 @@ class LoadedPair:
         )
 
     def record_activations(self, batches: list[dict[str, Any]]) -> tuple[Activations, Activations]:
+        """Record the activations of both models on these batches."""
         from regauge.matching.activations import record
 
-        one, other = (
+        of_a, of_b = (
             record(model, state, self.pair.spec, batches)
             for model, state in zip(self.models, self.states, strict=True)
         )
-        return one, other
+        return of_a, of_b
 
     def refine(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refinement:
+        """Refine an element by gradient descent on these batches."""
         from regauge.matching.refine import refine
 
         with step_bar("refine") as progress:
@@ -449,47 +457,45 @@ class LoadedPair:
 
 
 class MatchState:
-    """What a match has found so far, kept beside its output for `--resume`, until that is
-    written.
+    """State of an unfinished match, saved beside its output for `--resume` until that
+    is written.
     """
 
-    def __init__(self, out: Path, pair: Pair, wishes: str) -> None:
+    def __init__(self, out: Path, pair: Pair, settings: str) -> None:
         stamps = [
             (n, s.size, s.path.stat().st_mtime_ns)
             for side in (pair.a, pair.b)
             for n, s in side.checkpoint.files.items()
         ]
-        self.spec, self.digest = (
-            pair.spec,
-            hashlib.sha256(f"{stamps} {wishes}".encode()).hexdigest(),
-        )
-        self.path, self.index = (
-            out.with_name(f".{out.name}.match"),
-            out.with_name(f".{out.name}.match.json"),
-        )
+        self.spec = pair.spec
+        self.digest = hashlib.sha256(f"{stamps} {settings}".encode()).hexdigest()
+        self.path = out.with_name(f".{out.name}.match")
+        self.index = out.with_name(f".{out.name}.match.json")
 
-    def save(self, g: Element, known: list[str]) -> None:
+    def save(self, g: Element, spaces: list[str]) -> None:
+        """Save the element and the names of the spaces found so far."""
         from regauge.checkpoints.element_files import save_element
         from regauge.checkpoints.files import write_bytes
 
         save_element(g, self.path)
-        write_bytes(self.index, dumps({"of": self.digest, "known": known}).encode(), mode=0o600)
+        write_bytes(self.index, dumps({"of": self.digest, "known": spaces}).encode(), mode=0o600)
 
     def load(self) -> tuple[Element | None, list[str] | None]:
-        """The element so far and its spaces, or nothing if there is none, or none of this match."""
+        """Return the saved element and its spaces, or (None, None) if none is of this match."""
         from regauge.checkpoints.element_files import load_element
         from regauge.checkpoints.reader import read_json
 
         if not self.path.exists() or not self.index.exists():
             return None, None
-        about = read_json(self.index)
-        if about.get("of") != self.digest:
-            info("what an interrupted run left is of another match, and is not used")
+        saved = read_json(self.index)
+        if saved.get("of") != self.digest:
+            info("ignoring the state of another match")
             return None, None
         g = load_element(self.path, self.spec)
-        return g, [s for s in about["known"] if s in self.spec.spaces]
+        return g, [s for s in saved["known"] if s in self.spec.spaces]
 
     def delete(self) -> None:
+        """Delete the saved state."""
         for path in (self.path, self.index):
             path.unlink(missing_ok=True)
 
@@ -502,28 +508,29 @@ def compare(
         bool,
         typer.Option(
             "--fold",
-            help="Fold the norms of both first: rotations of the stream are then looked for as "
-            "well.",
+            help="Fold the norms of both first, which allows rotations of the stream.",
         ),
     ] = False,
     group: Group = options.GroupKind.full,
     sweeps: Sweeps = 3,
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
-    seed: Annotated[int, options.seed_option("The seed of the control.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the control.")] = 0,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Do two models share a basis, as they stand or after a match? To be asked before any merge."""
+    """Measure whether two models share a basis, directly or after matching. Check this before
+    merging.
+    """
     check_outputs(json, report)
-    from regauge.matching.compare import compare as find
+    from regauge.matching.compare import compare as compare_bases
 
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     set_threads(threads)
     with step_bar("compare") as progress:
-        found = find(
+        comparison = compare_bases(
             pair.spec,
             pair.a.state,
             pair.b.state,
@@ -536,7 +543,7 @@ def compare(
         )
     results = results_of_comparison(
         pair,
-        found,
+        comparison,
         {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed},
     )
-    return deliver(results, format_comparison(found, results), json, report)
+    return deliver(results, format_comparison(comparison, results), json, report)

@@ -1,4 +1,4 @@
-"""What `regauge match` and `regauge compare` tell: results, and the same as text."""
+"""Results of `regauge match` and `regauge compare`, and their text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def results_of_match(
     pair: Pair,
-    found: Match,
+    result: Match,
     facts: dict[str, Any],
     *,
     by_weights: bool = True,
@@ -24,24 +24,24 @@ def results_of_match(
 
     Args:
         pair: the two models.
-        found: the match.
+        result: the match.
         facts: the facts of the run.
-        by_weights: the distance of the weights is what was minimized. Otherwise it is reported
-        without a verdict: a match by
-            activations, or one that was refined, may end at a larger distance.
+        by_weights: whether the distance of the weights was minimized. Otherwise it is reported
+            without a verdict: a match by activations, or a refined one, may end at a larger
+            distance.
         refined: the refinement, whose divergence gets the verdict.
     """
     from regauge.results.findings import Figure, Finding, Results
 
     distance = Finding(
         "match/distance",
-        "the moved model is nearer than the model as it stands",
-        found.distance <= found.distance_before if by_weights and refined is None else None,
-        found.distance,
+        "the aligned model is nearer than the original",
+        result.distance <= result.distance_before if by_weights and refined is None else None,
+        result.distance,
         0.0,
-        found.distance_before,
-        f"distance {found.distance_before:.4g} as they stand, {found.distance:.4g} after "
-        f"matching ({found.relative_distance:.1%} of B's norm)",
+        result.distance_before,
+        f"distance {result.distance_before:.4g} unmatched, {result.distance:.4g} after "
+        f"matching ({result.relative_distance:.1%} of B's norm)",
         measure="Euclidean distance",
     )
     findings = [distance]
@@ -52,12 +52,12 @@ def results_of_match(
         )
         statement = "refinement does not raise the divergence from the ends on held-out data"
         measure = "divergence in nats"
-        held = refined.loss <= refined.initial_loss
+        holds = refined.loss <= refined.initial_loss
         findings.append(
             Finding(
                 "match/divergence",
                 statement,
-                held,
+                holds,
                 refined.loss,
                 0.0,
                 refined.initial_loss,
@@ -65,55 +65,58 @@ def results_of_match(
                 measure=measure,
             )
         )
-    steps = [s.name for s in found.steps]
+    steps = [s.name for s in result.steps]
     search = Figure(
         "The search",
         "lines",
         {
             "x": list(range(len(steps))),
-            "y": {"distance": [s.squared**0.5 for s in found.steps]},
+            "y": {"distance": [s.squared**0.5 for s in result.steps]},
             "xlabel": "0: first pass; then sweeps",
             "ylabel": "distance",
         },
     )
     return Results(
-        f"{pair.a.checkpoint.path.name} next to {pair.b.checkpoint.path.name}",
+        f"{pair.a.checkpoint.path.name} aligned with {pair.b.checkpoint.path.name}",
         tuple(findings),
-        (modules_table(found), steps_table(found)),
+        (modules_table(result), steps_table(result)),
         (search,) if len(steps) > 1 else (),
         {
             **facts,
             "family": pair.spec.family,
-            "order": list(found.order),
-            "seconds": round(found.seconds, 2),
+            "order": list(result.order),
+            "seconds": round(result.seconds, 2),
         },
-        tuple(found.notes),
+        tuple(result.notes),
     )
 
 
-def modules_table(found: Match) -> Table:
+def modules_table(result: Match) -> Table:
+    """Return the table of distances by module."""
     from regauge.results.findings import Table
 
-    rows = tuple((module, before, after) for module, (before, after) in found.by_module().items())
+    rows = tuple((module, before, after) for module, (before, after) in result.by_module().items())
     return Table(
         "Distance by module",
         ("module", "before", "after"),
-        (*rows, ("all", found.distance_before, found.distance)),
+        (*rows, ("all", result.distance_before, result.distance)),
     )
 
 
-def steps_table(found: Match) -> Table:
+def steps_table(result: Match) -> Table:
+    """Return the table of the search, step by step."""
     from regauge.results.findings import Table
 
-    rows, last = [], found.distance_before
-    for step in found.steps:
-        now = step.squared**0.5
-        rows.append((step.name, now, last - now, round(step.seconds, 2)))
-        last = now
+    rows, previous = [], result.distance_before
+    for step in result.steps:
+        current = step.squared**0.5
+        rows.append((step.name, current, previous - current, round(step.seconds, 2)))
+        previous = current
     return Table("Gains by step", ("step", "distance", "gain", "seconds"), tuple(rows))
 
 
-def format_match(found: Match, results: Results) -> str:
+def format_match(result: Match, results: Results) -> str:
+    """Format a match for a terminal."""
     from regauge.models.summary import format_columns
     from regauge.results.report import format_number
 
@@ -126,104 +129,104 @@ def format_match(found: Match, results: Results) -> str:
         "",
         *(f.sentence for f in results.findings),
     ]
-    return "\n".join([*lines, *(f"note: {n}" for n in found.notes)])
+    return "\n".join([*lines, *(f"note: {n}" for n in result.notes)])
 
 
-def results_of_comparison(pair: Pair, found: Comparison, facts: dict[str, Any]) -> Results:
+def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, Any]) -> Results:
+    """Return the results of a comparison."""
     from regauge.results.findings import Figure, Finding, Results, Table
 
-    stand, moved, chance = found.cosines
+    unmatched, matched, chance = comparison.cosines
     findings = (
         Finding(
-            "basis/as they stand",
-            "the two share a basis as they stand",
+            "basis/unmatched",
+            "the two share a basis unmatched",
             None,
-            stand,
+            unmatched,
             chance,
             1.0,
-            found.explanation,
+            comparison.explanation,
             measure="cosine of the matrices",
         ),
         Finding(
             "basis/matched",
             "the two share a basis after a match",
             None,
-            moved,
+            matched,
             chance,
             1.0,
-            f"cosine {moved:.3f} after matching; what matching makes of shuffled weights is "
+            f"cosine {matched:.3f} after matching; the control, shuffled weights, reaches "
             f"{chance:.3f}",
             measure="cosine of the matrices",
         ),
         Finding(
             "basis/invariant",
-            "what no description changes",
+            "invariants under every symmetry",
             None,
-            found.relative_invariant_distance,
+            comparison.relative_invariant_distance,
             0.0,
             None,
             "invariants (spectra, products of heads, sorted gains) differ by "
-            f"{found.relative_invariant_distance:.2%} of B's",
+            f"{comparison.relative_invariant_distance:.2%} of B's",
             measure="relative distance",
         ),
     )
     by_layer = Table(
         "By layer",
         ("layer", "cosine", "cosine, matched", "distance", "distance, matched"),
-        tuple((label, *values) for label, values in found.layers.items()),
+        tuple((label, *values) for label, values in comparison.layers.items()),
     )
-    still = Table(
-        "What stays in its place",
+    fixed = Table(
+        "Fixed share",
         ("space", "share"),
-        tuple(found.fixed_shares.items()),
-        "Of a permutation its fixed places; of a matrix the mean diagonal.",
+        tuple(comparison.fixed_shares.items()),
+        "Of a permutation the share of fixed points; of a matrix the mean diagonal.",
     )
     figure = Figure(
         "Cosine by layer",
         "bars",
         {
-            "labels": list(found.layers),
+            "labels": list(comparison.layers),
             "y": {
-                "as they stand": [v[0] for v in found.layers.values()],
-                "matched": [v[1] for v in found.layers.values()],
+                "unmatched": [v[0] for v in comparison.layers.values()],
+                "matched": [v[1] for v in comparison.layers.values()],
             },
             "ylabel": "cosine",
         },
     )
     verdict = {
-        "verdict": found.verdict,
-        "in words": found.explanation,
+        "verdict": comparison.verdict,
+        "in words": comparison.explanation,
         "family": pair.spec.family,
-        "seconds of matching": round(found.match.seconds, 2),
+        "seconds of matching": round(comparison.match.seconds, 2),
     }
-    title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {found.verdict}"
+    title = f"{pair.a.checkpoint.path.name} and {pair.b.checkpoint.path.name}: {comparison.verdict}"
     return Results(
         title,
         findings,
-        (by_layer, still, modules_table(found.match)),
+        (by_layer, fixed, modules_table(comparison.match)),
         (figure,),
         {**facts, **verdict},
-        tuple(found.match.notes),
+        tuple(comparison.match.notes),
     )
 
 
-def format_comparison(found: Comparison, results: Results) -> str:
+def format_comparison(comparison: Comparison, results: Results) -> str:
+    """Format a comparison for a terminal."""
     from regauge.models.summary import format_columns
     from regauge.results.report import format_number
 
     table = results.tables[0]
     rows = [table.columns, *(tuple(format_number(c) for c in row) for row in table.rows)]
-    stand, moved, chance = found.cosines
+    unmatched, matched, chance = comparison.cosines
     lines = [results.title, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
     lines += [
         (
-            f"cosine of the matrices: {stand:.4f} as they stand, {moved:.4f} matched, {chance:.4f} "
-            "by chance"
-        )
-    ]
-    lines += [
-        f"what no description changes differs by {found.relative_invariant_distance:.2%}",
+            f"cosine of the matrices: {unmatched:.4f} unmatched, {matched:.4f} matched, "
+            f"{chance:.4f} by chance"
+        ),
+        f"invariants differ by {comparison.relative_invariant_distance:.2%}",
         "",
-        found.explanation,
+        comparison.explanation,
     ]
-    return "\n".join([*lines, *(f"note: {n}" for n in found.match.notes)])
+    return "\n".join([*lines, *(f"note: {n}" for n in comparison.match.notes)])

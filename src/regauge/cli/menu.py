@@ -1,8 +1,7 @@
-"""What `regauge` alone says, which panel of the help a command stands in, and the example that ends
-each command's help.
+"""The text of `regauge` without arguments, the help panel of each command, and the example at the
+end of each command's help.
 
-One literal for all commands: a test walks them, and refuses a command without an example or an
-example that its command does not take.
+One literal holds all examples: a test checks that each command has one, and accepts it.
 """
 
 from __future__ import annotations
@@ -11,22 +10,22 @@ OVERVIEW = """\
 Rewrite a Transformer's weights in another basis without changing what it computes.
 
 Start here
-  regauge demo                          two minutes, no downloads; writes a page to look at
-  regauge doctor                        what is installed and missing, and how to get it
-  regauge inspect MODEL                 the symmetries of a model: a folder, a file or a hub id
+  regauge demo                          two minutes, no downloads; writes an HTML page
+  regauge doctor                        what is installed and missing, and how to install it
+  regauge inspect MODEL                 symmetries of a model: a folder, a file or a hub id
 
-Then, by what you want
-  equal weights in another basis        regauge move MODEL --random -o OUT
-  check the theory on my model          regauge verify MODEL
+Then, by task
+  the same model in another basis       regauge move MODEL --random -o OUT
+  check the theorems on a model         regauge verify MODEL
   do two models share a basis?          regauge compare A B
-  merge models trained apart            regauge merge A B --align -o OUT
+  merge independently trained models    regauge merge A B --align -o OUT
   lock weights with a key               regauge keygen -o KEY, regauge lock MODEL -k KEY -o LOCKED
-  what such a lock is worth             regauge audit lock LOCKED -k KEY --against BASE
+  measure what a lock is worth          regauge audit lock LOCKED -k KEY --against BASE
   encrypt a model at rest               regauge seal MODEL -k SEALKEY -o MODEL.sealed
   backbone on a server, data here       regauge split certs, then split serve and split train
-  training with jigsaw puzzles          regauge jigsaw train MODEL --data IMAGES -o OUT
-  federated training                    regauge federate MODEL --data IMAGES --clients 4 -o RUN
-  what gradients leak                   regauge audit gradients MODEL --data IMAGES
+  train with jigsaw puzzles             regauge jigsaw train MODEL --data IMAGES -o OUT
+  train on federated data               regauge federate MODEL --data IMAGES --clients 4 -o RUN
+  measure what gradients leak           regauge audit gradients MODEL --data IMAGES
 
 regauge --help lists all commands; regauge COMMAND --help ends with an example."""
 
@@ -78,10 +77,12 @@ EXAMPLES = {
 
 
 def panel_of(name: str) -> str | None:
-    """The panel of a command in `regauge --help`; None for the last one, of all others."""
+    """Return the panel of a command in `regauge --help`, or None for the last panel, of
+    all others.
+    """
     return next((panel for panel, names in PANELS.items() if name in names), None)
 
 
 def epilog_of(name: str) -> str | None:
-    """The last line of a command's help."""
+    """Return the last line of a command's help."""
     return f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None

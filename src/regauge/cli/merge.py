@@ -1,4 +1,4 @@
-"""`regauge merge`: several models into one, by a recipe or by the options."""
+"""`regauge merge`: merge several models, by a recipe or by the options."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def merge(
         list[str],
         typer.Argument(
             metavar="RECIPE.yaml | A B ...",
-            help="A recipe, or the models: folders, files or hub ids.",
+            help="Recipe, or the models: folders, files or hub ids.",
         ),
     ],
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new folder.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="New folder.")],
     method: Annotated[
         str | None,
         typer.Option(
             "--method",
             metavar="M",
-            help="linear (default), slerp, ties, ...; docs/merge.md has all.",
+            help="linear (default), slerp, ties, ...; all in docs/merge.md.",
         ),
     ] = None,
     base: Annotated[
@@ -41,7 +41,7 @@ def merge(
         typer.Option(
             "--base",
             metavar="X",
-            help="The base model, for methods that add up differences from one.",
+            help="Base model, for methods that add differences from one.",
         ),
     ] = None,
     weight: Annotated[
@@ -49,7 +49,7 @@ def merge(
         typer.Option(
             "--weight",
             metavar="W",
-            help="A model's weight, in their order; once: of each. Default: 1.",
+            help="Weight of a model, in their order; once: for each. Default: 1.",
         ),
     ] = None,
     parameter: Annotated[
@@ -57,7 +57,7 @@ def merge(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="A parameter of the method: density=0.5, t=0.3, ... May be repeated.",
+            help="Parameter of the method: density=0.5, t=0.3, ... Repeatable.",
         ),
     ] = None,
     dtype: Annotated[
@@ -65,7 +65,7 @@ def merge(
         typer.Option(
             "--dtype",
             metavar="D",
-            help="The dtype of the output. Default: that of the base or of A.",
+            help="Dtype of the output. Default: that of the base or of A.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -73,44 +73,40 @@ def merge(
         typer.Option(
             "--tokenizer",
             metavar="base|union|MODEL",
-            help="Where vocabularies differ: whose tokens the output has.",
+            help="Vocabulary of the output, if vocabularies differ.",
         ),
     ] = None,
     align: Annotated[
         bool,
-        typer.Option("--align", help="Move every model next to the base, or to A, before merging."),
+        typer.Option("--align", help="Align every model with the base, or with A, before merging."),
     ] = False,
     data: Annotated[
         str | None,
-        typer.Option(
-            "--data", metavar="URI", help="What fisher, regmean and ot_acts look at the models on."
-        ),
+        typer.Option("--data", metavar="URI", help="Data for fisher, regmean and ot_acts."),
     ] = None,
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=1, metavar="N", help="Examples that are looked at. Default: 256."
+            "--samples", min=1, metavar="N", help="Examples of the data to use. Default: 256."
         ),
     ] = None,
     labels: Annotated[
         bool,
         typer.Option(
-            "--labels", help="fisher: by the data's labels, not by the model's predictions."
+            "--labels", help="fisher: use the data's labels, not the model's predictions."
         ),
     ] = False,
     field: sample.Field = None,
     split: Annotated[
         str | None,
-        typer.Option(
-            "--split", metavar="S", help="The split of a data set of the hub. Default: test."
-        ),
+        typer.Option("--split", metavar="S", help="Split of a hub dataset. Default: test."),
     ] = None,
     data_tokenizer: Annotated[
         str | None,
         typer.Option(
             "--data-tokenizer",
             metavar="FILE",
-            help="For texts. Default: the one beside each model.",
+            help="Tokenizer file, for texts. Default: the one beside each model.",
         ),
     ] = None,
     length: sample.Length = None,
@@ -119,23 +115,23 @@ def merge(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Merge models that share no basis, or of different kinds, as they are."
+            "--force", help="Merge models that share no basis, or of different kinds, unaligned."
         ),
     ] = False,
-    seed: Annotated[int, options.seed_option("The seed of methods that draw.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of randomized methods.")] = 0,
     shard_size: Annotated[
         str,
         typer.Option(
             "--shard-size",
             metavar="SIZE",
-            help="The size of a file of the output, at most: 500MB, 2GB.",
+            help="Largest size of an output file: 500MB, 2GB.",
         ),
     ] = "2GB",
     resume: Annotated[
         bool,
         typer.Option(
             "--resume/--anew",
-            help="Go on with what an interrupted run of the same merge has written.",
+            help="Resume an interrupted run of the same merge, or start over.",
         ),
     ] = True,
     dry_run: options.DryRun = False,
@@ -143,25 +139,25 @@ def merge(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Merge models into one, tensor by tensor: mergekit's recipes and methods, after asking whether
-    the models share a basis at all.
+    """Merge models tensor by tensor, with mergekit's recipes and methods. Checks first whether the
+    models share a basis.
     """
     started = time.monotonic()
-    size = _parse_size(shard_size)
-    by_file = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
-    if by_file and any(
+    shard_bytes = _parse_size(shard_size)
+    is_recipe = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
+    if is_recipe and any(
         value is not None for value in (method, base, weight, parameter, dtype, tokenizer)
     ):
         raise typer.BadParameter(
-            "the recipe says what is merged and how: write --method, --base, --weight, --set, "
-            "--dtype or --tokenizer into it"
+            "the recipe defines the merge: set --method, --base, --weight, --set, --dtype or "
+            "--tokenizer there"
         )
-    sampled = _build_data_section(
+    data_section = _build_data_section(
         data, samples, labels, field, split, data_tokenizer, length, mean, std
     )
-    if by_file and sampled:
+    if is_recipe and data_section:
         raise typer.BadParameter(
-            "the recipe says what is looked at: write data: into it, in place of --data"
+            "the recipe defines the data: write data: there, instead of --data"
         )
     from dataclasses import replace
 
@@ -171,7 +167,7 @@ def merge(
     from regauge.cli.model import require_unlocked
     from regauge.cli.run import set_threads
     from regauge.cli.write import write_moved
-    from regauge.merging.engine import align as moved_by
+    from regauge.merging.engine import align as align_models
     from regauge.merging.engine import open_merge, plan_merge, require_basis, serialize_inputs
     from regauge.merging.methods import METHODS
     from regauge.merging.recipe_yaml import read_recipe
@@ -180,9 +176,9 @@ def merge(
 
     recipe = (
         read_recipe(Path(models[0]))
-        if by_file
+        if is_recipe
         else _build_recipe(
-            models, method, base, weight, parameter, dtype, tokenizer, align, sampled
+            models, method, base, weight, parameter, dtype, tokenizer, align, data_section
         )
     )
     if align and recipe.align is None:
@@ -190,45 +186,44 @@ def merge(
     for note in recipe.notes:
         warn(f"{recipe.origin}, {note}")
     check_new(out)
-    opened = open_merge(recipe, seed=seed, force=force)
-    for model in opened.models.values():
+    job = open_merge(recipe, seed=seed, force=force)
+    for model in job.models.values():
         require_unlocked(model.checkpoint)
-    plan_merge(
-        opened, out, shard_bytes=size
-    )  # an output that cannot be is refused before anything is read
+    plan_merge(job, out, shard_bytes=shard_bytes)  # rejects a bad output before anything is read
     set_threads(threads)
-    looks = METHODS[recipe.method].statistic or METHODS[recipe.method].is_transport
-    if looks:
+    needs_data = METHODS[recipe.method].statistic or METHODS[recipe.method].is_transport
+    if needs_data:
         from regauge.merging.data_pass import collect_statistics, open_samples
 
-        opened_data = open_samples(opened)
-        opened = replace(opened, digests=tuple(found.digest for _, found in opened_data.values()))
-    kept = None if dry_run else MergeStateStore(out, serialize_inputs(opened))
+        samples_by_model = open_samples(job)
+        digests = tuple(dataset.digest for _, dataset in samples_by_model.values())
+        job = replace(job, digests=digests)
+    state = None if dry_run else MergeStateStore(out, serialize_inputs(job))
     with step_bar("basis") as progress:
-        opened = require_basis(opened, kept, progress)
-    _report_verdicts(opened)
+        job = require_basis(job, state, progress)
+    _report_verdicts(job)
     with step_bar("align") as progress:
-        opened = moved_by(opened, kept, progress)
-    if looks and kept is not None:
-        with step_bar("look") as progress:
-            opened = collect_statistics(opened, opened_data, out, kept, progress)
-        for note in opened.notes:
+        job = align_models(job, state, progress)
+    if needs_data and state is not None:
+        with step_bar("statistics") as progress:
+            job = collect_statistics(job, samples_by_model, out, state, progress)
+        for note in job.notes:
             info(note)
-    for verdict in opened.verdicts.values():
+    for verdict in job.verdicts.values():
         if verdict.moved:
             (warn if "still far" in verdict.moved else info)(f"{verdict.model} was {verdict.moved}")
-    plan, thunks = plan_merge(opened, out, shard_bytes=size)
+    plan, thunks = plan_merge(job, out, shard_bytes=shard_bytes)
     report: dict[str, Any] = {
         "version": VERSION,
         "command": "merge",
         "method": recipe.method,
-        "models": list(opened.models),
+        "models": list(job.models),
         "base": recipe.base,
         "out": str(out),
         "tensors": len(thunks),
         "bytes": plan.size,
         "files": [f.name for f in plan.files],
-        "basis": [v.to_dict() for v in opened.verdicts.values()],
+        "basis": [v.to_dict() for v in job.verdicts.values()],
         "seed": seed,
         "dry_run": dry_run,
     }
@@ -237,15 +232,15 @@ def merge(
             f"dry run: {len(thunks)} tensors, {format_bytes(plan.size)}, would be written to {out}"
         )
     else:
-        set_threads(1)  # tensors are computed beside each other, each by one thread
+        set_threads(1)  # tensors are computed in parallel, each by one thread
         reuse_memory()
         written = write_moved(out, plan, thunks, "merging", resume, threads)
-        if kept is not None:
-            kept.delete()
+        if state is not None:
+            state.delete()
         seconds = time.monotonic() - started
         info(
             f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by {recipe.method} of "
-            f"{len(opened.models)} models"
+            f"{len(job.models)} models"
         )
         report |= {
             "nonfinite": list(written.nonfinite),
@@ -258,11 +253,11 @@ def merge(
 
 
 def _report_verdicts(merge: Merge) -> None:
+    """Print for each model whether it shares the basis."""
     for verdict in merge.verdicts.values():
         if not verdict.shared and merge.recipe.align is None and merge.force:
             warn(
-                f"{verdict.model} and {verdict.anchor} {verdict.words}; merged as they are, by "
-                "force"
+                f"{verdict.model} and {verdict.anchor} {verdict.words}; merged unaligned, by force"
             )
         elif verdict.seen == "a sample":
             info(f"{verdict.model} and {verdict.anchor} {verdict.words}")
@@ -279,44 +274,45 @@ def _build_recipe(
     dtype: str | None,
     tokenizer: str | None,
     align: bool,
-    sampled: dict[str, Any],
+    data_section: dict[str, Any],
 ) -> Recipe:
-    """The recipe that the options stand for, as a text that anybody can run again."""
+    """Return the recipe that the options stand for, as text that can be run again."""
     if len(models) < 2 and base is None:
-        raise typer.BadParameter("a merge needs two models, or a recipe (RECIPE.yaml)")
+        raise typer.BadParameter("pass two or more models, or a recipe (RECIPE.yaml)")
     weights = (weight or [1.0]) * (len(models) if len(weight or [1.0]) == 1 else 1)
     if len(weights) != len(models):
         raise typer.BadParameter(
-            f"there are {len(weights)} weights for {len(models)} models", param_hint="--weight"
+            f"must be one weight, or one per model, got {len(weights)} for {len(models)} models",
+            param_hint="--weight",
         )
     import yaml
 
     from regauge.merging.methods import METHODS
     from regauge.merging.recipe_yaml import parse_recipe
 
-    how = method or "linear"
-    if base is None and how == "slerp" and len(models) == 2:
+    method_name = method or "linear"
+    if base is None and method_name == "slerp" and len(models) == 2:
         base = models[0]
-    weighted = how in METHODS and "weight" in METHODS[how].per_model
-    listed = [
-        {"model": m, **({"parameters": {"weight": w}} if weighted else {})}
+    is_weighted = method_name in METHODS and "weight" in METHODS[method_name].per_model
+    entries = [
+        {"model": m, **({"parameters": {"weight": w}} if is_weighted else {})}
         for m, w in zip(models, weights, strict=True)
-        if m != base or not weighted
+        if m != base or not is_weighted
     ]
-    if weighted and not METHODS[how].needs_base and base in models:
-        listed = [
+    if is_weighted and not METHODS[method_name].needs_base and base in models:
+        entries = [
             {"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)
         ]
-    if weight is not None and not weighted and how in METHODS:
-        raise typer.BadParameter(f"{how} has no weights", param_hint="--weight")
-    document: dict[str, Any] = {"merge_method": how, "models": listed}
+    if weight is not None and not is_weighted and method_name in METHODS:
+        raise typer.BadParameter(f"{method_name} takes no weights", param_hint="--weight")
+    document: dict[str, Any] = {"merge_method": method_name, "models": entries}
     settings = _parse_settings(parameter)
     document |= {"base_model": base} if base is not None else {}
     document |= {"parameters": settings} if settings else {}
     document |= {"dtype": dtype} if dtype is not None else {}
     document |= {"tokenizer_source": tokenizer} if tokenizer is not None else {}
     document |= {"align": True} if align else {}
-    document |= {"data": sampled} if sampled else {}
+    document |= {"data": data_section} if data_section else {}
     return parse_recipe(
         yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line"
     )
@@ -333,49 +329,51 @@ def _build_data_section(
     mean: str | None,
     std: str | None,
 ) -> dict[str, Any]:
-    """The options of the data as a recipe has them."""
+    """Return the options of the data as the section of a recipe."""
     numbers = {
         name: sample.parse_numbers(text, f"--{name}")
         for name, text in (("mean", mean), ("std", std))
     }
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "samples": samples,
         "fields": sample.parse_fields(field),
         "split": split,
         "tokenizer": tokenizer,
         "length": length,
     }
-    given |= {**numbers, "labels": labels or None}
-    out = {name: value for name, value in given.items() if value is not None}
-    if out and data is None:
+    values |= {**numbers, "labels": labels or None}
+    section = {name: value for name, value in values.items() if value is not None}
+    if section and data is None:
         names = {"fields": "field", "tokenizer": "data-tokenizer"}
         raise typer.BadParameter(
-            f"--{names.get(next(iter(out)), next(iter(out)))} is about --data, which is not given"
+            f"--{names.get(next(iter(section)), next(iter(section)))} requires --data"
         )
-    return out if data is None else {"uri": data, **out}
+    return section if data is None else {"uri": data, **section}
 
 
-def _parse_settings(given: list[str] | None) -> dict[str, Any]:
+def _parse_settings(pairs: list[str] | None) -> dict[str, Any]:
+    """Parse NAME=VALUE parameters of a method."""
     import yaml
 
-    out: dict[str, Any] = {}
-    for text in given or ():
+    settings: dict[str, Any] = {}
+    for text in pairs or ():
         name, equals, value = text.partition("=")
         if not name or not equals:
-            raise typer.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--set")
+            raise typer.BadParameter(f"must be NAME=VALUE, got {text!r}", param_hint="--set")
         try:
-            out[name] = yaml.safe_load(value)
+            settings[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise typer.BadParameter(
-                f"{value!r} is neither a number nor a list of numbers", param_hint="--set"
+                f"must be a number or a list of numbers, got {value!r}", param_hint="--set"
             ) from error
-    return out
+    return settings
 
 
 def _parse_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not found or float(found[1]) <= 0:
+    """Parse a size such as 500MB into bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
         raise typer.BadParameter(
-            f"{text!r} is no size, as 500MB or 2GB are", param_hint="--shard-size"
+            f"must be a size such as 500MB or 2GB, got {text!r}", param_hint="--shard-size"
         )
-    return max(int(float(found[1]) * 1000 ** " kmgt".index(found[2].lower() or " ")), 1)
+    return max(int(float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ")), 1)

@@ -20,7 +20,9 @@ _NUMBER = re.compile(r"(?<=\.)\d+\b")
 
 
 def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
-    """The checkpoint, and the spec of its file or family. Not yet checked against each other."""
+    """Return the checkpoint, and the spec of its file or family. They are not yet checked against
+    each other.
+    """
     from regauge.checkpoints.reader import open_checkpoint
 
     checkpoint = open_checkpoint(source)
@@ -28,6 +30,7 @@ def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
 
 
 def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
+    """Return the spec of a spec file, of the model's family, or of its graph."""
     if spec_file is not None:
         from regauge.checkpoints.files import require_file
         from regauge.checkpoints.spec_files import load_spec
@@ -38,7 +41,9 @@ def spec_of(checkpoint: Checkpoint, spec_file: Path | None) -> Spec:
 
 
 def resolve_spec(source: Checkpoint | torch.nn.Module) -> Spec:
-    """The spec of a model's family, or what its graph shows, which is then said."""
+    """Return the spec of a model's family, or else the one inferred from its graph,
+    with a message.
+    """
     from regauge.cli.console import info
     from regauge.errors import UnknownModelError
     from regauge.models import resolve
@@ -46,66 +51,69 @@ def resolve_spec(source: Checkpoint | torch.nn.Module) -> Spec:
     try:
         return resolve.spec_of(source, discover=False)
     except UnknownModelError as unknown:
-        found = resolve.discover_unknown(source, unknown)
+        discovery = resolve.discover_unknown(source, unknown)
     info(
-        "no family describes this model: its symmetry was read off its graph, and verified to "
-        f"{found.error:.1e} on {found.verified_on}"
+        "no family describes this model: its symmetry was inferred from its graph, and verified to "
+        f"{discovery.error:.1e} on {discovery.verified_on}"
     )
-    return found.spec
+    return discovery.spec
 
 
 def discover_checkpoint(checkpoint: Checkpoint) -> Discovery:
-    """The symmetry of a checkpoint's model, read off its graph."""
+    """Infer the symmetry of a checkpoint's model from its graph."""
     from regauge.errors import UnknownModelError
     from regauge.models import resolve
 
     hint = (
-        "put config.json beside it; for a module of your own call regauge.discover(module, "
+        "put config.json beside it; for a custom module call regauge.discover(module, "
         "example_inputs) in Python"
     )
     return resolve.discover_unknown(
         checkpoint,
         UnknownModelError(
-            f"{checkpoint.path} has no config.json that names a class to be built", hint=hint
+            f"{checkpoint.path} has no config.json that names a model class", hint=hint
         ),
     )
 
 
 def find_faults(checkpoint: Checkpoint, spec: Spec) -> list[Fault]:
-    """Every misfit. Headers suffice, unless the spec holds tensors to a value."""
+    """Return every mismatch of checkpoint and spec. Headers suffice, unless the spec fixes the
+    values of tensors.
+    """
     from regauge.core.check import check
 
     return check(spec, checkpoint if spec.fixed else checkpoint.entries)
 
 
 def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | None = None) -> None:
+    """Raise unless a checkpoint matches its spec."""
     from regauge.core.check import require
 
     require(
         group_faults(find_faults(checkpoint, spec) if faults is None else faults),
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
-        hint="its config contradicts its weights, or the spec is not this model's: regauge "
+        hint="its config contradicts its weights, or the spec is of another model: regauge "
         "inspect shows both",
     )
 
 
 def require_unlocked(checkpoint: Checkpoint) -> None:
-    """Refuse a locked model where another move would leave it locked by no key at all."""
+    """Raise for a locked model: transformed again, it would match no key."""
     from regauge.errors import LockError
     from regauge.locking.lock import record_of
 
     record = record_of(checkpoint)
     if record is not None:
         raise LockError(
-            f"{checkpoint.path} is locked by the key {record.key}: moved once more, its key "
-            "would no longer fit",
-            hint="regauge unlock it first",
+            f"{checkpoint.path} is locked by the key {record.key}, which would no longer fit "
+            "after another transform",
+            hint="unlock it first with regauge unlock",
         )
 
 
 def group_faults(faults: Sequence[Fault]) -> list[Fault]:
-    """Faults that differ in nothing but the numbers in their names, told once: by the first, with
-    how many there are and in which layers.
+    """Merge faults that differ only in the numbers in their names into the first, with their count
+    and layers.
     """
     alike: dict[str, list[Fault]] = {}
     for fault in faults:
@@ -121,7 +129,7 @@ def group_faults(faults: Sequence[Fault]) -> list[Fault]:
 
 
 def _format_layers(faults: Sequence[Fault]) -> str:
-    """`, layers 1-11`, where names differ in their first number alone."""
+    """Format `, layers 1-11` for names that differ in their first number only."""
     numbers = [[int(n) for n in _NUMBER.findall(fault.name)] for fault in faults]
     if not all(numbers) or len({tuple(rest) for _, *rest in numbers}) > 1:
         return ""

@@ -1,4 +1,6 @@
-"""Options that were given where they say nothing: what is ignored in silence is taken for done."""
+"""A guard against options that have no effect: an option ignored silently looks like
+one applied.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +10,25 @@ import typer
 
 
 def passed_options(context: typer.Context) -> dict[str, str]:
-    """The parameters of a command that were given, each with the name that users know it by."""
+    """Return the parameters that were passed to a command, each with its name on the
+    command line.
+    """
     sources = {
         p.name or "": context.get_parameter_source(p.name or "") for p in context.command.params
     }
-    shown = {
+    displayed = {
         p.name or "": p.opts[0] if p.opts[0].startswith("-") else p.opts[0].upper()
         for p in context.command.params
     }
     return {
-        name: shown[name]
+        name: displayed[name]
         for name, source in sources.items()
         if source is not None and "DEFAULT" not in source.name
     }
 
 
-def reject_options(found: Mapping[str, str], names: Iterable[str], why: str) -> None:
-    """Refuse these parameters where they were given."""
-    wrong = [found[name] for name in names if name in found]
-    if wrong:
-        raise typer.BadParameter(why, param_hint=", ".join(wrong))
+def reject_options(passed: Mapping[str, str], names: Iterable[str], reason: str) -> None:
+    """Raise if one of these parameters was passed."""
+    rejected = [passed[name] for name in names if name in passed]
+    if rejected:
+        raise typer.BadParameter(reason, param_hint=", ".join(rejected))

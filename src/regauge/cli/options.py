@@ -1,4 +1,4 @@
-"""Options that several commands share, each said once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import typer
 
 
 class GroupKind(StrEnum):
+    """Subgroups that an element is limited to."""
+
     permutation = "permutation"
     signed = "signed"
     orthogonal = "orthogonal"
@@ -17,55 +19,55 @@ class GroupKind(StrEnum):
 
 
 class Part(StrEnum):
+    """Parts of a model."""
+
     embed = "embed"
     backbone = "backbone"
     head = "head"
 
 
-def seed_option(words: str) -> Any:
-    """`--seed N`; the command says what it draws. numpy takes no seed below 0, scikit-learn none
-    beyond 32 bits.
+def seed_option(help_text: str) -> Any:
+    """Build the `--seed N` option with a help text. numpy rejects seeds below 0, scikit-learn seeds
+    of more than 32 bits.
     """
-    return typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help=words)
+    return typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help=help_text)
 
 
 Model = Annotated[
     str,
-    typer.Argument(
-        metavar="MODEL", help="A folder, a .safetensors file, or a hub id (owner/name)."
-    ),
+    typer.Argument(metavar="MODEL", help="Folder, .safetensors file or hub id (owner/name)."),
 ]
 LockedModel = Annotated[
-    str, typer.Argument(metavar="LOCKED", help="A locked folder or .safetensors file.")
+    str, typer.Argument(metavar="LOCKED", help="Locked folder or .safetensors file.")
 ]
 Out = Annotated[
     Path,
-    typer.Option("-o", "--output", metavar="OUT", help="The new folder (or .safetensors file)."),
+    typer.Option("-o", "--output", metavar="OUT", help="New folder (or .safetensors file)."),
 ]
 SpecFile = Annotated[
     Path | None,
     typer.Option(
         "--spec",
         metavar="FILE",
-        help="A spec file (TOML) for a module of your own; see docs/formats.md.",
+        help="Spec file (TOML) for a custom module; see docs/formats.md.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="F", help="Write the results here, as JSON; - for stdout."),
+    typer.Option("--json", metavar="F", help="Write the results as JSON; - for stdout."),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--report", metavar="page.html", help="Write one self-contained page."),
+    typer.Option("--report", metavar="page.html", help="Write a self-contained HTML page."),
 ]
-# Of an element, not of numbers: any whole number will do.
+# Seeds an element, so any whole number is valid.
 Seed = Annotated[
     int | None,
     typer.Option(
         "--seed",
         metavar="N",
-        help="A public seed, for experiments. Without it: the system's randomness.",
+        help="Public seed, for experiments. Without it: the system's randomness.",
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
@@ -76,27 +78,27 @@ Threads = Annotated[
         min=1,
         max=256,
         metavar="N",
-        help="Threads that compute. Default: one per core but one, at most four.",
+        help="Compute threads. Default: one per core but one, at most four.",
     ),
 ]
-Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Examples at a time.")]
+Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Examples per batch.")]
 Device = Annotated[
-    str, typer.Option("--device", metavar="D", help="Where to compute: cpu, cuda, cuda:1, mps.")
+    str, typer.Option("--device", metavar="D", help="Compute device: cpu, cuda, cuda:1, mps.")
 ]
 Verbose = Annotated[
     int,
-    typer.Option("-v", count=True, help="Say more; twice: show tracebacks.", show_default=False),
+    typer.Option("-v", count=True, help="Verbose output; twice: tracebacks.", show_default=False),
 ]
 KeyFile = Annotated[
-    Path, typer.Option("-k", "--key", metavar="KEY", help="A key file; regauge keygen makes one.")
+    Path, typer.Option("-k", "--key", metavar="KEY", help="Key file, made by regauge keygen.")
 ]
 PassphraseFile = Annotated[
     Path | None,
     typer.Option(
         "--passphrase-file",
         metavar="F",
-        help="The key's passphrase, on the first line. Also: REGAUGE_PASSPHRASE. Otherwise it "
-        "is asked for.",
+        help="File with the key's passphrase on its first line. Also: REGAUGE_PASSPHRASE. "
+        "Otherwise a prompt.",
     ),
 ]
 Gallery = Annotated[
@@ -112,7 +114,8 @@ FailAbove = Annotated[
         min=0.0,
         max=1.0,
         metavar="X",
-        help="Exit code 3 if an attack gets further than this share.",
+        help="Exit with code 3 if an attack goes beyond this share of the way from a guess "
+        "to no defence.",
     ),
 ]
 ImageReport = Annotated[
@@ -120,9 +123,7 @@ ImageReport = Annotated[
     typer.Option(
         "--report",
         metavar="page.html",
-        help="Write one self-contained page. It shows images of the data.",
+        help="Write a self-contained HTML page. It shows images of the data.",
     ),
 ]
-Resize = Annotated[
-    bool, typer.Option("--resize", help="Make images of another size fit the model.")
-]
+Resize = Annotated[bool, typer.Option("--resize", help="Resize images to the model's input size.")]

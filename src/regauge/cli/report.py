@@ -1,4 +1,4 @@
-"""`regauge report`: results in, a page out."""
+"""`regauge report`: from results to a page."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from regauge.cli.console import info
 def report(
     results: Annotated[
         Path,
-        typer.Argument(metavar="RESULTS", help="The results that a command wrote with --json."),
+        typer.Argument(metavar="RESULTS", help="Results written with --json."),
     ],
-    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="The new HTML file.")],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="New HTML file.")],
     verbose: options.Verbose = 0,
 ) -> int:
     """Write results as one HTML page that opens from disk, without a network."""
@@ -33,8 +33,8 @@ def report(
             f"the output {out} exists already",
             hint="name a new file with -o, or remove this one first",
         )
-    found = load_results(results)
-    text = page(found).encode()
-    write_bytes(out, text, new=True)
-    info(f"wrote {out}: {verdict(found)[1].lower()}; {len(text) / 1e3:,.1f} kB")
+    loaded = load_results(results)
+    html = page(loaded).encode()
+    write_bytes(out, html, new=True)
+    info(f"wrote {out}: {verdict(loaded)[1].lower()}; {len(html) / 1e3:,.1f} kB")
     return 0

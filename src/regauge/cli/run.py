@@ -1,4 +1,6 @@
-"""What every command that measures says of its run, and how it ends."""
+"""Start and end of commands that measure: facts of the run, checks of options, outputs,
+exit code.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from regauge.errors import RegaugeError, need
 if TYPE_CHECKING:
     from regauge.results.findings import Results
 
-EXIT_FAILED = 3  # the exit code where a law that should hold does not
+EXIT_FAILED = 3  # exit code if a law that should hold does not
 
 
 def facts_of_run() -> dict[str, Any]:
-    """The command and the versions: what is needed to repeat a run."""
+    """Return the command and the versions, to repeat the run."""
     from regauge.checkpoints.environment import versions
 
     return {
@@ -30,29 +32,26 @@ def facts_of_run() -> dict[str, Any]:
 
 
 class DeviceError(RegaugeError):
-    """A device that torch does not have here."""
+    """A device that torch does not have."""
 
 
 def check_device(name: str) -> None:
-    """Refuse a device on which nothing can be computed, before anything is loaded."""
+    """Raise if torch cannot compute on a device, before anything is loaded."""
     import torch
 
     try:
         torch.zeros(1, device=name).item()
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # torch built without it, no such device, no such word
+    # torch built without it, a missing device, an unknown name
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DeviceError(
-            f'nothing can be computed on the device "{name}": {first}',
-            hint="cpu, or what torch.accelerator names here",
+            f'cannot compute on the device "{name}": {first}',
+            hint="use cpu, or the device that torch.accelerator names",
         ) from error
 
 
 def set_threads(count: int | None) -> None:
-    """Compute with this many threads, if it is said how many."""
+    """Set the number of torch's threads; None leaves it unchanged."""
     if count is not None:
         import torch
 
@@ -60,41 +59,41 @@ def set_threads(count: int | None) -> None:
 
 
 def find_enclosing(file: Path, *places: Path) -> Path | None:
-    """The first of some models or outputs that a file lies in, or in whose way it is; None if it is
-    apart from all.
+    """Return the first of some models or outputs that contains a file or whose files it would
+    overwrite; None if there is none.
     """
-    here = file.resolve()
+    resolved = file.resolve()
     for place in places:
-        whole = place.resolve()
+        base = place.resolve()
         taken = (
-            whole,
-            whole.with_name(f"{whole.stem}.config.json"),
-            whole.with_name(f".{whole.name}.partial"),
+            base,
+            base.with_name(f"{base.stem}.config.json"),
+            base.with_name(f".{base.name}.partial"),
         )
-        if any(here.is_relative_to(p) for p in taken):
+        if any(resolved.is_relative_to(p) for p in taken):
             return place
     return None
 
 
-def parse_counts(text: str, name: str, like: str) -> list[int]:
-    """Whole numbers from 1, with commas between them: each once, in order. `like` is an example.
-    There may be none.
+def parse_counts(text: str, name: str, example: str) -> list[int]:
+    """Parse comma-separated whole numbers from 1, sorted and without duplicates. An empty text
+    gives an empty list.
     """
     parts = [p.strip() for p in text.split(",") if p.strip()]
     if not all(p.isdecimal() and int(p) > 0 for p in parts):
         raise typer.BadParameter(
-            f"{text!r} are no whole numbers from 1, as in {like}", param_hint=name
+            f"must be whole numbers from 1, as in {example}, got {text!r}", param_hint=name
         )
     return sorted({int(p) for p in parts})
 
 
 def check_outputs(json: Path | None, report: Path | None) -> None:
-    """Refuse what could not be written, before the work that it is for."""
+    """Raise if an output cannot be written, before the work starts."""
     if report is not None:
         need("jinja2", "report")
         need("matplotlib", "report")
         if str(report) == "-" or (json is not None and json.absolute() == report.absolute()):
-            raise typer.BadParameter("a page needs a file of its own")
+            raise typer.BadParameter("--report must be a file other than stdout and --json")
     for out in (json, report):
         if out is not None and str(out) != "-":
             check_writable(out)
@@ -105,10 +104,16 @@ def deliver(
     text: str,
     json: Path | None,
     report: Path | None,
-    shown: Results | None = None,
+    page_results: Results | None = None,
 ) -> int:
-    """Say the text, or the JSON in its place, write what was asked for, and return the exit code.
-    `shown` is for a page that has more in it.
+    """Print the text (or the JSON in its place), write the outputs, and return the exit code.
+
+    Args:
+        results: the results.
+        text: the results as text.
+        json: where to write them as JSON; - prints them instead of the text.
+        report: where to write the page.
+        page_results: the results of the page, if it contains more.
     """
     from regauge.results.findings import to_json
 
@@ -119,6 +124,6 @@ def deliver(
     if report is not None:
         from regauge.results.report import page
 
-        write_bytes(report, page(shown or results).encode())
+        write_bytes(report, page(page_results or results).encode())
         info(f"report: {report}")
     return EXIT_FAILED if results.failed else 0

@@ -1,6 +1,4 @@
-"""A sample of data on the command line, as a model reads it: the options of every command that
-takes data, and what reads them.
-"""
+"""A sample of data on the command line: its options, and their parsers."""
 
 from __future__ import annotations
 
@@ -19,43 +17,51 @@ Field = Annotated[
     list[str] | None,
     typer.Option(
         "--field",
-        metavar="NAME=THEIRS",
-        help="text, image or label as the data call it. May be repeated.",
+        metavar="NAME=COLUMN",
+        help="Column of the text, image or label, as label=class. Repeatable.",
     ),
 ]
-Split = Annotated[
-    str, typer.Option("--split", metavar="S", help="The split of a data set of the hub.")
-]
+Split = Annotated[str, typer.Option("--split", metavar="S", help="Split of a hub dataset.")]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
-        "--tokenizer", metavar="FILE", help="For texts. Default: the one beside the (first) model."
+        "--tokenizer",
+        metavar="FILE",
+        help="Tokenizer file, for texts. Default: the one beside the (first) model.",
     ),
 ]
 Length = Annotated[
     int | None,
-    typer.Option("--length", min=2, metavar="N", help="Tokens of a window or text. Default: 256."),
+    typer.Option("--length", min=2, metavar="N", help="Tokens per window or text. Default: 256."),
 ]
 Mean = Annotated[
     str | None,
     typer.Option(
-        "--mean", metavar="X[,X,X]", help="Of pixels in 0..1. Default: preprocessor_config.json."
+        "--mean",
+        metavar="X[,X,X]",
+        help="Mean of the pixels in 0..1. Default: preprocessor_config.json.",
     ),
 ]
-Std = Annotated[str | None, typer.Option("--std", metavar="X[,X,X]", help="Likewise.")]
+Std = Annotated[
+    str | None,
+    typer.Option(
+        "--std",
+        metavar="X[,X,X]",
+        help="Standard deviation of the pixels. Default: preprocessor_config.json.",
+    ),
+]
 SelfWritten = Annotated[
     bool,
     typer.Option(
         "--self-written",
-        help="Match language models by what they do on text that they write themselves: no data "
-        "are needed.",
+        help="Match language models by activations on text that they generate, without data.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Where examples come from, and how they are read."""
+    """The source of examples, and the options to read them."""
 
     uri: str
     field: list[str] | None = None
@@ -70,8 +76,8 @@ class Sample:
     def read(
         self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True
     ) -> tuple[Examples, dict[str, Any]]:
-        """The examples as this model reads them, and its task. Labels are not even looked for where
-        they are not wanted.
+        """Return the examples as inputs of this model, and its task. Without `labelled`, labels are
+        not required.
         """
         fields = parse_fields(self.field)
         if self.attributes:
@@ -86,12 +92,12 @@ class Sample:
         from regauge.data.datasets import open_data
         from regauge.data.tasks import read_examples
 
-        opened = open_data(self.uri, fields=fields, split=self.split)
-        beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
+        dataset = open_data(self.uri, fields=fields, split=self.split)
+        folder = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
         return read_examples(
             model,
-            opened,
-            beside=beside,
+            dataset,
+            beside=folder,
             tokenizer=self.tokenizer,
             length=self.length,
             mean=channels[0],
@@ -101,30 +107,31 @@ class Sample:
         )
 
 
-def parse_fields(given: list[str] | None) -> dict[str, str] | None:
-    """NAME=THEIRS, ... as a mapping; what is not named keeps its own name."""
-    if not given:
+def parse_fields(values: list[str] | None) -> dict[str, str] | None:
+    """Parse NAME=COLUMN pairs. Fields that are not named keep their own names."""
+    if not values:
         return None
-    pairs = [text.partition("=") for text in given]
-    for text, (name, equals, theirs) in zip(given, pairs, strict=True):
-        if not (name and equals and theirs):
-            raise typer.BadParameter(f"{text!r} is not NAME=THEIRS", param_hint="--field")
-    return {name: theirs for name, _, theirs in pairs}
+    pairs = [text.partition("=") for text in values]
+    for text, (name, equals, column) in zip(values, pairs, strict=True):
+        if not (name and equals and column):
+            raise typer.BadParameter(f"must be NAME=COLUMN, got {text!r}", param_hint="--field")
+    return {name: column for name, _, column in pairs}
 
 
 def parse_numbers(text: str | None, name: str) -> list[float] | None:
+    """Parse comma-separated numbers; None stays None."""
     if text is None:
         return None
     try:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise typer.BadParameter(
-            f"{text!r} is no number, nor numbers with commas", param_hint=name
+            f"must be comma-separated numbers, got {text!r}", param_hint=name
         ) from error
 
 
 def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:
-    """The inputs of some examples, without their labels, in batches."""
+    """Return the inputs of some examples, without their labels, in batches."""
     from regauge.data.tasks import sample_batches
 
     return [inputs for inputs, _ in sample_batches(examples, count, seed, batch)]

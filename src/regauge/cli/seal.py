@@ -1,5 +1,5 @@
-"""`regauge seal` and `regauge open`: authenticated encryption of files at rest. This is encryption;
-a lock is not.
+"""`regauge seal` and `regauge open`: authenticated encryption of files at rest. A lock, in
+contrast, is not encryption.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ VERSION = 1
 
 def seal(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A file, or a folder with all that is in it.")
+        Path, typer.Argument(metavar="PATH", help="File, or folder with all its contents.")
     ],
     key: options.KeyFile,
-    out: Annotated[
-        Path, typer.Option("-o", "--output", metavar="OUT", help="The new sealed file.")
-    ],
+    out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="New sealed file.")],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Encrypt a file or folder for storage, with authentication. It must be opened before it can be
-    used.
-    """
+    """Encrypt a file or folder for storage, with authentication. Open it to use it."""
     started = time.monotonic()
     from regauge.checkpoints.files import format_bytes
     from regauge.cli.keygen import read_key, require_outside
@@ -58,16 +54,16 @@ def seal(
 
 
 def open_(
-    path: Annotated[Path, typer.Argument(metavar="SEALED", help="A sealed file.")],
+    path: Annotated[Path, typer.Argument(metavar="SEALED", help="Sealed file.")],
     key: options.KeyFile,
     out: Annotated[
-        Path, typer.Option("-o", "--output", metavar="PATH", help="The new file or folder.")
+        Path, typer.Option("-o", "--output", metavar="PATH", help="New file or folder.")
     ],
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Decrypt a sealed file. Nothing appears under its name before all of it is authenticated."""
+    """Decrypt a sealed file. The output appears only after all of it is authenticated."""
     started = time.monotonic()
     from regauge.cli.keygen import read_key
     from regauge.locking.seal import open_sealed

@@ -1,6 +1,4 @@
-"""`regauge split train` and `predict`: what a client does with its data, its embedding and its
-head.
-"""
+"""`regauge split train` and `predict`: the client's side, with data, embedding and head."""
 
 from __future__ import annotations
 
@@ -36,20 +34,27 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.element import Element
+    from regauge.core.progress import Progress
     from regauge.data.tasks import Examples
     from regauge.defences.split import Defence
     from regauge.split import OptimizerConfig, RemoteBackbone
+    from regauge.split.protocol.channel import Tls
 
 VERSION = 1
-FIRST_CONTACT_SECONDS = 10.0  # seconds in which the first contact must succeed
+FIRST_CONTACT_SECONDS = 10.0  # the first contact must succeed within
 
 
 class Rows(StrEnum):
+    """How often the tokens are shuffled."""
+
     batch = "batch"
     sample = "sample"
 
 
 class Codec(StrEnum):
+    """Codecs for features."""
+
     bf16 = "bf16"
     f16 = "f16"
     q8 = "q8"
@@ -59,8 +64,8 @@ Source = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder or .safetensors file with embedding and head: a whole model, or what "
-        "train has written.",
+        help="Folder or .safetensors file with embedding and head: a whole model, or an "
+        "output of train.",
     ),
 ]
 Data = Annotated[
@@ -68,13 +73,13 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="URI",
-        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id. It stays here.",
+        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id. Stays here.",
     ),
 ]
 Server = Annotated[
     str,
     typer.Option(
-        "--server", metavar="ADDR", help="Where the backbone is, as in server.example:7000."
+        "--server", metavar="ADDR", help="Address of the server, as in server.example:7000."
     ),
 ]
 ClientName = Annotated[
@@ -82,7 +87,7 @@ ClientName = Annotated[
     typer.Option(
         "--client-name",
         metavar="NAME",
-        help="Whose certificate of the folder. Default: its only client's.",
+        help="Client whose certificate in the folder to use. Default: its only one.",
     ),
 ]
 KeyOption = Annotated[
@@ -91,20 +96,20 @@ KeyOption = Annotated[
         "-k",
         "--key",
         metavar="KEY",
-        help="The key that MODEL and the server's backbone are locked with.",
+        help="Key that locks MODEL and the server's backbone.",
     ),
 ]
 RowsOption = Annotated[
     Rows | None,
-    typer.Option("--rows", help="Shuffle the tokens afresh for every batch, or for every sample."),
+    typer.Option("--rows", help="Shuffle the tokens of every batch, or of every sample."),
 ]
 DefenceOption = Annotated[
     list[str] | None,
     typer.Option(
         "--defence",
         metavar="D[+D]",
-        help="noise=0.5, low-pass=0.05+rows, ...: what is done to what leaves (docs/split.md). "
-        "May be repeated.",
+        help="Defence for outgoing features: noise=0.5, low-pass=0.05+rows, ... "
+        "(docs/split.md). Repeatable.",
     ),
 ]
 KeepCls = Annotated[
@@ -112,12 +117,12 @@ KeepCls = Annotated[
 ]
 CodecOption = Annotated[
     Codec | None,
-    typer.Option("--codec", help="Features in half the bytes, or a quarter. It rounds."),
+    typer.Option("--codec", help="Lossy codec for features: half the bytes, or a quarter."),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", metavar="D", help="Of the weights in memory; the server's must be the same."
+        "--dtype", metavar="D", help="Dtype of the weights in memory; must equal the server's."
     ),
 ]
 Patience = Annotated[
@@ -126,7 +131,7 @@ Patience = Annotated[
         "--patience",
         min=1.0,
         metavar="S",
-        help="Seconds to go on trying while the server does not answer.",
+        help="Seconds to retry while the server does not answer.",
     ),
 ]
 
@@ -141,11 +146,11 @@ def train(
             "-o",
             "--output",
             metavar="OUT",
-            help="The new folder of the trained embedding and head.",
+            help="New folder for the trained embedding and head.",
         ),
     ],
     tls: TlsFiles = None,
-    name: ClientName = None,
+    client_name: ClientName = None,
     insecure: Insecure = False,
     key: KeyOption = None,
     passphrase_file: options.PassphraseFile = None,
@@ -158,44 +163,45 @@ def train(
         typer.Option(
             "--journal",
             metavar="DIR",
-            help="Keep what is needed to go on after a kill. It is secret.",
+            help="Folder for the state to resume from after a kill. Contains secrets.",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run of the journal.")
+        bool, typer.Option("--resume", help="Resume the run of the journal.")
     ] = False,
     every: Annotated[
         int,
         typer.Option(
-            "--every", min=1, metavar="N", help="Steps between two checkpoints in the journal."
+            "--every", min=1, metavar="N", help="Steps between checkpoints in the journal."
         ),
     ] = 50,
     epochs: Annotated[
         int | None,
-        typer.Option(
-            "--epochs", min=1, metavar="N", help="How often to go through the data. Default: once."
-        ),
+        typer.Option("--epochs", min=1, metavar="N", help="Passes over the data. Default: 1."),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, metavar="N", help="How many steps, in place of epochs."),
+        typer.Option("--steps", min=1, metavar="N", help="Training steps, instead of epochs."),
     ] = None,
     batch: options.Batch = 16,
-    rate: LearningRate = None,
+    lr: LearningRate = None,
     optimizer: Annotated[
         Optimizer | None,
-        typer.Option(
-            "--optimizer", help="Of embedding and head. What is not said is as the server's."
-        ),
+        typer.Option("--optimizer", help="Optimizer of embedding and head. Default: the server's."),
     ] = None,
     schedule: Annotated[
-        Schedule | None, typer.Option("--schedule", help="Down to 0 at the last step, or not.")
+        Schedule | None,
+        typer.Option(
+            "--schedule", help="Learning rate schedule, to 0 at the last step or constant."
+        ),
     ] = None,
     warmup: Warmup = None,
     clip: Clip = None,
-    decay: WeightDecay = None,
+    weight_decay: WeightDecay = None,
     momentum: Momentum = None,
-    seed: Annotated[int, options.seed_option("The order of the examples, and dropout here.")] = 0,
+    seed: Annotated[
+        int, options.seed_option("Seed of the order of examples and of local dropout.")
+    ] = 0,
     field: sample.Field = None,
     split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -209,17 +215,17 @@ def train(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train embedding and head on data that stay here, and with them the server's backbone, which
-    stays there. Options of training that are not given are as the server's.
+    """Train embedding and head on local data, together with the server's backbone. Training options
+    default to the server's.
     """
     started = time.monotonic()
     if epochs is not None and steps is not None:
-        raise typer.BadParameter("give --epochs or --steps")
+        raise typer.BadParameter("pass either --epochs or --steps, not both")
     if resume and journal is None:
-        raise typer.BadParameter("it needs the --journal DIR of the run", param_hint="--resume")
+        raise typer.BadParameter("requires the --journal DIR of the run", param_hint="--resume")
     from regauge.checkpoints.plan import check_new
     from regauge.split.client.train import CHECKPOINT_FOLDER, Run
-    from regauge.split.client.train import train as trained
+    from regauge.split.client.train import train as run_training
     from regauge.split.parts import write_part
 
     check_new(out)
@@ -227,57 +233,57 @@ def train(
     defences = _parse_defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
     case = _load_case(model, source, key, passphrase_file, defences, device, dtype, threads)
-    alone = nullcontext() if journal is None else exclusive_folder(journal, "run")
-    linked = _connect(
-        case, server, read_tls(tls, name), insecure, defences, codec, journal, patience
+    exclusive = nullcontext() if journal is None else exclusive_folder(journal, "run")
+    connection = _connect(
+        case, server, read_tls(tls, client_name), insecure, defences, codec, journal, patience
     )
     with (
-        alone,
-        linked as link,
-        stop_signals("stops after this step; once more stops at once") as stop,
+        exclusive,
+        connection as backbone,
+        stop_signals("stopping after this step; repeat to stop at once") as stop,
     ):
-        told = _check_server_config(link.server_info)
-        losses_of_a_step = told["accumulate"] if told.get("trains") else 1
-        count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_of_a_step))
-        given = {
+        server_config = _check_server_config(backbone.server_info)
+        losses_per_step = server_config["accumulate"] if server_config.get("trains") else 1
+        count = steps or (epochs or 1) * -(-len(case.examples) // (batch * losses_per_step))
+        training_options = {
             "schedule": schedule,
             "warmup": warmup,
             "clip": clip,
-            "decay": decay,
+            "decay": weight_decay,
             "momentum": momentum,
         }
-        own = _client_optimizer(told, count, rate, optimizer, given)
-        does = (
-            f"{told['optimizer']} at {told['rate']:g}"
-            if told.get("trains")
-            else "nothing: its backbone stays as it is"
+        optimizer_config = _client_optimizer(server_config, count, lr, optimizer, training_options)
+        server_action = (
+            f"{server_config['optimizer']} at {server_config['rate']:g}"
+            if server_config.get("trains")
+            else "nothing: its backbone is frozen"
         )
         info(
-            f"{len(case.examples)} examples, {count} steps; here {own.optimizer} at "
-            f"{own.lr:g}, on the server {does}"
+            f"{len(case.examples)} examples, {count} steps; here {optimizer_config.optimizer} at "
+            f"{optimizer_config.lr:g}, on the server {server_action}"
         )
         with step_bar("train") as progress:
-            ticker = _StepReporter(progress, count)
-            losses = trained(
+            reporter = _StepReporter(progress, count)
+            losses = run_training(
                 case.module,
-                link,
+                backbone,
                 case.examples,
-                own,
+                optimizer_config,
                 Run(count, batch, seed),
                 folder=journal,
                 save_every=every,
-                on_step=ticker,
+                on_step=reporter,
                 stop=stop.is_set,
             )
-        if stop.is_set() and ticker.done < count:
-            kept = (
-                f"; the same command with --resume goes on from {journal}"
+        if stop.is_set() and reporter.done < count:
+            resume_note = (
+                f"; the same command with --resume resumes from {journal}"
                 if journal is not None
-                else ", and nothing is kept: --journal DIR keeps a run"
+                else ", and nothing is saved; --journal DIR saves a run"
             )
-            raise StoppedError(f"stopped after step {ticker.done} of {count}{kept}")
+            raise StoppedError(f"stopped after step {reporter.done} of {count}{resume_note}")
         write_part(out, case.module, case.checkpoint, "edges", extra_fields={"steps": count})
-        link.end()
+        backbone.end()
         _clear_journal(journal, CHECKPOINT_FOLDER)
     loss = losses[-1] if losses else None
     last = "" if loss is None else f", last loss {loss:.4f}"
@@ -286,8 +292,8 @@ def train(
         f"{time.monotonic() - started:.0f} s"
     )
     info(
-        "the backbone is with the server: its --output writes it, and regauge split join makes "
-        "a whole model of both"
+        "the backbone stays on the server: its --output writes it, and regauge split join joins "
+        "both"
     )
     if json:
         print_json(
@@ -307,7 +313,7 @@ def predict(
     data: Data,
     server: Server,
     tls: TlsFiles = None,
-    name: ClientName = None,
+    client_name: ClientName = None,
     insecure: Insecure = False,
     key: KeyOption = None,
     passphrase_file: options.PassphraseFile = None,
@@ -317,9 +323,7 @@ def predict(
     codec: CodecOption = None,
     samples: Annotated[
         int | None,
-        typer.Option(
-            "--samples", min=1, metavar="N", help="On the first N examples. Default: all."
-        ),
+        typer.Option("--samples", min=1, metavar="N", help="First N examples only. Default: all."),
     ] = None,
     batch: options.Batch = 16,
     field: sample.Field = None,
@@ -335,8 +339,8 @@ def predict(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run the model over data that stay here, and measure: loss and accuracy, or loss and
-    perplexity of a language model.
+    """Run the model over local data, and report loss and accuracy, or loss and perplexity of a
+    language model.
     """
     from regauge.split.client.train import measure
 
@@ -350,46 +354,49 @@ def predict(
     )
     with (
         _connect(
-            case, server, read_tls(tls, name), insecure, defences, codec, None, patience
-        ) as link,
+            case, server, read_tls(tls, client_name), insecure, defences, codec, None, patience
+        ) as backbone,
         step_bar("predict") as progress,
     ):
-        ticker = _StepReporter(progress, len(examples))
-        found = measure(case.module, examples, batch, lambda done, *_: ticker(done, None))
-        link.end()
-    found["examples"] = int(found["examples"])
+        reporter = _StepReporter(progress, len(examples))
+        metrics = measure(case.module, examples, batch, lambda done, *_: reporter(done, None))
+        backbone.end()
+    metrics["examples"] = int(metrics["examples"])
     if json:
-        print_json({"version": VERSION, "command": "split predict", "data": source.uri, **found})
+        print_json({"version": VERSION, "command": "split predict", "data": source.uri, **metrics})
     else:
-        _print_metrics(found)
+        _print_metrics(metrics)
     return 0
 
 
 def _parse_defences(
-    rows: Rows | None, keep_cls: bool, given: Sequence[str] | None
+    rows: Rows | None, keep_cls: bool, texts: Sequence[str] | None
 ) -> tuple[Defence, ...]:
-    """What is done to what leaves, in its order. `--rows` is short for the defence of that name."""
+    """Return the defences in the order they apply. `--rows` is short for the defence of
+    that name.
+    """
     from regauge.defences.split import Rows as Shuffled
     from regauge.defences.split import parse_defences
 
     if keep_cls and rows is None:
         raise typer.BadParameter(
-            "it belongs to --rows; a defence says it itself: rows=batch,keep_cls",
+            "requires --rows; in a defence write rows=batch,keep_cls",
             param_hint="--keep-cls",
         )
     return parse_defences(
-        [*(given or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])]
+        [*(texts or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])]
     )
 
 
-def _print_metrics(found: dict[str, float]) -> None:
+def _print_metrics(metrics: dict[str, float]) -> None:
+    """Print metrics as a table."""
     from regauge.models.summary import format_columns
 
     print_result(
         format_columns(
             [
                 (name, f"{value:.4f}" if isinstance(value, float) else str(value))
-                for name, value in found.items()
+                for name, value in metrics.items()
             ],
             right=(1,),
         )
@@ -403,7 +410,7 @@ class _Case:
     checkpoint: Checkpoint
     module: torch.nn.Module
     examples: Examples
-    element: Any
+    element: Element | None
     key: str
 
 
@@ -417,6 +424,7 @@ def _load_case(
     dtype: str,
     threads: int | None,
 ) -> _Case:
+    """Load the client's model and data, and derive the element of its lock from the key."""
     from regauge.errors import LockError, need
 
     need("grpc", "split")
@@ -435,13 +443,13 @@ def _load_case(
     record = record_of(checkpoint)
     if record is None and secret is not None:
         raise LockError(
-            f"{model} is not locked, so that its key has nothing to fit",
-            hint="name the locked model, whose embedding and head are plain; the server has the "
+            f"--key requires a locked model, and {model} is not locked",
+            hint="pass the locked model, whose embedding and head are plain; the server has the "
             "same one",
         )
     if record is not None and secret is None:
-        raise LockError(f"{model} is locked by the key {record.key}", hint="give it with --key")
-    info(f"loads embedding and head of {model}")
+        raise LockError(f"{model} is locked by the key {record.key}", hint="pass it with --key")
+    info(f"loading embedding and head of {model}")
     module = load_part(checkpoint, "edges", dtype, device)
     element = None
     if record is not None and secret is not None:
@@ -452,7 +460,7 @@ def _load_case(
     if any(isinstance(d, Shuffled) for d in defences) and hasattr(
         module, "set_attn_implementation"
     ):
-        # masks that a kernel makes by itself do not follow the rows
+        # masks that a fused kernel builds do not follow the shuffled rows
         module.set_attn_implementation("eager")  # type: ignore[operator]
     examples, _ = source.read(module, checkpoint)
     return _Case(checkpoint, module, examples, element, "" if record is None else record.key)
@@ -462,21 +470,21 @@ def _load_case(
 def _connect(
     case: _Case,
     server: str,
-    tls: Any,
+    tls: Tls | None,
     insecure: bool,
     defences: Sequence[Defence],
     codec: Codec | None,
     journal: Path | None,
     patience: float,
 ) -> Iterator[RemoteBackbone]:
-    """A link that was told who the server is, and talks when it waits."""
+    """Connect to the server, check its key, and report waits."""
     from regauge.errors import LockError, RegaugeError
     from regauge.split import TransportError, connect
     from regauge.split.server.network import Grpc
 
-    info(f"connects to {server}{'' if tls else ', without TLS'}")
+    info(f"connecting to {server}{'' if tls else ', without TLS'}")
     with Grpc(server, tls=tls, insecure=insecure) as network:
-        link = connect(
+        backbone = connect(
             case.module,
             _ReportingTransport(network, server, patience),
             element=case.element,
@@ -487,102 +495,102 @@ def _connect(
             config=case.checkpoint.config,
             patience=min(FIRST_CONTACT_SECONDS, patience),
         )
-        with link:
-            theirs = str(link.server_info.get("key") or "")
-            link.log.patience = patience
-            if theirs != case.key:
-                held = f"locked by the key {theirs}" if theirs else "not locked"
-                mine = f"locked by the key {case.key}" if case.key else "not locked"
+        with backbone:
+            server_key = str(backbone.server_info.get("key") or "")
+            backbone.log.patience = patience
+            if server_key != case.key:
+                server_state = f"locked by the key {server_key}" if server_key else "not locked"
+                client_state = f"locked by the key {case.key}" if case.key else "not locked"
                 raise LockError(
-                    f"the server's backbone is {held}, and this model is {mine}",
+                    f"the server's backbone is {server_state}, and this model is {client_state}",
                     hint="both sides need the same model, locked or plain",
                 )
             try:
-                yield link
+                yield backbone
             except RegaugeError as error:
-                if (
-                    journal is None and not isinstance(error, TransportError)
-                    # nobody can go on with it: it would take up a place of this client's for
-                    # nothing
-                ):
-                    link.log.patience = 0.5
-                    link.log.abandon_session()
+                # Without a journal the session cannot be resumed: free its place on the server.
+                if journal is None and not isinstance(error, TransportError):
+                    backbone.log.patience = 0.5
+                    backbone.log.abandon_session()
                 raise
 
 
 class _ReportingTransport:
-    """A transport that says when the server does not answer, and when it does again."""
+    """A transport that reports when the server stops answering, and when it answers again."""
 
     def __init__(self, inner: Any, server: str, patience: float) -> None:
         self.inner, self.server, self.patience = inner, server, patience
-        self.is_met = self.is_lost = False
+        self.was_reached = self.is_lost = False
 
     def exchange(self, request: Sequence[memoryview]) -> Any:
+        """Send a request and return the reply."""
         from regauge.split import TransportError
 
         try:
             reply = self.inner.exchange(request)
         except TransportError as error:
-            if self.is_met and not self.is_lost:
-                warn(f"no answer ({error}); tries again for up to {self.patience:g} s")
+            if self.was_reached and not self.is_lost:
+                warn(f"no answer ({error}); retrying for up to {self.patience:g} s")
                 self.is_lost = True
             raise
         if self.is_lost:
             info(f"{self.server} answers again")
-        self.is_met, self.is_lost = True, False
+        self.was_reached, self.is_lost = True, False
         return reply
 
 
 class _StepReporter:
-    """Every step on a bar; where there is no terminal, about twenty lines."""
+    """A reporter of every step on a bar, or, without a terminal, of about twenty lines."""
 
-    def __init__(self, progress: Any, total: int) -> None:
+    def __init__(self, progress: Progress, total: int) -> None:
         self.progress, self.total, self.done = progress, total, 0
-        self.each = 1 if sys.stderr.isatty() else max(1, total // 20)
-        self.shown = 0
+        self.interval = 1 if sys.stderr.isatty() else max(1, total // 20)
+        self.reported = 0
 
     def __call__(self, done: int, loss: float | None) -> None:
         self.done = done
-        if done - self.shown >= self.each or done == self.total:
-            self.shown = done
-            now = "" if loss is None else f"loss {loss:.4f}"
-            self.progress(done if sys.stderr.isatty() else done - 1, self.total, now or "examples")
+        if done - self.reported >= self.interval or done == self.total:
+            self.reported = done
+            message = "" if loss is None else f"loss {loss:.4f}"
+            self.progress(
+                done if sys.stderr.isatty() else done - 1, self.total, message or "examples"
+            )
 
 
-def _check_server_config(told: dict[str, Any]) -> dict[str, Any]:
-    """What a server says of its training, if it can be what a client trains by."""
+def _check_server_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a server's training options, or raise if they are malformed."""
     from regauge.split.protocol.frames import FrameError
 
-    if told.get("trains"):
-        wrong = [
+    if config.get("trains"):
+        invalid = [
             n
             for n in ("rate", "decay", "momentum", "clip")
-            if type(told.get(n)) not in (int, float)
+            if type(config.get(n)) not in (int, float)
         ]
-        wrong += [n for n in ("warmup", "steps", "accumulate") if type(told.get(n)) is not int]
-        wrong += [n for n in ("optimizer", "schedule") if not isinstance(told.get(n), str)]
-        if wrong or told["accumulate"] < 1:
+        invalid += [n for n in ("warmup", "steps", "accumulate") if type(config.get(n)) is not int]
+        invalid += [n for n in ("optimizer", "schedule") if not isinstance(config.get(n), str)]
+        if invalid or config["accumulate"] < 1:
             raise FrameError(
-                "told",
-                f'the server does not say its "{(*wrong, "accumulate")[0]}" as it should',
-                hint="are both sides of one version?",
+                "hello",
+                f'the server sent an invalid "{(*invalid, "accumulate")[0]}"',
+                hint="check that both sides run the same version of regauge",
             )
-    return told
+    return config
 
 
 def _client_optimizer(
-    told: dict[str, Any],
+    server_config: dict[str, Any],
     steps: int,
-    rate: float | None,
+    lr: float | None,
     optimizer: Optimizer | None,
-    given: dict[str, Any],
+    training_options: dict[str, Any],
 ) -> OptimizerConfig:
-    """How embedding and head are trained: as was asked for, and otherwise as the server trains. A
-    schedule that was asked for ends with the run.
+    """Return the optimizer of embedding and head: the server's options, overridden by those that
+    were passed. A schedule that was passed ends with the run.
     """
     from regauge.split import OptimizerConfig
 
-    names = (
+    names = (  # as on the wire
         "optimizer",
         "rate",
         "decay",
@@ -593,52 +601,52 @@ def _client_optimizer(
         "clip",
         "accumulate",
     )
-    theirs = {n: told[n] for n in names if n in told and told.get("trains")}
-    said = {
-        "rate": rate,
+    server_options = {
+        n: server_config[n] for n in names if n in server_config and server_config.get("trains")
+    }
+    passed = {
+        "rate": lr,
         "optimizer": optimizer,
-        **given,
-        "steps": None if given["schedule"] is None else steps,
+        **training_options,
+        "steps": None if training_options["schedule"] is None else steps,
     }
     return OptimizerConfig.from_dict(
         {
-            **theirs,
+            **server_options,
             **{
-                n: str(v) if isinstance(v, StrEnum) else v for n, v in said.items() if v is not None
+                n: str(v) if isinstance(v, StrEnum) else v
+                for n, v in passed.items()
+                if v is not None
             },
         }
     )
 
 
 def _require_journal(journal: Path | None, resume: bool) -> None:
+    """Raise if the journal's state and --resume contradict each other."""
     from regauge.split.client.journal import JournalError
 
     if journal is None:
         return
-    there = (journal / "session.json").exists()
-    if there and not resume:
+    has_run = (journal / "session.json").exists()
+    if has_run and not resume:
         raise JournalError(
-            f"{journal} holds a run that was interrupted",
-            hint="--resume goes on with it; or name an empty folder",
+            f"{journal} contains an interrupted run",
+            hint="pass --resume to resume it, or name an empty folder",
         )
-    if resume and not there:
-        raise JournalError(
-            f"{journal} holds no run to go on with", hint="start it without --resume"
-        )
+    if resume and not has_run:
+        raise JournalError(f"{journal} contains no run to resume", hint="start it without --resume")
 
 
 def _clear_journal(journal: Path | None, client: str) -> None:
-    """The run is done, and what it wrote is on the disk: its journal is of no use any more, and
-    holds secrets.
-    """
+    """Delete the journal of a finished run, which contains secrets."""
     if journal is None:
         return
     import shutil
 
     for path in journal.iterdir():
-        is_partial = (
-            path.name.startswith(".") and ".partial-" in path.name
-        )  # of a write that a kill has ended
+        # left by a write that was killed
+        is_partial = path.name.startswith(".") and ".partial-" in path.name
         if (
             is_partial
             or path.name == "session.json"

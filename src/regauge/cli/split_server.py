@@ -27,42 +27,49 @@ if TYPE_CHECKING:
     from regauge.split.server.quotas import Quota, Quotas
 
 VERSION = 1
-CLIENTS = "clients.txt"  # the list of clients that `certs` puts beside the certificates
-STATUS_INTERVAL = 10.0  # seconds between two lines where there is no terminal
+CLIENTS = "clients.txt"  # list of clients that `certs` writes beside the certificates
+STATUS_INTERVAL = 10.0  # seconds between status lines without a terminal
 
 
 class Optimizer(StrEnum):
+    """Optimizers of either side."""
+
     sgd = "sgd"
     adam = "adam"
     adamw = "adamw"
 
 
 class Schedule(StrEnum):
+    """Learning rate schedules."""
+
     constant = "constant"
     linear = "linear"
     cosine = "cosine"
 
 
 class Precision(StrEnum):
+    """Precisions of mixed-precision computation."""
+
     bf16 = "bf16"
     fp16 = "fp16"
 
 
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", min=0.0, metavar="R", help="The learning rate.")
+    float | None, typer.Option("--lr", min=0.0, metavar="R", help="Learning rate.")
 ]
 WeightDecay = Annotated[
     float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")
 ]
 Momentum = Annotated[
-    float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Of sgd.")
+    float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Momentum of sgd.")
 ]
 Warmup = Annotated[
-    int | None, typer.Option("--warmup", min=0, metavar="N", help="Steps from 0 up to the rate.")
+    int | None,
+    typer.Option("--warmup", min=0, metavar="N", help="Warm-up steps of the learning rate."),
 ]
 Clip = Annotated[
     float | None,
-    typer.Option("--clip", min=0.0, metavar="X", help="Bound the norm of the gradient."),
+    typer.Option("--clip", min=0.0, metavar="X", help="Largest norm of the gradient."),
 ]
 TlsFiles = Annotated[
     str | None,
@@ -76,7 +83,8 @@ Insecure = Annotated[
     bool,
     typer.Option(
         "--insecure",
-        help="Without TLS beyond this machine: anyone on the way reads and changes what crosses.",
+        help="Allow plaintext beyond this machine: anyone on the network can read and "
+        "change the traffic.",
     ),
 ]
 
@@ -86,13 +94,15 @@ def serve(
         str,
         typer.Argument(
             metavar="BACKBONE",
-            help="A folder, a .safetensors file, or a hub id. It may be locked: no key is needed.",
+            help="Folder, .safetensors file or hub id. May be locked: no key is needed.",
         ),
     ],
     listen: Annotated[
         str,
         typer.Option(
-            "--listen", metavar="ADDR", help="Where to listen. 0.0.0.0:7000 is for all machines."
+            "--listen",
+            metavar="ADDR",
+            help="Address to listen on. 0.0.0.0:7000 accepts all machines.",
         ),
     ] = "127.0.0.1:7000",
     tls: TlsFiles = None,
@@ -101,8 +111,8 @@ def serve(
         typer.Option(
             "--clients",
             metavar="FILE",
-            help="Clients to accept: a name on each line, perhaps with a quota. Read again on "
-            "change. Default: clients.txt beside the certificates.",
+            help="File of accepted clients: one name per line, optionally with a quota. "
+            "Reloaded on change. Default: clients.txt beside the certificates.",
         ),
     ] = None,
     quota: Annotated[
@@ -110,7 +120,8 @@ def serve(
         typer.Option(
             "--quota",
             metavar="Q",
-            help='For each client: "sessions=2 requests=50 bytes=100M", a second and a minute.',
+            help='Quota of each client: "sessions=2 requests=50 bytes=100M", requests per '
+            "second and bytes per minute.",
         ),
     ] = "",
     memory: Annotated[
@@ -118,7 +129,7 @@ def serve(
         typer.Option(
             "--memory",
             metavar="SIZE",
-            help="What all clients may hold, as in 8G. Default: half of the memory available.",
+            help="Memory for all clients, as in 8G. Default: half of the available memory.",
         ),
     ] = None,
     client_memory: Annotated[
@@ -126,18 +137,18 @@ def serve(
         typer.Option(
             "--client-memory",
             metavar="SIZE",
-            help="What each client with a certificate may hold. Default: half of --memory.",
+            help="Memory for each client with a certificate. Default: half of --memory.",
         ),
     ] = None,
     insecure: Insecure = False,
     checkpoint: Annotated[
         Path | None,
         typer.Option(
-            "--checkpoint", metavar="DIR", help="Keep everything here, and go on from here."
+            "--checkpoint", metavar="DIR", help="Folder to save checkpoints in, and to resume from."
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option("--every", min=1, metavar="N", help="Steps between two checkpoints.")
+        int, typer.Option("--every", min=1, metavar="N", help="Steps between checkpoints.")
     ] = 100,
     out: Annotated[
         Path | None,
@@ -145,38 +156,39 @@ def serve(
             "-o",
             "--output",
             metavar="OUT",
-            help="Write the trained backbone here when the server stops.",
+            help="Folder for the trained backbone, written when the server stops.",
         ),
     ] = None,
-    rate: Annotated[
+    lr: Annotated[
         float | None,
         typer.Option(
             "--lr",
             min=0.0,
             metavar="R",
-            help="Train the backbone at this rate. Without it, it only serves.",
+            help="Learning rate of the backbone. Without it, the backbone is not trained.",
         ),
     ] = None,
     optimizer: Annotated[
-        Optimizer | None, typer.Option("--optimizer", help="Default: adamw.")
+        Optimizer | None,
+        typer.Option("--optimizer", help="Optimizer of the backbone. Default: adamw."),
     ] = None,
     schedule: Annotated[
         Schedule | None,
         typer.Option(
-            "--schedule", help="How the rate goes on after the warm-up. Default: constant."
+            "--schedule", help="Learning rate schedule after the warm-up. Default: constant."
         ),
     ] = None,
     warmup: Warmup = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, metavar="N", help="The step at which the schedule ends."),
+        typer.Option("--steps", min=1, metavar="N", help="Step at which the schedule ends."),
     ] = None,
     clip: Clip = None,
     accumulate: Annotated[
         int | None,
-        typer.Option("--accumulate", min=1, metavar="N", help="Losses of a step. Default: 1."),
+        typer.Option("--accumulate", min=1, metavar="N", help="Losses per step. Default: 1."),
     ] = None,
-    decay: WeightDecay = None,
+    weight_decay: WeightDecay = None,
     momentum: Momentum = None,
     average: Annotated[
         int,
@@ -184,12 +196,12 @@ def serve(
             "--average",
             min=0,
             metavar="N",
-            help="A copy for each client, averaged after N steps of each. Default: one for all.",
+            help="Train a copy per client, averaged after N steps of each. Default: one for all.",
         ),
     ] = 0,
     precision: Annotated[
         Precision | None,
-        typer.Option("--precision", help="Compute in fewer bits, over weights in float32."),
+        typer.Option("--precision", help="Compute precision, over weights in float32."),
     ] = None,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")
@@ -197,14 +209,16 @@ def serve(
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", metavar="D", help="Of the weights in memory; the clients' must be the same."
+            "--dtype", metavar="D", help="Dtype of the weights in memory; must equal the clients'."
         ),
     ] = "float32",
-    seed: Annotated[int, options.seed_option("What dropout is drawn from.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of dropout.")] = 0,
     metrics: Annotated[
         str | None,
         typer.Option(
-            "--metrics", metavar="ADDR", help="Prometheus metrics over HTTP, as in 127.0.0.1:9100."
+            "--metrics",
+            metavar="ADDR",
+            help="Address of Prometheus metrics over HTTP, as in 127.0.0.1:9100.",
         ),
     ] = None,
     device: options.Device = "cpu",
@@ -212,21 +226,21 @@ def serve(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Host the backbone of a model for clients that have its embedding and head, their data and
-    their labels. Ctrl-C or SIGTERM stops it: what is under way is finished, and a checkpoint
-    written. A second one waits for no client.
+    """Host the backbone of a model for clients that hold its embedding and head, their data and
+    their labels. Ctrl-C or SIGTERM stops it after the requests under way, and a checkpoint is
+    written. A second one stops waiting for clients.
     """
     started = time.monotonic()
-    given = {
+    training_options = {
         "schedule": schedule,
         "warmup": warmup,
         "steps": steps,
         "clip": clip,
         "accumulate": accumulate,
-        "decay": decay,
+        "weight_decay": weight_decay,
         "momentum": momentum,
     }
-    training = _build_optimizer(rate, optimizer, given)
+    training = _build_optimizer(lr, optimizer, training_options)
     from regauge.errors import CheckpointError, need
 
     need("grpc", "split")
@@ -247,14 +261,14 @@ def serve(
         check_new(out)
         if training is None and checkpoint is None:
             raise typer.BadParameter(
-                "nothing is trained, so that there is nothing to write; --lr R trains the backbone",
+                "requires --lr R: without training there is nothing to write",
                 param_hint="--output",
             )
     files = read_tls(tls, "server")
-    listed, quotas = _load_clients(tls, clients, quota, files is not None)
+    accepted, quotas = _load_clients(tls, clients, quota, files is not None)
     source = open_checkpoint(backbone)
     record = record_of(source)
-    info(f"loads {backbone}")
+    info(f"loading {backbone}")
     model = load_part(source, "backbone", dtype, device)
     failed: CheckpointError | None = None
     with nullcontext() if checkpoint is None else exclusive_folder(checkpoint, "server"):
@@ -276,39 +290,39 @@ def serve(
         _print_startup(host, model, record, checkpoint)
         with (
             _log_to_stderr(verbose),
-            server_signals(None if listed is None else listed.reload) as asked,
-            Server(host, listen, tls=files, clients=listed, insecure=insecure) as server,
+            server_signals(None if accepted is None else accepted.reload) as requests,
+            Server(host, listen, tls=files, clients=accepted, insecure=insecure) as server,
         ):
-            page = None if metrics is None else Metrics(host, server, metrics)
-            where = f"{listen.rpartition(':')[0]}:{server.port}"
-            who = (
+            metrics_server = None if metrics is None else Metrics(host, server, metrics)
+            address = f"{listen.rpartition(':')[0]}:{server.port}"
+            audience = (
                 "without TLS"
                 if files is None
-                else f"with TLS, for {', '.join(sorted(listed.quotas))}"
-                if listed is not None
+                else f"with TLS, for {', '.join(sorted(accepted.quotas))}"
+                if accepted is not None
                 else "with TLS, for all of its authority"
             )
             info(
-                f"listens on {where}, "
-                f"{who}{f'; metrics at http://{metrics}/metrics' if page else ''}; Ctrl-C stops it"
+                f"listening on {address}, {audience}"
+                f"{f'; metrics at http://{metrics}/metrics' if metrics_server else ''}; "
+                "Ctrl-C stops it"
             )
-            _show_status(host, server, asked.stop)
-            info("stops: takes no more, and finishes what is under way")
+            _show_status(host, server, requests.stop)
+            info("stopping: no new requests, finishing those under way")
             try:
-                server.stop(30.0, asked.skip_drain)
-            except CheckpointError as error:  # what was trained can still be written below
+                server.stop(30.0, requests.skip_drain)
+            except CheckpointError as error:  # the trained weights can still be written below
                 failed = error
-            if page is not None:
-                page.close()
+            if metrics_server is not None:
+                metrics_server.close()
             if checkpoint is not None and failed is None:
-                info(f"step {host.step} is in {checkpoint}; the same command goes on from there")
+                info(f"saved step {host.step} in {checkpoint}; the same command resumes from it")
             if out is not None:
                 from regauge.split.parts import write_part
 
                 write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
                 info(
-                    f"wrote the backbone to {out}; with a client's part, regauge split join "
-                    "makes a whole model of it"
+                    f"wrote the backbone to {out}; regauge split join joins it with a client's part"
                 )
     answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
     info(
@@ -335,27 +349,31 @@ def serve(
 
 
 def _build_optimizer(
-    rate: float | None, optimizer: Optimizer | None, given: dict[str, Any]
+    lr: float | None, optimizer: Optimizer | None, training_options: dict[str, Any]
 ) -> OptimizerConfig | None:
-    said = {name: value for name, value in given.items() if value is not None}
-    if rate is None:
-        if said or optimizer is not None:
-            what = "--optimizer" if optimizer is not None else f"--{min(said)}"
+    """Return the optimizer of the backbone, or None if it is not trained."""
+    passed = {name: value for name, value in training_options.items() if value is not None}
+    if lr is None:
+        if passed or optimizer is not None:
+            option = (
+                "--optimizer" if optimizer is not None else f"--{min(passed)}".replace("_", "-")
+            )
             raise typer.BadParameter(
-                "this belongs to training, and without --lr R nothing is trained", param_hint=what
+                "requires --lr R, without which nothing is trained", param_hint=option
             )
         return None
     from regauge.split import OptimizerConfig
 
-    plain: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in said.items()}
-    name = "adamw" if optimizer is None else optimizer.value
-    return OptimizerConfig.from_dict({"optimizer": name, "rate": rate, **plain})
+    settings: dict[str, Any] = {
+        k: str(v) if isinstance(v, StrEnum) else v for k, v in passed.items()
+    }
+    return OptimizerConfig("adamw" if optimizer is None else optimizer.value, lr, **settings)
 
 
 @contextmanager
-def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
-    """Hold a folder, made if it is not there, for one process: two would overwrite what the other
-    one has said is kept.
+def exclusive_folder(folder: Path, user: str) -> Iterator[None]:
+    """Create a folder if needed and lock it for one process: two would overwrite each other's
+    state.
     """
     from regauge.checkpoints.files import exclusive_lock, wrap_write_errors
 
@@ -363,71 +381,73 @@ def exclusive_folder(folder: Path, what: str) -> Iterator[None]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with exclusive_lock(
         folder,
-        f"another {what} is using {folder}",
+        f"another {user} is using {folder}",
         "wait until it has ended, or name another folder",
     ):
         yield
 
 
-def read_tls(text: str | None, name: str | None) -> Tls | None:
-    """The files of one side: in a folder of `split certs`, those of this name (or of its one
-    client); or three files by name.
+def read_tls(source: str | None, name: str | None) -> Tls | None:
+    """Return the TLS files of one side: from a folder of `split certs`, by name (or its only
+    client's), or three files.
     """
-    if text is None:
+    if source is None:
         return None
     from regauge.errors import CheckpointError
     from regauge.split.protocol.channel import Tls
 
-    parts = [Path(part).expanduser() for part in text.split(",")]
+    parts = [Path(part).expanduser() for part in source.split(",")]
     if len(parts) == 3:
-        found = Tls(*parts)
+        files = Tls(*parts)
     else:
-        folder = Path(text).expanduser()
+        folder = Path(source).expanduser()
         if not folder.is_dir():
             raise CheckpointError(
-                f"there is no folder {text} of certificates",
-                hint="regauge split certs --to FOLDER makes one; or name three files, with commas",
+                f"--tls must be a folder of certificates or three files, got {source}",
+                hint="regauge split certs --to FOLDER creates one",
             )
         names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
         if name is None:
             if len(names) != 1:
                 raise CheckpointError(
-                    f"{text} has certificates of {', '.join(names) or 'no client'}",
-                    hint="say whose they are with --client-name NAME",
+                    f"{source} must have one client's certificate, got those of "
+                    f"{', '.join(names) or 'no client'}",
+                    hint="choose one with --client-name NAME",
                 )
             name = names[0]
-        found = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
-    for path in (found.authority, found.certificate, found.key):
+        files = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    for path in (files.authority, files.certificate, files.key):
         if not path.is_file():
             raise CheckpointError(
-                f"there is no {path}",
-                hint="a side needs the authority's certificate, its own, and its key",
+                f"{path} does not exist",
+                hint="each side needs the authority's certificate, its own certificate and its key",
             )
-    found.read()
-    return found
+    files.read()
+    return files
 
 
 def _load_clients(
     tls: str | None, clients: Path | None, quota: str, secure: bool
 ) -> tuple[ClientFile | None, Quotas]:
-    """Who may come, and how much they may ask."""
+    """Return the list of accepted clients, and their quotas."""
     from regauge.split.server.client_list import ClientFile
     from regauge.split.server.quotas import Quotas, read_quota
 
     default: Quota = read_quota(quota)
     if clients is not None and not secure:
         raise typer.BadParameter(
-            "clients are known by their certificates: it needs --tls", param_hint="--clients"
+            "requires --tls: clients are identified by their certificates", param_hint="--clients"
         )
     if clients is None and tls is not None and (Path(tls).expanduser() / CLIENTS).is_file():
         clients = Path(tls).expanduser() / CLIENTS
     if clients is None:
         return None, Quotas(default)
-    listed = ClientFile(clients, default)
-    return listed, Quotas(default, listed.quotas)
+    accepted = ClientFile(clients, default)
+    return accepted, Quotas(default, accepted.quotas)
 
 
 def _print_startup(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
+    """Print what the server hosts, trains and saves."""
     from regauge.checkpoints.files import format_bytes
 
     count = sum(p.numel() for p in host.main.parameters.values())
@@ -437,71 +457,67 @@ def _print_startup(host: Host, model: Any, record: Any, checkpoint: Path | None)
         f"{host.model_description['dtype']}{locked}"
     )
     if host.training is None:
-        info(
-            "serves only: gradients pass through, and the backbone stays as it is; --lr R trains it"
-        )
+        info("frozen backbone: gradients pass through, nothing is trained; --lr R trains it")
     else:
-        more = "".join(
+        details = "".join(
             [
                 f", averaged every {host.rounds.average} steps" * bool(host.rounds.average),
                 f", in {host.executor.precision}" * bool(host.executor.precision),
             ]
         )
         info(
-            f"trains with {host.training.optimizer} at {host.training.lr:g}, "
-            f"{host.training.schedule}{more}"
+            f"training with {host.training.optimizer} at {host.training.lr:g}, "
+            f"{host.training.schedule}{details}"
         )
     info(
         f"memory: {format_bytes(host.budget.total)} for all clients, "
-        f"{format_bytes(host.budget.client)} for "
-        "each with a certificate (--memory, --client-memory)"
+        f"{format_bytes(host.budget.client)} for each with a certificate (--memory, "
+        "--client-memory)"
     )
     if checkpoint is None and host.training is not None:
-        info("keeps nothing: if it dies, so do its sessions; --checkpoint DIR keeps them")
+        info("no checkpoint: sessions are lost if the server dies; --checkpoint DIR saves them")
     elif host.step or host.sessions:
-        info(f"goes on from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
+        info(f"resuming from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
 
 
 @contextmanager
-def stop_signals(words: str = "") -> Iterator[threading.Event]:
-    """An event that Ctrl-C and SIGTERM set, with a few words. A second one is an interrupt."""
+def stop_signals(message: str = "") -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C and SIGTERM set, with a message. A second signal interrupts."""
     stop = threading.Event()
 
-    def asked(number: int, frame: object) -> None:
+    def handle(number: int, frame: object) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        if words:
-            info(words)
+        if message:
+            info(message)
 
-    with _signal_handlers((signal.SIGINT, signal.SIGTERM), asked):
+    with _signal_handlers((signal.SIGINT, signal.SIGTERM), handle):
         yield stop
 
 
 @dataclass
 class StopRequests:
-    """What signals have asked a server for."""
+    """The requests that signals have made of a server."""
 
     stop: threading.Event = field(default_factory=threading.Event)
-    skip_drain: threading.Event = field(
-        default_factory=threading.Event
-    )  # waits for no client any more
+    skip_drain: threading.Event = field(default_factory=threading.Event)  # stop waiting for clients
 
 
 @contextmanager
 def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator[StopRequests]:
-    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP read the
-    list of clients again.
+    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP reload the
+    list of clients.
 
-    A second one ends the wait for clients; the checkpoint is written in any case. Only a third
+    A second signal ends the wait for clients; the checkpoint is written in any case. Only a third
     Ctrl-C interrupts that.
     """
-    asked = StopRequests()
+    requests = StopRequests()
 
     def stop(number: int, frame: object) -> None:
-        if asked.skip_drain.is_set() and number == signal.SIGINT:
+        if requests.skip_drain.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
-        (asked.skip_drain if asked.stop.is_set() else asked.stop).set()
+        (requests.skip_drain if requests.stop.is_set() else requests.stop).set()
 
     def reload(number: int, frame: object) -> None:
         if reload_clients is not None:
@@ -509,32 +525,35 @@ def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator
 
     hangup = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
     with _signal_handlers((signal.SIGINT, signal.SIGTERM), stop), _signal_handlers(hangup, reload):
-        yield asked
+        yield requests
 
 
 @contextmanager
 def _signal_handlers(
     numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
 ) -> Iterator[None]:
-    before: dict[signal.Signals, Any] = {}
+    """Install a signal handler, and restore the previous ones."""
+    previous_handlers: dict[signal.Signals, Any] = {}
     with suppress(ValueError):  # not the main thread
         for number in numbers:
-            before[number] = signal.signal(number, handler)
+            previous_handlers[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for held, previous in before.items():
-            signal.signal(held, previous)
+        for handled, previous in previous_handlers.items():
+            signal.signal(handled, previous)
 
 
 class _StderrHandler(logging.Handler):
+    """A log handler that writes to stderr like any other message."""
+
     def emit(self, record: logging.LogRecord) -> None:
         info(f"{'warning: ' if record.levelno >= logging.WARNING else ''}{record.getMessage()}")
 
 
 @contextmanager
 def _log_to_stderr(verbose: int) -> Iterator[None]:
-    """What the engine logs goes where all talk goes. It holds no tensors and no keys."""
+    """Print the engine's log on stderr. It contains no tensors and no keys."""
     log, handler = logging.getLogger("regauge.split"), _StderrHandler()
     log.addHandler(handler)
     log.setLevel(logging.INFO if verbose else logging.WARNING)
@@ -545,26 +564,26 @@ def _log_to_stderr(verbose: int) -> Iterator[None]:
 
 
 def _show_status(host: Host, server: Server, stop: threading.Event) -> None:
-    """Show how far it is until somebody stops it: one line that changes on a terminal, otherwise a
-    line now and then if something has changed.
+    """Show the progress until the server stops: a changing line on a terminal, otherwise a line now
+    and then if something changed.
     """
     from regauge.checkpoints.files import format_bytes
 
-    began, last = (time.monotonic(), host.step), time.monotonic()
+    window, last = (time.monotonic(), host.step), time.monotonic()
 
     def line() -> str:
-        nonlocal began
-        seconds, steps = time.monotonic() - began[0], host.step - began[1]
+        nonlocal window
+        seconds, steps = time.monotonic() - window[0], host.step - window[1]
         if seconds > 30:
-            began = (time.monotonic(), host.step)
+            window = (time.monotonic(), host.step)
         sessions = list(host.sessions.values())
         names = sorted({s.peer for s in sessions if s.peer})
-        who = (
+        sessions_text = (
             f"{len(sessions)} "
             f"session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
         )
         return (
-            f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {who}, "
+            f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {sessions_text}, "
             f"{format_bytes(server.received)} in, {format_bytes(server.sent)} out"
         )
 
@@ -572,16 +591,16 @@ def _show_status(host: Host, server: Server, stop: threading.Event) -> None:
         from rich.console import Console
         from rich.text import Text
 
-        with Console(stderr=True).status("waits for clients") as status:
+        with Console(stderr=True).status("waiting for clients") as status:
             while not stop.wait(0.5):
                 if host.requests:
-                    status.update(Text(line()))  # clients' names are no markup
+                    status.update(Text(line()))  # clients' names are not markup
         return
-    shown: object = (host.step, 0)
+    printed: object = (host.step, 0)
     while not stop.wait(0.2):
-        now = (host.step, sum(host.requests.values()))
-        if now != shown and time.monotonic() - last >= (
-            STATUS_INTERVAL if shown != (host.step, 0) else 0.0
+        current = (host.step, sum(host.requests.values()))
+        if current != printed and time.monotonic() - last >= (
+            STATUS_INTERVAL if printed != (host.step, 0) else 0.0
         ):
             info(line())
-            shown, last = now, time.monotonic()
+            printed, last = current, time.monotonic()

@@ -1,4 +1,4 @@
-"""`regauge verify`: the theorems on a model of one's own."""
+"""`regauge verify`: the theorems, checked on the user's own model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from regauge.results.findings import Results
 
 
-SMALL_MODEL = 5_000_000  # parameters below which threads wait for each other more than they compute
+SMALL_MODEL = 5_000_000  # parameters; below, one thread is faster than several
 GENERAL_PREFIXES = ("operator/", "optimizer/")
 
 
 class Dtype(StrEnum):
+    """Dtypes to compute in."""
+
     float64 = "float64"
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -32,6 +34,8 @@ class Dtype(StrEnum):
 
 
 class Optimizer(StrEnum):
+    """Optimizers of the training to compare."""
+
     sgd = "sgd"
     adamw = "adamw"
 
@@ -40,23 +44,21 @@ def verify(
     model: options.Model,
     dtype: Annotated[
         Dtype | None,
-        typer.Option("--dtype", help="Compute in this dtype. Default: that of the stored weights."),
+        typer.Option("--dtype", help="Compute dtype. Default: that of the stored weights."),
     ] = None,
     steps: Annotated[
         int,
-        typer.Option(
-            "--steps", min=0, metavar="N", help="Steps of training to compare; 0 for none."
-        ),
+        typer.Option("--steps", min=0, metavar="N", help="Training steps to compare; 0: none."),
     ] = 3,
     optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help="What trains.")
+        Optimizer, typer.Option("--optimizer", help="Optimizer of the training.")
     ] = Optimizer.sgd,
     inputs: Annotated[
         Path | None,
         typer.Option(
             "--inputs",
             metavar="FILE",
-            help="Inputs by name (.npz or .safetensors). Default: random ones.",
+            help="Inputs by name (.npz or .safetensors). Default: random.",
         ),
     ] = None,
     general: Annotated[
@@ -69,13 +71,13 @@ def verify(
         bool,
         typer.Option(
             "--optimizers",
-            help="Also measure which optimizers keep which symmetry (half a minute).",
+            help="Also measure which optimizers preserve which symmetry (half a minute).",
         ),
     ] = False,
     spec: options.SpecFile = None,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed_option("The seed of inputs, targets and elements.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of inputs, targets and elements.")] = 0,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None,
@@ -84,7 +86,7 @@ def verify(
             min=1,
             max=256,
             metavar="N",
-            help="Threads that compute. Default: torch's own, one for small models.",
+            help="Compute threads. Default: torch's own, one for small models.",
         ),
     ] = None,
     verbose: options.Verbose = 0,
@@ -102,23 +104,23 @@ def verify(
     from regauge.verification import verify as check
     from regauge.verification.general import add_general_findings
 
-    info(f"loads {model}")
+    info(f"loading {model}")
     module = load_model(model, dtype.value if dtype else None).to(device)
-    small = sum(p.numel() for p in module.parameters()) < SMALL_MODEL
-    if threads is not None or small:
+    is_small = sum(p.numel() for p in module.parameters()) < SMALL_MODEL
+    if threads is not None or is_small:
         torch.set_num_threads(threads or 1)
-    given = None if inputs is None else read_inputs(inputs, module)
+    arrays = None if inputs is None else read_inputs(inputs, module)
     if spec is not None:
         from regauge.checkpoints.spec_files import load_spec
 
-        described = load_spec(spec)
+        model_spec = load_spec(spec)
     else:
-        described = resolve_spec(module)
+        model_spec = resolve_spec(module)
     with step_bar("verify") as progress:
         results = check(
             module,
-            given,
-            spec=described,
+            arrays,
+            spec=model_spec,
             steps=steps,
             optimizer=optimizer.value,
             seed=seed,
@@ -143,7 +145,7 @@ def verify(
 
 
 def collect_facts(module: Any, model: str, seed: int, steps: int, optimizer: str) -> dict[str, Any]:
-    """What is needed to repeat a run, and to know what it was of."""
+    """Return the facts that identify and repeat a run."""
     return {
         **facts_of_run(),
         "model": model,
@@ -158,38 +160,38 @@ def collect_facts(module: Any, model: str, seed: int, steps: int, optimizer: str
 
 
 def read_inputs(path: Path, module: Any) -> dict[str, Any]:
-    """Inputs by name; floating-point ones in the model's dtype."""
+    """Read inputs by name; floating-point ones are cast to the model's dtype."""
     import torch
 
     try:
         if path.suffix == ".npz":
             from regauge.data.datasets import read_arrays
 
-            found = {
+            tensors = {
                 name: torch.from_numpy(array)
                 for name, array in read_arrays(path.read_bytes(), str(path)).items()
             }
         else:
             from safetensors.torch import load_file
 
-            found = load_file(path)
-    # numpy and safetensors raise errors of many kinds for files that are none of theirs
+            tensors = load_file(path)
+    # numpy and safetensors raise errors of many kinds for files of other formats
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as inputs: {error}",
-            hint="a .npz or .safetensors file of arrays by the names of the forward's arguments",
+            hint="pass a .npz or .safetensors file of arrays named like the arguments of forward",
         ) from error
-    first = next(p for p in module.parameters() if p.is_floating_point())
+    parameter = next(p for p in module.parameters() if p.is_floating_point())
     return {
-        name: value.to(first.device, first.dtype)
+        name: value.to(parameter.device, parameter.dtype)
         if value.is_floating_point()
-        else value.to(first.device)
-        for name, value in found.items()
+        else value.to(parameter.device)
+        for name, value in tensors.items()
     }
 
 
 def text_of(results: Results, verbose: int = 0) -> str:
-    """Results as a terminal shows them."""
+    """Format results for a terminal."""
     from regauge.models.summary import format_columns
 
     rows = [("", "check", "error", "allowed", "control", "")]
@@ -207,20 +209,17 @@ def text_of(results: Results, verbose: int = 0) -> str:
                 )
             )
     if general and not verbose:
-        rows.append(
-            ("holds", f"{len(general)} of networks in general (-v lists them)", "", "", "", "")
-        )
-    held, told = (
-        sum(f.holds is True for f in results.findings),
-        sum(f.holds is not None for f in results.findings),
-    )
+        rows.append(("holds", f"{len(general)} general checks (-v lists them)", "", "", "", ""))
+    passed = sum(f.holds is True for f in results.findings)
+    decided = sum(f.holds is not None for f in results.findings)
     lines = [results.title, "", format_columns(rows, right=(2, 3, 4)), ""]
     lines += [f"not checked: {text}" for text in results.unchecked]
-    last = f"{held} of {told} checks hold"
-    last += f"; {len(results.inconclusive)} cannot be told" if results.inconclusive else ""
+    last = f"{passed} of {decided} checks hold"
+    last += f"; {len(results.inconclusive)} inconclusive" if results.inconclusive else ""
     last += f"; {len(results.failed)} FAILED" if results.failed else ""
     return "\n".join([*lines, last])
 
 
 def _format_number(value: float | None) -> str:
+    """Format a number, or nothing for None."""
     return "" if value is None else f"{value:.1e}"

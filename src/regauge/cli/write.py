@@ -1,4 +1,4 @@
-"""Writing a checkpoint that an element moves: what `move`, `match` and `lock` have in common."""
+"""Writing of a transformed checkpoint, shared by `move`, `match` and `lock`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ def write_moved(
     out: Path,
     plan: Plan,
     thunks: Mapping[str, Callable[[], Any]],
-    what: str,
+    action: str,
     resume: bool,
     threads: int | None,
 ) -> WriteResult:
-    """Write a plan under a progress bar, and tell what is worth telling."""
+    """Write a plan under a progress bar, and report NaN values, skipped files and
+    resumed shards.
+    """
     from regauge.checkpoints.writer import write_plan
 
-    with output_progress(out, what) as progress:
+    with output_progress(out, action) as progress:
         written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
     if written.nonfinite:
         names = ", ".join(written.nonfinite[:5]) + (
@@ -33,17 +35,14 @@ def write_moved(
         )
         warn(f"NaN or Inf in {len(written.nonfinite)} tensors: {names}")
     if written.skipped:
-        info(
-            "not carried over (weights in other formats, keys, elements): "
-            f"{', '.join(written.skipped)}"
-        )
+        info(f"not copied (weights in other formats, keys, elements): {', '.join(written.skipped)}")
     if written.resumed:
-        info(f"kept from the interrupted run: {', '.join(sorted(written.resumed))}")
+        info(f"resumed from the interrupted run: {', '.join(sorted(written.resumed))}")
     return written
 
 
 def summary(g: Element) -> str:
-    """Which spaces an element moves, by their roots."""
+    """Return the spaces that an element transforms, by their roots."""
     roots: dict[str, int] = {}
     for name in g.members:
         roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1

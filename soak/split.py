@@ -84,8 +84,8 @@ def serve(folder: Path, *options: str, files: int | None = None) -> Iterator[Ser
     try:
         for line in process.stderr:
             lines.append(line.rstrip())
-            found = re.search(r"listening on (127\.0\.0\.1:\d+)", line)
-            if found:
+            address = re.search(r"listening on (127\.0\.0\.1:\d+)", line)
+            if address:
                 threading.Thread(
                     target=lambda: lines.extend(map(str.rstrip, process.stderr or ())), daemon=True
                 ).start()

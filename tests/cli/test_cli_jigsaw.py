@@ -145,6 +145,7 @@ def test_a_training_goes_on_with_its_own_state_and_no_other(
     assert main(command("out", "--ratio", "0.5")) == 130
     monkeypatch.setattr(training, "_save_state", keep)
     assert ".out.training" in capsys.readouterr().err
+    assert (tmp_path / ".out.training").stat().st_mode & 0o077 == 0
     for other in (
         ["--ratio", "0.3"],
         ["--ratio", "0.5", "--seed", "1"],

@@ -85,8 +85,8 @@ class ResumeState:
         return state
 
     def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-        """Write the state, in place of an older one."""
-        write_outcome(self.path, Outcome({**values, "of": self.label}, tensors))
+        """Write the state for its owner only, in place of an older one: it holds weights."""
+        write_outcome(self.path, Outcome({**values, "of": self.label}, tensors), mode=0o600)
 
 
 def canonical_values(value: Any) -> bytes:
@@ -118,8 +118,8 @@ def _byte_dtype() -> Any:
     return torch.uint8
 
 
-def write_outcome(path: Path, outcome: Outcome) -> None:
-    """Write an outcome to a file, atomically."""
+def write_outcome(path: Path, outcome: Outcome, mode: int = 0o666) -> None:
+    """Write an outcome to a file of this mode, atomically."""
     from safetensors.torch import save
 
     metadata = {
@@ -134,6 +134,7 @@ def write_outcome(path: Path, outcome: Outcome) -> None:
         save(
             {name: t.detach().cpu().contiguous() for name, t in outcome.tensors.items()}, metadata
         ),
+        mode,
     )
 
 

@@ -476,12 +476,12 @@ def test_killed_and_resumed(tmp_path: Path, run: Run, llama: Path, key: Path, nu
 import os, sys, signal, threading
 from regauge.checkpoints import writer as writing
 from regauge.cli import main
-close = writing._Run._close
+close = writing._TensorWriter._close
 def stop(self, file):
     close(self, file)
     os.kill(os.getpid(), int(sys.argv[1]))
     threading.Event().wait(1)
-writing._Run._close = stop
+writing._TensorWriter._close = stop
 sys.exit(main(sys.argv[2:]))
 """
     command = ["lock", str(shards), "-k", str(key), "-o", str(tmp_path / "out"), "--resume"]

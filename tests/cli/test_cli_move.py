@@ -239,7 +239,7 @@ def bad_element(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (
         lambda f: os.truncate(f / "model.safetensors", 5000),
-        "model.safetensors is truncated: it has 5000 bytes, its header",
+        "model.safetensors is truncated: it must have",
     ),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
     "wrong shape": (
@@ -638,8 +638,7 @@ def test_convert_reads_repacked_files_and_refuses_shortened_ones(run: Run, tmp_p
         said = run("convert", short, "-o", tmp_path / "no")
         assert said.code == 1
         assert (
-            'short.pt is damaged: its record "x/data/1" has 3992 bytes, the storage in it 4000'
-            in said.err
+            'short.pt is damaged: its record "x/data/1" must have 4000 bytes, got 3992' in said.err
         )
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
     assert (
@@ -727,7 +726,7 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
     for name, message in (
         ("evil.bin", "holds more than tensors"),
         ("noise.bin", "noise.bin"),
-        ("list.pt", "holds a list"),
+        ("list.pt", "must hold a dictionary of tensors, got list"),
         ("numbers.pt", "holds no tensors"),
         ("absent.pt", "does not exist"),
     ):

@@ -235,9 +235,9 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
         (["--fail-above", "0.1"], "--fail-above: requires undefended updates"),
         (
             ["--defence", "rows", "--batch-size", "2", "--steps", "2", "--device", "cpu"],
-            "--defence, --batch-size, --steps, --device: the run that --from names",
+            "--defence, --batch-size, --steps, --device: set by the run that --from names",
         ),
-        ([str(start)], "MODEL: the run that --from names"),
+        ([str(start)], "MODEL: set by the run that --from names"),
     ):
         assert main(["audit", "gradients", "--from", str(run), *more]) == 2
         assert named in " ".join(capsys.readouterr().err.split())

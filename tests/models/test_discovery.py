@@ -412,7 +412,7 @@ def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
         f"`layer_norm` at line {norm['places'][0]['line']} of models/test_discovery.py takes "
         "the mean" in norm["text"]
     )
-    with pytest.raises(SpecError, match='no space "nothing"'):
+    with pytest.raises(SpecError, match='got "nothing"'):
         explain_space(found, "nothing")
 
 

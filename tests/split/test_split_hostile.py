@@ -290,7 +290,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
     connect(made("gpt2"), InProcess(host, "dave")).close()
     assert [s.peer for s in host.sessions.values()] == ["bob", "dave"]
     assert carols not in host.sessions
-    with pytest.raises(RefusedError, match="the server has 2 sessions"):
+    with pytest.raises(RefusedError, match="the server has reached its limit of 2 sessions"):
         connect(made("gpt2"), InProcess(host, "erin"))
     host.quotas, host.max_sessions = Quotas(), 8
     connect(made("gpt2"), InProcess(host, "bob")).close()

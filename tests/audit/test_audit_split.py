@@ -518,7 +518,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
-            "the rows of a SwinForImageClassification cannot move",
+            "the rows of a SwinForImageClassification cannot be permuted",
         ),
         (("--data", "colours.npz"), "are 16 x 16, and the model reads 8 x 8"),
         (("--attacks", "magic"), 'there is no attack "magic"'),

@@ -515,7 +515,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
-            "the rows of a SwinForImageClassification cannot move",
+            "the rows of a SwinForImageClassification cannot be permuted",
         ),
         (("--data", "colours.npz"), "must be 8 x 8, got 16 x 16"),
         (("--attacks", "magic"), 'or all, got "magic"'),

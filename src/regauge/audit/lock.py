@@ -426,11 +426,11 @@ def _shuffle_weights(base: State, seed: int) -> dict[str, torch.Tensor]:
 
 def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, others, member = _sample_features(case, seed)
-    observed = _apply_member(plain, member)
+    known, others, member = _sample_features(case, seed)
+    observed = _apply_member(known, member)
     needed, share = math.nan, 0.0
-    for n in (n for n in TOKEN_COUNTS if n <= len(plain)):
-        guess = features.known_inputs(KnownInputs(plain[:n], observed[:n], case.kind))
+    for n in (n for n in TOKEN_COUNTS if n <= len(known)):
+        guess = features.known_inputs(KnownInputs(known[:n], observed[:n], case.kind))
         share = _restored_share(guess, member, others)
         if share >= RECOVERED:
             needed = n
@@ -438,7 +438,7 @@ def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, floa
     sentence = (
         f"{needed} token{'s are' if needed > 1 else ' is'} enough"
         if needed == needed
-        else f"{len(plain)} tokens give {share:.0%}"
+        else f"{len(known)} tokens give {share:.0%}"
     )
     finding = _make_finding(
         "lock/known inputs",
@@ -453,13 +453,13 @@ def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, floa
 
 def _try_observed_features(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
     started = time.monotonic()
-    plain, others, member = _sample_features(case, seed)
+    rows, others, member = _sample_features(case, seed)
     guess = features.feature_statistics(
-        ObservedFeatures(_apply_member(plain, member), others, case.kind)
+        ObservedFeatures(_apply_member(rows, member), others, case.kind)
     )
-    share = _restored_share(guess, member, plain)
+    share = _restored_share(guess, member, rows)
     sentence = (
-        f"{len(plain)} observed tokens, and {len(others)} embedded tokens of other examples, "
+        f"{len(rows)} observed tokens, and {len(others)} embedded tokens of other examples, "
         f"give {share:.0%}"
     )
     yield (

@@ -132,7 +132,7 @@ def fuzzed(c: Contribution, rng: random.Random) -> Any:
             c = replace(c, tensors=bent(c.tensors, rng) if whole else rng.choice(ODD))
         else:
             field = rng.choice(
-                ("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind")
+                ("client", "round", "layout", "examples", "steps", "batch", "lr", "loss", "kind")
             )
             value = rng.choice((*ODD, 3, 100, "weights", DIGEST))
             if field != "client" or not (

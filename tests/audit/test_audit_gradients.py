@@ -72,7 +72,7 @@ def test_the_audit_says_which_defence_hides_what(
     assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
     assert by["none/patches"].value > 0.95
     assert "Buys nothing against images: rows" in said
-    assert "MJP's mask is read off the update: mjp=0.5 100%" in said
+    assert "The update reveals MJP's mask: mjp=0.5 100%" in said
     assert "epsilon" in said
     assert "freeze=embedding,first, least squares: the update must contain" in said
     assert {f.title.split(": ")[1] for f in found.figures} == {
@@ -183,7 +183,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
     given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
     for more, text in (
         (["--defence", "fog"], 'there is no defence "fog"'),
-        (["--defence", "batch=99"], "takes 99 images"),
+        (["--defence", "batch=99"], "must have >= 99 images"),
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),

@@ -414,7 +414,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     )
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
-    assert 'no attack "least squares" on texts' in capsys.readouterr().err
+    assert 'unknown attack "least squares" on texts' in capsys.readouterr().err
     assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
     assert "--gallery: it is for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"

@@ -177,9 +177,8 @@ def _fault_of_numbers(sent: Contribution, limits: Limits, settings: Settings) ->
     if not is_count(sent.examples) or not 1 <= sent.examples <= max_examples:
         return Fault(
             "examples",
-            f"examples must be between 1 and {max_examples}, got {show_value(sent.examples)}; the "
-            "maximum is "
-            "--max-examples",
+            f"examples must be between 1 and {max_examples}, got {show_value(sent.examples)}; "
+            "the maximum is --max-examples",
         )
     steps = max_steps(sent.examples, settings)
     if not is_count(sent.steps) or not 1 <= sent.steps <= steps:

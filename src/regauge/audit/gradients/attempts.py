@@ -68,7 +68,7 @@ class Attack:
         kind: What it recovers.
         threat: What it is granted besides model and update.
         run: The attack: a function of the view, the budget, the candidate patches and, with
-            `learn`, its result.
+            `learn`, its result. Returns what it recovers, and facts such as the rank.
         is_slow: Whether it optimises images: run on few updates, and only if requested.
         learn: Fit the attack once for all updates of a combination, on the view of one of them and
             on rehearsals.
@@ -79,10 +79,8 @@ class Attack:
     about: str
     kind: Kind
     threat: Threat
-    run: Callable[
-        ..., tuple[Tensor, Mapping[str, Any]]
-    ]  # of the view, the budget, patches that are asked about, and what was learned
-    is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
+    run: Callable[..., tuple[Tensor, Mapping[str, Any]]]
+    is_slow: bool = False
     learn: Callable[[SentUpdate, Budget, RehearsalSource], Any] | None = None
 
 
@@ -169,6 +167,8 @@ def _run_april(
 def _make_descent(
     attack: Callable[[SentUpdate, DescentConfig], DescentResult], **options: Any
 ) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+    """Return an attack by gradient descent with these options of `DescentConfig`."""
+
     def run(
         view: SentUpdate, budget: Budget, candidates: Tensor | None
     ) -> tuple[Tensor, Mapping[str, Any]]:

@@ -138,9 +138,9 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
         run_federated(source, settings, tmp_path / "here"),
         served(source, tmp_path / "there", settings),
     )
-    assert [r.contributed for r in there.kept.history] == [(0, 1, 2, 3)] * 2
+    assert [r.contributed for r in there.run_state.history] == [(0, 1, 2, 3)] * 2
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     other = run_federated(source, replace(settings, seed=1), tmp_path / "other")
     assert any(
@@ -155,8 +155,11 @@ def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
     whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
     served(source, tmp_path / "run")
     again = served(source, tmp_path / "run", replace(SETTINGS, rounds=3))
-    assert [r.number for r in again.kept.history] == [0, 1, 2]
-    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    assert [r.number for r in again.run_state.history] == [0, 1, 2]
+    assert all(
+        torch.equal(whole.run_state.state[n], again.run_state.state[n])
+        for n in whole.run_state.state
+    )
 
 
 def failed(message: Message, reply: Message) -> Message:
@@ -264,7 +267,7 @@ def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(
     bend: Answer, why: str, source: Source, tmp_path: Path
 ) -> None:
     found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
-    (told,) = found.kept.history
+    (told,) = found.run_state.history
     assert told.contributed == (0, 1, 3)
     assert why in told.absent["2"]
     assert len(told.absent["2"]) < 1100
@@ -288,7 +291,7 @@ def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, clients=20, rounds=1, partition="dirichlet", alpha=0.02)
     model = source.build_model(settings)
     sizes = [len(part) for part in partition_examples(source.load_examples(model)[0], settings)]
-    (told,) = served(source, tmp_path / "run", settings).kept.history
+    (told,) = served(source, tmp_path / "run", settings).run_state.history
     empty = {str(client) for client, size in enumerate(sizes) if size == 0}
     assert (
         empty
@@ -309,14 +312,17 @@ def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(
     ):
         flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
     again = served(source, tmp_path / "run")
-    assert [(r.number, r.void) for r in again.kept.history] == [
+    assert [(r.number, r.void) for r in again.run_state.history] == [
         (0, False),
         (1, True),
         (1, True),
         (1, True),
         (1, False),
     ]
-    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    assert all(
+        torch.equal(whole.run_state.state[n], again.run_state.state[n])
+        for n in whole.run_state.state
+    )
 
 
 def test_a_node_that_does_not_say_which_client_it_is_is_passed_over(source: Source) -> None:
@@ -388,10 +394,13 @@ def test_defences_act_on_flowers_messages_as_in_this_process(
         served(source, tmp_path / "there", settings),
     )
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
-    assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
+    assert any(
+        not torch.equal(plain.run_state.state[n], there.run_state.state[n])
+        for n in plain.run_state.state
+    )
 
 
 def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
@@ -454,7 +463,7 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
             0, [0, 1], state_of(fed.vit(num_labels=10))
         )
     )  # type: ignore
-    assert "no folder for what it withholds" in told
+    assert "the folder of withheld tensors" in told
 
 
 def test_a_message_names_a_run_and_no_file() -> None:
@@ -499,11 +508,11 @@ def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_pa
         )
     }
     found = served(source, tmp_path / "run", settings, bend=late)
-    assert found.kept.history[0].contributed == (0, 1, 2)
-    assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
+    assert found.run_state.history[0].contributed == (0, 1, 2)
+    assert "dropped out of the secure sum" in found.run_state.history[0].absent["3"]
     engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
-    assert all(isinstance(a, Absence) and "needs 3" in a.reason for a in answers)
+    assert all(isinstance(a, Absence) and "must have >= 3 clients" in a.reason for a in answers)
     with pytest.raises(FederatedError, match="clients must be >= 3"):
         Settings(clients=2, rounds=1, secure=True)
     with pytest.raises(FederatedError, match="secure sums must run on Flower"):
@@ -585,10 +594,10 @@ def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) 
         served(texts, tmp_path / "there", settings),
     )
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     assert any(
-        not torch.equal(t, there.kept.state[n])
+        not torch.equal(t, there.run_state.state[n])
         for n, t in state_of(texts.build_model(settings)).items()
     )
 

@@ -134,7 +134,7 @@ def damage_contribution(c: Contribution, rng: random.Random) -> Any:
             c = replace(c, tensors=tensors)
         else:
             field = rng.choice(
-                ("client", "round", "layout", "examples", "steps", "batch", "rate", "loss", "kind")
+                ("client", "round", "layout", "examples", "steps", "batch", "lr", "loss", "kind")
             )
             value = rng.choice((*ODD, 3, 100, "weights", DIGEST))
             # An engine identifies the client of a contribution, so no other client's number.

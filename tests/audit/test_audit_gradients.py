@@ -72,7 +72,7 @@ def test_the_audit_says_which_defence_hides_what(
     assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
     assert by["none/patches"].value > 0.95
     assert "Buys nothing against images: rows" in said
-    assert "MJP's mask is read off the update: mjp=0.5 100%" in said
+    assert "The update reveals MJP's mask: mjp=0.5 100%" in said
     assert "epsilon" in said
     assert "freeze=embedding,first, least squares: the update must contain" in said
     assert {f.title.split(": ")[1] for f in found.figures} == {
@@ -160,11 +160,8 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
         "gradients/batch=2/least squares",
     }
     assert not any("idlg" in f.id or "labels" in f.id for f in found.findings)
-    assert (
-        "labels and counts: it is for one answer to each image, and these have several"
-        in found.unchecked
-    )
-    assert "iDLG: it is for one answer to each image, and these have several" in found.unchecked
+    assert "labels and counts: images must have one label each, got several" in found.unchecked
+    assert "iDLG: images must have one label each, got several" in found.unchecked
     one = audit_gradients(
         replace(case, victims=examples(8), own=examples(12, 1)),
         [],
@@ -173,8 +170,8 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
     )
     assert any("abels" in c for t in one.tables for c in t.columns)
     assert not any("abels" in c for t in found.tables for c in t.columns)
-    assert not any("one answer" in line for line in one.unchecked)
-    with pytest.raises(UpdateError, match="labels and counts is for one"):
+    assert not any("one label" in line for line in one.unchecked)
+    with pytest.raises(UpdateError, match="one label each for labels and counts"):
         audit_gradients(case, [], attacks=select_attacks(["labels"]), pictures=0)
 
 
@@ -185,7 +182,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
     given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
     for more, text in (
         (["--defence", "fog"], 'there is no defence "fog"'),
-        (["--defence", "batch=99"], "takes 99 images"),
+        (["--defence", "batch=99"], "must have >= 99 images"),
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),
@@ -239,7 +236,7 @@ def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
             == resolve_attacks([name, "all"], table, usual, "these")
             == table
         )
-        with pytest.raises(UpdateError, match='no attack "fog" on these') as caught:
+        with pytest.raises(UpdateError, match='unknown attack "fog" on these') as caught:
             resolve_attacks([name, "fog"], table, usual, "these")
         assert name in str(caught.value.hint)
 

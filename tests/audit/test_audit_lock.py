@@ -55,7 +55,7 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
         found["lock/public edges"].value or 0
     ) < 0.5  # these weights are random: nothing has aligned them
     assert found["lock/vocabulary"].value == 1.0
-    assert "nearest in what no key changes is the base" in found["lock/lineage"].sentence
+    assert "nearest in invariants of the weights is the base" in found["lock/lineage"].sentence
     used = found["lock/public base, used"]
     assert used.value == pytest.approx(used.ceiling, abs=1e-3)
     assert used.floor is not None
@@ -71,7 +71,7 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
 
 def test_without_anything_to_try_an_audit_is_refused() -> None:
     spec, state = model_of("gpt2")
-    with pytest.raises(AuditError, match="nothing could be tried"):
+    with pytest.raises(AuditError, match="no attack is applicable"):
         audit_lock(LockCase(spec, state, "permutation"))
     g = element(spec, 5, within="permutation")
     only = audit_lock(
@@ -155,7 +155,9 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
 
 def test_verdicts() -> None:
     said = build_verdict([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
-    assert said == ["The base is public: this lock gives nothing. Whoever has it undoes the lock."]
+    assert said == [
+        "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
+    ]
     edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
     assert "The file alone undoes this lock" in build_verdict(edges[:1])[0]
     assert not any("The file alone" in line for line in build_verdict(edges[1:]))
@@ -241,7 +243,7 @@ def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
     results = audit_lock(LockCase(spec, locked, "permutation", base=stranger))
     assert results.findings[0].measure == "share explained"
     assert 0.01 < (results.findings[0].value or 0) < 0.99
-    assert "of the weights; with -k KEY" in results.facts["verdict"][0]
+    assert "the weights; with -k KEY" in results.facts["verdict"][0]
     assert not any("of the lock away" in line for line in results.facts["verdict"])
     assert (results.findings[0].floor or 0) > 0.01  # nor does the floor forget it
     own = audit_lock(LockCase(spec, locked, "permutation", base=state), fail_above=0.5).findings[0]
@@ -260,11 +262,10 @@ def test_what_is_not_finite_is_named() -> None:
         **state,
         "transformer.h.0.ln_1.weight": state["transformer.h.0.ln_1.weight"] * float("nan"),
     }
-    with pytest.raises(
-        AuditError, match=r'the locked model holds NaN or Inf in "transformer\.h\.0\.ln_1\.weight"'
-    ):
+    fault = r'the locked model must be finite, got NaN or Inf in "transformer\.h\.0\.ln_1\.weight"'
+    with pytest.raises(AuditError, match=fault):
         audit_lock(LockCase(spec, broken, "permutation", base=state))
-    with pytest.raises(AuditError, match="the base holds NaN"):
+    with pytest.raises(AuditError, match="the base must be finite"):
         audit_lock(LockCase(spec, state, "permutation", base=broken))
     for name in ("transformer.h.0.ln_1.weight", "transformer.h.0.mlp.c_fc.weight"):
         with pytest.raises(CheckpointError, match=f'no fingerprint: "{name}" holds NaN or Inf'):
@@ -327,7 +328,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["audit", "lock", other, "--against", other]) == 1
     assert "is not locked" in capsys.readouterr().err
     assert main(["audit", "lock", locked]) == 1
-    assert "nothing could be tried" in capsys.readouterr().err
+    assert "no attack is applicable" in capsys.readouterr().err
     for labels in ("x", "0,5", "\u00b2", ",", ""):
         assert main(["audit", "lock", locked, "--labels", labels]) == 2
         assert "as in 50,200" in capsys.readouterr().err

@@ -229,7 +229,8 @@ def test_a_best_naming_tells_nobody_apart() -> None:
     assert (identification_rate(blind, ATTACKS), identification_rate(seen, ATTACKS)) == (0.0, 1.0)
     told = build_findings(Case("faces", (seen, blind), free), ATTACKS)
     assert [
-        f"by the best naming, as are {by_naming:.0%} of other images" in f.sentence for f in told
+        f"by the best assignment, as are {by_naming:.0%} of other images" in f.sentence
+        for f in told
     ] == [f.id.endswith("regrouped") for f in told]
 
 
@@ -285,7 +286,7 @@ def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
         chosen["averaged"].fits(c)
         for c in ("none", "rows", "low-pass=0.3", "noise=0.5+batch-shuffle=0.5")
     )
-    assert collect_views(make_split_pair(vit(), "rows"), own, true, 10, 0).often is None
+    assert collect_views(make_split_pair(vit(), "rows"), own, true, 10, 0).repeated is None
 
 
 def test_seeds_are_told_apart_from_images() -> None:
@@ -489,7 +490,7 @@ def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
         torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)),
         torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
     ):
-        with pytest.raises(LeakageError, match="no embedding of square patches"):
+        with pytest.raises(LeakageError, match="must embed square patches"):
             patch_size(none, pictures(2))
 
 
@@ -512,7 +513,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "noise=-1"), "noise of -1.0"),
         (("--defence", "fog"), 'no defence "fog"'),
         (("--radii", "0"), "a radius of 0.0"),
-        (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
+        (("--defence", "batch-shuffle", "--batch-size", "1"), "the batch size must be >= 2"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
             "the rows of a SwinForImageClassification cannot be permuted",
@@ -522,7 +523,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--attacks", "all,magic"), 'or all, got "magic"'),
         (
             ("--attacks", "places,sets", "--defence", "rows"),
-            "none of these attacks can try an undefended victim",
+            "one that applies to an undefended victim",
         ),
         (("--attacks", "averaged", "--defence", "noise=1"), "hint: add least squares or decoder"),
         (("--attacker", "big"), "must be WIDTH,DEPTH,EPOCHS"),
@@ -547,5 +548,5 @@ def test_what_cannot_be_is_refused_before_anything_is_trained(
 
 def test_too_few_images_are_refused() -> None:
     few = SplitCase(vit(), examples(20), examples(10), examples(10), [0.5], [0.5])
-    with pytest.raises(LeakageError, match="an attacker with 10 images"):
+    with pytest.raises(LeakageError, match="must have >= 20 images, got 10"):
         audit_split(few, ("rows",))

@@ -73,10 +73,19 @@ def test_a_run_its_model_and_going_on(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--clients", "0", "--rounds", "1"], "0 clients are none"),
-        (["--clients", "2", "--rounds", "1", "--strategy", "fedprox"], "fedprox without a mu"),
-        (["--clients", "2000", "--rounds", "1"], "2000 clients cannot share 1440 examples"),
-        (["--clients", "2", "--rounds", "1", "--jigsaw", "1.5"], "a ratio of 1.5"),
+        (["--clients", "0", "--rounds", "1"], "clients must be >= 1, got 0"),
+        (
+            ["--clients", "2", "--rounds", "1", "--strategy", "fedprox"],
+            "proximal must be > 0 for fedprox",
+        ),
+        (
+            ["--clients", "2000", "--rounds", "1"],
+            "examples must be >= 2000, one for each client, got 1440",
+        ),
+        (
+            ["--clients", "2", "--rounds", "1", "--jigsaw", "1.5"],
+            "jigsaw must be in [0, 1), got 1.5",
+        ),
         (["--clients", "2", "--rounds", "1", "--momentum", "-1"], "momentum"),
         (["--clients", "2", "--rounds", "1", "--weight-decay", "-1"], "decay"),
         (

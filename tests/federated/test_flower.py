@@ -126,7 +126,7 @@ def test_the_pinned_version_is_here_and_nothing_is_sent_home(
     flower.check_flower()
     assert telemetry.FLWR_TELEMETRY_ENABLED == "0"
     monkeypatch.setattr(flower.flwr, "__version__", "1.42.0")
-    with pytest.raises(FederatedError, match=r"works with Flower 1\.41, and 1\.42\.0 is installed"):
+    with pytest.raises(FederatedError, match=r"must have the version 1\.41, got 1\.42\.0"):
         flower.check_flower()
 
 
@@ -138,9 +138,9 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
         run_federated(source, settings, tmp_path / "here"),
         served(source, tmp_path / "there", settings),
     )
-    assert [r.contributed for r in there.kept.history] == [(0, 1, 2, 3)] * 2
+    assert [r.contributed for r in there.run_state.history] == [(0, 1, 2, 3)] * 2
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     other = run_federated(source, replace(settings, seed=1), tmp_path / "other")
     assert any(
@@ -155,8 +155,11 @@ def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
     whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
     served(source, tmp_path / "run")
     again = served(source, tmp_path / "run", replace(SETTINGS, rounds=3))
-    assert [r.number for r in again.kept.history] == [0, 1, 2]
-    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    assert [r.number for r in again.run_state.history] == [0, 1, 2]
+    assert all(
+        torch.equal(whole.run_state.state[n], again.run_state.state[n])
+        for n in whole.run_state.state
+    )
 
 
 def failed(message: Message, reply: Message) -> Message:
@@ -243,11 +246,11 @@ def chatty(message: Message, reply: Message) -> Message:
     ("bend", "why"),
     [
         (failed, "it failed: out of memory"),
-        (empty, "its answer cannot be read"),
+        (empty, "its reply cannot be read"),
         (silent, "it did not answer"),
         (poisoned, '"classifier.bias" must be finite'),
         (stale, "another version of the model"),
-        (newer, "its regauge speaks version 99"),
+        (newer, "the message version must be 1, got 99"),
         (misshapen, '"classifier.bias" must have the shape [10], got [11]'),
         (foreign, "tensors must be the model's, got 'another.bias'"),
         (lossless, "loss must be a finite float32 number, got nan"),
@@ -257,14 +260,14 @@ def chatty(message: Message, reply: Message) -> Message:
         (amplified, "the median of the round"),
         (whole, "must be of the kind change, got 'weights'"),
         (chatty, "escaped \\x1b[31m "),
-        (garbled, "its answer cannot be read"),
+        (garbled, "its reply cannot be read"),
     ],
 )
 def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(
     bend: Answer, why: str, source: Source, tmp_path: Path
 ) -> None:
     found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
-    (told,) = found.kept.history
+    (told,) = found.run_state.history
     assert told.contributed == (0, 1, 3)
     assert why in told.absent["2"]
     assert len(told.absent["2"]) < 1100
@@ -278,7 +281,7 @@ def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
     assert all(
         isinstance(a, Absence)
-        and "two versions of a model meet" in a.reason
+        and "two versions of a model differ" in a.reason
         and "classifier.bias" in a.reason
         for a in answers
     )
@@ -288,7 +291,7 @@ def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, clients=20, rounds=1, partition="dirichlet", alpha=0.02)
     model = source.build_model(settings)
     sizes = [len(part) for part in partition_examples(source.load_examples(model)[0], settings)]
-    (told,) = served(source, tmp_path / "run", settings).kept.history
+    (told,) = served(source, tmp_path / "run", settings).run_state.history
     empty = {str(client) for client, size in enumerate(sizes) if size == 0}
     assert (
         empty
@@ -309,14 +312,17 @@ def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(
     ):
         flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
     again = served(source, tmp_path / "run")
-    assert [(r.number, r.void) for r in again.kept.history] == [
+    assert [(r.number, r.void) for r in again.run_state.history] == [
         (0, False),
         (1, True),
         (1, True),
         (1, True),
         (1, False),
     ]
-    assert all(torch.equal(whole.kept.state[n], again.kept.state[n]) for n in whole.kept.state)
+    assert all(
+        torch.equal(whole.run_state.state[n], again.run_state.state[n])
+        for n in whole.run_state.state
+    )
 
 
 def test_a_node_that_does_not_say_which_client_it_is_is_passed_over(source: Source) -> None:
@@ -366,7 +372,7 @@ def test_clients_without_a_node_are_absent(source: Source) -> None:
 
 
 def test_a_node_says_where_its_model_and_data_are_and_a_message_cannot() -> None:
-    with pytest.raises(FederatedError, match="does not say where its model"):
+    with pytest.raises(FederatedError, match="must set model, and data"):
         flower.parse_source({"partition-id": 0})
     made = flower.parse_source(
         {"model": "M", "data": "D", "mean": "0.3,0.4", "fields": "image=x,label=y"}
@@ -388,10 +394,13 @@ def test_defences_act_on_flowers_messages_as_in_this_process(
         served(source, tmp_path / "there", settings),
     )
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
-    assert any(not torch.equal(plain.kept.state[n], there.kept.state[n]) for n in plain.kept.state)
+    assert any(
+        not torch.equal(plain.run_state.state[n], there.run_state.state[n])
+        for n in plain.run_state.state
+    )
 
 
 def test_a_server_cannot_weaken_what_a_node_insists_on() -> None:
@@ -430,7 +439,7 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
     assert flower.from_arrays(app(message, context).content["arrays"])["w"].norm() == pytest.approx(
         10.0
     )
-    with pytest.raises(FederatedError, match="needs to know the model"):
+    with pytest.raises(FederatedError, match="must not depend on the parts"):
         flower.make_mod("withhold=head")
 
 
@@ -454,7 +463,7 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
             0, [0, 1], state_of(fed.vit(num_labels=10))
         )
     )  # type: ignore
-    assert "no folder for what it withholds" in told
+    assert "the folder of withheld tensors" in told
 
 
 def test_a_message_names_a_run_and_no_file() -> None:
@@ -463,7 +472,7 @@ def test_a_message_names_a_run_and_no_file() -> None:
         == Path("K") / "0123456789abcdef"
     )
     for name in ("", "../../elsewhere", "0123456789abcdeg"):
-        with pytest.raises(FederatedError, match="does not say which run"):
+        with pytest.raises(FederatedError, match="must be 16 hexadecimal digits"):
             flower.local_state_folder({"keep": "K"}, name)
 
 
@@ -499,14 +508,14 @@ def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_pa
         )
     }
     found = served(source, tmp_path / "run", settings, bend=late)
-    assert found.kept.history[0].contributed == (0, 1, 2)
-    assert "dropped out of the secure sum" in found.kept.history[0].absent["3"]
+    assert found.run_state.history[0].contributed == (0, 1, 2)
+    assert "dropped out of the secure sum" in found.run_state.history[0].absent["3"]
     engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
-    assert all(isinstance(a, Absence) and "needs 3" in a.reason for a in answers)
-    with pytest.raises(FederatedError, match="hides nothing"):
+    assert all(isinstance(a, Absence) and "must have >= 3 clients" in a.reason for a in answers)
+    with pytest.raises(FederatedError, match="clients must be >= 3"):
         Settings(clients=2, rounds=1, secure=True)
-    with pytest.raises(FederatedError, match="secure sums are Flower's"):
+    with pytest.raises(FederatedError, match="secure sums must run on Flower"):
         run_federated(source, settings, tmp_path / "here")
 
 
@@ -585,10 +594,10 @@ def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) 
         served(texts, tmp_path / "there", settings),
     )
     assert all(
-        torch.equal(here.run_state.state[n], there.kept.state[n]) for n in here.run_state.state
+        torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     assert any(
-        not torch.equal(t, there.kept.state[n])
+        not torch.equal(t, there.run_state.state[n])
         for n, t in state_of(texts.build_model(settings)).items()
     )
 

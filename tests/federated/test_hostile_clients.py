@@ -117,7 +117,7 @@ BAD: dict[str, tuple[str, Any]] = {
     "nan examples": ("examples", {"examples": float("nan")}),
     "steps": ("metrics", {"steps": 10**9}),
     "batch": ("metrics", {"batch": -1}),
-    "lr": ("metrics", {"lr": float("inf")}),
+    "rate": ("metrics", {"lr": float("inf")}),
     "loss": ("metrics", {"loss": 1e300}),
     "loss of none": ("metrics", {"loss": None}),
     "odd loss": ("metrics", {"loss": Odd()}),

@@ -1,4 +1,4 @@
-"""How near a text that was read comes to the true one, token by token."""
+"""Scores of a reconstructed text against the true one, token by token."""
 
 from __future__ import annotations
 
@@ -11,46 +11,55 @@ TokenIds = Sequence[int]
 MEASURES = ("words", "in place", "ROUGE-1", "ROUGE-2", "ROUGE-L", "exact")
 
 
-def rouge(found: TokenIds, true: TokenIds, n: int) -> float:
-    """F1 of n-grams, as bags."""
-    a, b = (
-        Counter(tuple(t[i : i + n]) for i in range(len(t) - n + 1))
-        for t in (list(found), list(true))
+def rouge(predicted: TokenIds, reference: TokenIds, n: int) -> float:
+    """Return ROUGE-N: the F1 of n-grams, as bags."""
+    predicted_grams, reference_grams = (
+        Counter(tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1))
+        for tokens in (list(predicted), list(reference))
     )
-    both = sum((a & b).values())
-    return 2 * both / max(1, sum(a.values()) + sum(b.values()))
+    shared = sum((predicted_grams & reference_grams).values())
+    return 2 * shared / max(1, sum(predicted_grams.values()) + sum(reference_grams.values()))
 
 
-def rouge_l(found: TokenIds, true: TokenIds) -> float:
-    """F1 by the longest common subsequence."""
-    row = [0] * (len(true) + 1)
-    for word in found:
-        before = 0
-        for j, other in enumerate(true, 1):
-            before, row[j] = row[j], before + 1 if word == other else max(row[j], row[j - 1])
-    return 2 * row[-1] / max(1, len(found) + len(true))
+def rouge_l(predicted: TokenIds, reference: TokenIds) -> float:
+    """Return ROUGE-L: the F1 of the longest common subsequence."""
+    row = [0] * (len(reference) + 1)
+    for token in predicted:
+        diagonal = 0
+        for j, other in enumerate(reference, 1):
+            diagonal, row[j] = row[j], diagonal + 1 if token == other else max(row[j], row[j - 1])
+    return 2 * row[-1] / max(1, len(predicted) + len(reference))
 
 
-def score_texts(found: Sequence[TokenIds], true: Sequence[TokenIds]) -> dict[str, list[float]]:
-    """Each true text against the found one that is nearest to it by ROUGE-L; one is the answer to
-    one.
+def score_texts(
+    predicted: Sequence[TokenIds], reference: Sequence[TokenIds]
+) -> dict[str, list[float]]:
+    """Score each true text against its reconstruction, by the best one-to-one assignment.
+
+    Args:
+        predicted: Reconstructions; missing ones count as empty.
+        reference: The true texts.
+
+    Returns:
+        For each of `MEASURES`, one score for each true text.
     """
     from scipy.optimize import linear_sum_assignment
 
-    guesses = [*found, *([[]] * max(0, len(true) - len(found)))]
-    worth = np.array([[rouge_l(g, t) for g in guesses] for t in true])
-    rows, columns = linear_sum_assignment(-worth)
-    out: dict[str, list[float]] = {m: [] for m in MEASURES}
+    guesses = [*predicted, *([[]] * max(0, len(reference) - len(predicted)))]
+    similarity = np.array([[rouge_l(g, t) for g in guesses] for t in reference])
+    rows, columns = linear_sum_assignment(-similarity)
+    scores: dict[str, list[float]] = {measure: [] for measure in MEASURES}
     for i, j in zip(rows, columns, strict=True):
-        a, b = list(guesses[int(j)]), list(true[int(i)])
+        guess, text = list(guesses[int(j)]), list(reference[int(i)])
         values = (
-            sum((Counter(a) & Counter(b)).values()) / max(1, len(b)),
-            sum(x == y for x, y in zip(a, b, strict=False)) / max(1, len(b)),
-            rouge(a, b, 1),
-            rouge(a, b, 2),
-            rouge_l(a, b),
-            float(a == b),
+            sum((Counter(guess) & Counter(text)).values()) / max(1, len(text)),
+            sum(left == right for left, right in zip(guess, text, strict=False))
+            / max(1, len(text)),
+            rouge(guess, text, 1),
+            rouge(guess, text, 2),
+            rouge_l(guess, text),
+            float(guess == text),
         )
-        for m, v in zip(MEASURES, values, strict=True):
-            out[m].append(v)
-    return out
+        for measure, value in zip(MEASURES, values, strict=True):
+            scores[measure].append(value)
+    return scores

@@ -1,12 +1,13 @@
-"""Federated learning: clients train on data that stay with them, a server averages what they send.
-The core knows no engine.
+"""Federated learning: clients train on their own data, a server aggregates their contributions.
 
     settings = Settings(clients=4, rounds=10)
-    model = prepared(load_model("MODEL"), settings)
-    kept = run(InProcess(model, parts_of(examples, settings), settings), state_of(model), settings)
+    model = prepare_model(load_model("MODEL"), settings)
+    engine = InProcess(model, partition_examples(examples, settings), settings)
+    run_state = run(engine, state_of(model), settings)
 
-`settings`, `partitions`, `states`, `clients`, `aggregating`, `rounds` and `keeping` are functions
-and frozen data; `flower` is the one module that knows Flower, and nothing here imports it.
+The core does not depend on an engine: `settings`, `partitions`, `states`, `client`, `aggregation`,
+`rounds` and `state_store` are functions and frozen data. `flower` and `flower_secure` are the only
+modules that import Flower, and nothing here imports them.
 """
 
 from regauge.federated.aggregation import aggregate as aggregate

@@ -1,26 +1,25 @@
-"""The server's side of a round: contributions become the next state. Pure functions; the order in
-which contributions came does not matter.
+"""The server's side of a round: aggregate contributions into the next state.
 
-They are averaged in float64, sorted by client, so that two engines that were sent the same numbers
-end with the same ones.
+Pure functions that do not depend on the order of contributions: they are averaged in float64,
+sorted by client, so that two engines with the same contributions end with the same state.
+Strategies:
 
-    fedavg, fedprox    the state plus the server's rate times the mean change (FedProx differs on
-    the clients)
-    fedadam            Adam on the mean change (Reddi et al. 2021), with the bias corrected as
-    Flower's strategy does
-    matched            fedavg, but for a first round in which clients sent weights of their own:
-    each is matched to the first before the mean
+- fedavg, fedprox: the state plus the server's learning rate times the mean change (FedProx differs
+  on the clients)
+- fedadam: Adam on the mean change (Reddi et al. 2021), with the bias correction of Flower's
+  strategy
+- matched: fedavg, except for a first round of whole weights, in which each client is aligned with
+  the mean of those before
 
-The mean change may be a robust one (`Settings.aggregation`), for any of these strategies but
-`matched`:
+`Settings.aggregation` replaces the mean change by a robust one, for every strategy but `matched`:
 
-    median, trimmed-mean    by coordinate, every client once (Yin et al. 2018): claimed counts of
-    examples have no effect
-    clipped-mean            the weighted mean of changes that are scaled down to a norm, by default
-    the median of the round
+- median, trimmed-mean: by coordinate, every client once (Yin et al. 2018), so that claimed counts
+  of examples have no effect
+- clipped-mean: the weighted mean of changes that are scaled down to a norm, by default the median
+  norm of the round
 
-The next state and the strategy's memory must be finite; otherwise `NonFiniteError` is raised and
-neither counts.
+The next state and the memory of the strategy must be finite; otherwise `NonFiniteError` is raised
+and both are discarded.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ class NonFiniteError(FederatedError):
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """What a strategy remembers from round to round: tensors by name, and how many rounds it has
-    aggregated.
-    """
+    """The optimizer state of a strategy: tensors by name, and the number of aggregated rounds."""
 
     tensors: State = field(default_factory=dict)
     rounds: int = 0
@@ -56,52 +53,61 @@ class Memory:
 def weighted_mean(
     sent: Sequence[Contribution], weigh: str = "examples", scales: Mapping[int, float] | None = None
 ) -> dict[str, Tensor]:
-    """Return the weighted mean of each tensor over the clients that sent it. `scales` multiply a
-    client's tensors, but not its weight.
+    """Return the weighted mean of each tensor over the clients that sent it.
+
+    Args:
+        sent: The contributions.
+        weigh: "examples" or "clients".
+        scales: Factors of the tensors of each client; its weight stays the same.
     """
-    out = {}
-    for name, parts in _group_by_name(sent).items():
-        total, weights = torch.zeros_like(parts[0].tensors[name], dtype=torch.float64), 0
-        for c in parts:
-            weight = c.examples if weigh == "examples" else 1
+    means = {}
+    for name, contributions in _group_by_name(sent).items():
+        like = contributions[0].tensors[name]
+        total, total_weight = torch.zeros_like(like, dtype=torch.float64), 0
+        for contribution in contributions:
+            weight = contribution.examples if weigh == "examples" else 1
             total.add_(
-                c.tensors[name].double(),
-                alpha=weight if scales is None else weight * scales[c.client],
+                contribution.tensors[name].double(),
+                alpha=weight if scales is None else weight * scales[contribution.client],
             )
-            weights += weight
-        out[name] = (total / weights).to(parts[0].tensors[name].dtype)
-    return out
+            total_weight += weight
+        means[name] = (total / total_weight).to(like.dtype)
+    return means
 
 
 def trimmed_mean(sent: Sequence[Contribution], drop: Callable[[int], int]) -> dict[str, Tensor]:
-    """Return the mean of each coordinate without its `drop(n)` smallest and as many largest of n
-    values. Clients count once each.
+    """Return the mean of each coordinate without the `drop(n)` smallest and largest of n values.
+
+    Every client counts once.
     """
-    out = {}
-    for name, parts in _group_by_name(sent).items():
-        values, _ = torch.stack([c.tensors[name].double() for c in parts]).sort(0)
-        left = drop(len(parts))
-        out[name] = values[left : len(parts) - left].mean(0).to(parts[0].tensors[name].dtype)
-    return out
+    means = {}
+    for name, contributions in _group_by_name(sent).items():
+        values, _ = torch.stack([c.tensors[name].double() for c in contributions]).sort(0)
+        dropped = drop(len(contributions))
+        means[name] = (
+            values[dropped : len(contributions) - dropped]
+            .mean(0)
+            .to(contributions[0].tensors[name].dtype)
+        )
+    return means
 
 
 def trim_count(share: float, count: int) -> int:
-    """Return how many values trimmed-mean drops at each end: the share, rounded down, but one of
-    three or more.
+    """Return how many values trimmed-mean drops at each end.
+
+    That is the share, rounded down, but at least one of three or more values.
     """
     return max(int(share * count), min(1, (count - 1) // 2))
 
 
 def clipped_mean(sent: Sequence[Contribution], weigh: str, norm: float = 0.0) -> dict[str, Tensor]:
-    """Return the weighted mean of contributions that are scaled down to a norm; 0 takes the median
-    of theirs.
-    """
+    """Return the weighted mean of contributions scaled down to a norm; 0: their median norm."""
     norms = {c.client: norm_of(c.tensors) for c in sent}
-    most = norm or median(norms.values())
+    limit = norm or median(norms.values())
     return weighted_mean(
         sent,
         weigh,
-        {client: min(1.0, most / found) if found else 1.0 for client, found in norms.items()},
+        {client: min(1.0, limit / value) if value else 1.0 for client, value in norms.items()},
     )
 
 
@@ -130,55 +136,67 @@ def aggregate(
     settings: Settings,
     fuse: Fuse | None = None,
 ) -> tuple[dict[str, Tensor], Memory]:
-    """The next state, and what the strategy remembers. Contributions have been checked. `fuse` is
-    for weights that were sent whole (`fusing`).
+    """Return the next state and the memory of the strategy.
+
+    Args:
+        state: The state that was sent out.
+        sent: Valid contributions.
+        memory: The memory of the strategy.
+        settings: The settings of the run.
+        fuse: Average whole weights (`fusion`).
+
+    Raises:
+        FederatedError: Contributions are empty, two of one client, or whole weights without
+            `fuse`.
+        NonFiniteError: The next state or memory has NaN or Inf.
     """
     if not sent:
-        raise FederatedError("nothing was contributed, so that there is nothing to average")
-    if len({c.client for c in sent}) < len(sent):
-        raise FederatedError("a client contributed twice to one round")
-    if any(c.kind == "weights" for c in sent):
+        raise FederatedError("contributions must be >= 1, got 0")
+    if len({contribution.client for contribution in sent}) < len(sent):
+        raise FederatedError("contributions must be one for each client, got two of one client")
+    if any(contribution.kind == "weights" for contribution in sent):
         if fuse is None:
             raise FederatedError(
-                "clients sent weights of their own, and nothing says how they are averaged"
+                "contributions must be changes of weights without `fuse`, got whole weights"
             )
-        made, after = fuse(state, sent, settings), Memory(memory.tensors, memory.rounds + 1)
+        next_state = fuse(state, sent, settings)
+        next_memory = Memory(memory.tensors, memory.rounds + 1)
     else:
         with torch.no_grad():  # a contribution of this process may carry a graph
             change = COMBINE[settings.aggregation](sent, settings)
-            rate = settings.server_lr or DEFAULT_LRS.get(settings.strategy, 1.0)
-            made, after = STEPS[settings.strategy](state, change, memory, rate)
-    for kind, tensors in (("state", made), ("optimizer state", after.tensors)):
+            lr = settings.server_lr or DEFAULT_LRS.get(settings.strategy, 1.0)
+            next_state, next_memory = STEPS[settings.strategy](state, change, memory, lr)
+    for kind, tensors in (("state", next_state), ("optimizer state", next_memory.tensors)):
         bad = next((name for name, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
         if bad is not None:
             raise NonFiniteError(
                 f'the aggregated {kind} must be finite, got NaN or Inf in "{bad}"',
                 hint="lower --server-lr, or set --max-norm",
             )
-    return made, after
+    return next_state, next_memory
 
 
 def _add_change(
-    state: State, change: State, memory: Memory, rate: float
+    state: State, change: State, memory: Memory, lr: float
 ) -> tuple[dict[str, Tensor], Memory]:
-    return {n: t + rate * change[n] if n in change else t for n, t in state.items()}, Memory(
+    return {n: t + lr * change[n] if n in change else t for n, t in state.items()}, Memory(
         memory.tensors, memory.rounds + 1
     )
 
 
 def _adam_step(
-    state: State, change: State, memory: Memory, rate: float
+    state: State, change: State, memory: Memory, lr: float
 ) -> tuple[dict[str, Tensor], Memory]:
-    one, two = BETAS
-    at = memory.rounds + 1
-    corrected = rate * math.sqrt(1 - two ** (at + 1)) / (1 - one ** (at + 1))
-    out, kept = dict(state), dict(memory.tensors)
-    for n, d in change.items():
-        m = one * kept.get(f"m/{n}", torch.zeros_like(d)) + (1 - one) * d
-        v = two * kept.get(f"v/{n}", torch.zeros_like(d)) + (1 - two) * d.square()
-        out[n] = state[n] + corrected * m / (v.sqrt() + TAU)
-        kept |= {f"m/{n}": m, f"v/{n}": v}
-    return out, Memory(kept, at)
+    beta1, beta2 = BETAS
+    step = memory.rounds + 1
+    corrected_lr = lr * math.sqrt(1 - beta2 ** (step + 1)) / (1 - beta1 ** (step + 1))
+    next_state, moments = dict(state), dict(memory.tensors)
+    for name, delta in change.items():
+        m = beta1 * moments.get(f"m/{name}", torch.zeros_like(delta)) + (1 - beta1) * delta
+        v = beta2 * moments.get(f"v/{name}", torch.zeros_like(delta)) + (1 - beta2) * delta.square()
+        next_state[name] = state[name] + corrected_lr * m / (v.sqrt() + TAU)
+        moments |= {f"m/{name}": m, f"v/{name}": v}
+    return next_state, Memory(moments, step)
 
 
 Step = Callable[[State, State, Memory, float], tuple[dict[str, Tensor], Memory]]

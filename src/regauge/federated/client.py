@@ -1,8 +1,7 @@
-"""The client's side of a round: from the server's state and one's own examples to a contribution. A
-function of its arguments alone.
+"""The client's side of a round: train the server's state on local examples.
 
-Examples, dropout and puzzles are drawn from the run's seed, the round, the client and the step, so
-that a round that is repeated, on this engine or another, sends the same numbers.
+Batches, dropout and puzzles depend only on the run's seed, the round, the client and the step, so
+that a repeated round gives the same contribution on every engine.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Model = torch.nn.Module
 
 
 def prepare_model(model: Model, settings: Settings) -> Model:
-    """The model that both sides train: wrapped for puzzles where the settings have them."""
+    """Return the model that both sides train, wrapped for puzzles if the settings have them."""
     if settings.jigsaw == 0:
         return model
     kind = MaskedJigsaw if takes_images(model) else TextJigsaw
@@ -31,6 +30,7 @@ def prepare_model(model: Model, settings: Settings) -> Model:
 
 
 def takes_images(model: Model) -> bool:
+    """Return whether a model reads images; models without a config do."""
     import inspect
 
     return (
@@ -40,7 +40,7 @@ def takes_images(model: Model) -> bool:
 
 
 def unwrap(model: Model) -> Model:
-    """The model without its puzzles."""
+    """Return the model without the wrapper for puzzles."""
     return model.unwrap() if isinstance(model, MaskedJigsaw | TextJigsaw) else model
 
 
@@ -55,20 +55,30 @@ def contribute(
     frozen: Set[str] = frozenset(),
     local: State | None = None,
 ) -> Contribution:
-    """One client's part of a round, on a model that is used up by it: its weights are set, trained,
-    and left as they are.
+    """Train one client in one round, and return its contribution.
 
-    `still` are parameters that are not trained; `own` are the client's in place of the server's. An
-    empty part is refused by name, as is a state of another model.
+    Args:
+        model: A model to train in; its weights are overwritten.
+        state: The server's state.
+        examples: The examples of the client.
+        settings: The settings of the run.
+        number: The round, from 0.
+        client: The client.
+        frozen: Names of parameters that are not trained.
+        local: Tensors of the client that replace the server's.
+
+    Raises:
+        FederatedError: The client has no examples, the state is another model's, or everything is
+            frozen.
     """
     load_state(model, {**state, **(local or {})})
     if not len(examples):
         raise FederatedError(
             f"client {client} has no examples: its part is empty",
-            hint="it takes no part; use a larger alpha, or fewer clients",
+            hint="it does not take part; use a larger alpha, or fewer clients",
         )
-    whole = settings.independent and number == 0
-    if whole:
+    is_whole = settings.independent and number == 0
+    if is_whole:
         _reinitialize(model, [settings.seed, client])
     before = state_of(model)
     losses, rows = _train(model, examples, settings, number, client, frozen)
@@ -77,10 +87,10 @@ def contribute(
         name for name, p in model.named_parameters() if p.requires_grad and name not in frozen
     } | (after.keys() - dict(model.named_parameters()).keys())
     tensors = {
-        name: after[name] if whole else after[name] - before[name] for name in sorted(trained)
+        name: after[name] if is_whole else after[name] - before[name] for name in sorted(trained)
     }
     loss = float(np.mean(losses))
-    layout, kind = digest_of(layout_of(before)), "weights" if whole else "change"
+    layout, kind = digest_of(layout_of(before)), "weights" if is_whole else "change"
     batch = min(settings.batch, len(examples))
     return Contribution(
         client,
@@ -98,12 +108,12 @@ def contribute(
 
 
 def max_steps(count: int, settings: Settings) -> int:
-    """Return the local steps of a client with so many examples, before `uneven` takes some away."""
+    """Return the local steps of a client with `count` examples, before jitter."""
     return settings.steps or settings.epochs * math.ceil(count / settings.batch)
 
 
 def local_steps(count: int, settings: Settings, number: int, client: int) -> int:
-    """How many local steps a client with so many examples takes."""
+    """Return the local steps of a client with `count` examples in a round, after jitter."""
     steps = max_steps(count, settings)
     if settings.step_jitter:
         share = (
@@ -118,44 +128,43 @@ def local_steps(count: int, settings: Settings, number: int, client: int) -> int
 def sample_rows(
     count: int, settings: Settings, number: int, client: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The examples of every local step, by their numbers in the client's part."""
-    each = math.ceil(count / settings.batch)
-    out = []
+    """Return the example indices of each local step, within the client's part."""
+    steps_per_epoch = math.ceil(count / settings.batch)
+    rows = []
     for step in range(local_steps(count, settings, number, client)):
-        epoch, place = divmod(step, each)
+        epoch, position = divmod(step, steps_per_epoch)
         order = np.random.default_rng([settings.seed, 104, number, client, epoch]).permutation(
             count
         )
-        out.append(tuple(int(i) for i in order[place * settings.batch :][: settings.batch]))
-    return tuple(out)
+        rows.append(tuple(int(i) for i in order[position * settings.batch :][: settings.batch]))
+    return tuple(rows)
 
 
 def _train(
-    model: Model, examples: Examples, settings: Settings, number: int, client: int, still: Set[str]
+    model: Model, examples: Examples, settings: Settings, number: int, client: int, frozen: Set[str]
 ) -> tuple[list[float], tuple[tuple[int, ...], ...]]:
     trained = {
-        name: p for name, p in model.named_parameters() if p.requires_grad and name not in still
+        name: p for name, p in model.named_parameters() if p.requires_grad and name not in frozen
     }
     if not trained:
-        raise FederatedError(
-            "all of the model is frozen, so that there is nothing to train", hint="freeze less"
-        )
-    like = next(p for p in trained.values() if p.is_floating_point())
+        raise FederatedError("a model must have a parameter that is not frozen", hint="freeze less")
+    parameter = next(p for p in trained.values() if p.is_floating_point())
     optimizer = settings.training.build(trained.values())
     start = {name: p.detach().clone() for name, p in trained.items()} if settings.proximal else {}
     rows = sample_rows(len(examples), settings, number, client)
     set_puzzle_seed(model, settings, number, client)
     losses = []
     model.train()
-    for step, chosen in enumerate(rows):
-        inputs, labels = examples.batch(np.asarray(chosen))
-        moved = {
-            k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()
+    for step, indices in enumerate(rows):
+        inputs, labels = examples.batch(np.asarray(indices))
+        cast = {
+            k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
+            for k, v in inputs.items()
         }
         optimizer.zero_grad(set_to_none=True)
         with batch_rng(settings.seed, ((number * settings.clients + client) << 24) + step):
-            logits, extra = logits_and_extra_loss(model, moved)
-            loss = loss_of(examples, logits, labels.to(like.device))
+            logits, extra = logits_and_extra_loss(model, cast)
+            loss = loss_of(examples, logits, labels.to(parameter.device))
             (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
         if settings.proximal:
             with torch.no_grad():
@@ -171,7 +180,7 @@ def _train(
 
 
 def set_puzzle_seed(model: Model, settings: Settings, number: int, client: int) -> None:
-    """Set a wrapped model to the puzzles of one client's part of a round."""
+    """Set the puzzle seed of a wrapped model for one client and round."""
     if isinstance(model, MaskedJigsaw | TextJigsaw):
         model.seed, model.passes = (
             int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)),
@@ -180,15 +189,15 @@ def set_puzzle_seed(model: Model, settings: Settings, number: int, client: int) 
 
 
 def _reinitialize(model: Model, seeds: list[int]) -> None:
-    """Weights of the client's own: drawn as the model's class draws them."""
+    """Reinitialize the model with random weights of the client."""
     inner = unwrap(model)
     config = getattr(inner, "config", None)
     if config is None:
         raise FederatedError(
-            f"{type(inner).__name__} has no config to draw weights of its own from",
+            f"a model must have a config to be reinitialized, got {type(inner).__name__}",
             hint="use a model of transformers",
         )
     with torch.random.fork_rng():
         torch.manual_seed(int(np.random.default_rng([*seeds, 106]).integers(1 << 31)))
-        fresh = type(inner)(config)
-    inner.load_state_dict(fresh.state_dict())
+        initialized = type(inner)(config)
+    inner.load_state_dict(initialized.state_dict())

@@ -1,17 +1,17 @@
-"""What a client does to its contribution before it leaves. The classes are those that `regauge
-audit gradients` audits, and the names are the same.
+"""Defences that a client applies to its contribution before it is sent.
 
-    freeze, withhold    parts that nobody trains, or that are each client's own: trained, kept and
-    not sent (embedding, positions, patches, first,
-                        head); `withholding` keeps them
-    clip                the whole change has at most this norm
-    private             the whole change is clipped and gets Gaussian noise: a client's part in a
-    round, with an epsilon
-    noise               noise of a tensor's own size, without an epsilon
-    prune, round        few of its numbers, or few bits of each: compression
+The classes and names are those that `regauge audit gradients` audits. They act in this order:
 
-They act in this order. Noise is drawn from a secret: on a real node from the system's randomness,
-and in a run on one machine from the seed, so that it can be repeated.
+- freeze, withhold: parts (embedding, positions, patches, first, head) that are not trained, or that
+  each client trains and does not send (`local_state`)
+- clip: bound the norm of the whole change
+- private: clip the whole change and add Gaussian noise; differential privacy of a client, with an
+  epsilon
+- noise: add noise relative to the size of each tensor, without an epsilon
+- prune, round: compression, by few values or few bits
+
+Noise depends on a secret: on a real node it is from the system's randomness, in a run on one
+machine from the seed, for repeatability.
 """
 
 from __future__ import annotations
@@ -50,10 +50,11 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Private:
-    """Differential privacy of a client: its change is clipped to `norm` and gets Gaussian noise of
-    `multiplier` times `norm`, before it leaves. The guarantee is for all of a client's examples
-    together, against whoever sees every one of its contributions; no sampling is assumed to hide
-    it.
+    """Differential privacy of a client.
+
+    Its change is clipped to `norm` and gets Gaussian noise of `multiplier` times `norm`. The
+    guarantee holds for all of a client's examples together, against an observer of all of its
+    contributions; amplification by sampling is not assumed.
     """
 
     multiplier: float
@@ -64,20 +65,21 @@ class Private:
         for value in (self.multiplier, self.norm):
             if not 0 < value < math.inf:
                 raise DefenceError(
-                    f"{value} is no noise multiplier or norm", hint="both are positive numbers"
+                    f"noise multiplier and norm must be > 0 and finite, got {value}",
+                    hint="write private=1.0 or private=1.0,norm=0.5",
                 )
 
     def apply_to_update(
-        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, draw: KeyedRandom
+        self, tensors: Mapping[str, Tensor], model: torch.nn.Module, random: KeyedRandom
     ) -> dict[str, Tensor]:
-        size = self.multiplier * self.norm
+        scale = self.multiplier * self.norm
         return {
-            name: t + size * draw.normal(f"private/{name}", t)
+            name: t + scale * random.normal(f"private/{name}", t)
             for name, t in clip_global_norm(tensors, self.norm).items()
         }
 
     def epsilon(self, rounds: int, delta: float = DELTA) -> float:
-        """Of a client that contributed to so many rounds, next to a run without it."""
+        """Return the privacy loss of a client that contributed to so many rounds."""
         return gaussian_epsilon(self.multiplier, rounds, delta, "ADD_OR_REMOVE_ONE")
 
 
@@ -93,21 +95,24 @@ DEFENCES: Mapping[str, type] = {
 
 
 def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
-    """Defences as the command line names them, in the order in which they act; none of a kind
-    twice.
+    """Parse defences, and sort them by the order in which they act.
+
+    Raises:
+        DefenceError: A text cannot be parsed, a kind occurs twice, or clip is given with private.
     """
-    made = sort_by_stage(
+    defences = sort_by_stage(
         [parse_from_table(part, DEFENCES) for text in texts for part in split_combination(text)]
     )
-    if {Clip, Private} <= {type(d) for d in made}:
+    if {Clip, Private} <= {type(d) for d in defences}:
         raise DefenceError(
-            "private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm"
+            "defences must not have both clip and private, which clips itself",
+            hint="leave out clip; set the norm by private=1.0,norm=0.5",
         )
-    return made
+    return defences
 
 
 def frozen_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
-    """The parameters that are not trained."""
+    """Return the names of the parameters that are not trained."""
     return {
         name
         for d in defences
@@ -120,22 +125,22 @@ def frozen_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
 def apply_defences(
     sent: Contribution, model: torch.nn.Module, defences: Sequence[Any], secret: bytes
 ) -> Contribution:
-    """A contribution as it leaves."""
+    """Return a contribution after all defences."""
     if not defences:
         return sent
     if sent.kind == "weights":
         raise FederatedError(
-            "whole weights of a client that begins apart cannot be defended",
+            "a contribution with defences must be a change of weights, got whole weights",
             hint="leave out the defences, or --independent",
         )
     tensors = sent.tensors
-    draw = KeyedRandom(secret, f"federated/{sent.round}/{sent.client}")
+    random = KeyedRandom(secret, f"federated/{sent.round}/{sent.client}")
     for defence in defences:
-        tensors = defence.apply_to_update(tensors, model, draw)
+        tensors = defence.apply_to_update(tensors, model, random)
     return replace(sent, tensors=tensors)
 
 
 def client_epsilon(defences: Sequence[Any], rounds: int) -> float | None:
-    """What a client has spent after so many contributions; None where nothing is private."""
-    found = next((d for d in defences if isinstance(d, Private)), None)
-    return None if found is None else found.epsilon(rounds)
+    """Return the privacy loss of a client after so many contributions; None without `private`."""
+    private = next((d for d in defences if isinstance(d, Private)), None)
+    return None if private is None else private.epsilon(rounds)

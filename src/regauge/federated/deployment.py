@@ -1,10 +1,9 @@
-"""Flower's real engine: a SuperLink, SuperNodes that may be anywhere, and a bundle that is
-submitted to them.
+"""Deployment on Flower: a SuperLink, SuperNodes on any machine, and the bundle to submit.
 
-Commands are made here as lists of words, so that the documentation, the example and the tests run
-the same ones. All of them are Flower's own; none sends telemetry or installs anything at run time,
-and all connections are TLS with an authority of one's own. Nodes prove who they are by a key that
-was registered beforehand; a SuperLink with `--enable-supernode-auth` lets in no other.
+Commands are lists of words, so that documentation, example and tests run the same ones. All of them
+are Flower's; none sends telemetry or installs anything at run time, and all connections use TLS
+with a certificate authority of the deployment. Nodes authenticate by a registered key; a SuperLink
+with `--enable-supernode-auth` rejects all others.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ QUIET_ENV = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-CONNECTION = "regauge"  # of the connection in Flower's configuration
-APP_MODULE = '''"""The apps that SuperLink and SuperNodes run, with a configuration of their own."""
+CONNECTION = "regauge"  # the connection in Flower's configuration
+APP_MODULE = '''"""The apps of SuperLink and SuperNodes."""
 
 from regauge.federated.flower import client_app, server_app
 
@@ -52,8 +51,16 @@ def write_bundle(
     gather: float,
     record: bool = False,
 ) -> None:
-    """The folder that `flwr run` submits. `out` is the run's folder on the SuperLink's machine,
-    `source` where the server finds model and tests.
+    """Write the folder that `flwr run` submits.
+
+    Args:
+        folder: The folder of the bundle.
+        source: Where the server finds model and test data (`Source.to_dict`).
+        settings: The settings of the run.
+        out: The folder of the run on the SuperLink's machine.
+        wait: Seconds that a round waits for its clients.
+        gather: Seconds that a round waits for clients that are not connected.
+        record: Whether the server records what it receives.
     """
     from regauge import __version__
 
@@ -63,9 +70,8 @@ def write_bundle(
         "source": json.dumps(dict(source)),
         "folder": str(out.absolute()),
     }
-    lines = [
-        f"{name} = {json.dumps(value)}" for name, value in config.items()
-    ]  # a JSON string is a TOML string
+    # A JSON string is a TOML string.
+    lines = [f"{name} = {json.dumps(value)}" for name, value in config.items()]
     text = f"""[project]
 name = "regauge-federated"
 version = "{__version__}"
@@ -91,8 +97,10 @@ spy = {str(record).lower()}
 
 
 def make_node_key(path: Path) -> Path:
-    """A node's key (P-384, OpenSSH's form) in a new file for its owner only; its public half is
-    beside it. Returns the public one.
+    """Write a new node key (P-384, OpenSSH format), readable by its owner only.
+
+    Returns:
+        The path of the public key, in the same folder.
     """
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import (
@@ -117,7 +125,7 @@ def make_node_key(path: Path) -> Path:
 
 
 def write_connection(home: Path, address: str, authority: Path) -> None:
-    """Flower's configuration with one SuperLink in it, in a home of its own (FLWR_HOME)."""
+    """Write a Flower configuration with one SuperLink into a folder (FLWR_HOME)."""
     home.mkdir(parents=True, exist_ok=True)
     text = (
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = '
@@ -127,59 +135,66 @@ def write_connection(home: Path, address: str, authority: Path) -> None:
 
 
 def find_program(name: str) -> str:
-    """One of Flower's programs, beside this Python or on the path."""
+    """Return the path of a Flower program, next to this Python or on the path."""
     import shutil
 
-    found = shutil.which(
+    path = shutil.which(
         name, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     )
-    if found is None:
+    if path is None:
         need("flwr", "federated")
-        raise FederatedError(f"{name} is not on the path", hint="pip install 'regauge[federated]'")
-    return found
+        raise FederatedError(
+            f"{name} must be on the path, got none", hint="pip install 'regauge[federated]'"
+        )
+    return path
 
 
-def build_environment(home: Path, **more: str) -> dict[str, str]:
-    """Quiet, with Flower's programs on the path: they start each other by name."""
+def build_environment(home: Path, **variables: str) -> dict[str, str]:
+    """Return the environment of Flower's programs: no telemetry, and all of them on the path.
+
+    They start one another by name.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    return {**os.environ, **QUIET_ENV, "FLWR_HOME": str(home), "PATH": path, **more}
+    return {**os.environ, **QUIET_ENV, "FLWR_HOME": str(home), "PATH": path, **variables}
 
 
 def superlink_command(
     certificates: Path, port: int, database: Path, host: str = "127.0.0.1"
 ) -> list[str]:
-    given = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "authority.pem"}
+    """Return the command of a SuperLink with TLS and node authentication."""
+    files = {"certfile": "server.pem", "keyfile": "server.key", "ca-certfile": "authority.pem"}
     tls = [
-        word for name, file in given.items() for word in (f"--ssl-{name}", str(certificates / file))
+        word for name, file in files.items() for word in (f"--ssl-{name}", str(certificates / file))
     ]
-    more = [
+    options = [
         "--enable-supernode-auth",
         "--disable-runtime-dependency-installation",
         "--database",
         str(database),
     ]
-    return [find_program("flower-superlink"), "--host", host, "--port", str(port), *tls, *more]
+    return [find_program("flower-superlink"), "--host", host, "--port", str(port), *tls, *options]
 
 
 def supernode_command(
     address: str, certificates: Path, key: Path, port: int, config: Mapping[str, str | int]
 ) -> list[str]:
-    """`port` is for the node's own processes on its own machine."""
-    told = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
+    """Return the command of a SuperNode; `port` is for its own processes on its machine."""
+    node_config = " ".join(f"{name}={json.dumps(value)}" for name, value in config.items())
     tls = ["--root-certificates", str(certificates / "authority.pem")]
-    own = ["--host", "127.0.0.1", "--port", str(port), "--auth-supernode-private-key", str(key)]
+    options = ["--host", "127.0.0.1", "--port", str(port), "--auth-supernode-private-key", str(key)]
     return [
         find_program("flower-supernode"),
         "--superlink",
         address,
         *tls,
-        *own,
+        *options,
         "--node-config",
-        told,
+        node_config,
     ]
 
 
 def register_command(public: Path, client: int) -> list[str]:
+    """Return the command that registers a node's public key under the name client-N."""
     return [
         find_program("flwr"),
         "supernode",
@@ -192,14 +207,13 @@ def register_command(public: Path, client: int) -> list[str]:
 
 
 def submit_command(bundle: Path) -> list[str]:
+    """Return the command that submits a bundle and follows the run."""
     return [find_program("flwr"), "run", str(bundle), CONNECTION, "--stream"]
 
 
 @dataclass
 class Loopback:
-    """A SuperLink and its SuperNodes on this machine, each a process of its own with a log in
-    `folder`.
-    """
+    """A SuperLink and its SuperNodes on this machine, one process each, with logs in `folder`."""
 
     folder: Path
     port: int
@@ -209,9 +223,11 @@ class Loopback:
 
     @property
     def address(self) -> str:
+        """The address of the SuperLink."""
         return f"127.0.0.1:{self.port}"
 
     def start_link(self) -> None:
+        """Start the SuperLink, and wait for its port."""
         self._start(
             "superlink",
             superlink_command(
@@ -221,6 +237,7 @@ class Loopback:
         self._await_port()
 
     def start_node(self, i: int) -> None:
+        """Start a SuperNode."""
         key, config = self.folder / f"node-{i}", self.node_configs[i]
         self._start(
             f"node-{i}",
@@ -228,9 +245,7 @@ class Loopback:
         )
 
     def kill(self, name: str) -> None:
-        """End a process and all that it has started, at once. Flower's children have sessions of
-        their own and would stay.
-        """
+        """Kill a process and its descendants; Flower's children run in sessions of their own."""
         process = self.processes.pop(name)
         for pid in (process.pid, *descendants(process.pid)):
             with contextlib.suppress(ProcessLookupError):
@@ -238,12 +253,12 @@ class Loopback:
         process.wait()
 
     def run(self, bundle: Path, log: str = "run") -> subprocess.Popen[bytes]:
-        """Submit a bundle; the process that follows it to its end."""
+        """Submit a bundle, and return the process that follows it to its end."""
         return self._start(log, submit_command(bundle))
 
     def run_command(self, command: Sequence[str]) -> str:
-        """A short command of Flower's; what it said."""
-        done = subprocess.run(
+        """Run a short command of Flower's, and return its output."""
+        completed = subprocess.run(
             list(command),
             env=self._environment(),
             capture_output=True,
@@ -251,37 +266,37 @@ class Loopback:
             timeout=120,
             check=False,
         )
-        if done.returncode:
+        if completed.returncode:
             raise FederatedError(
                 f"{Path(command[0]).name} {command[1]} failed: "
-                f"{(done.stderr or done.stdout).strip()[-500:]}"
+                f"{(completed.stderr or completed.stdout).strip()[-500:]}"
             )
-        return done.stdout
+        return completed.stdout
 
     def log(self, name: str) -> str:
+        """Return the log of a process."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def _environment(self) -> dict[str, str]:
-        return build_environment(
-            self.home, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")
-        )  # nodes share the machine
+        # All nodes share the cores of this machine.
+        return build_environment(self.home, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1"))
 
     def _start(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         log: IO[bytes] = (self.folder / f"{name}.log").open("ab")
         with log:
-            made = subprocess.Popen(
+            process = subprocess.Popen(
                 list(command),
                 env=self._environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.processes[name] = made
-        return made
+        self.processes[name] = process
+        return process
 
     def _await_port(self, patience: float = 120.0) -> None:
-        until = time.monotonic() + patience
-        while time.monotonic() < until:
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
             if self.processes["superlink"].poll() is not None:
                 break
             with (
@@ -290,46 +305,48 @@ class Loopback:
             ):
                 return
             time.sleep(0.2)
-        raise FederatedError(f"the SuperLink did not come up:\n{self.log('superlink')[-1500:]}")
+        raise FederatedError(f"the SuperLink did not start:\n{self.log('superlink')[-1500:]}")
 
 
 @contextlib.contextmanager
 def loopback(folder: Path, node_configs: Sequence[Mapping[str, str | int]]) -> Iterator[Loopback]:
-    """Certificates, keys, a SuperLink with TLS and node authentication, and registered nodes; all
-    of it ends with the block.
+    """Start a SuperLink with TLS and node authentication, and registered nodes, for a block.
+
+    Certificates and keys are written to `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     certificates = folder / "certificates"
-    made = Loopback(folder, free_port(), folder / "flower-home", node_configs)
+    deployment = Loopback(folder, free_port(), folder / "flower-home", node_configs)
     make_certificates(certificates, clients=())
-    write_connection(made.home, made.address, certificates / "authority.pem")
+    write_connection(deployment.home, deployment.address, certificates / "authority.pem")
     try:
-        made.start_link()
+        deployment.start_link()
         for i in range(len(node_configs)):
-            made.run_command(register_command(make_node_key(folder / f"node-{i}"), i))
-            made.start_node(i)
-        yield made
+            deployment.run_command(register_command(make_node_key(folder / f"node-{i}"), i))
+            deployment.start_node(i)
+        yield deployment
     finally:
-        for name in list(made.processes):
-            made.kill(name)
+        for name in list(deployment.processes):
+            deployment.kill(name)
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and those that they have."""
+    """Return the child processes of a process, recursively."""
     listed = subprocess.run(
         ["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True
     ).stdout
     parents = {
         int(child): int(parent) for child, parent in (line.split() for line in listed.splitlines())
     }
-    found, front = [], [pid]
-    while front:
-        front = [child for child, parent in parents.items() if parent in front]
-        found += front
-    return found
+    result, generation = [], [pid]
+    while generation:
+        generation = [child for child, parent in parents.items() if parent in generation]
+        result += generation
+    return result
 
 
 def free_port() -> int:
+    """Return a free port on the loopback interface."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])

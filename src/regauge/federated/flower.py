@@ -1,17 +1,15 @@
-"""Flower, and all that regauge knows of it: messages, a ClientApp, a ServerApp, mods, a simulation.
-Nothing else imports flwr.
+"""The Flower engine: messages, a ClientApp, a ServerApp, mods, and the simulation.
 
-    simulate(source, settings, folder)            # Ray, in this machine's memory
-    app = client_app(), server_app()              # what a bundle has for SuperLink and SuperNodes
-    (`deploying`)
+    simulate(source, settings, folder)  # Ray, on this machine
+    client_app(), server_app()  # the apps of a bundle for SuperNodes and SuperLink (`deployment`)
 
-The rounds are ours (`rounds.run`), with a `GridEngine` in place of `InProcess`: what is checked,
-averaged, kept and told is the same on every engine. Telemetry (of Flower, and of Ray) and the check
-for updates are switched off before flwr is imported, unless the environment says otherwise.
+Only this module and `flower_secure` import flwr. The rounds are regauge's (`rounds.run`), with a
+`GridEngine` in place of `InProcess`: checks, aggregation, checkpoints and logs are the same on
+every engine. Telemetry of Flower and Ray and the check for updates are switched off before flwr is
+imported, unless the environment sets them.
 
-A node trusts the server with weights and settings, and with nothing else: model, data and what it
-must do to its updates at least (`defences`) are its own configuration, and a message cannot name a
-file.
+A node accepts only weights and settings from the server. Model, data and the minimum of defences
+are in the node's configuration, and a message cannot name a file.
 """
 
 from __future__ import annotations
@@ -43,8 +41,7 @@ from flwr.supercore import telemetry  # noqa: E402
 from regauge.core.rng import seed_key  # noqa: E402
 from regauge.data.tasks import Examples  # noqa: E402
 from regauge.defences.gradients import Withhold  # noqa: E402
-from regauge.defences.split import KeyedRandom  # noqa: E402
-from regauge.defences.split import split_combination as texts_of  # noqa: E402
+from regauge.defences.split import KeyedRandom, split_combination  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
@@ -56,11 +53,10 @@ from regauge.federated.settings import VERSION, FederatedError, Settings, read_s
 from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
 
-telemetry.FLWR_TELEMETRY_ENABLED = os.environ[
-    "FLWR_TELEMETRY_ENABLED"
-]  # where somebody imported flwr first, it has read its default
-# the minor version whose messages, grid and simulation this was written and tested against
-PINNED = "1.41"
+# flwr may have been imported before, with its default.
+telemetry.FLWR_TELEMETRY_ENABLED = os.environ["FLWR_TELEMETRY_ENABLED"]
+
+PINNED = "1.41"  # the minor version that this module is tested with
 REPLY_TIMEOUT = 600.0  # seconds that a round waits for its clients
 CLIENT_NAME = re.compile(r"client-(\d+)")
 CONNECT_TIMEOUT = 60.0  # seconds that a round waits for clients that are not connected
@@ -68,13 +64,11 @@ Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Messag
 
 
 def check_flower() -> None:
-    """Refuse another minor version of Flower: its transport and its API have changed between
-    them.
-    """
-    found = str(flwr.__version__)
-    if found.rpartition(".")[0] != PINNED:
+    """Raise if Flower has another minor version: transport and API change between them."""
+    version = str(flwr.__version__)
+    if version.rpartition(".")[0] != PINNED:
         raise FederatedError(
-            f"this regauge works with Flower {PINNED}, and {found} is installed",
+            f"Flower must have the version {PINNED}, got {version}",
             hint=f"pip install 'flwr[simulation]~={PINNED}.0'",
         )
 
@@ -83,16 +77,19 @@ def check_flower() -> None:
 
 
 def to_arrays(state: State) -> ArrayRecord:
+    """Convert tensors to Flower's arrays."""
     return ArrayRecord(
         {name: Array(t.detach().cpu().contiguous().numpy()) for name, t in state.items()}
     )
 
 
 def from_arrays(arrays: ArrayRecord) -> dict[str, torch.Tensor]:
+    """Convert Flower's arrays to tensors."""
     return {str(name): torch.from_numpy(array.numpy().copy()) for name, array in arrays.items()}
 
 
 def to_reply(sent: Contribution) -> RecordDict:
+    """Convert a contribution to the content of a reply."""
     about = ConfigRecord(
         {
             "regauge": VERSION,
@@ -115,7 +112,10 @@ def to_reply(sent: Contribution) -> RecordDict:
 
 
 def from_reply(reply: Message, client: int) -> Contribution | Absence:
-    """What a node sent, or why it cannot be used. Nothing that a node sends raises here."""
+    """Parse the reply of a node; return an absence with the reason if it cannot be used.
+
+    Never raises, whatever the node sends.
+    """
     if reply.has_error():
         return Absence(
             client, f"it failed: {reply.error.reason or f'Flower error {reply.error.code}'}"
@@ -125,17 +125,11 @@ def from_reply(reply: Message, client: int) -> Contribution | Absence:
         if "refused" in about:
             return Absence(client, str(about["refused"]))
         if about["regauge"] != VERSION:
-            return Absence(
-                client, f"its regauge speaks version {about['regauge']}, this one {VERSION}"
-            )
+            return Absence(client, f"the message version must be {VERSION}, got {about['regauge']}")
         metrics = reply.content["metrics"]
         examples, steps, batch = (int(metrics[name]) for name in ("num-examples", "steps", "batch"))
-        rate, loss, layout, number = (
-            float(metrics["rate"]),
-            float(metrics["loss"]),
-            str(about["layout"]),
-            int(about["round"]),
-        )
+        lr, loss = float(metrics["rate"]), float(metrics["loss"])
+        layout, number = str(about["layout"]), int(about["round"])
         tensors, kind = (
             from_arrays(reply.content["arrays"]),
             "weights" if about["kind"] == "weights" else "change",
@@ -148,13 +142,14 @@ def from_reply(reply: Message, client: int) -> Contribution | Absence:
             examples,
             steps,
             batch,
-            rate,
+            lr,
             loss,
             kind,  # type: ignore[arg-type]
         )
-    except Exception as error:  # keys, types, arrays that numpy cannot read: it came from outside
+    # A reply is untrusted: keys may be missing, types wrong, arrays unreadable for numpy.
+    except Exception as error:
         return Absence(
-            client, f"its answer cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            client, f"its reply cannot be read: {type(error).__name__}: {str(error)[:200]}"
         )
 
 
@@ -162,8 +157,17 @@ def from_reply(reply: Message, client: int) -> Contribution | Absence:
 
 
 class GridEngine:
-    """Clients behind a Flower grid. A node says which client it is when it is first met; those that
-    do not answer in `wait` seconds are absent.
+    """Clients behind a Flower grid.
+
+    A node states its client when it connects. Clients that do not reply within `wait` seconds are
+    absent.
+
+    Args:
+        grid: Flower's grid.
+        settings: The settings of the run.
+        wait: Seconds that a round waits for its clients.
+        gather: Seconds that a round waits for clients that are not connected.
+        name: The name of the run.
     """
 
     def __init__(
@@ -174,18 +178,14 @@ class GridEngine:
         gather: float = CONNECT_TIMEOUT,
         name: str = "",
     ) -> None:
-        self.grid, self.settings, self.wait, self.gather, self.name = (
-            grid,
-            settings,
-            wait,
-            gather,
-            name,
-        )
-        self.clients_by_node: dict[int, int] = {}  # the client of each node
+        self.grid, self.settings, self.name = grid, settings, name
+        self.wait, self.gather = wait, gather
+        self.clients_by_node: dict[int, int] = {}
 
     def ask(
         self, number: int, clients: Sequence[int], state: State
     ) -> Iterable[Contribution | Absence]:
+        """Train a state on some clients, see `rounds.Engine`."""
         nodes = {client: node for client, node in self._nodes(clients).items() if client in clients}
         if self.settings.secure:
             yield from (
@@ -215,61 +215,64 @@ class GridEngine:
                 )
             else:
                 yield Absence(client, "no node is connected for it")
-        who = {node: client for client, node in nodes.items()}
+        clients_of = {node: client for client, node in nodes.items()}
         for node, reply in self._exchange(messages, self.wait):
-            yield from_reply(reply, who[node])
+            yield from_reply(reply, clients_of[node])
 
     def _exchange(
         self, messages: Sequence[Message], seconds: float
     ) -> Iterable[tuple[int, Message]]:
-        """Replies, and the node that each is of. Where a node is lost the SuperLink answers for it,
-        under its own number.
+        """Send messages, and return the replies with the node of each.
+
+        The SuperLink replies for lost nodes, with its own id.
         """
         replies = list(self.grid.send_and_receive(messages, timeout=seconds)) if messages else []
-        to = {
-            m.metadata.message_id: int(m.metadata.dst_node_id) for m in messages
-        }  # a grid numbers messages when it sends them
+        # A grid sets the ids of messages when it sends them.
+        destinations = {
+            message.metadata.message_id: int(message.metadata.dst_node_id) for message in messages
+        }
         return [
-            (to[r.metadata.reply_to_message_id], r)
-            for r in replies
-            if r.metadata.reply_to_message_id in to
+            (destinations[reply.metadata.reply_to_message_id], reply)
+            for reply in replies
+            if reply.metadata.reply_to_message_id in destinations
         ]
 
     def _nodes(self, clients: Sequence[int]) -> dict[int, int]:
-        """The node of each client that is there. Waits for those that are asked, but not
-        forever.
-        """
-        until = time.monotonic() + self.gather
+        """Return the node of each connected client; wait `gather` seconds for these clients."""
+        deadline = time.monotonic() + self.gather
         while True:
             present = set(self.grid.get_node_ids())
             self._read_names(present - self.clients_by_node.keys())
             self._query_nodes(present - self.clients_by_node.keys(), present)
-            found = {
+            nodes = {
                 client: node for node, client in self.clients_by_node.items() if node in present
             }
-            if found.keys() >= set(clients) or time.monotonic() >= until:
-                return found
+            if nodes.keys() >= set(clients) or time.monotonic() >= deadline:
+                return nodes
             time.sleep(0.5)
 
     def _read_names(self, nodes: set[int]) -> None:
-        """A node that was registered under the name client-N is client N, and need not be asked,
-        which takes it a process.
+        """Map nodes that are registered as client-N to client N.
+
+        They need no query, which would start a process on the node.
         """
         for info in self.grid.get_nodes() if nodes else ():
-            found = CLIENT_NAME.fullmatch(str(getattr(info, "name", "")))
-            if found and int(info.node_id) in nodes:
+            match = CLIENT_NAME.fullmatch(str(getattr(info, "name", "")))
+            if match and int(info.node_id) in nodes:
+                # A registered name overrides a claim.
                 claims = {
                     node: client
                     for node, client in self.clients_by_node.items()
-                    if client != int(found[1])
-                }  # a registered name is more than a claim
-                self.clients_by_node = {**claims, int(info.node_id): int(found[1])}
+                    if client != int(match[1])
+                }
+                self.clients_by_node = {**claims, int(info.node_id): int(match[1])}
 
     def _query_nodes(self, nodes: Iterable[int], present: set[int]) -> None:
-        """Query nodes without a registered name. A client that a connected node already has cannot
-        be claimed by another.
+        """Query nodes without a registered name for their client.
+
+        The client of a connected node cannot be claimed by another node.
         """
-        asked = [
+        queries = [
             Message(
                 RecordDict({"config": ConfigRecord({"regauge": VERSION})}),
                 node,
@@ -278,10 +281,9 @@ class GridEngine:
             )
             for node in sorted(nodes)
         ]
-        for node, reply in self._exchange(asked, self.gather):
-            with contextlib.suppress(
-                KeyError, TypeError, ValueError, OverflowError
-            ):  # a node that names no client has no part in the run
+        for node, reply in self._exchange(queries, self.gather):
+            # Nodes without a client are ignored.
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
                 claimed = int(reply.content["about"]["client"]) if reply.has_content() else None
                 taken = {
                     client for other, client in self.clients_by_node.items() if other in present
@@ -299,13 +301,22 @@ def serve(
     on_round: Callable[[Round], None] | None = None,
     **options: Any,
 ) -> RunResult:
-    """All rounds on a grid. A folder that holds this run goes on where it stood."""
-    waits = {name: options.pop(name) for name in ("wait", "gather") if name in options}
+    """Run all rounds on a grid.
+
+    Args:
+        grid: Flower's grid.
+        source: The model and data of the server.
+        settings: The settings of the run.
+        folder: The folder of the run; an interrupted run is resumed.
+        on_round: Callback after each round.
+        **options: `wait` and `gather` of `GridEngine`, and further arguments of `run_federated`.
+    """
+    timeouts = {name: options.pop(name) for name in ("wait", "gather") if name in options}
     return run_federated(
         source,
         settings,
         folder,
-        engine=lambda name: GridEngine(grid, settings, name=name, **waits),
+        engine=lambda name: GridEngine(grid, settings, name=name, **timeouts),
         on_round=on_round,
         **options,
     )
@@ -317,9 +328,14 @@ def serve(
 def client_app(
     source: Source | None = None, mods: Sequence[Mod] = (), local_folder: Path | None = None
 ) -> ClientApp:
-    """A client for classification. Without a source, the node's configuration has it: model=PATH
-    data=URI partition-id=N. What is withheld is kept in `own` or, on a node, in the folder that it
-    names (keep=PATH).
+    """Return a ClientApp.
+
+    Args:
+        source: The model and data; None: from the node's configuration (model=PATH data=URI
+            partition-id=N).
+        mods: Further mods.
+        local_folder: The folder of withheld tensors; None: from the node's configuration
+            (keep=PATH).
     """
     app = ClientApp(mods=[secure_mod, *mods, defence_mod(source)])
 
@@ -339,7 +355,7 @@ def client_app(
         try:
             if config["regauge"] != VERSION:
                 raise FederatedError(
-                    f"the server's regauge speaks version {config['regauge']}, this one {VERSION}"
+                    f"the message version must be {VERSION}, got {config['regauge']}"
                 )
             settings = read_settings(json.loads(str(config["settings"])))
             model, part = load_part(
@@ -348,26 +364,24 @@ def client_app(
                 client,
                 "data" in context.node_config,
             )
-            chosen, state = (
-                merge_defences(settings, context),
-                from_arrays(message.content["arrays"]),
-            )
-            still, hidden = frozen_names(model, chosen), withheld_names(model, chosen)
-            place = (
+            defences = merge_defences(settings, context)
+            state = from_arrays(message.content["arrays"])
+            frozen, withheld = frozen_names(model, defences), withheld_names(model, defences)
+            local_state = (
                 LocalState(
                     local_folder
                     or local_state_folder(context.node_config, str(config.get("run", "")))
                 )
-                if hidden
+                if withheld
                 else LocalState()
             )
-            mine = place.load_before(client, number)
-            made = contribute(
-                model, state, part, settings, number, client, frozen=still, local=mine
+            local = local_state.load_before(client, number)
+            contribution = contribute(
+                model, state, part, settings, number, client, frozen=frozen, local=local
             )
-            if hidden:
-                place.save(client, number, next_local(made, state, mine, hidden))
-            return Message(to_reply(made), reply_to=message)
+            if withheld:
+                local_state.save(client, number, next_local(contribution, state, local, withheld))
+            return Message(to_reply(contribution), reply_to=message)
         except RegaugeError as error:
             about = ConfigRecord(
                 {"regauge": VERSION, "client": client, "round": number, "refused": str(error)}
@@ -378,10 +392,11 @@ def client_app(
 
 
 def defence_mod(source: Source | None = None) -> Mod:
-    """The mod of our client: every defence of the run's settings, and those that the node asks for
-    itself (`defences="clip=1.0+round=8"` in its configuration), on what leaves it. What cannot be
-    defended does not leave. A node's noise is from the system's randomness; in a simulation, which
-    has a `source`, it is from the seed.
+    """Return the mod that applies all defences to the replies of regauge's ClientApp.
+
+    These are the defences of the settings and of the node (`defences="clip=1.0+round=8"` in its
+    configuration). A reply that cannot be defended is not sent. The noise of a node is from the
+    system's randomness; in a simulation, which has a `source`, it is from the seed.
     """
 
     def mod(
@@ -397,11 +412,11 @@ def defence_mod(source: Source | None = None) -> Mod:
         client = client_number(context)
         settings = read_settings(json.loads(str(message.content["config"]["settings"])))
         try:
-            chosen = merge_defences(settings, context)
-            if not chosen:
+            defences = merge_defences(settings, context)
+            if not defences:
                 return reply
             sent = from_reply(reply, client)
-            assert isinstance(sent, Contribution)  # our own client made it
+            assert isinstance(sent, Contribution)  # made by regauge's own client
             model, _ = load_part(
                 source or parse_source(context.node_config),
                 settings,
@@ -409,7 +424,9 @@ def defence_mod(source: Source | None = None) -> Mod:
                 "data" in context.node_config,
             )
             secret = seed_key(settings.seed) if source else os.urandom(32)
-            reply.content["arrays"] = to_arrays(apply_defences(sent, model, chosen, secret).tensors)
+            reply.content["arrays"] = to_arrays(
+                apply_defences(sent, model, defences, secret).tensors
+            )
             return reply
         except RegaugeError as error:
             number = int(message.content["config"]["round"])
@@ -422,25 +439,33 @@ def defence_mod(source: Source | None = None) -> Mod:
 
 
 def merge_defences(settings: Settings, context: Context) -> tuple[Any, ...]:
-    """The run's defences, and the node's own. The node's come in place of the run's of the same
-    kind: a server cannot weaken them.
+    """Return the defences of the run and of the node.
+
+    The node's replace those of the run of the same kind: a server cannot weaken them.
     """
-    own = [text for text in texts_of(str(context.node_config.get("defences", ""))) if text]
-    kinds = {text.partition("=")[0] for text in own}
+    texts = [
+        text for text in split_combination(str(context.node_config.get("defences", ""))) if text
+    ]
+    kinds = {text.partition("=")[0] for text in texts}
     return read_defences(
-        [*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]
+        [*texts, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]
     )
 
 
 def make_mod(text: str, secret: bytes | None = None) -> Mod:
-    """A defence as a mod for any ClientApp of Flower's whose train function answers with whole
-    weights: "clip=1.0", "private=1.0,norm=0.5", "noise=0.1", "prune=0.9", "round=8". Parts of a
-    model (freeze, withhold) need its class, and so our own client.
+    """Return a defence as a mod for any ClientApp whose train function returns whole weights.
+
+    Args:
+        text: "clip=1.0", "private=1.0,norm=0.5", "noise=0.1", "prune=0.9" or "round=8".
+        secret: The secret of the noise; None: from the system's randomness.
+
+    Raises:
+        FederatedError: The defence (freeze, withhold) depends on the parts of the model.
     """
     (defence,) = read_defences([text])
     if isinstance(defence, Withhold):
         raise FederatedError(
-            f'"{text}" needs to know the model',
+            f'a mod must not depend on the parts of the model, got "{text}"',
             hint="use regauge's own ClientApp, or leave the tensors out of your reply",
         )
 
@@ -452,9 +477,9 @@ def make_mod(text: str, secret: bytes | None = None) -> Mod:
             return reply
         for key, arrays in list(reply.content.array_records.items()):
             before, after = from_arrays(message.content[key]), from_arrays(arrays)
-            draw = KeyedRandom(secret or os.urandom(32), f"mod/{key}")
+            random = KeyedRandom(secret or os.urandom(32), f"mod/{key}")
             change = defence.apply_to_update(
-                {n: t - before[n] for n, t in after.items()}, torch.nn.Module(), draw
+                {n: t - before[n] for n, t in after.items()}, torch.nn.Module(), random
             )
             reply.content[key] = to_arrays({n: before[n] + t for n, t in change.items()})
         return reply
@@ -463,37 +488,39 @@ def make_mod(text: str, secret: bytes | None = None) -> Mod:
 
 
 def client_number(context: Context) -> int:
-    """Which client a node is, by its configuration."""
+    """Return the client of a node, from its configuration."""
     return int(context.node_config["partition-id"])
 
 
 def local_state_folder(config: Mapping[str, Any], name: str) -> Path:
-    """Where a node keeps what it withholds from a run. The run's name came in a message: it is a
-    name and no path.
+    """Return the folder of a node for withheld tensors of a run.
+
+    The name of the run is from a message and is validated, so that it cannot be a path.
     """
     if "keep" not in config:
         raise FederatedError(
-            "this node has no folder for what it withholds",
+            'the node configuration must set "keep", the folder of withheld tensors',
             hint="flower-supernode --node-config 'keep=\"FOLDER\" ...'",
         )
     if not re.fullmatch(r"[0-9a-f]{16}", name):
         raise FederatedError(
-            "the server does not say which run this is, so that nothing can be kept for it",
-            hint="is its regauge older?",
+            f"the name of the run must be 16 hexadecimal digits, got {name!r:.40}",
+            hint="the server may have an older regauge",
         )
     return Path(str(config["keep"])) / name
 
 
 def parse_source(config: Mapping[str, Any]) -> Source:
-    """A node's own model and data. `shared-data` is what all nodes have and share out among
-    themselves; `data` is this node's alone.
+    """Parse the model and data of a node's configuration.
+
+    `shared-data` is partitioned among all nodes; `data` belongs to this node alone.
     """
     if "model" not in config or not ("data" in config or "shared-data" in config):
         raise FederatedError(
-            "this node does not say where its model and its data are",
+            "the node configuration must set model, and data or shared-data",
             hint='flower-supernode --node-config \'model="..." data="..."\'',
         )
-    given = {
+    texts = {
         k: str(config[k])
         for k in ("split", "tokenizer", "test", "test_split", "device")
         if k in config
@@ -510,7 +537,7 @@ def parse_source(config: Mapping[str, Any]) -> Source:
     return Source(
         str(config["model"]),
         str(config.get("data", config.get("shared-data"))),
-        **given,  # type: ignore[arg-type]
+        **texts,  # type: ignore[arg-type]
         **numbers,  # type: ignore[arg-type]
         **length,  # type: ignore[arg-type]
         **fields,  # type: ignore[arg-type]
@@ -518,26 +545,33 @@ def parse_source(config: Mapping[str, Any]) -> Source:
 
 
 def load_part(
-    source: Source, settings: Settings, client: int, alone: bool
+    source: Source, settings: Settings, client: int, is_own: bool
 ) -> tuple[torch.nn.Module, Examples]:
+    """Return the model and the examples of a client; with `is_own`, all data are the client's."""
     model, shared, parts = _load_cached(
         json.dumps(source.to_dict(), sort_keys=True),
         json.dumps(settings.to_dict(), sort_keys=True),
-        alone,
+        is_own,
     )
-    if not alone and client >= settings.clients:
-        raise FederatedError(f"this node is client {client}, and the run has {settings.clients}")
-    return model, shared if alone else parts[client]
+    if not is_own and client >= settings.clients:
+        raise FederatedError(
+            f"the client of a node must be < {settings.clients}, got {client}",
+            hint="set another partition-id in its configuration",
+        )
+    return model, shared if is_own else parts[client]
 
 
-@lru_cache(maxsize=2)  # of a worker that answers many messages
+@lru_cache(maxsize=2)  # a worker answers many messages
 def _load_cached(
-    source: str, settings: str, alone: bool
+    source: str, settings: str, is_own: bool
 ) -> tuple[torch.nn.Module, Examples, list[Examples]]:
-    told, chosen = Source(**json.loads(source)), read_settings(json.loads(settings))
-    model = told.build_model(chosen)
-    shared = told.load_examples(model)[0]
-    return model, shared, [] if alone else partition_examples(shared, chosen)
+    parsed_source, parsed_settings = (
+        Source(**json.loads(source)),
+        read_settings(json.loads(settings)),
+    )
+    model = parsed_source.build_model(parsed_settings)
+    shared = parsed_source.load_examples(model)[0]
+    return model, shared, [] if is_own else partition_examples(shared, parsed_settings)
 
 
 # The engines
@@ -552,22 +586,30 @@ def simulate(
     workers: int | None = None,
     **options: Any,
 ) -> RunResult:
-    """All clients on this machine, as Ray's workers. `workers` train at the same time; by default
-    one per core.
+    """Run all clients on this machine, as Ray workers.
+
+    Args:
+        source: The model and data.
+        settings: The settings of the run.
+        folder: The folder of the run; an interrupted run is resumed.
+        on_round: Callback after each round.
+        workers: The number of workers; None: one for each core.
+        **options: Further arguments of `serve`.
     """
     check_flower()
     need("ray", "federated")
     from flwr.simulation import run_simulation
 
+    # All clients exist, but may be slow to start.
     options["gather"] = max(
         options.get("gather", CONNECT_TIMEOUT), options.get("wait", REPLY_TIMEOUT)
-    )  # all are there, and may be slow to start
-    found: list[RunResult] = []
+    )
+    results: list[RunResult] = []
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
-        found.append(serve(grid, source, settings, folder, on_round=on_round, **options))
+        results.append(serve(grid, source, settings, folder, on_round=on_round, **options))
 
     backend = {
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -579,52 +621,46 @@ def simulate(
         settings.clients,
         backend_config=backend,
     )
-    if not found:
+    if not results:
         raise FederatedError(
-            "the simulation ended before its rounds were done",
-            hint="what Flower says is above; the same command goes on",
+            "the simulation ended before its last round",
+            hint="see Flower's messages above; the same command resumes the run",
         )
-    return found[0]
+    return results[0]
 
 
 def server_app() -> ServerApp:
-    """The server of a bundle: settings, source and folder are in the run's configuration
-    (`deploying`).
-    """
+    """Return the ServerApp of a bundle, configured by the run configuration (`deployment`)."""
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
     def main(grid: Grid, context: Context) -> None:
         check_flower()
         config = context.run_config
-        settings, source = (
-            read_settings(json.loads(str(config["settings"]))),
-            Source(**json.loads(str(config["source"]))),
-        )
-        waits = {name: float(config[name]) for name in ("wait", "gather")}
+        settings = read_settings(json.loads(str(config["settings"])))
+        source = Source(**json.loads(str(config["source"])))
+        timeouts = {name: float(config[name]) for name in ("wait", "gather")}
 
-        def on_round(one: Any) -> None:
-            absent = "".join(f"; absent: {client}, {why}" for client, why in one.absent.items())
+        def on_round(finished: Any) -> None:
+            absent = "".join(
+                f"; absent: {client}, {reason}" for client, reason in finished.absent.items()
+            )
             print(  # noqa: T201
-                f"round {one.number + 1}/{settings.rounds}: {len(one.contributed)} "
+                f"round {finished.number + 1}/{settings.rounds}: {len(finished.contributed)} "
                 f"contributed{absent}",
                 flush=True,
             )
 
-        found = serve(
+        result = serve(
             grid,
             source,
             settings,
             Path(str(config["folder"])),
             on_round=on_round,
             record=bool(config["spy"]),
-            **waits,
+            **timeouts,
         )
-        print(  # noqa: T201
-            "\n".join(
-                [*found.lines, f"{len(completed_rounds(found.run_state.history))} rounds are done"]
-            ),
-            flush=True,
-        )
+        count = len(completed_rounds(result.run_state.history))
+        print("\n".join([*result.lines, f"{count} rounds are done"]), flush=True)  # noqa: T201
 
     return app

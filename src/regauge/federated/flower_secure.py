@@ -1,12 +1,11 @@
-"""Flower's secure aggregation (SecAgg+) under our rounds: the server learns the mean of the
-contributions and no single one.
+"""Secure aggregation by Flower's SecAgg+: the server learns only the mean of the contributions.
 
-SecAgg+ of Flower 1.41 speaks its older interface (FitIns, a LegacyContext); it is translated here,
-on both sides, and nothing else knows of it. Changes are quantised to 22 bits between -1 and 1, so
-that the mean is exact to about 1e-6; a client whose change is not finite, or larger, drops out.
-Whoever drops out after keys were shared is recovered from, as long as two thirds answer. Since no
-contribution can be looked at, none can be refused for what is in it: one client can spoil a mean.
-What each client is told to have sent is the mean, here and in what the spy keeps.
+SecAgg+ of Flower 1.41 uses the older interface (FitIns, a LegacyContext), which is translated here
+on both sides. Changes are quantised to 22 bits between -1 and 1, so that the mean is exact to about
+1e-6; a client with a change that is not finite, or larger, drops out. Clients that drop out after
+the key exchange are recovered from, as long as two thirds reply. Single contributions cannot be
+inspected, so none can be rejected by its values: one client can spoil a mean. The mean counts as
+the contribution of every client, here and in recorded runs.
 """
 
 from __future__ import annotations
@@ -31,19 +30,15 @@ from flwr.server.workflow.constant import Key as WorkflowKey
 from regauge.federated.settings import VERSION
 from regauge.federated.states import Absence, Contribution, State
 
-CLIP_RANGE, MIN_SHARE, MAX_WEIGHT = (
-    1.0,
-    2 / 3,
-    4096,
-)  # of a change; of clients that must answer; examples that a client can weigh
-MIN_CLIENTS = 3  # a sum of two tells each of them the other's
+CLIP_RANGE = 1.0  # largest absolute value of a change
+MIN_SHARE = 2 / 3  # of the clients that must reply
+MAX_WEIGHT = 4096  # of a client in the mean: its number of examples
+MIN_CLIENTS = 3  # a sum of two reveals to each client the contribution of the other
 Next = Callable[[Message, Context], Message]
 
 
 class _CaptureStrategy:
-    """A strategy of Flower's older kind, for one round: it asks who it is told to, and keeps what
-    comes.
-    """
+    """A strategy of Flower's older interface for one round: it stores the results."""
 
     def __init__(self, nodes: Sequence[int], ins: FitIns) -> None:
         self.nodes, self.ins, self.results = nodes, ins, []  # type: Sequence[int], FitIns, list[tuple[Any, FitRes]]
@@ -69,12 +64,20 @@ def ask_securely(
     state: State,
     name: str = "",
 ) -> Iterable[Contribution | Absence]:
-    """One round of SecAgg+ with the nodes of these clients: every client that took part is given
-    the mean for its contribution.
+    """Run one round of SecAgg+, and yield the mean as the contribution of each client.
+
+    Args:
+        grid: Flower's grid.
+        settings: The settings of the run.
+        wait: Seconds that the round waits for its clients.
+        number: The round, from 0.
+        nodes: The node of each client.
+        state: The server's state.
+        name: The name of the run.
     """
     if len(nodes) < MIN_CLIENTS:
         yield from (
-            Absence(c, f"only {len(nodes)} are there, and a secure sum needs {MIN_CLIENTS}")
+            Absence(c, f"a secure sum must have >= {MIN_CLIENTS} clients, got {len(nodes)}")
             for c in nodes
         )
         return
@@ -87,10 +90,10 @@ def ask_securely(
         "settings": json.dumps(settings.to_dict()),
         "names": json.dumps(names),
     }
-    caught = _CaptureStrategy(sorted(nodes.values()), FitIns(parameters, config))
+    strategy = _CaptureStrategy(sorted(nodes.values()), FitIns(parameters, config))
     context = LegacyContext(
         Context(run_id=0, node_id=0, node_config={}, state=RecordDict(), run_config={}),
-        strategy=caught,
+        strategy=strategy,
     )
     context.state.config_records[MAIN_CONFIGS_RECORD] = ConfigRecord(
         {WorkflowKey.CURRENT_ROUND: number}
@@ -102,10 +105,10 @@ def ask_securely(
     SecAggPlusWorkflow(1.0, MIN_SHARE, max_weight=weight, clipping_range=CLIP_RANGE, timeout=wait)(
         grid, context
     )
-    who = {node: client for client, node in nodes.items()}
-    for proxy, result in caught.results:
-        yield _parse_result(who[proxy.node_id], names, result, state)
-    answered = {who[proxy.node_id] for proxy, _ in caught.results}
+    clients = {node: client for client, node in nodes.items()}
+    for proxy, result in strategy.results:
+        yield _parse_result(clients[proxy.node_id], names, result, state)
+    answered = {clients[proxy.node_id] for proxy, _ in strategy.results}
     yield from (
         Absence(c, "it dropped out of the secure sum, or the sum failed")
         for c in nodes
@@ -116,8 +119,9 @@ def ask_securely(
 def _parse_result(
     client: int, names: Sequence[str], result: FitRes, state: State
 ) -> Contribution | Absence:
+    """Parse the result of a client; return an absence with the reason if it cannot be used."""
     try:
-        told = {
+        metrics = {
             k: result.metrics[k]
             for k in ("round", "layout", "examples", "steps", "batch", "rate", "loss")
         }
@@ -126,39 +130,40 @@ def _parse_result(
             n: torch.from_numpy(np.asarray(a)).to(state[n].dtype).reshape(state[n].shape)
             for n, a in zip(names, arrays, strict=True)
         }
-        examples, steps, batch = (int(told[k]) for k in ("examples", "steps", "batch"))
+        examples, steps, batch = (int(metrics[k]) for k in ("examples", "steps", "batch"))
         return Contribution(
             client,
-            int(told["round"]),
-            str(told["layout"]),
+            int(metrics["round"]),
+            str(metrics["layout"]),
             tensors,
             examples,
             steps,
             batch,
-            float(told["rate"]),
-            float(told["loss"]),
+            float(metrics["rate"]),
+            float(metrics["loss"]),
         )
-    except Exception as error:  # it came from outside
+    except Exception as error:  # untrusted
         return Absence(
-            client, f"its answer cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            client, f"its reply cannot be read: {type(error).__name__}: {str(error)[:200]}"
         )
 
 
 def secure_mod(message: Message, context: Context, call_next: Next) -> Message:
-    """The client's mod. A node with `secure=true` in its configuration answers nothing but secure
-    sums.
+    """Handle secure sums on a client, as a mod.
+
+    A node with `secure=true` in its configuration rejects everything else.
     """
     if message.metadata.message_type != "train":
         return call_next(message, context)
     if RECORD_KEY_CONFIGS in message.content.config_records:
         return secaggplus_mod(message, context, lambda m, c: _translate(m, c, call_next))
     if context.node_config.get("secure"):
-        raise RuntimeError("this node contributes to secure sums only")
+        raise RuntimeError("this node contributes only to secure sums")
     return call_next(message, context)
 
 
 def _translate(message: Message, context: Context, call_next: Next) -> Message:
-    """From Flower's older messages to ours, and back."""
+    """Translate a message of Flower's older interface, and the reply back."""
     ins = compat.recorddict_to_fitins(message.content, True)
     names = json.loads(str(ins.config["names"]))
     before = parameters_to_ndarrays(ins.parameters)
@@ -169,20 +174,25 @@ def _translate(message: Message, context: Context, call_next: Next) -> Message:
     about = reply.content["about"]
     if "refused" in about:
         raise RuntimeError(str(about["refused"]))
-    sent = {str(n): a.numpy() for n, a in reply.content["arrays"].items()}
-    changes = [sent.get(n, np.zeros_like(a)) for n, a in zip(names, before, strict=True)]
+    tensors = {str(n): a.numpy() for n, a in reply.content["arrays"].items()}
+    changes = [tensors.get(n, np.zeros_like(a)) for n, a in zip(names, before, strict=True)]
     if not all(np.isfinite(a).all() and (np.abs(a) <= CLIP_RANGE).all() for a in changes):
         raise RuntimeError(
-            f"a change is not finite, or larger than {CLIP_RANGE}: it cannot be in a secure sum"
+            f"a change in a secure sum must be finite and between -{CLIP_RANGE} and {CLIP_RANGE}"
         )
     metrics = reply.content["metrics"]
     weigh = json.loads(str(config["settings"]))["weigh"]
-    told = {"round": about["round"], "layout": about["layout"], "examples": metrics["num-examples"]}
-    told |= {k: metrics[k] for k in ("steps", "batch", "rate", "loss")}
-    count = 1 if weigh == "clients" else int(metrics["num-examples"])
-    if count > MAX_WEIGHT:
+    result_metrics = {
+        "round": about["round"],
+        "layout": about["layout"],
+        "examples": metrics["num-examples"],
+    }
+    result_metrics |= {k: metrics[k] for k in ("steps", "batch", "rate", "loss")}
+    weight = 1 if weigh == "clients" else int(metrics["num-examples"])
+    if weight > MAX_WEIGHT:
         raise RuntimeError(
-            f"{count} examples weigh more than a secure sum can count: set --weigh clients"
+            f"the examples of a client in a secure sum must be <= {MAX_WEIGHT}, got {weight}: set "
+            "--weigh clients"
         )
-    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), count, told)
+    result = FitRes(Status(Code.OK, ""), ndarrays_to_parameters(changes), weight, result_metrics)
     return Message(compat.fitres_to_recorddict(result, False), reply_to=message)

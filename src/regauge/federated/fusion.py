@@ -1,15 +1,13 @@
-"""Federated fusion: clients that never shared an initialisation are written in one basis before
-they are averaged.
+"""Federated fusion: align clients with different initialisations before averaging.
 
-Two networks that learned the same apart are each one of many equal descriptions of a function; the
-mean of two descriptions is none. With the strategy `matched` the weights of a first round have
-their norms folded. Then one client after the other is brought next to the mean of those before:
-`match` finds an element by what both are seen to do on some inputs, and `refine` improves it on the
-same, towards a mean that answers as the two do. Later rounds are those of `fedavg`. With `fedavg`
-they are averaged as they stand, which is what it is compared with.
+Two networks that were trained separately may be equal up to a change of basis; their mean is not.
+The strategy `matched` folds the norms of the weights of a first round, then aligns one client after
+the other with the mean of those before: `match` finds an element by the activations of both on some
+inputs, and `refine` improves it on the same inputs, towards a mean with the same outputs. Later
+rounds are those of `fedavg`. The baseline, `fedavg`, averages the weights without alignment.
 
-The inputs are the server's own, without labels; where it has none, noise of the kind that the model
-reads. It needs every client's weights by themselves, so that secure aggregation does not fit.
+The inputs are the server's, without labels; if it has none, random inputs of the right form. Fusion
+needs the weights of each client, so it excludes secure aggregation.
 """
 
 from __future__ import annotations
@@ -36,19 +34,17 @@ from regauge.models.resolve import spec_of
 
 Tensor = torch.Tensor
 Inputs = Sequence[Mapping[str, Tensor]]
-REFINE_STEPS = 200  # of refinement, for each client after the first; on noise twice as many
-MAX_EXAMPLES, BATCH = 256, 32  # of the server's examples that are looked at
-WINDOW = (
-    0.1  # how far from the mean that is wanted refinement looks, along the line between the two
-)
+REFINE_STEPS = 200  # for each client after the first; twice as many on random inputs
+MAX_EXAMPLES, BATCH = 256, 32  # of the server's examples, for activations
+WINDOW = 0.1  # refinement covers the target mean plus or minus this, on the line between the two
 
 
 def split_test(test: Examples) -> tuple[Examples, Inputs]:
-    """A server's examples: one half to measure on, and of the other the inputs to match by."""
+    """Split a server's examples: half to evaluate on, and inputs of the other half to match by."""
     order = np.random.default_rng(110).permutation(len(test))
-    looked = np.sort(order[: min(len(test) // 2, MAX_EXAMPLES)])
-    inputs = [test.batch(looked[i : i + BATCH])[0] for i in range(0, len(looked), BATCH)]
-    return test.only(np.sort(order[len(looked) :])), inputs
+    chosen = np.sort(order[: min(len(test) // 2, MAX_EXAMPLES)])
+    inputs = [test.batch(chosen[i : i + BATCH])[0] for i in range(0, len(chosen), BATCH)]
+    return test.only(np.sort(order[len(chosen) :])), inputs
 
 
 def average_weights(
@@ -60,91 +56,107 @@ def average_weights(
     inputs: Inputs = (),
     steps: int | None = None,
 ) -> dict[str, Tensor]:
-    """The mean of weights that were sent whole, by the settings' strategy. What a wrapper for
-    puzzles has learned beside the model begins anew.
+    """Average whole weights, by the strategy of the settings.
+
+    Parameters of a wrapper for puzzles keep the values of `state`.
+
+    Args:
+        model: A model to evaluate; may be wrapped.
+        state: The server's state.
+        sent: The contributions.
+        settings: The settings of the run.
+        inputs: Inputs to match by; empty: random ones.
+        steps: The refinement steps of each client.
+
+    Raises:
+        FederatedError: Contributions are of different kinds, or lack a tensor.
     """
     if any(c.kind != "weights" for c in sent):
-        raise FederatedError("some clients sent weights, and some changes of weights")
+        raise FederatedError("contributions must all be whole weights, got changes of weights too")
     inner = unwrap(model)
-    lead = "" if inner is model else "model."
-    wrapped = [n for n in state if not n.startswith(lead)]
+    prefix = "" if inner is model else "model."
+    wrapper_names = [n for n in state if not n.startswith(prefix)]
     ordered = sorted(sent, key=lambda c: c.client)
     missing = next(
-        ((c, n) for c in ordered for n in state if n not in c.tensors and n not in wrapped), None
+        ((c, n) for c in ordered for n in state if n not in c.tensors and n not in wrapper_names),
+        None,
     )
     if missing is not None:
         raise FederatedError(
-            f'client {missing[0].client} did not send "{missing[1]}", and begins apart',
-            hint="do not withhold from such clients",
+            f'client {missing[0].client} did not send "{missing[1]}", but whole weights must have '
+            "every tensor",
+            hint="do not withhold with --independent",
         )
     if settings.strategy == "matched" and len(ordered) > 1:
-        ordered = _align(inner, ordered, lead, settings, inputs, steps)
+        ordered = _align(inner, ordered, prefix, settings, inputs, steps)
     mean = weighted_mean(ordered, settings.weigh)
-    return {n: state[n] if n in wrapped else mean[n] for n in state}
+    return {n: state[n] if n in wrapper_names else mean[n] for n in state}
 
 
 def _align(
     model: torch.nn.Module,
     sent: Sequence[Contribution],
-    lead: str,
+    prefix: str,
     settings: Settings,
     inputs: Inputs,
     steps: int | None,
 ) -> list[Contribution]:
+    """Return the contributions in the basis of the first one."""
     spec = spec_of(model)
     folded = [
         fold_norms(
-            spec, {n.removeprefix(lead): t for n, t in c.tensors.items() if n.startswith(lead)}
+            spec, {n.removeprefix(prefix): t for n, t in c.tensors.items() if n.startswith(prefix)}
         )
         for c in sent
     ]
     basis, states = folded[0][0], [dict(f[1]) for f in folded]
     device = next(iter(states[0].values())).device
-    shown = [
-        {k: x.to(device) for k, x in one.items()}
-        for one in inputs or sample_noise(model, count=512, seed=settings.seed)
+    batches = [
+        {k: x.to(device) for k, x in batch.items()}
+        for batch in inputs or sample_noise(model, count=512, seed=settings.seed)
     ]
-    taken = (REFINE_STEPS if inputs else 2 * REFINE_STEPS) if steps is None else steps
+    if steps is None:
+        steps = REFINE_STEPS if inputs else 2 * REFINE_STEPS
     weights = [c.examples if settings.weigh == "examples" else 1 for c in sent]
-    middle, there = states[0], [states[0]]
+    mean, aligned = states[0], [states[0]]
     for i in range(1, len(sent)):
-        share = sum(weights[:i]) / sum(
-            weights[: i + 1]
-        )  # of those before, in the mean that is wanted
-        g = _find_element(basis, states[i], middle, model, shown, share, taken, settings.seed)
-        lazy = apply_to_state(g, states[i])
-        there.append({n: lazy[n] for n in states[i]})
-        middle = {
-            n: share * t + (1 - share) * there[i][n] if t.is_floating_point() else t
-            for n, t in middle.items()
+        # The weight of the clients before, in the mean with this one.
+        share = sum(weights[:i]) / sum(weights[: i + 1])
+        g = _find_element(basis, states[i], mean, model, batches, share, steps, settings.seed)
+        transformed = apply_to_state(g, states[i])
+        aligned.append({n: transformed[n] for n in states[i]})
+        mean = {
+            n: share * t + (1 - share) * aligned[i][n] if t.is_floating_point() else t
+            for n, t in mean.items()
         }
     return [
-        replace(c, tensors={lead + n: t for n, t in one.items()})
-        for c, one in zip(sent, there, strict=True)
+        replace(c, tensors={prefix + n: t for n, t in tensors.items()})
+        for c, tensors in zip(sent, aligned, strict=True)
     ]
 
 
 def _find_element(
     spec: Spec,
     state: State,
-    middle: State,
+    mean: State,
     model: torch.nn.Module,
     inputs: Inputs,
     share: float,
     steps: int,
     seed: int,
 ) -> Element:
-    """The element that brings a client next to the mean of others. A model that cannot be watched
-    is matched by its weights alone.
+    """Return the element that aligns a client with the mean of others.
+
+    A model whose activations cannot be recorded is matched by its weights alone.
     """
     try:
-        seen = record(model, state, spec, inputs), record(model, middle, spec, inputs)
+        activations = record(model, state, spec, inputs), record(model, mean, spec, inputs)
     except RecordError:
-        return match(spec, state, middle).element
-    g = match(spec, state, middle, activations=seen).element
-    between = max(share - WINDOW, 0.0), min(share + WINDOW, 1.0)
+        return match(spec, state, mean).element
+    g = match(spec, state, mean, activations=activations).element
+    t_range = max(share - WINDOW, 0.0), min(share + WINDOW, 1.0)
     return (
-        refine(spec, state, middle, g, model, inputs, steps=steps, t_range=between, seed=seed).g
+        refine(spec, state, mean, g, model, inputs, steps=steps, t_range=t_range, seed=seed).g
         if steps
         else g
     )

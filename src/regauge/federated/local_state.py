@@ -1,12 +1,10 @@
-"""What a client withholds stays with it: those tensors are its own, trained from round to round and
-sent to nobody.
+"""The withheld tensors of clients: trained from round to round, and never sent.
 
-    RUN/own/client-00002/round-00003.safetensors      on a node: KEEP/RUN/client-00002/..., where
-    KEEP is in its configuration
+    RUN/own/client-00002/round-00003.safetensors
 
-A round begins with what the client had after the last earlier round in which it trained, and with
-the server's where there was none. What it had before a round is kept beside what it has after it,
-so that a round that is asked again begins as it did.
+On a node the folder is KEEP/RUN/client-00002/..., with KEEP from its configuration. A round starts
+with the client's tensors after the last earlier round in which it trained, or with the server's.
+The tensors before and after a round are both saved, so that a repeated round starts the same way.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ class LocalState:
         self.memory: dict[int, dict[int, State]] = {}
 
     def load_before(self, client: int, number: int) -> State:
-        """What a client had when this round began; nothing where it has never trained."""
+        """Return a client's tensors at the start of a round; empty if it has never trained."""
         earlier = max((n for n in self._rounds(client) if n < number), default=None)
         if earlier is None:
             return {}
@@ -40,11 +38,11 @@ class LocalState:
         return read_tensors(self._path(client, earlier), "federated own", VERSION)[0]
 
     def latest(self, client: int) -> State:
-        """What a client has now."""
+        """Return a client's tensors now."""
         return self.load_before(client, max(self._rounds(client), default=0) + 1)
 
     def save(self, client: int, number: int, tensors: State) -> None:
-        """What a client has after a round. Of others only what it had before this one is left."""
+        """Save a client's tensors after a round, and delete all but those before it."""
         earlier = max((n for n in self._rounds(client) if n < number), default=None)
         if self.folder is None:
             self.memory.setdefault(client, {})[number] = dict(tensors)
@@ -63,7 +61,7 @@ class LocalState:
                 self._path(client, n).unlink(missing_ok=True)
 
     def clients(self) -> list[int]:
-        """Those who have something of their own."""
+        """Return the clients with tensors of their own."""
         if self.folder is None:
             return sorted(self.memory)
         return sorted(int(p.name.partition("-")[2]) for p in self.folder.glob("client-*"))
@@ -82,7 +80,7 @@ class LocalState:
 
 
 def withheld_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
-    """The parameters that are trained and not sent."""
+    """Return the names of the parameters that are trained and not sent."""
     return {
         name
         for d in defences
@@ -93,7 +91,11 @@ def withheld_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:
 
 
 def next_local(
-    made: Contribution, state: State, own: State, names: set[str]
+    contribution: Contribution, state: State, local: State, names: set[str]
 ) -> dict[str, torch.Tensor]:
-    """What a client has of its own after a contribution that is not yet defended."""
-    return {n: own.get(n, state[n]) + made.tensors[n] for n in sorted(names) if n in made.tensors}
+    """Return a client's withheld tensors after a contribution, before its defences."""
+    return {
+        n: local.get(n, state[n]) + contribution.tensors[n]
+        for n in sorted(names)
+        if n in contribution.tensors
+    }

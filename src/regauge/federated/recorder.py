@@ -1,13 +1,10 @@
-"""The spy: what a server sees of a run, kept on request, so that it can be attacked as it was sent.
+"""The recorder: save what a server receives in a run, so that it can be audited.
 
-    RUN/seen/round-00003/before.safetensors      the state that clients were given
-    RUN/seen/round-00003/client-00002.safetensors  what one sent back; in its metadata kind, steps,
-    rate, batch, examples
-    RUN/kept/round-00003/client-00002.json       what the client kept, for scoring: the rows of its
-    part, step by step
+    RUN/seen/round-00003/before.safetensors        the state that was sent out
+    RUN/seen/round-00003/client-00002.safetensors  a contribution, with its metadata
+    RUN/kept/round-00003/client-00002.json         the example indices of each step, for scoring
 
-Under `seen` is nothing that the server was not sent. `kept` is numbers only: whoever scores an
-attack needs the data too.
+`seen` has only what the server received. `kept` has only indices: scoring needs the data too.
 """
 
 from __future__ import annotations
@@ -42,72 +39,86 @@ class RecordedUpdate:
 
 
 def make_recorder(folder: Path, settings: Settings) -> Recorder:
-    """A spy that writes into a run's folder."""
+    """Return a recorder that writes into the folder of a run."""
 
-    def spy(number: int, state: State, sent: Sequence[Contribution]) -> None:
-        seen, kept = (folder / name / f"round-{number:05}" for name in ("seen", "kept"))
+    def record(number: int, state: State, contributions: Sequence[Contribution]) -> None:
+        seen_folder, kept_folder = (
+            folder / name / f"round-{number:05}" for name in ("seen", "kept")
+        )
         write_tensors(
-            seen / "before.safetensors",
+            seen_folder / "before.safetensors",
             state,
             {"regauge": "federated seen", "version": str(VERSION), "round": str(number)},
         )
-        kept.mkdir(parents=True, exist_ok=True)
-        for c in sent:
+        kept_folder.mkdir(parents=True, exist_ok=True)
+        for contribution in contributions:
             about = {
-                "client": c.client,
-                "round": c.round,
-                "kind": c.kind,
-                "steps": c.steps,
-                "rate": c.lr,
-                "batch": c.batch,
-                "examples": c.examples,
+                "client": contribution.client,
+                "round": contribution.round,
+                "kind": contribution.kind,
+                "steps": contribution.steps,
+                "rate": contribution.lr,
+                "batch": contribution.batch,
+                "examples": contribution.examples,
             }
             metadata = {
                 "regauge": "federated update",
                 "version": str(VERSION),
                 "about": json.dumps(about),
             }
-            write_tensors(seen / f"client-{c.client:05}.safetensors", c.tensors, metadata)
+            write_tensors(
+                seen_folder / f"client-{contribution.client:05}.safetensors",
+                contribution.tensors,
+                metadata,
+            )
             truth = {
                 "regauge": "federated kept",
                 "version": VERSION,
-                "rows": sample_rows(c.examples, settings, number, c.client),
+                "rows": sample_rows(contribution.examples, settings, number, contribution.client),
             }
-            write_bytes(kept / f"client-{c.client:05}.json", json.dumps(truth).encode())
+            write_bytes(
+                kept_folder / f"client-{contribution.client:05}.json", json.dumps(truth).encode()
+            )
 
-    return spy
+    return record
 
 
 def recorded_rounds(folder: Path) -> dict[int, list[int]]:
-    """The rounds that were recorded, and of which clients."""
-    out = {}
+    """Return the clients of each recorded round.
+
+    Raises:
+        FederatedError: Nothing was recorded.
+    """
+    rounds = {}
     for path in sorted((folder / "seen").glob("round-*")):
-        out[int(path.name.partition("-")[2])] = [
+        rounds[int(path.name.partition("-")[2])] = [
             int(p.stem.partition("-")[2]) for p in sorted(path.glob("client-*.safetensors"))
         ]
-    if not out:
+    if not rounds:
         raise FederatedError(
-            f"{folder} has nothing that the server saw",
+            f"{folder} must be a recorded run, got no recorded rounds",
             hint="record a run with regauge federate --record",
         )
-    return out
+    return rounds
 
 
 def load_update(folder: Path, number: int, client: int) -> RecordedUpdate:
-    """One contribution, as it was sent. Its changes are those of local steps of SGD; whole weights
-    are no update.
+    """Load one recorded contribution.
+
+    Raises:
+        FederatedError: The contribution is whole weights instead of a change, or damaged.
     """
-    there = folder / "seen" / f"round-{number:05}"
-    state, _ = read_tensors(there / "before.safetensors", "federated seen", VERSION)
+    round_folder = folder / "seen" / f"round-{number:05}"
+    state, _ = read_tensors(round_folder / "before.safetensors", "federated seen", VERSION)
     tensors, metadata = read_tensors(
-        there / f"client-{client:05}.safetensors", "federated update", VERSION
+        round_folder / f"client-{client:05}.safetensors", "federated update", VERSION
     )
     try:
         about: dict[str, Any] = load_json(metadata["about"])
         if about["kind"] != "change":
             raise FederatedError(
-                f"client {client} sent whole weights in round {number + 1}: there is no update "
-                "in them",
+                f"the contribution of client {client} to round {number + 1} must be a change of "
+                "weights, got whole weights",
                 hint="choose a later round",
             )
         return RecordedUpdate(
@@ -122,19 +133,23 @@ def load_update(folder: Path, number: int, client: int) -> RecordedUpdate:
         )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise FederatedError(
-            f"the record of client {client} in {there} is damaged: {error!r}",
+            f"the record of client {client} in {round_folder} is damaged: {error!r}",
             hint="restore it from a copy",
         ) from error
 
 
 def load_rows(folder: Path, number: int, client: int) -> tuple[tuple[int, ...], ...]:
-    """The rows of a client's part, step by step."""
+    """Load the example indices of a client's part, for each step.
+
+    Raises:
+        FederatedError: The file is missing or damaged.
+    """
     path = folder / "kept" / f"round-{number:05}" / f"client-{client:05}.json"
     try:
-        found = load_json(path.read_text())
-        return tuple(tuple(int(i) for i in rows) for rows in found["rows"])
+        document = load_json(path.read_text())
+        return tuple(tuple(int(i) for i in rows) for rows in document["rows"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise FederatedError(
-            f"{path} does not say what the client kept: {error}",
-            hint="without it attacks cannot be scored",
+            f"{path} must have the example indices of the client: {error}",
+            hint="attacks cannot be scored without it",
         ) from error

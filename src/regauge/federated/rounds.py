@@ -1,10 +1,10 @@
-"""The rounds of a run, on any engine: ask, check, aggregate, measure, keep.
+"""The rounds of a run, on any engine: train, validate, aggregate, evaluate, save.
 
-An engine is one method, `ask`: a state and the clients that are to train it go in, contributions
-and absences come out, in any order. What is sent is checked (`validation`); a contribution that
-fails is rejected and the round goes on without it. A round with fewer than `least` contributions,
-or whose result is not finite, is void: it changes nothing, and is tried again under its own number,
-`PATIENCE` times.
+An engine has one method, `ask`: it takes a state and the selected clients, and returns
+contributions and absences in any order. Contributions are validated (`validation`); one that fails
+is rejected and the round continues without it. A round with fewer than `min_clients` contributions,
+or with a result that is not finite, is void: it changes nothing and is repeated under the same
+number, at most `MAX_VOID_ROUNDS` times.
 """
 
 from __future__ import annotations
@@ -29,27 +29,40 @@ from regauge.federated.state_store import Round, RunState
 from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
 from regauge.federated.validation import Call, Limits, collect
 
-MAX_VOID_ROUNDS = 3  # void rounds in a row, after which a run stops; it can go on from its folder
+MAX_VOID_ROUNDS = 3  # void rounds in a row, after which a run stops; it can be resumed
 Measure = Callable[[State], Mapping[str, float]]
-Recorder = Callable[
-    [int, State, Sequence[Contribution]], None
-]  # the round, what the server sent out, what came back and was not refused
+# Called with the round, the state that was sent out, and the valid contributions.
+Recorder = Callable[[int, State, Sequence[Contribution]], None]
 
 
 class Engine(Protocol):
+    """A way to reach clients: in this process, simulated, or over a network."""
+
     def ask(
         self, number: int, clients: Sequence[int], state: State
     ) -> Iterable[Contribution | Absence]:
-        """Have clients train a state. Whoever cannot is an absence, with the reason; an engine
-        raises only where nothing can go on.
+        """Train a state on some clients.
+
+        A client that fails is an absence with the reason; an engine raises only if the run cannot
+        continue.
         """
         ...
 
 
 class InProcess:
-    """Clients in this process, one after the other, on one model. `settings.drop` of the
-    contributions are lost on purpose, by the seed, from which the noise of defences is drawn too.
-    What clients withhold is kept in `own`.
+    """Clients in this process, one after the other, on one model.
+
+    A share `settings.drop` of the contributions is dropped at random. Drops and the noise of
+    defences depend on the seed.
+
+    Args:
+        model: The model of all clients.
+        parts: The examples of each client.
+        settings: The settings of the run.
+        local_state: The withheld tensors of the clients; None: in memory.
+
+    Raises:
+        FederatedError: The number of parts is wrong, or the settings have secure sums.
     """
 
     def __init__(
@@ -61,33 +74,32 @@ class InProcess:
     ) -> None:
         if len(parts) != settings.clients:
             raise FederatedError(
-                f"there are {len(parts)} parts of data for {settings.clients} clients"
+                f"parts must be {settings.clients}, one for each client, got {len(parts)}"
             )
         if settings.secure:
             raise FederatedError(
-                "secure sums are Flower's, between processes",
-                hint="--engine simulation or deployment",
+                "secure sums must run on Flower's engines, got a run in one process",
+                hint="set --engine simulation or deployment",
             )
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
-        self.frozen, self.withheld = (
-            frozen_names(model, self.defences),
-            withheld_names(model, self.defences),
-        )
+        self.frozen = frozen_names(model, self.defences)
+        self.withheld = withheld_names(model, self.defences)
         self.local_state = local_state or LocalState()
         self.attempts: dict[int, int] = {}
 
     def ask(
         self, number: int, clients: Sequence[int], state: State
     ) -> Iterable[Contribution | Absence]:
-        tried = self.attempts[number] = self.attempts.get(number, -1) + 1
+        """Train a state on some clients, see `Engine`."""
+        attempt = self.attempts[number] = self.attempts.get(number, -1) + 1
         for client in clients:
-            if is_dropped(self.settings, number, client, tried):
+            if is_dropped(self.settings, number, client, attempt):
                 yield Absence(client, "it dropped out")
                 continue
             try:
-                own = self.local_state.load_before(client, number) if self.withheld else {}
-                sent = contribute(
+                local = self.local_state.load_before(client, number) if self.withheld else {}
+                contribution = contribute(
                     self.model,
                     state,
                     self.parts[client],
@@ -95,32 +107,35 @@ class InProcess:
                     number,
                     client,
                     frozen=self.frozen,
-                    local=own,
+                    local=local,
                 )
                 if self.withheld:
                     self.local_state.save(
-                        client, number, next_local(sent, state, own, self.withheld)
+                        client, number, next_local(contribution, state, local, self.withheld)
                     )
-                yield apply_defences(sent, self.model, self.defences, seed_key(self.settings.seed))
+                yield apply_defences(
+                    contribution, self.model, self.defences, seed_key(self.settings.seed)
+                )
             except FederatedError as error:
                 yield Absence(client, str(error))
 
 
-def is_dropped(settings: Settings, number: int, client: int, tried: int) -> bool:
+def is_dropped(settings: Settings, number: int, client: int, attempt: int) -> bool:
+    """Return whether a contribution is dropped at random."""
     return bool(
         settings.drop
-        and np.random.default_rng([settings.seed, 107, number, client, tried]).random()
+        and np.random.default_rng([settings.seed, 107, number, client, attempt]).random()
         < settings.drop
     )
 
 
 def select_clients(settings: Settings, number: int) -> tuple[int, ...]:
-    """The clients of a round, drawn by the seed."""
+    """Return the clients of a round, sampled by the seed."""
     count = max(settings.min_clients, round(settings.participation * settings.clients))
-    drawn = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[
+    sampled = np.random.default_rng([settings.seed, 108, number]).permutation(settings.clients)[
         :count
     ]
-    return tuple(sorted(int(i) for i in drawn))
+    return tuple(sorted(int(i) for i in sampled))
 
 
 def run(
@@ -136,87 +151,113 @@ def run(
     stop: Callable[[], bool] | None = None,
     limits: Limits | None = None,
 ) -> RunState:
-    """All rounds, or those that are missing in `folder`, which `keeping.begin` has made. `stop` is
-    asked before each; `on_round` is told of each; `fuse` averages weights that clients began apart;
-    `limits` bound what clients may claim and send.
+    """Run all rounds, or those that are missing in `folder`.
+
+    Args:
+        engine: The clients.
+        state: The initial state.
+        settings: The settings of the run.
+        folder: The folder of the run, created by `state_store.begin`; None: nothing is saved.
+        measure: Evaluate a state after each round.
+        on_round: Callback after each round.
+        recorder: Record the contributions of each round.
+        fuse: Average whole weights of independent clients (`fusion`).
+        stop: Called before each round; the run stops if it returns True.
+        limits: Bounds of what clients may claim and send.
+
+    Returns:
+        The state, the memory of the strategy, and the history.
+
+    Raises:
+        FederatedError: The folder has another model's run, or a round is void too often.
     """
-    kept = None if folder is None else state_store.load(folder)
-    kept = kept or RunState(dict(state), Memory(), ())
+    run_state = None if folder is None else state_store.load(folder)
+    run_state = run_state or RunState(dict(state), Memory(), ())
     digest = digest_of(layout_of(state))
-    if digest_of(layout_of(kept.state)) != digest:
+    if digest_of(layout_of(run_state.state)) != digest:
         raise FederatedError(
-            f"{folder} holds another model's run",
-            hint="go on with the same MODEL, or name a new folder",
+            f"{folder} holds the run of another model",
+            hint="continue with the same MODEL, or pass a new folder",
         )
     voids = 0
-    while (number := len(completed_rounds(kept.history))) < settings.rounds and not (
+    while (number := len(completed_rounds(run_state.history))) < settings.rounds and not (
         stop and stop()
     ):
         started = time.monotonic()
         selected = select_clients(settings, number)
-        got = collect(
-            engine.ask(number, selected, kept.state),
-            Call(number, selected, kept.state, digest, limits or Limits()),
+        collected = collect(
+            engine.ask(number, selected, run_state.state),
+            Call(number, selected, run_state.state, digest, limits or Limits()),
             settings,
         )
-        made, fault = None, ""
-        if len(got.sent) >= settings.min_clients:
+        aggregated, fault = None, ""
+        if len(collected.sent) >= settings.min_clients:
             if recorder is not None:
-                recorder(number, kept.state, got.sent)
+                recorder(number, run_state.state, collected.sent)
             try:
-                made = aggregate(kept.state, got.sent, kept.memory, settings, fuse)
+                aggregated = aggregate(
+                    run_state.state, collected.sent, run_state.memory, settings, fuse
+                )
             except NonFiniteError as error:
                 fault = str(error)
-        contributed = tuple(c.client for c in got.sent)
-        if made is None:
+        contributed = tuple(c.client for c in collected.sent)
+        if aggregated is None:
             seconds = round(time.monotonic() - started, 3)
             void = Round(
                 number,
                 contributed,
-                got.absent,
+                collected.absent,
                 seconds=seconds,
                 void=True,
-                rejected=got.rejected,
+                rejected=collected.rejected,
                 fault=fault,
             )
-            kept = RunState(kept.state, kept.memory, (*kept.history, void))
+            run_state = RunState(run_state.state, run_state.memory, (*run_state.history, void))
             voids += 1
         else:
-            averaged, memory = made
-            examples = sum(c.examples for c in got.sent)
-            loss = sum(c.loss * c.examples for c in got.sent) / examples
-            measures = dict(measure(averaged)) if measure else {}
+            next_state, memory = aggregated
+            examples = sum(c.examples for c in collected.sent)
+            loss = sum(c.loss * c.examples for c in collected.sent) / examples
+            measures = dict(measure(next_state)) if measure else {}
             seconds = round(time.monotonic() - started, 3)
-            told = Round(
-                number, contributed, got.absent, loss, measures, seconds, rejected=got.rejected
+            completed = Round(
+                number,
+                contributed,
+                collected.absent,
+                loss,
+                measures,
+                seconds,
+                rejected=collected.rejected,
             )
-            kept = RunState(averaged, memory, (*kept.history, told))
+            run_state = RunState(next_state, memory, (*run_state.history, completed))
             voids = 0
         if folder is not None:
-            state_store.save(folder, kept)
+            state_store.save(folder, run_state)
         if on_round is not None:
-            on_round(kept.history[-1])
+            on_round(run_state.history[-1])
         if voids >= MAX_VOID_ROUNDS:
             raise FederatedError(
-                f"round {number + 1} {describe_void(kept.history[-1], settings.min_clients)}",
-                hint="nothing is lost: the same command goes on from the last round"
+                f"round {number + 1} {describe_void(run_state.history[-1], settings.min_clients)}",
+                hint="nothing is lost: the same command continues after the last round"
                 if folder
                 else "fewer may be enough: --min-clients",
             )
-    return kept
+    return run_state
 
 
 def completed_rounds(history: Sequence[Round]) -> list[Round]:
-    """The rounds that count."""
+    """Return the rounds that are not void."""
     return [r for r in history if not r.void]
 
 
-def describe_void(last: Round, least: int) -> str:
-    """Return why a run stops at a round that was void `PATIENCE` times."""
+def describe_void(last: Round, min_clients: int) -> str:
+    """Describe why a run stops at a round that was void `MAX_VOID_ROUNDS` times."""
     if last.fault:
         return f"failed {MAX_VOID_ROUNDS} times: {last.fault}"
     reasons = (
-        "; ".join(f"client {c}: {why}" for c, why in list(last.absent.items())[:3])
-        or "no client is there"
+        "; ".join(f"client {client}: {reason}" for client, reason in list(last.absent.items())[:3])
+        or "no client is connected"
     )
-    return f"had too few contributions {MAX_VOID_ROUNDS} times ({least} are needed): {reasons}"
+    return (
+        f"had too few contributions {MAX_VOID_ROUNDS} times ({min_clients} are needed): {reasons}"
+    )

@@ -1,6 +1,4 @@
-"""A run from its source: model and data by name in, a folder with the trained model and its history
-out.
-"""
+"""A complete run: from the names of model and data to a folder with the trained model."""
 
 from __future__ import annotations
 
@@ -45,9 +43,9 @@ from regauge.models.load import load_model, quiet
 from regauge.results.findings import Figure, Results, Table, to_json
 from regauge.split.client.train import measure
 
-CLIENT_ACCURACY = "accuracy of clients"  # the mean of theirs, where they have parts of their own
-LOCAL_FOLDER = "own"  # the folder in a run's
-HELD_OUT = 0.1  # of the data, where no test data are given: no client has it
+CLIENT_ACCURACY = "accuracy of clients"  # the mean over clients with withheld tensors
+LOCAL_FOLDER = "own"  # in the folder of a run
+HELD_OUT = 0.1  # share of the data that is held out as test data without --test
 COPIED_FILES = (
     "config.json",
     "preprocessor_config.json",
@@ -60,8 +58,21 @@ COPIED_FILES = (
 
 @dataclass(frozen=True)
 class Source:
-    """Where model and data come from, and how the model reads the data. Every side of a run reads
-    its own: only weights travel.
+    """The model and data of one side of a run; only weights are exchanged.
+
+    Attributes:
+        model: The path or hub id of the model.
+        data: The URI of the training data.
+        split: Its split.
+        fields: Names of its fields.
+        tokenizer: The tokenizer of texts; None: the model's.
+        length: The maximum number of tokens.
+        mean: Channel means of the normalization of images.
+        std: Channel deviations of the normalization of images.
+        test: The URI of the test data; None: a held-out share of the data.
+        test_split: Its split.
+        fresh: Whether the weights are initialized from the seed.
+        device: The torch device.
     """
 
     model: str
@@ -78,16 +89,17 @@ class Source:
     device: str = "cpu"
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the source for JSON."""
         return asdict(self)
 
     def build_model(self, settings: Settings) -> torch.nn.Module:
-        """The model as both sides train it; with `fresh`, its weights are drawn from the seed."""
+        """Return the model that both sides train; with `fresh`, initialized from the seed."""
         model = load_model(self.model, "float32")
         if self.fresh:
             config = getattr(model, "config", None)
             if config is None:
                 raise FederatedError(
-                    f"{type(model).__name__} has no config to be made anew from",
+                    f"a model must have a config to be initialized, got {type(model).__name__}",
                     hint="leave out --fresh",
                 )
             with torch.random.fork_rng():
@@ -96,41 +108,41 @@ class Source:
         return prepare_model(model, settings).to(self.device)
 
     def load_examples(self, model: torch.nn.Module) -> tuple[Examples, Examples, dict[str, Any]]:
-        """What clients share, what the server measures on, and the task of both: how the model
-        reads them.
-        """
-        whole, task = self._read_examples(model, self.data, self.split)
+        """Return the examples of all clients, the test examples of the server, and the task."""
+        examples, task = self._read_examples(model, self.data, self.split)
         if self.test is not None:
-            return whole, self._read_examples(model, self.test, self.test_split)[0], task
-        order = np.random.default_rng(109).permutation(len(whole))
-        held = max(1, round(HELD_OUT * len(whole)))
-        return whole.only(np.sort(order[held:])), whole.only(np.sort(order[:held])), task
+            return examples, self._read_examples(model, self.test, self.test_split)[0], task
+        order = np.random.default_rng(109).permutation(len(examples))
+        count = max(1, round(HELD_OUT * len(examples)))
+        return examples.only(np.sort(order[count:])), examples.only(np.sort(order[:count])), task
 
     def _read_examples(
         self, model: torch.nn.Module, uri: str, split: str
     ) -> tuple[Examples, dict[str, Any]]:
         checkpoint = open_checkpoint(self.model)
-        beside = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        how: dict[str, Any] = {
-            "beside": beside,
+        folder = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
+        options: dict[str, Any] = {
+            "beside": folder,
             "tokenizer": self.tokenizer,
             "length": self.length,
             "mean": self.mean,
             "std": self.std,
         }
-        return read_examples(unwrap(model), open_data(uri, fields=self.fields, split=split), **how)
+        return read_examples(
+            unwrap(model), open_data(uri, fields=self.fields, split=split), **options
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class RunResult:
-    """A run that is done: its state and history, and what is said of it."""
+    """A finished run: its state and history, the results, and a summary in lines of text."""
 
     run_state: RunState
     results: Results
     lines: tuple[str, ...]
 
 
-MakeEngine = Callable[[str], Engine]  # from the run's name
+MakeEngine = Callable[[str], Engine]  # from the name of the run
 
 
 def run_federated(
@@ -143,19 +155,29 @@ def run_federated(
     record: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> RunResult:
-    """Train on an engine, or in this process. A folder that holds this run goes on where it stood;
-    with `spy` it keeps what the server sees.
+    """Run federated learning, and write the trained model and the results.
+
+    Args:
+        source: The model and data.
+        settings: The settings of the run.
+        folder: The folder of the run; an interrupted run is resumed.
+        engine: Make the engine, from the name of the run; None: clients in this process.
+        on_round: Callback after each round.
+        record: Whether to record what the server receives (`recorder`).
+        about: Further facts for the description of the run.
     """
-    client_epsilon(
-        read_defences(settings.defences), 0
-    )  # what was spent is told at the end: the accountant is asked for now
+    # Fail now if the accountant of the final report is not installed.
+    client_epsilon(read_defences(settings.defences), 0)
     model = source.build_model(settings)
     shared, test, _ = source.load_examples(model)
     test, inputs = fusion.split_test(test) if settings.independent else (test, ())
-    own = LocalState(folder / LOCAL_FOLDER)
-    here = (
-        None if engine else InProcess(model, partition_examples(shared, settings), settings, own)
-    )  # what cannot be is refused before a folder is made
+    local_state = LocalState(folder / LOCAL_FOLDER)
+    # Raises on bad settings, before a folder is created.
+    in_process = (
+        None
+        if engine
+        else InProcess(model, partition_examples(shared, settings), settings, local_state)
+    )
     limits, state = server_limits(model, shared, settings), state_of(model)
     with wrap_write_errors(folder):
         make_folder(folder, model_mode(Path(source.model)))
@@ -166,28 +188,30 @@ def run_federated(
             digest_of(layout_of(state)),
             {**(about or {}), "source": source.to_dict()},
         )
-        chosen = here or cast(MakeEngine, engine)(name)
-        watch = make_recorder(folder, settings) if record else None
-        judge = make_measure(model, test, local_state=own)
+        selected = in_process or cast(MakeEngine, engine)(name)
+        recorder = make_recorder(folder, settings) if record else None
+        evaluate = make_measure(model, test, local_state=local_state)
         fuse = partial(fusion.average_weights, model, inputs=inputs)
-        kept = run(
-            chosen,
+        run_state = run(
+            selected,
             state,
             settings,
             folder=folder,
-            measure=judge,
+            measure=evaluate,
             on_round=on_round,
-            recorder=watch,
+            recorder=recorder,
             fuse=fuse,
             limits=limits,
         )
-        return finish(source, settings, folder, model, kept)
+        return finish(source, settings, folder, model, run_state)
 
 
 def server_limits(model: torch.nn.Module, shared: Examples, settings: Settings) -> Limits:
-    """Return what clients may claim and send: as many examples as the largest part of the server's
-    data, and tensors that the run neither freezes nor withholds. A secure sum has all tensors, zero
-    where a client sends none.
+    """Return the bounds of what clients may claim and send.
+
+    These are the number of examples of the largest part of the server's data, and the tensors that
+    the run neither freezes nor withholds. A secure sum has all tensors, with zeros for missing
+    ones.
     """
     if settings.max_examples:
         largest = settings.max_examples
@@ -196,123 +220,129 @@ def server_limits(model: torch.nn.Module, shared: Examples, settings: Settings) 
     else:
         largest = max(len(part) for part in partition_examples(shared, settings))
     defences = read_defences(settings.defences)
-    closed = frozen_names(model, defences) | withheld_names(model, defences)
+    withheld = frozen_names(model, defences) | withheld_names(model, defences)
     return Limits(
-        max(1, largest), None if settings.secure or not closed else state_of(model).keys() - closed
+        max(1, largest),
+        None if settings.secure or not withheld else state_of(model).keys() - withheld,
     )
 
 
 def make_measure(
     model: torch.nn.Module, test: Examples, batch: int = 256, local_state: LocalState | None = None
 ) -> Any:
-    """A function of a state: its loss and accuracy on the server's own examples. Where clients of
-    this machine have parts of their `own`, their mean accuracy with them too: the server's part
-    beside theirs has not been trained.
+    """Return a function that evaluates a state: loss and accuracy on the server's examples.
+
+    If clients of this machine have withheld tensors, their mean accuracy is included: the server's
+    copies of those tensors are not trained.
     """
 
-    def measured(state: State) -> dict[str, float]:
+    def evaluate(state: State) -> dict[str, float]:
         load_state(model, state)
-        found = measure(model, test, batch)
-        theirs = []
+        measures = measure(model, test, batch)
+        accuracies = []
         for client in local_state.clients() if local_state else ():
             load_state(model, {**state, **local_state.latest(client)})  # type: ignore[union-attr]
-            theirs.append(measure(model, test, batch).get("accuracy"))
-        known = [a for a in theirs if a is not None]
-        return found | ({CLIENT_ACCURACY: sum(known) / len(known)} if known else {})
+            accuracies.append(measure(model, test, batch).get("accuracy"))
+        known = [a for a in accuracies if a is not None]
+        return measures | ({CLIENT_ACCURACY: sum(known) / len(known)} if known else {})
 
-    return measured
+    return evaluate
 
 
 def finish(
-    source: Source, settings: Settings, folder: Path, model: torch.nn.Module, kept: RunState
+    source: Source, settings: Settings, folder: Path, model: torch.nn.Module, run_state: RunState
 ) -> RunResult:
-    """Write the trained model and the results beside the run."""
-    load_state(model, kept.state)
+    """Write the trained model and the results into the folder of the run."""
+    load_state(model, run_state.state)
     save_model(model, folder / "model", Path(source.model))
-    results = build_results(settings, kept, source)
+    results = build_results(settings, run_state, source)
     write_bytes(folder / "results.json", to_json(results).encode())
-    last = completed_rounds(kept.history)[-1]
+    completed = completed_rounds(run_state.history)
     measures = ", ".join(
-        f"{name} {value:.4f}" for name, value in last.measures.items() if name != "examples"
+        f"{name} {value:.4f}"
+        for name, value in completed[-1].measures.items()
+        if name != "examples"
     )
-    voids = sum(r.void for r in kept.history)
-    lost = sum(len(r.absent) for r in kept.history)
-    rejected = count_rejected(kept)
-    first = (
-        f"{folder / 'model'}: {len(completed_rounds(kept.history))} rounds of {settings.clients} "
-        f"clients, {settings.strategy}; {measures}"
+    voids = sum(r.void for r in run_state.history)
+    lost = sum(len(r.absent) for r in run_state.history)
+    rejected = count_rejected(run_state)
+    summary = (
+        f"{folder / 'model'}: {len(completed)} rounds of {settings.clients} clients, "
+        f"{settings.strategy}; {measures}"
     )
-    spent = max_epsilon(settings, kept)
-    if spent is not None:
-        first += f"; epsilon {spent:.2f} at delta 1e-5 for a client that was in all of its rounds"
-    more = (
+    epsilon = max_epsilon(settings, run_state)
+    if epsilon is not None:
+        summary += f"; epsilon {epsilon:.2f} at delta 1e-5 for the client with the most rounds"
+    lines = (
         [
             (
-                f"{lost} contributions were absent or refused, {voids} rounds were void: "
-                f"{folder / 'results.json'} says which"
+                f"{lost} contributions were absent or rejected, {voids} rounds were void: see "
+                f"{folder / 'results.json'}"
             )
         ]
         if lost or voids
         else []
     )
     reasons = [
-        f"client {c}: " + ", ".join(f"{reason} {n}" for reason, n in by.items())
-        for c, by in rejected.items()
+        f"client {client}: " + ", ".join(f"{reason} {count}" for reason, count in counts.items())
+        for client, counts in rejected.items()
     ]
-    more += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
-    return RunResult(kept, results, (first, *more))
+    lines += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
+    return RunResult(run_state, results, (summary, *lines))
 
 
-def count_rejected(kept: RunState) -> dict[str, dict[str, int]]:
+def count_rejected(run_state: RunState) -> dict[str, dict[str, int]]:
     """Count the rejected contributions of a run by client and reason."""
     counts = Counter(
-        (client, reason) for r in kept.history for client, reason in r.rejected.items()
+        (client, reason) for r in run_state.history for client, reason in r.rejected.items()
     )
-    clients = sorted({client for client, _ in counts}, key=lambda c: (len(c), c))
+    clients = sorted({client for client, _ in counts}, key=lambda client: (len(client), client))
     return {
-        c: {reason: n for (client, reason), n in sorted(counts.items()) if client == c}
-        for c in clients
+        client: {
+            reason: count for (other, reason), count in sorted(counts.items()) if other == client
+        }
+        for client in clients
     }
 
 
-def max_epsilon(settings: Settings, kept: RunState) -> float | None:
-    """What the client that contributed most often has spent."""
-    counts = Counter(c for r in completed_rounds(kept.history) for c in r.contributed)
+def max_epsilon(settings: Settings, run_state: RunState) -> float | None:
+    """Return the privacy loss of the client with the most contributions."""
+    counts = Counter(c for r in completed_rounds(run_state.history) for c in r.contributed)
     return client_epsilon(read_defences(settings.defences), max(counts.values(), default=0))
 
 
 def save_model(model: torch.nn.Module, out: Path, source: Path) -> None:
-    """Write the plain model, in place of an older one of this run. What puzzles have learned lies
-    beside it, as `regauge jigsaw train` writes it.
+    """Write the model without wrapper, replacing an older one of this run.
+
+    Parameters of puzzles are written as by `regauge jigsaw train`.
     """
     from safetensors.torch import save_file
 
     inner = unwrap(model)
     copied = existing_files(source, COPIED_FILES)
-    for left in out.parent.glob(
-        f".{out.name}.partial-*"
-    ):  # by a kill: the run's folder is held by one process
-        shutil.rmtree(left, ignore_errors=True)
-    with staged_folder(out, model_mode(source, copied), replace=True) as partial_:
+    # Partial folders are left by killed processes: the folder of the run is locked.
+    for partial_folder in out.parent.glob(f".{out.name}.partial-*"):
+        shutil.rmtree(partial_folder, ignore_errors=True)
+    with staged_folder(out, model_mode(source, copied), replace=True) as staged:
         if isinstance(model, MaskedJigsaw):
             from regauge.jigsaw.folder import write_wrapped
 
-            write_wrapped(model, partial_)
+            write_wrapped(model, staged)
         elif hasattr(inner, "save_pretrained"):
             with quiet():
-                inner.save_pretrained(partial_)  # type: ignore[operator]
+                inner.save_pretrained(staged)  # type: ignore[operator]
         else:
             save_file(
                 {k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()},
-                partial_ / "model.safetensors",
+                staged / "model.safetensors",
             )
         for path in copied:
-            if not (partial_ / path.name).exists():
-                copy_file(path, partial_ / path.name, OWNER)
+            if not (staged / path.name).exists():
+                copy_file(path, staged / path.name, OWNER)
 
 
-def build_results(settings: Settings, kept: RunState, source: Source) -> Results:
-    """Accuracy over rounds, and who was absent."""
+def build_results(settings: Settings, run_state: RunState, source: Source) -> Results:
+    """Return accuracy over rounds, absences and rejections."""
     rows: list[tuple[Any, ...]] = [
         (
             r.number + 1,
@@ -321,9 +351,9 @@ def build_results(settings: Settings, kept: RunState, source: Source) -> Results
             r.loss,
             r.measures.get("accuracy"),
             r.seconds,
-            "; ".join(f"{c}: {w}" for c, w in r.absent.items()),
+            "; ".join(f"{client}: {reason}" for client, reason in r.absent.items()),
         )
-        for r in kept.history
+        for r in run_state.history
     ]
     columns = [
         "round",
@@ -334,18 +364,18 @@ def build_results(settings: Settings, kept: RunState, source: Source) -> Results
         "seconds",
         "why absent",
     ]
-    good = completed_rounds(kept.history)
-    curves = {"accuracy": [r.measures.get("accuracy") for r in good]}
-    if any(CLIENT_ACCURACY in r.measures for r in good):
+    completed = completed_rounds(run_state.history)
+    curves = {"accuracy": [r.measures.get("accuracy") for r in completed]}
+    if any(CLIENT_ACCURACY in r.measures for r in completed):
         columns.append(CLIENT_ACCURACY)
         rows = [
             (*row, r.measures.get(CLIENT_ACCURACY))
-            for row, r in zip(rows, kept.history, strict=True)
+            for row, r in zip(rows, run_state.history, strict=True)
         ]
-        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in good]
+        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in completed]
     table = Table("Rounds", tuple(columns), tuple(rows))
     lines = {
-        "x": [r.number + 1 for r in good],
+        "x": [r.number + 1 for r in completed],
         "y": curves,
         "xlabel": "round",
         "ylabel": "accuracy",
@@ -354,18 +384,20 @@ def build_results(settings: Settings, kept: RunState, source: Source) -> Results
     facts: dict[str, Any] = {
         "settings": settings.to_dict(),
         "source": json.loads(json.dumps(source.to_dict())),
-        "rounds": len(good),
+        "rounds": len(completed),
     }
-    rejected = count_rejected(kept)
+    rejected = count_rejected(run_state)
     facts["rejected"] = rejected
     counts = tuple(
-        (client, reason, n) for client, by in rejected.items() for reason, n in by.items()
+        (client, reason, count)
+        for client, by_reason in rejected.items()
+        for reason, count in by_reason.items()
     )
     tables = (
         (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts))
         if counts
         else (table,)
     )
-    spent = max_epsilon(settings, kept)
-    facts |= {} if spent is None else {"epsilon": spent, "delta": DELTA}
-    return Results("A federated run", (), tables, (figure,) if good else (), facts)
+    epsilon = max_epsilon(settings, run_state)
+    facts |= {} if epsilon is None else {"epsilon": epsilon, "delta": DELTA}
+    return Results("A federated run", (), tables, (figure,) if completed else (), facts)

@@ -1,10 +1,9 @@
-"""What a run of federated learning is a function of, beside its model, its data and what breaks on
-the way.
+"""The settings of a run of federated learning.
 
-    settings = Settings(clients=4, rounds=10, strategy="fedadam", partition="dirichlet", alpha=0.5,
-    steps=5)
+    settings = Settings(clients=4, rounds=10, strategy="fedadam", partition="dirichlet", steps=5)
 
-Settings are plain JSON on their way to the nodes and in a run's folder: `told` and `read_settings`.
+With model and data they determine a run, apart from failures. They are JSON in messages to nodes
+and in the folder of a run: `Settings.to_dict` and `read_settings`.
 """
 
 from __future__ import annotations
@@ -27,11 +26,12 @@ PARTITIONS = ("iid", "dirichlet")
 WEIGHTS = ("examples", "clients")
 AGGREGATIONS = ("mean", "median", "trimmed-mean", "clipped-mean")
 RULES = ("aggregation", "trim", "clipping_norm")
-LIMITS = ("max_examples", "max_norm", "norm_factor")  # of what counts: a run may go on with others
+# Limits of valid contributions: a run may be resumed with others.
+LIMITS = ("max_examples", "max_norm", "norm_factor")
 
 
 class FederatedError(RegaugeError):
-    """A run that cannot be, or cannot go on."""
+    """An invalid run, or one that cannot continue."""
 
 
 # Fields whose key in run folders, messages and digests differs from their name.
@@ -47,32 +47,50 @@ STORED_KEYS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Clients and rounds, how they are aggregated, what data each client has, and what a client
-    does in a round.
-
-    `asked` is the share of clients that a round asks, `least` how many must answer for it to count.
-    A client takes `steps` local steps, or goes `epochs` times through its data where steps is 0;
-    with `uneven` it takes fewer, by up to that share, drawn every round. `proximal` is FedProx's
-    mu. `server_rate` is the server's step; by default 1, and 0.01 for fedadam. `jigsaw` is the
-    ratio of masked jigsaw puzzles on the clients, 0 for none. With `independent` every client draws
-    its own weights for its first round, and sends them whole. `drop` is the share of contributions
-    that a run in one process loses on purpose. With `secure` the server sees their mean only
-    (Flower's SecAgg+). `weigh` counts "examples" or "clients" in the mean.
-
-    The server's checks and its rule of aggregation (`validation`, `aggregating`):
+    """The settings of a run.
 
     Args:
+        clients: The number of clients.
+        rounds: The number of rounds.
+        strategy: One of `STRATEGIES`.
+        partition: One of `PARTITIONS`.
+        alpha: The concentration of the Dirichlet partition.
+        participation: The share of clients that is selected in a round.
+        min_clients: Contributions that a round needs to count.
+        epochs: Local epochs of a round, if `steps` is 0.
+        steps: Local steps of a round.
+        batch: Examples of a local step.
+        optimizer: The optimizer of the clients.
+        lr: Its learning rate.
+        momentum: Its momentum, for sgd.
+        weight_decay: Its weight decay.
+        clip: The maximum gradient norm of a local step; 0 for none.
+        proximal: FedProx's mu.
+        step_jitter: A client skips up to this share of its steps, sampled every round.
+        server_lr: The server's learning rate; None: 1, and 0.01 for fedadam.
+        weigh: Whether "examples" or "clients" count in the mean.
+        jigsaw: The ratio of masked jigsaw puzzles on the clients; 0 for none.
+        probability: The probability of a puzzle in a step.
+        independent: Whether every client initializes its own weights in its first round, and sends
+            them whole.
+        secure: Whether the server sees only the mean of contributions (Flower's SecAgg+).
+        drop: The share of contributions that a run in one process drops at random.
+        defences: The defences of the clients.
+        seed: The random seed.
         aggregation: "mean"; "median" or "trimmed-mean" by coordinate, in which every client counts
-        once; or "clipped-mean".
-        trim: share of the values of a coordinate that trimmed-mean drops at each end; at least one
-        of three or more.
-        clipping_norm: norm that clipped-mean scales larger contributions down to; 0 takes the
-        median norm of the round.
-        max_examples: largest count of examples that a client may claim; 0 takes the largest part of
-        the server's data.
-        max_norm: largest norm of a contribution; 0 sets no absolute limit.
-        norm_factor: largest norm of a contribution as a multiple of the round's median, from three
-        contributions on; 0 switches it off.
+            once; or "clipped-mean".
+        trim: The share of the values of a coordinate that trimmed-mean drops at each end; at least
+            one of three or more.
+        clipping_norm: The norm to which clipped-mean scales larger contributions down; 0: the
+            median norm of the round.
+        max_examples: The largest number of examples that a client may claim; 0: the largest part
+            of the server's data.
+        max_norm: The largest norm of a contribution; 0: no absolute limit.
+        norm_factor: The largest norm of a contribution as a multiple of the round's median, from
+            three contributions on; 0: no limit.
+
+    Raises:
+        FederatedError: Settings are invalid; the message lists all faults.
     """
 
     clients: int
@@ -112,76 +130,84 @@ class Settings:
         faults = [text for wrong, text in self._faults() if wrong]
         if not faults:
             try:
-                self.training.build(
-                    [torch.nn.Parameter(torch.zeros(1))]
-                )  # its rules are its own: it is asked before a run's folder is made
+                # Validates lr, weight_decay and momentum before a folder is created.
+                self.training.build([torch.nn.Parameter(torch.zeros(1))])
             except (ValueError, TrainingError) as error:
                 faults.append(str(error))
         if faults:
             raise FederatedError(
-                "these settings cannot be:\n" + "\n".join(f"  {text}" for text in faults),
-                hint="regauge federate --help",
+                "invalid settings:\n" + "\n".join(f"  {text}" for text in faults),
+                hint="see regauge federate --help",
             )
 
     def _faults(self) -> list[tuple[bool, str]]:
         return [
-            (self.clients < 1, f"{self.clients} clients are none"),
-            (self.rounds < 1, f"{self.rounds} rounds are none"),
+            (self.clients < 1, f"clients must be >= 1, got {self.clients}"),
+            (self.rounds < 1, f"rounds must be >= 1, got {self.rounds}"),
             (
                 self.strategy not in STRATEGIES,
-                f'there is no strategy "{self.strategy}": {", ".join(STRATEGIES)}',
+                f'strategy must be one of {", ".join(STRATEGIES)}, got "{self.strategy}"',
             ),
             (
                 self.partition not in PARTITIONS,
-                f'there is no partition "{self.partition}": {", ".join(PARTITIONS)}',
+                f'partition must be one of {", ".join(PARTITIONS)}, got "{self.partition}"',
             ),
             (
                 self.weigh not in WEIGHTS,
-                f'a mean does not weigh "{self.weigh}": {" or ".join(WEIGHTS)}',
+                f'weigh must be {" or ".join(WEIGHTS)}, got "{self.weigh}"',
             ),
             (
                 not 0 < self.alpha < math.inf,
-                f"an alpha of {self.alpha:g} is no Dirichlet distribution's",
+                f"alpha must be > 0 and finite, got {self.alpha:g}",
             ),
             (
                 not 0 < self.participation <= 1,
-                f"a share of {self.participation:g} of the clients is not in (0, 1]",
+                f"participation must be in (0, 1], got {self.participation:g}",
             ),
             (
                 not 1 <= self.min_clients <= max(self.clients, 1),
-                f"{self.min_clients} of {self.clients} clients cannot be the least",
+                f"min_clients must be between 1 and {self.clients}, got {self.min_clients}",
             ),
-            (self.epochs < 1 and self.steps < 1, "a client takes no step: give epochs or steps"),
-            (self.steps < 0, f"{self.steps} steps are none"),
-            (self.batch < 1, f"a batch of {self.batch} is none"),
-            (not 0 < self.lr < math.inf, f"{self.lr:g} is no rate"),
+            (
+                self.epochs < 1 and self.steps < 1,
+                f"epochs must be >= 1 without steps, got {self.epochs}",
+            ),
+            (self.steps < 0, f"steps must be >= 0, got {self.steps}"),
+            (self.batch < 1, f"batch must be >= 1, got {self.batch}"),
+            (not 0 < self.lr < math.inf, f"lr must be > 0 and finite, got {self.lr:g}"),
             (
                 self.server_lr is not None and not 0 < self.server_lr < math.inf,
-                f"{self.server_lr} is no rate of a server",
+                f"server_lr must be > 0 and finite, got {self.server_lr}",
             ),
-            (not 0 <= self.proximal < math.inf, f"a mu of {self.proximal:g} is none"),
+            (
+                not 0 <= self.proximal < math.inf,
+                f"proximal must be >= 0 and finite, got {self.proximal:g}",
+            ),
             (
                 self.strategy == "fedprox" and self.proximal == 0,
-                "fedprox without a mu is fedavg: give proximal, as 0.01",
+                "proximal must be > 0 for fedprox, got 0: set, for example, 0.01",
             ),
-            (not 0 <= self.step_jitter < 1, f"uneven {self.step_jitter:g} is not in [0, 1)"),
-            (not 0 <= self.drop < 1, f"a share of {self.drop:g} dropped is not in [0, 1)"),
-            (not 0 <= self.jigsaw < 1, f"a ratio of {self.jigsaw:g} is not in [0, 1)"),
+            (
+                not 0 <= self.step_jitter < 1,
+                f"step_jitter must be in [0, 1), got {self.step_jitter:g}",
+            ),
+            (not 0 <= self.drop < 1, f"drop must be in [0, 1), got {self.drop:g}"),
+            (not 0 <= self.jigsaw < 1, f"jigsaw must be in [0, 1), got {self.jigsaw:g}"),
             (
                 not 0 <= self.probability <= 1,
-                f"a probability of {self.probability:g} is not in [0, 1]",
+                f"probability must be in [0, 1], got {self.probability:g}",
             ),
             (
                 self.secure and self.clients < 3,
-                f"a secure sum of {self.clients} hides nothing: it takes 3",
+                f"clients must be >= 3 for secure sums, got {self.clients}",
             ),
             (
                 self.secure and self.independent,
-                "weights of clients that begin apart must be seen one by one: leave out secure",
+                "secure must not be set with independent: the server aligns single clients",
             ),
             (
                 self.strategy == "matched" and not self.independent,
-                "matched is for clients that begin apart: set independent",
+                "independent must be set for the strategy matched",
             ),
             *self._faults_of_checks(),
         ]
@@ -244,27 +270,32 @@ class Settings:
 
     @property
     def digest(self) -> str:
-        """Of all but the number of rounds and the limits: a run may be made longer, or go on with
-        others. Rules at their defaults are left out, so that runs from before there were any go on
-        too.
+        """The digest of all settings that must not change when a run is resumed.
+
+        The number of rounds and the limits may. Aggregation rules with default values are left out,
+        so that runs of versions without them can be resumed.
         """
-        left = {"rounds", *LIMITS} | {
+        excluded = {"rounds", *LIMITS} | {
             f.name for f in fields(self) if f.name in RULES and getattr(self, f.name) == f.default
         }
         return hashlib.sha256(
-            canonical_json({k: v for k, v in self.to_dict().items() if k not in left})
+            canonical_json({k: v for k, v in self.to_dict().items() if k not in excluded})
         ).hexdigest()
 
 
-def read_settings(given: Mapping[str, Any]) -> Settings:
-    """Settings from JSON; what is not known is refused by name."""
-    if not isinstance(given, Mapping):
-        raise FederatedError(f"settings must be an object, got {given!r:.80}")
+def read_settings(document: Mapping[str, Any]) -> Settings:
+    """Parse settings from JSON.
+
+    Raises:
+        FederatedError: A setting is unknown, of the wrong type, or invalid.
+    """
+    if not isinstance(document, Mapping):
+        raise FederatedError(f"settings must be an object, got {document!r:.80}")
     stored = {f.name: STORED_KEYS.get(f.name, f.name) for f in fields(Settings)}
-    unknown = sorted(given.keys() - set(stored.values()))
+    unknown = sorted(document.keys() - set(stored.values()))
     if unknown:
         raise FederatedError(
-            f'there is no setting "{unknown[0]}" here', hint="is the other side's regauge newer?"
+            f'unknown setting "{unknown[0]}"', hint="the other side may have a newer regauge"
         )
     kinds: dict[str, Any] = {
         "int": int,
@@ -275,23 +306,23 @@ def read_settings(given: Mapping[str, Any]) -> Settings:
     }
     for f in fields(Settings):
         key = stored[f.name]
-        value = given.get(key, f.default)
-        wanted = kinds.get(str(f.type))  # of defences there is none
+        value = document.get(key, f.default)
+        expected = kinds.get(str(f.type))  # None for defences
         if (
-            key in given
-            and wanted
-            and (not isinstance(value, wanted) or isinstance(value, bool) != (wanted is bool))
+            key in document
+            and expected
+            and (not isinstance(value, expected) or isinstance(value, bool) != (expected is bool))
         ):
             raise FederatedError(
                 f'the setting "{key}" must be of the type {f.type}, got {type(value).__name__}'
             )
-    defences = given.get("defences", ())
+    defences = document.get("defences", ())
     if not isinstance(defences, list | tuple) or not all(
         isinstance(text, str) for text in defences
     ):
         raise FederatedError('the setting "defences" must be a list of texts')
     try:
-        values = {name: given[key] for name, key in stored.items() if key in given}
+        values = {name: document[key] for name, key in stored.items() if key in document}
         return Settings(**{**values, "defences": tuple(defences)})
     except TypeError as error:
-        raise FederatedError(f"these settings cannot be read: {error}") from error
+        raise FederatedError(f"invalid settings: {error}") from error

@@ -1,16 +1,14 @@
-"""The folder of a run, from which it goes on after whatever ended it.
+"""The folder of a run, from which it is resumed after an interruption.
 
-    RUN/run.json                  version, settings, the model's layout and where it came from:
-    written once
-    RUN/global.safetensors        the state after the last round that counts, the strategy's memory,
-    the history of all rounds
-    RUN/model/                    the trained model, when the last round is done: a plain checkpoint
-    RUN/results.json              accuracy over rounds
-    RUN/seen/, RUN/kept/          on request: what the server saw, and what clients kept (`spying`)
-    RUN/own/                      of clients on this machine: what they withhold (`withholding`)
+    RUN/run.json             version, settings, layout and source of the model
+    RUN/global.safetensors   the state after the last valid round, the strategy's memory, the
+    history RUN/model/               the trained model after the last round: a plain checkpoint
+    RUN/results.json         accuracy over rounds RUN/seen/, RUN/kept/     with --record:
+    contributions, and example indices (`recorder`) RUN/own/                 withheld tensors of
+    clients on this machine (`local_state`)
 
-State and history are one file that is replaced at once: a round is in both or in neither, so that
-none is counted twice.
+State and history are in one file that is replaced atomically: a round is in both or in neither, so
+that none is counted twice.
 """
 
 from __future__ import annotations
@@ -38,10 +36,18 @@ STATE_FILE, RUN_FILE = "global.safetensors", "run.json"
 
 @dataclass(frozen=True)
 class Round:
-    """What became of a round. `contributed` are clients; `absent` are those that were asked in
-    vain, with the reason; `seconds` are of the clock. A round that is `void` had too few
-    contributions, or a result that is not finite (`fault`), and changed nothing. `rejected` has the
-    reason of each client whose contribution failed a check (`validation.REASONS`).
+    """The history of one round.
+
+    Attributes:
+        number: The round, from 0.
+        contributed: The clients whose contributions count.
+        absent: The reasons of clients without a valid contribution, by client.
+        loss: The mean loss of the clients.
+        measures: The evaluation of the next state.
+        seconds: The wall time.
+        void: Whether the round changed nothing, for too few contributions or a `fault`.
+        rejected: The failed check of each rejected contribution (`validation.REASONS`), by client.
+        fault: Why the aggregated state is not valid.
     """
 
     number: int
@@ -57,7 +63,7 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """A run after some rounds."""
+    """A run after some rounds: the state, the memory of the strategy, and the history."""
 
     state: Mapping[str, Tensor]
     memory: Memory
@@ -66,23 +72,34 @@ class RunState:
 
 @contextlib.contextmanager
 def hold_folder(folder: Path) -> Iterator[None]:
-    """Hold a run's folder, which is made if need be: two servers of one run would count rounds
-    twice. It is free when its holder is gone.
+    """Lock the folder of a run, creating it if needed: two servers would count rounds twice.
+
+    The lock is released when its process ends.
     """
     with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(
         folder,
         f"another process is at work on the run in {folder}",
-        "wait for it, or end it: the same command then goes on",
+        "wait for it, or end it: the same command then resumes the run",
     ):
         yield
 
 
 def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any]) -> str:
-    """Make a run's folder, or find that it is this run's. Another's is refused; one that is to be
-    longer is told its new end. Returns the run's name, a random one, by which clients know it
-    again.
+    """Create the folder of a run, or resume it with an updated number of rounds.
+
+    Args:
+        folder: The folder of the run.
+        settings: The settings of the run.
+        layout: The layout digest of the model.
+        about: Further facts, such as the source.
+
+    Returns:
+        The random name of the run, by which clients identify it.
+
+    Raises:
+        FederatedError: The folder has another run, or something else.
     """
     path = folder / RUN_FILE
     with wrap_write_errors(folder):
@@ -90,15 +107,20 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
         remove_partials(folder / STATE_FILE)
     name = os.urandom(8).hex()
     if path.exists():
-        found = load_about(folder)
-        name = str(found.get("name", name))
-        if read_settings(found["settings"]).digest != settings.digest or found["layout"] != layout:
+        existing = load_about(folder)
+        name = str(existing.get("name", name))
+        if (
+            read_settings(existing["settings"]).digest != settings.digest
+            or existing["layout"] != layout
+        ):
             raise FederatedError(
                 f"{folder} holds a run with other settings or another model",
-                hint="go on with the same ones, or name a new folder",
+                hint="continue with the same ones, or pass a new folder",
             )
     elif any(folder.iterdir()):
-        raise FederatedError(f"{folder} holds something else than a run", hint="name a new folder")
+        raise FederatedError(
+            f"{folder} must be empty or hold a run, got other files", hint="pass a new folder"
+        )
     document = {
         "regauge": "federated run",
         "version": VERSION,
@@ -112,46 +134,55 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
 
 
 def load_about(folder: Path) -> dict[str, Any]:
-    """A run's description; another version's is refused by name."""
+    """Load the description of a run.
+
+    Raises:
+        FederatedError: The folder is not a run, damaged, or of another version.
+    """
     path = folder / RUN_FILE
     try:
         data = read_document(path, CONFIG_BYTES, FederatedError)
     except CheckpointError as error:
         raise FederatedError(
-            f"{folder} is no run: {error}", hint="give the folder that regauge federate -o made"
+            f"{folder} is not a run: {error}", hint="pass the output folder of regauge federate"
         ) from error
-    found = parse_json(data, path, FederatedError, "restore it from a copy")
-    if not isinstance(found, dict) or found.get("regauge") != "federated run":
-        raise FederatedError(f"{path} describes no run of federated learning")
-    if found.get("version") != VERSION:
+    about = parse_json(data, path, FederatedError, "restore it from a copy")
+    if not isinstance(about, dict) or about.get("regauge") != "federated run":
+        raise FederatedError(f"{path} is not the description of a federated run")
+    if about.get("version") != VERSION:
         raise FederatedError(
-            f"{path} has version {found.get('version')}; this regauge reads {VERSION}",
+            f"the version of {path} must be {VERSION}, got version {about.get('version')}",
             hint="install a newer regauge",
         )
-    if not isinstance(found.get("settings"), dict) or not isinstance(found.get("layout"), str):
+    if not isinstance(about.get("settings"), dict) or not isinstance(about.get("layout"), str):
         raise FederatedError(
             f"{path} must have settings and a layout", hint="restore it from a copy"
         )
-    return found
+    return about
 
 
-def save(folder: Path, kept: RunState) -> None:
-    tensors = {f"state/{n}": t for n, t in kept.state.items()} | {
-        f"memory/{n}": t for n, t in kept.memory.tensors.items()
+def save(folder: Path, run_state: RunState) -> None:
+    """Save the state of a run, atomically."""
+    tensors = {f"state/{n}": t for n, t in run_state.state.items()} | {
+        f"memory/{n}": t for n, t in run_state.memory.tensors.items()
     }
-    history = [asdict(r) for r in kept.history]
+    history = [asdict(r) for r in run_state.history]
     metadata = {
         "regauge": "federated state",
         "version": str(VERSION),
-        "rounds": str(kept.memory.rounds),
+        "rounds": str(run_state.memory.rounds),
         "history": json.dumps(history),
     }
     write_tensors(folder / STATE_FILE, tensors, metadata)
 
 
 def load(folder: Path) -> RunState | None:
-    """What was kept, or None before the first round is done. It changes nothing there: the run may
-    be at work.
+    """Load the state of a run; None before the end of the first round.
+
+    The folder is only read, since the run may be active.
+
+    Raises:
+        CheckpointError: The file is damaged.
     """
     path = folder / STATE_FILE
     if not path.exists():
@@ -178,14 +209,14 @@ def load(folder: Path) -> RunState | None:
             f"{rounds}",
             hint="restore it from a copy",
         )
-    bad = next((key for key, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
-    if bad is not None:
+    nonfinite = next((key for key, t in tensors.items() if not bool(torch.isfinite(t).all())), None)
+    if nonfinite is not None:
         raise CheckpointError(
-            f'{path} must be finite, got NaN or Inf in "{bad}"', hint="restore it from a copy"
+            f'{path} must be finite, got NaN or Inf in "{nonfinite}"', hint="restore it from a copy"
         )
     for name, t in groups["memory"].items():
-        own = groups["state"].get(name.partition("/")[2])
-        if own is None or own.shape != t.shape or own.dtype != t.dtype:
+        expected = groups["state"].get(name.partition("/")[2])
+        if expected is None or expected.shape != t.shape or expected.dtype != t.dtype:
             raise CheckpointError(
                 f'{path} must have an optimizer state like its tensors, got "{name}"',
                 hint="restore it from a copy",
@@ -193,20 +224,33 @@ def load(folder: Path) -> RunState | None:
     return RunState(groups["state"], Memory(groups["memory"], rounds), history)
 
 
-def read_round(found: Mapping[str, Any]) -> Round:
-    """Return a round from JSON, as `save` writes it; raise KeyError, TypeError or ValueError for
-    anything else.
+def read_round(document: Mapping[str, Any]) -> Round:
+    """Parse a round from JSON, as `save` writes it.
+
+    Raises:
+        KeyError, TypeError, ValueError: The document is not a round.
     """
-    made = Round(**{**found, "contributed": tuple(found["contributed"])})
-    texts = [x for one in (made.absent, made.rejected) for pair in one.items() for x in pair]
-    counts, reals = (
-        [made.number, *made.contributed],
-        [made.seconds, *made.measures.values(), *([] if made.loss is None else [made.loss])],
+    parsed = Round(**{**document, "contributed": tuple(document["contributed"])})
+    texts = [
+        value
+        for texts_by_client in (parsed.absent, parsed.rejected)
+        for pair in texts_by_client.items()
+        for value in pair
+    ]
+    counts, numbers = (
+        [parsed.number, *parsed.contributed],
+        [
+            parsed.seconds,
+            *parsed.measures.values(),
+            *([] if parsed.loss is None else [parsed.loss]),
+        ],
     )
-    if not all(isinstance(x, int) and x >= 0 for x in counts) or not all(
-        isinstance(x, float | int) for x in reals
+    if not all(isinstance(value, int) and value >= 0 for value in counts) or not all(
+        isinstance(value, float | int) for value in numbers
     ):
         raise ValueError("the numbers of a round must be numbers")
-    if not all(isinstance(x, str) for x in [*texts, made.fault]) or not isinstance(made.void, bool):
+    if not all(isinstance(value, str) for value in [*texts, parsed.fault]) or not isinstance(
+        parsed.void, bool
+    ):
         raise ValueError("the reasons of a round must be texts")
-    return made
+    return parsed

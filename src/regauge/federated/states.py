@@ -1,8 +1,8 @@
-"""The weights that travel, and what a client sends back.
+"""The weights that are exchanged, and the contributions of clients.
 
-A state is every parameter and every floating buffer by name. Its layout (names, shapes, dtypes) has
-a digest: who has another model is told which tensor differs before anything is computed or
-averaged.
+A state has every parameter and every floating-point buffer by name. Its layout (names, shapes,
+dtypes) has a digest, so that another model is detected, and its first differing tensors named,
+before anything is computed or averaged.
 """
 
 from __future__ import annotations
@@ -25,9 +25,21 @@ Layout = dict[str, list[str | int]]
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """What a client sends after its part of a round: the change of its weights or, where it began
-    from its own, the weights. It took `steps` local steps at `rate`, each of `batch` examples;
-    `loss` is their mean. What is withheld is not in `tensors`.
+    """The contribution of a client to a round.
+
+    Attributes:
+        client: The client.
+        round: The round, from 0.
+        layout: The layout digest of the client's model.
+        tensors: The change of the weights or, with `kind` "weights", the weights; without withheld
+            tensors.
+        examples: The number of the client's examples.
+        steps: The number of local steps.
+        batch: The examples of a step.
+        lr: The learning rate.
+        loss: The mean loss of the steps.
+        kind: "change" or "weights".
+        rows: The example indices of each step, for scoring; not sent.
     """
 
     client: int
@@ -40,61 +52,72 @@ class Contribution:
     lr: float
     loss: float
     kind: Literal["change", "weights"] = "change"
-    rows: tuple[tuple[int, ...], ...] = field(
-        default=(), repr=False
-    )  # of the client's own data, step by step: it stays there, for scoring
+    rows: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)
 class Absence:
-    """A client that was asked and sent nothing that can be used, and why."""
+    """A selected client without a usable contribution, and the reason."""
 
     client: int
     reason: str
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of what travels."""
+    """Return a copy of the weights that are exchanged."""
     return {name: t.detach().clone() for name, t in _shared_tensors(model).items()}
 
 
 def load_state(model: torch.nn.Module, state: State) -> None:
-    """Put a state into a model, in place. Another model's is refused by name."""
-    own = _shared_tensors(model)
-    require_layout(layout_of(own), layout_of(state), "the model here", "the state that was sent")
+    """Load a state into a model, in place.
+
+    Raises:
+        FederatedError: The state is of another model.
+    """
+    target = _shared_tensors(model)
+    require_layout(layout_of(target), layout_of(state), "the model here", "the state that was sent")
     with torch.no_grad():
-        for name, t in own.items():
+        for name, t in target.items():
             t.copy_(state[name])
 
 
 def layout_of(state: State) -> Layout:
+    """Return dtype and shape of each tensor."""
     return {name: [str(t.dtype).removeprefix("torch."), *t.shape] for name, t in state.items()}
 
 
 def digest_of(layout: Layout) -> str:
+    """Return the digest of a layout, by which two sides compare their models."""
     return hashlib.sha256(canonical_json(layout)).hexdigest()[:32]
 
 
-def require_layout(own: Layout, other: Layout, here: str, there: str) -> None:
-    """Refuse another model's layout: the first tensors that differ are named."""
-    faults = [f'"{n}" is in {here} and not in {there}' for n in own.keys() - other.keys()]
-    faults += [f'"{n}" is in {there} and not in {here}' for n in other.keys() - own.keys()]
+def require_layout(first: Layout, second: Layout, first_name: str, second_name: str) -> None:
+    """Raise if two layouts differ, and name the first differing tensors."""
+    faults = [
+        f'"{name}" is in {first_name} and not in {second_name}'
+        for name in first.keys() - second.keys()
+    ]
     faults += [
-        f'"{n}" is {_describe_tensor(own[n])} in {here} and {_describe_tensor(other[n])} in {there}'
-        for n in own.keys() & other.keys()
-        if own[n] != other[n]
+        f'"{name}" is in {second_name} and not in {first_name}'
+        for name in second.keys() - first.keys()
+    ]
+    faults += [
+        f'"{name}" is {_describe_tensor(first[name])} in {first_name} and '
+        f"{_describe_tensor(second[name])} in {second_name}"
+        for name in first.keys() & second.keys()
+        if first[name] != second[name]
     ]
     if faults:
         shown = sorted(faults)[:5]
-        more = f"\n  and {len(faults) - 5} more" if len(faults) > 5 else ""
+        rest = f"\n  and {len(faults) - 5} more" if len(faults) > 5 else ""
         raise FederatedError(
-            "two versions of a model meet:\n" + "\n".join(f"  {f}" for f in shown) + more,
-            hint="give all sides the same MODEL",
+            "two versions of a model differ:\n" + "\n".join(f"  {f}" for f in shown) + rest,
+            hint="pass the same MODEL to all sides",
         )
 
 
-def _describe_tensor(one: list[str | int]) -> str:
-    return f"{one[0]} {one[1:]}"
+def _describe_tensor(layout: list[str | int]) -> str:
+    return f"{layout[0]} {layout[1:]}"
 
 
 def norm_of(tensors: State) -> float:
@@ -103,8 +126,8 @@ def norm_of(tensors: State) -> float:
 
 
 def _shared_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    kept = model.state_dict()
+    saved = model.state_dict()
     buffers = {
-        name: b for name, b in model.named_buffers() if name in kept and b.is_floating_point()
+        name: b for name, b in model.named_buffers() if name in saved and b.is_floating_point()
     }
     return {**dict(model.named_parameters()), **buffers}

@@ -1,14 +1,12 @@
-"""Checks on contributions before they count: form, names, dtypes, shapes, values, claimed counts
-and norms.
+"""Validation of contributions: form, names, dtypes, shapes, values, claimed counts and norms.
 
-A contribution comes from outside. `collect` sorts a round's answers into those that are aggregated
-and those that are rejected, each with a reason (one of `REASONS`) and a text. Nothing that a client
-sends raises here. Two things are claims that a server cannot verify, so they are bounded:
+Contributions are untrusted. `collect` divides the answers of a round into contributions that are
+aggregated and rejections, each with a reason (one of `REASONS`) and a text. It never raises,
+whatever a client sends. Two claims cannot be verified by a server, so they are bounded:
 
-    examples    at most `Limits.max_examples`: a count is a weight in the mean
-    norm        at most `norm_factor` times the median of the round. A client may take more local
-    steps than another, so the limit grows with
-                the steps that its count of examples allows
+- examples: at most `Limits.max_examples`, since the count is a weight in the mean
+- norm: at most `norm_factor` times the median of the round. Clients differ in their local steps, so
+  the limit grows with the steps that the claimed count of examples allows
 """
 
 from __future__ import annotations
@@ -41,23 +39,22 @@ REASONS = (
     "metrics",
     "norm",
 )
-MAX_EXAMPLES = (
-    10_000_000  # a backstop where neither the settings nor the server's data state a maximum
-)
-MAX_NORM = math.sqrt(
-    torch.finfo(torch.float32).max
-)  # beyond it the second moment of FedAdam overflows
-QUORUM = 3  # contributions without which a median says nothing: of two, either may be the outlier
+MAX_EXAMPLES = 10_000_000  # if neither the settings nor the server's data state a maximum
+MAX_NORM = math.sqrt(torch.finfo(torch.float32).max)  # else FedAdam's second moment overflows
+QUORUM = 3  # contributions that a median needs: of two, either may be the outlier
 MAX_TEXT = 1000  # characters of a reason that are recorded
-UNKNOWN = "?"  # the client of an answer that names none
+UNKNOWN = "?"  # the client of an answer without a valid client
 
 _log = logging.getLogger("regauge.federated")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds that the server knows from its own data and model. `names` are the tensors that
-    clients may send; None: all of the state's.
+    """Bounds from the server's own data and model.
+
+    Attributes:
+        max_examples: The largest number of examples that a client may claim.
+        names: The tensors that clients may send; None: all of the state.
     """
 
     max_examples: int = MAX_EXAMPLES
@@ -66,8 +63,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Call:
-    """A round as the server calls it: its number, the clients it selected, the state it sent out
-    and that state's layout digest.
+    """A round of the server: its number, the selected clients, and the state that was sent out.
+
+    `layout` is the layout digest of the state.
     """
 
     number: int
@@ -78,14 +76,20 @@ class Call:
 
 
 class Fault(NamedTuple):
+    """A failed check: its name in `REASONS`, and a text."""
+
     reason: str
     text: str
 
 
 @dataclass(frozen=True, eq=False)
 class Collected:
-    """The answers of a round: contributions that count, sorted by client; why other clients have
-    none; and the reasons of rejections by client.
+    """The validated answers of a round.
+
+    Attributes:
+        sent: The contributions that count, sorted by client.
+        absent: The reasons of all other clients, by client.
+        rejected: The failed check of each rejected contribution, by client.
     """
 
     sent: tuple[Contribution, ...]
@@ -94,8 +98,14 @@ class Collected:
 
 
 def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected:
-    """Sort the answers of a round. A client's first valid contribution counts; a client without an
-    answer is absent.
+    """Validate the answers of a round.
+
+    The first valid contribution of a client counts; a client without an answer is absent.
+
+    Args:
+        answers: Contributions and absences, untrusted.
+        call: The round.
+        settings: The settings of the run.
     """
     sent: dict[int, Contribution] = {}
     absent: dict[str, str] = {}
@@ -132,7 +142,7 @@ def collect(answers: Iterable[Any], call: Call, settings: Settings) -> Collected
 
 
 def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
-    """Return why one contribution must not count in this round, by itself; None if it may."""
+    """Return the fault of a single contribution to this round; None if it is valid."""
     if not isinstance(sent, Contribution):
         return Fault("type", f"an answer must be a contribution, got {type(sent).__name__}")
     if not is_count(sent.client) or sent.client not in call.clients:
@@ -163,13 +173,12 @@ def fault_of(sent: Any, call: Call, settings: Settings) -> Fault | None:
 
 
 def _fault_of_numbers(sent: Contribution, limits: Limits, settings: Settings) -> Fault | None:
-    most = settings.max_examples or limits.max_examples
-    if not is_count(sent.examples) or not 1 <= sent.examples <= most:
+    max_examples = settings.max_examples or limits.max_examples
+    if not is_count(sent.examples) or not 1 <= sent.examples <= max_examples:
         return Fault(
             "examples",
-            f"examples must be between 1 and {most}, got {show_value(sent.examples)}; the "
-            "maximum is "
-            "--max-examples",
+            f"examples must be between 1 and {max_examples}, got {show_value(sent.examples)}; "
+            "the maximum is --max-examples",
         )
     steps = max_steps(sent.examples, settings)
     if not is_count(sent.steps) or not 1 <= sent.steps <= steps:
@@ -194,30 +203,27 @@ def _fault_of_numbers(sent: Contribution, limits: Limits, settings: Settings) ->
 
 def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
     if not isinstance(tensors, Mapping) or not all(
-        isinstance(t, torch.Tensor) for t in tensors.values()
+        isinstance(tensor, torch.Tensor) for tensor in tensors.values()
     ):
         return Fault("type", "tensors must be a mapping from names to tensors")
     if not tensors:
         return Fault("names", "tensors must not be empty")
-    for name, t in tensors.items():
+    for name, tensor in tensors.items():
         if name not in call.state:
             return Fault("names", f"tensors must be the model's, got {show_value(name)}")
         if call.limits.names is not None and name not in call.limits.names:
             return Fault("names", f'"{name}" must not be sent: the run freezes or withholds it')
-        own = call.state[name]
-        if t.dtype != own.dtype or t.layout != torch.strided or t.is_meta:
-            form = "meta tensor" if t.is_meta else str(t.layout).removeprefix("torch.")
+        expected = call.state[name]
+        if tensor.dtype != expected.dtype or tensor.layout != torch.strided or tensor.is_meta:
+            form = "meta tensor" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+            dtype, got = (str(t.dtype).removeprefix("torch.") for t in (expected, tensor))
+            return Fault("dtype", f'"{name}" must be a dense {dtype} tensor, got {got} ({form})')
+        if tensor.shape != expected.shape:
             return Fault(
-                "dtype",
-                f'"{name}" must be a dense {own.dtype} tensor, got {t.dtype} ({form})'.replace(
-                    "torch.", ""
-                ),
+                "shape",
+                f'"{name}" must have the shape {list(expected.shape)}, got {list(tensor.shape)}',
             )
-        if t.shape != own.shape:
-            return Fault(
-                "shape", f'"{name}" must have the shape {list(own.shape)}, got {list(t.shape)}'
-            )
-        if not bool(torch.isfinite(t).all()):
+        if not bool(torch.isfinite(tensor).all()):
             return Fault("values", f'"{name}" must be finite, got NaN or Inf')
     missing = sorted(call.state.keys() - tensors.keys()) if kind == "weights" else ()
     if missing:
@@ -228,29 +234,31 @@ def _fault_of_tensors(tensors: Any, kind: str, call: Call) -> Fault | None:
 def find_outliers(sent: Sequence[Contribution], settings: Settings) -> dict[int, Fault]:
     """Return the contributions of a round whose norm is beyond the limits, by client."""
     norms = {c.client: norm_of(c.tensors) for c in sent}
-    out = {}
+    faults = {}
     for client, norm in norms.items():
-        most = min(MAX_NORM, settings.max_norm or MAX_NORM)
-        if not norm <= most:
-            hint = "the limit is --max-norm" if most < MAX_NORM else "its square overflows float32"
-            out[client] = Fault(
-                "norm", f"the norm must be at most {most:.4g}, got {norm:.4g}; {hint}"
+        limit = min(MAX_NORM, settings.max_norm or MAX_NORM)
+        if not norm <= limit:
+            hint = "the limit is --max-norm" if limit < MAX_NORM else "its square overflows float32"
+            faults[client] = Fault(
+                "norm", f"the norm must be at most {limit:.4g}, got {norm:.4g}; {hint}"
             )
-    rest = [c for c in sent if c.client not in out]
-    for client, usual in expected_norms(rest).items() if settings.norm_factor else ():
-        if norms[client] > settings.norm_factor * usual:
+    others = [c for c in sent if c.client not in faults]
+    for client, expected in expected_norms(others).items() if settings.norm_factor else ():
+        if norms[client] > settings.norm_factor * expected:
             text = (
-                f"the norm must be at most {settings.norm_factor:g} x {usual:.4g}, the "
+                f"the norm must be at most {settings.norm_factor:g} x {expected:.4g}, the "
                 f"median of the round, got {norms[client]:.4g}"
             )
-            out[client] = Fault("norm", f"{text}; the factor is --norm-factor")
-    return out
+            faults[client] = Fault("norm", f"{text}; the factor is --norm-factor")
+    return faults
 
 
 def expected_norms(sent: Sequence[Contribution]) -> dict[int, float]:
-    """Return the norm that each client is compared with: the median of the round, or that of norms
-    per local step times the client's steps, if it is larger. Empty where a median says nothing:
-    with fewer contributions than `QUORUM`, or if most are zero.
+    """Return the norm with which each client is compared.
+
+    It is the median norm of the round, or the median norm of a local step times the client's steps,
+    whichever is larger. Empty without a meaningful median: with fewer contributions than `QUORUM`,
+    or if most norms are zero.
     """
     norms = {c.client: norm_of(c.tensors) for c in sent}
     middle = median(norms.values()) if len(sent) >= QUORUM else 0.0
@@ -261,11 +269,12 @@ def expected_norms(sent: Sequence[Contribution]) -> dict[int, float]:
 
 
 def is_count(value: Any) -> bool:
+    """Return whether a value is a nonnegative integer, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def show_value(value: Any) -> str:
-    """Return a value from outside for a message."""
+    """Return the text of an untrusted value for a message."""
     try:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python converts
@@ -278,9 +287,7 @@ def show_value(value: Any) -> str:
 
 
 def printable(text: Any) -> str:
-    """Return a text from outside as one line of printable characters, of bounded length: it is
-    recorded, printed and saved.
-    """
+    """Return an untrusted text as one line of printable characters, of bounded length."""
     line = " ".join(str(text)[: 2 * MAX_TEXT].split())
     safe = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()

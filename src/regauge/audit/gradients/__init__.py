@@ -1,12 +1,11 @@
-"""What gradients give away: clients that make updates, defences on them, attacks on what the server
-is sent, scores against what the client kept.
+"""The audit of gradients: make defended updates, attack them, score by the client's data.
 
-    results = audit_gradients(GradientCase(model, victims, own, mean, std), ("mjp=0.5",
-    "withhold=embedding", "noise=0.1"))
+    case = GradientCase(model, victims, own, mean, std)
+    results = audit_gradients(case, ("mjp=0.5", "withhold=embedding", "noise=0.1"))
     results.facts["verdict"]
 
-`clients` makes updates, `defences` has what a client can do, `attacking` the table of attacks,
-`scoring` the metrics, `telling` tables, figures and verdict.
+`clients` makes updates, `attempts` has the table of attacks, `scores` the metrics, `report` the
+tables, figures and the verdict. The defences are in `regauge.defences.gradients`.
 """
 
 from regauge.audit.gradients.clients import build_view, contribute, prepare_model

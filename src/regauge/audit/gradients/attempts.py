@@ -1,8 +1,7 @@
-"""The table of attacks on updates: what each is granted, and what it makes of its view. Adding one
-is a line.
+"""The table of attacks on updates: what each is granted, and how it is run.
 
-Attacks of `kind` "images" give images, in no order of their own; "patches" a score for each patch
-that it is asked about; "mask" places; "labels" counts.
+Adding an attack is one line. Attacks of `kind` "images" return images in any order; "patches" a
+score for each candidate patch; "mask" the masked positions; "labels" counts of classes.
 """
 
 from __future__ import annotations
@@ -37,13 +36,11 @@ from regauge.errors import UpdateError
 Tensor = torch.Tensor
 Kind = Literal["images", "patches", "mask", "labels"]
 A = TypeVar("A", bound="HasName")
-RehearsalSource = Callable[
-    [int], Iterable[Rehearsal]
-]  # so many updates of the adversary's own, made by the client's code
+RehearsalSource = Callable[[int], Iterable[Rehearsal]]  # make so many rehearsals
 
 
 class HasName(Protocol):
-    """What has a name, as attacks on images and on texts have."""
+    """An object with a name, such as an attack on images or on texts."""
 
     @property
     def name(self) -> str: ...
@@ -51,20 +48,30 @@ class HasName(Protocol):
 
 @dataclass(frozen=True)
 class Budget:
-    """What an attack by optimisation may spend."""
+    """The budget of attacks that optimise or learn."""
 
     steps: int = 300
     restarts: int = 1
     lr: float = 0.1
     seed: int = 0
-    practice: int = 100  # updates that attacks which learn make of their own images
+    practice: int = 100  # rehearsals of attacks that learn
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; `threat` what it is
-    granted beside model and update. `learn` is done once for all updates of a combination, on a
-    view of one of them and on updates of the adversary's own; `run` is then given what it learned.
+    """An attack of the table.
+
+    Attributes:
+        name: The id.
+        title: The title in tables.
+        about: A one-line description.
+        kind: What it recovers.
+        threat: What it is granted besides model and update.
+        run: The attack: a function of the view, the budget, the candidate patches and, with
+            `learn`, its result. Returns what it recovers, and facts such as the rank.
+        is_slow: Whether it optimises images: run on few updates, and only if requested.
+        learn: Fit the attack once for all updates of a combination, on the view of one of them and
+            on rehearsals.
     """
 
     name: str
@@ -72,119 +79,119 @@ class Attack:
     about: str
     kind: Kind
     threat: Threat
-    run: Callable[
-        ..., tuple[Tensor, Mapping[str, Any]]
-    ]  # of the view, the budget, patches that are asked about, and what was learned
-    is_slow: bool = False  # a descent: tried on few updates, and where it is asked for
+    run: Callable[..., tuple[Tensor, Mapping[str, Any]]]
+    is_slow: bool = False
     learn: Callable[[SentUpdate, Budget, RehearsalSource], Any] | None = None
 
 
 def _run_least_squares(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    images, solved = embedding_least_squares(view)
+    images, solution = embedding_least_squares(view)
     facts = {
-        "rank": solved.rank,
-        "unknowns": solved.unknowns,
-        "condition": solved.condition,
-        "residual": solved.residual,
+        "rank": solution.rank,
+        "unknowns": solution.unknowns,
+        "condition": solution.condition,
+        "residual": solution.residual,
     }
     return images, facts
 
 
 def _run_span(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    assert asked is not None
-    return span_membership(view, asked), {}
+    assert candidates is not None
+    return span_membership(view, candidates), {}
 
 
-def _calibrate(view: SentUpdate, budget: Budget, practice: RehearsalSource) -> Calibration:
+def _calibrate(view: SentUpdate, budget: Budget, rehearsals: RehearsalSource) -> Calibration:
     return calibrate(view)
 
 
 def _run_membership(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: Calibration
+    view: SentUpdate, budget: Budget, candidates: Tensor | None, calibration: Calibration
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    assert asked is not None
-    return calibrated_membership(view, asked, learned), {
-        "layer": learned.layer,
-        "practice": learned.auc,
+    assert candidates is not None
+    return calibrated_membership(view, candidates, calibration), {
+        "layer": calibration.layer,
+        "practice": calibration.auc,
     }
 
 
-def _fit_regression(view: SentUpdate, budget: Budget, practice: RehearsalSource) -> RidgeModel:
-    return fit_ridge(practice(budget.practice))
+def _fit_regression(view: SentUpdate, budget: Budget, rehearsals: RehearsalSource) -> RidgeModel:
+    return fit_ridge(rehearsals(budget.practice))
 
 
 def _run_regression(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
+    view: SentUpdate, budget: Budget, candidates: Tensor | None, ridge: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    return ridge_regression(view, learned), {"features": learned.kind, "left": learned.unexplained}
+    return ridge_regression(view, ridge), {"features": ridge.kind, "left": ridge.unexplained}
 
 
 def _run_resemblance(
-    view: SentUpdate, budget: Budget, asked: Tensor | None, learned: RidgeModel
+    view: SentUpdate, budget: Budget, candidates: Tensor | None, ridge: RidgeModel
 ) -> tuple[Tensor, Mapping[str, Any]]:
-    assert asked is not None
-    return resemblance(view, asked, learned), {}
+    assert candidates is not None
+    return resemblance(view, candidates, ridge), {}
 
 
 def _run_mask(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     return mask_leak(view), {}
 
 
 def _run_labels(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     return label_counts(view), {}
 
 
 def _run_april(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     if not is_april(view.model):
         raise UpdateError(
-            "the first block has a norm and residuals, as every ViT in use: APRIL's closed form "
-            "is for one without"
+            "the first block must have neither norm nor residuals for APRIL's closed form; every "
+            "ViT in use has both"
         )
-    images, solved = april(view)
+    images, solution = april(view)
     return images, {
-        "rank": solved.rank,
-        "unknowns": solved.unknowns,
-        "condition": solved.condition,
-        "residual": solved.residual,
+        "rank": solution.rank,
+        "unknowns": solution.unknowns,
+        "condition": solution.condition,
+        "residual": solution.residual,
     }
 
 
 def _make_descent(
-    attack: Callable[[SentUpdate, DescentConfig], DescentResult], **how: Any
+    attack: Callable[[SentUpdate, DescentConfig], DescentResult], **options: Any
 ) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+    """Return an attack by gradient descent with these options of `DescentConfig`."""
+
     def run(
-        view: SentUpdate, budget: Budget, asked: Tensor | None
+        view: SentUpdate, budget: Budget, candidates: Tensor | None
     ) -> tuple[Tensor, Mapping[str, Any]]:
-        found = attack(
+        result = attack(
             view,
             DescentConfig(
                 steps=budget.steps,
                 restarts=budget.restarts,
                 lr=budget.lr,
                 seed=budget.seed,
-                **how,
+                **options,
             ),
         )
-        return found.images, {"objective": found.objective, "curve": found.curve}
+        return result.images, {"objective": result.objective, "curve": result.curve}
 
     return run
 
 
 def _run_refinement(
-    view: SentUpdate, budget: Budget, asked: Tensor | None
+    view: SentUpdate, budget: Budget, candidates: Tensor | None
 ) -> tuple[Tensor, Mapping[str, Any]]:
     start, _ = embedding_least_squares(view)
-    found = refine_images(
+    result = refine_images(
         view,
         start,
         DescentConfig(
@@ -195,7 +202,7 @@ def _run_refinement(
             tv_weight=0.02,
         ),
     )
-    return found.images, {"objective": found.objective}
+    return result.images, {"objective": result.objective}
 
 
 _OPTIMISED = Threat(batch=True, images=True)
@@ -212,7 +219,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "span",
         "span membership",
-        "asks of a patch whether it lies in the span of what the first layers were given",
+        "tests whether a patch lies in the span of the inputs of the first layers",
         "patches",
         Threat(batch=True),
         _run_span,
@@ -220,8 +227,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "regression",
         "learned regression",
-        "learns from updates of its own images, made with the client's code and defences, what "
-        "updates say of images",
+        "learns the map from updates to images on updates of its own images, made with the "
+        "client's code and defences",
         "images",
         Threat(batch=True, images=True),
         _run_regression,
@@ -230,8 +237,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "membership",
         "practised membership",
-        "asks of a patch how likely the gradients of the first layers that are sent make it; "
-        "layer and softness are learned on updates of its own",
+        "scores a patch by its likelihood under the gradients of the first layers that are sent; "
+        "layer and noise level are learned on its own updates",
         "patches",
         Threat(batch=True, images=True),
         _run_membership,
@@ -240,7 +247,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "resemblance",
         "resemblance",
-        "asks of a patch whether it is nearer to the regressed image than to the mean image",
+        "tests whether a patch is nearer to the regressed image than to the mean image",
         "patches",
         Threat(batch=True, images=True),
         _run_resemblance,
@@ -249,7 +256,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "mask",
         "mask from zero rows",
-        "reads MJP's mask off the rows of positions whose gradient is zero",
+        "reads MJP's mask from the zero rows of the position gradient",
         "mask",
         Threat(),
         _run_mask,
@@ -257,7 +264,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "labels",
         "labels and counts",
-        "reads the classes of a batch off the head's gradient",
+        "reads the classes of a batch from the gradient of the head",
         "labels",
         Threat(batch=True),
         _run_labels,
@@ -265,8 +272,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "april",
         "APRIL",
-        "solves the first attention's gradients for the tokens; on a model without first norm "
-        "and residuals",
+        "solves the gradients of the first attention for the tokens; for a model without first "
+        "norm and residuals",
         "images",
         Threat(),
         _run_april,
@@ -274,7 +281,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "inverting",
         "inverting gradients",
-        "descends to smooth images whose gradients point the way of the update's, layer by layer",
+        "optimises smooth images whose gradients are parallel to the update's, layer by layer",
         "images",
         _OPTIMISED,
         _make_descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
@@ -283,7 +290,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "refined",
         "least squares, then descent",
-        "goes on from the closed form by a descent",
+        "refines the closed form by gradient descent",
         "images",
         _OPTIMISED,
         _run_refinement,
@@ -308,7 +315,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "dlg",
         "DLG",
-        "descends to images and labels by the distance of gradients",
+        "optimises images and labels by the distance of gradients",
         "images",
         _OPTIMISED,
         _make_descent(
@@ -319,7 +326,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "idlg",
         "iDLG",
-        "the same with labels that were read first",
+        "the same with labels from the gradient of the head",
         "images",
         _OPTIMISED,
         _make_descent(idlg, objective="euclidean", signed=False, schedule="none"),
@@ -335,74 +342,88 @@ ATTACKS: tuple[Attack, ...] = (
         True,
     ),
 )
-QUICK = tuple(
-    a for a in ATTACKS if not a.is_slow and a.name != "april"
-)  # what an audit tries where nothing else is said
+# The default of an audit.
+QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")
 
 
 def filter_applicable(
     attacks: Sequence[Attack], examples: Examples
 ) -> tuple[tuple[Attack, ...], list[str]]:
-    """The attacks that can be tried on examples of a kind, and why others are not: classes are
-    counted, and descents go by the loss, of one answer to each image.
+    """Return the attacks that apply to the examples, and the reasons why others do not.
+
+    Label counts and descents need one label for each image.
+
+    Raises:
+        UpdateError: No attack applies.
     """
-    out = [a for a in attacks if examples.multi_label and (a.kind == "labels" or a.is_slow)]
-    kept = tuple(a for a in attacks if a not in out)
-    if out and not kept:
+    excluded = [a for a in attacks if examples.multi_label and (a.kind == "labels" or a.is_slow)]
+    applicable = tuple(a for a in attacks if a not in excluded)
+    if excluded and not applicable:
         raise UpdateError(
-            f"each image has several answers, and {out[0].title} is for one",
+            f"images must have one label each for {excluded[0].title}, got several",
             hint="choose other attacks: least squares, span, regression",
         )
-    return kept, [
-        f"{a.title}: it is for one answer to each image, and these have several" for a in out
+    return applicable, [
+        f"{a.title}: images must have one label each, got several" for a in excluded
     ]
 
 
 def resolve_attacks(
-    names: Sequence[str] | None, table: Sequence[A], usual: Sequence[A], what: str
+    names: Sequence[str] | None, table: Sequence[A], default: Sequence[A], subject: str
 ) -> tuple[A, ...]:
-    """Attacks of a table by their names, in the table's order; "all", alone or among others, is all
-    of them; no name: the usual ones.
+    """Return the attacks of a table by name, in the order of the table.
+
+    Args:
+        names: The names; "all" stands for all of them; None or empty for the defaults.
+        table: All attacks.
+        default: The defaults.
+        subject: What is attacked, for the error message.
+
+    Raises:
+        UpdateError: A name is not in the table.
     """
-    known = [a.name for a in table]
-    unknown = [n for n in names or () if n not in (*known, "all")]
+    available = [a.name for a in table]
+    unknown = [n for n in names or () if n not in (*available, "all")]
     if unknown:
         raise UpdateError(
-            f'there is no attack "{unknown[0]}" on {what}',
-            hint=f"there are: {', '.join(known)}; or all",
+            f'unknown attack "{unknown[0]}" on {subject}',
+            hint=f"use {', '.join(available)}; or all",
         )
-    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(usual)
+    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(default)
 
 
 def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
+    """Return the attacks with these names, in the order of the table."""
     return tuple(a for a in ATTACKS if a.name in names)
 
 
 def fit_attack(
-    kept: dict[Any, Any],
+    cache: dict[Any, Any],
     attack: Attack,
     view: SentUpdate,
     budget: Budget,
-    practice: RehearsalSource,
+    rehearsals: RehearsalSource,
 ) -> Any:
-    """What an attack learns; it is `kept`, and attacks that learn the same share it. Raises where
-    there is nothing to learn.
+    """Fit an attack, or return the cached result; attacks with the same `learn` share it.
+
+    Raises:
+        UpdateError: The attack cannot be fitted; the error is cached too.
     """
     assert attack.learn is not None
-    if attack.learn not in kept:
+    if attack.learn not in cache:
         try:
-            kept[attack.learn] = attack.learn(view, budget, practice)
+            cache[attack.learn] = attack.learn(view, budget, rehearsals)
         except UpdateError as error:
-            kept[attack.learn] = error
-    found = kept[attack.learn]
-    if isinstance(found, UpdateError):
-        raise found
-    return found
+            cache[attack.learn] = error
+    fitted = cache[attack.learn]
+    if isinstance(fitted, UpdateError):
+        raise fitted
+    return fitted
 
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What one attack made of one update, or why it could not try."""
+    """The output of one attack on one update, or the reason why it does not apply."""
 
     attack: str
     output: Tensor | None
@@ -415,22 +436,31 @@ def attempt(
     attack: Attack,
     view: SentUpdate,
     budget: Budget,
-    asked: Tensor | None = None,
+    candidates: Tensor | None = None,
     learned: Any = None,
 ) -> Attempt:
-    """Run an attack, which is given what it learned if it learns. Where the update or the model
-    lacks what it needs, that is told and is no error: withholding is a defence.
+    """Run an attack on one update.
+
+    If the update or the model lacks what the attack needs, the attempt has a reason and no output:
+    withholding is a defence, not an error.
+
+    Args:
+        attack: The attack.
+        view: The update and what is granted.
+        budget: The budget.
+        candidates: The candidate patches of membership attacks.
+        learned: The result of `fit_attack` for attacks that learn.
     """
     started = time.monotonic()
     try:
         with torch.random.fork_rng(devices=[]):
             if attack.learn is not None and learned is None:
-                raise UpdateError("it learns from updates of its own, and none were made")
-            found, facts = (
-                attack.run(view, budget, asked)
+                raise UpdateError("it learns from updates of its own, got none")
+            output, facts = (
+                attack.run(view, budget, candidates)
                 if attack.learn is None
-                else attack.run(view, budget, asked, learned)
+                else attack.run(view, budget, candidates, learned)
             )
     except UpdateError as error:
         return Attempt(attack.name, None, time.monotonic() - started, reason=str(error))
-    return Attempt(attack.name, found.detach(), time.monotonic() - started, facts)
+    return Attempt(attack.name, output.detach(), time.monotonic() - started, facts)

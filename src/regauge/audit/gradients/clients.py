@@ -1,9 +1,9 @@
-"""The client's side: a batch becomes an update, and the truth stays.
+"""The client's side: make an update of a batch, and keep the truth for scoring.
 
-    update, truth = contribute(model, plan_of("mjp=0.5"), examples, inputs, labels, seed=0)
+    update, truth = contribute(model, parse_plan("mjp=0.5"), examples, inputs, labels, seed=0)
 
-The server is given the update; whoever scores an attack is given the truth. What a client draws
-(puzzles, noise, shuffles) is a function of the seed.
+The server gets the update, the scores get the truth. Puzzles, noise and shuffles of a client are
+functions of the seed.
 """
 
 from __future__ import annotations
@@ -43,8 +43,13 @@ Inputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Truth:
-    """What a client keeps: its inputs as they were and as the model read them (after a puzzle),
-    labels, and the puzzle.
+    """The secret of a client.
+
+    Attributes:
+        original: The inputs.
+        read: The inputs of the model, after a puzzle.
+        labels: The labels.
+        puzzle: The puzzle of the first step.
     """
 
     original: Inputs
@@ -54,25 +59,23 @@ class Truth:
 
 
 def prepare_model(model: torch.nn.Module, plan: Plan) -> torch.nn.Module:
-    """The model that both sides have under a plan: a copy, wrapped for MJP or without positions. A
-    wrapped model stays as it is.
-    """
-    found = copy.deepcopy(model)
-    if isinstance(plan.model, Mjp) and not isinstance(found, MaskedJigsaw):
-        parts = Variant(
+    """Return the model of both sides under a plan: a copy, wrapped for MJP or without positions."""
+    wrapped = copy.deepcopy(model)
+    if isinstance(plan.model, Mjp) and not isinstance(wrapped, MaskedJigsaw):
+        variant = Variant(
             "audit",
             shuffle="patches",
             unknown=plan.model.unknown,
             localize="mlp" if plan.model.localize else None,
         )
-        found = MaskedJigsaw(found, plan.model.ratio, variant=parts)
+        wrapped = MaskedJigsaw(wrapped, plan.model.ratio, variant=variant)
     if isinstance(plan.model, NoPositions):
-        table = find_positions(unwrap_model(found)[0]).table
+        table = find_positions(unwrap_model(wrapped)[0]).table
         if table is None:
-            raise UpdateError(f"{type(found).__name__} has no table of positions to do without")
+            raise UpdateError(f"the model must have a position table, got {type(wrapped).__name__}")
         with torch.no_grad():
-            unwrap_model(found)[0].get_parameter(table).zero_()
-    return found
+            unwrap_model(wrapped)[0].get_parameter(table).zero_()
+    return wrapped
 
 
 def contribute(
@@ -83,23 +86,37 @@ def contribute(
     labels: Tensor,
     seed: int = 0,
 ) -> tuple[Update, Truth]:
-    """One update, of all `inputs`: they are shared out among the plan's clients. `examples` says
-    what the loss is of (`tasks.loss_of`).
+    """Make one update of all inputs, which are divided among the clients of the plan.
+
+    Args:
+        model: The model before the update.
+        plan: The defences, batch size and local steps.
+        examples: Examples of the task, which determine the loss (`tasks.loss_of`).
+        inputs: The inputs of all clients.
+        labels: Their labels.
+        seed: The random seed of puzzles, noise and shuffles.
+
+    Returns:
+        The update as the server gets it, and the truth.
+
+    Raises:
+        UpdateError: The number of samples does not fit the plan.
     """
     expected = plan.samples * plan.clients
     if len(labels) != expected:
         raise UpdateError(
-            f'an update under "{plan.text}" is made of {expected} samples, and {len(labels)} '
-            "were given"
+            f'an update under "{plan.text}" must be made of {expected} samples, got {len(labels)}'
         )
-    sent, truths = [], []
+    updates, truths = [], []
     for client in range(plan.clients):
-        at = slice(client * plan.samples, (client + 1) * plan.samples)
-        own = {name: t[at] for name, t in inputs.items()}
-        one, truth = _contribute_one(model, plan, examples, own, labels[at], f"{seed}/{client}")
-        sent.append(one)
+        rows = slice(client * plan.samples, (client + 1) * plan.samples)
+        client_inputs = {name: t[rows] for name, t in inputs.items()}
+        client_update, truth = _contribute_one(
+            model, plan, examples, client_inputs, labels[rows], f"{seed}/{client}"
+        )
+        updates.append(client_update)
         truths.append(truth)
-    update = sent[0] if len(sent) == 1 else average_updates(sent)
+    update = updates[0] if len(updates) == 1 else average_updates(updates)
     check_update(model, update)
     return update, truths[0] if len(truths) == 1 else concat_truths(truths)
 
@@ -113,13 +130,15 @@ def build_view(
     images: Tensor | None = None,
     rehearsals: Sequence[Rehearsal] = (),
 ) -> SentUpdate:
-    """What the server has: model and update, and of the truth what the threat grants and no
-    more.
+    """Return the view of the server: model, update, and what the threat grants of the truth.
+
+    Raises:
+        UpdateError: The number of samples does not fit the plan.
     """
     if len(truth.labels) != plan.samples * plan.clients:
         raise UpdateError(
-            f'an update under "{plan.text}" is made of {plan.samples * plan.clients} samples, '
-            f"and the truth has {len(truth.labels)}"
+            f'an update under "{plan.text}" must be made of {plan.samples * plan.clients} samples, '
+            f"got a truth of {len(truth.labels)}"
         )
     return build_recorded_view(model, update, truth, threat, images, rehearsals)
 
@@ -132,7 +151,7 @@ def build_recorded_view(
     images: Tensor | None = None,
     rehearsals: Sequence[Rehearsal] = (),
 ) -> SentUpdate:
-    """The same, of an update that was made by no plan: one that was recorded."""
+    """Return the view of an update without a plan, such as a recorded one."""
     pixels = truth.read.get("pixel_values")
     granted = Granted(
         batch=len(truth.labels) if threat.batch else None,
@@ -150,11 +169,12 @@ def build_recorded_view(
 def rehearse(
     model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
 ) -> list[Rehearsal]:
-    """Updates that an adversary makes of its own samples with the client's code: as many as it has
-    samples for, at most `count`.
+    """Make updates of the adversary's own samples with the client's code.
+
+    Each sample is used once, so there may be fewer than `count`.
     """
     size = plan.samples * plan.clients
-    out = []
+    rehearsals = []
     for n in range(min(count, len(own) // size)):
         inputs, labels = own.batch(np.arange(n * size, (n + 1) * size))
         update, truth = contribute(
@@ -165,20 +185,16 @@ def rehearse(
             labels.to(next(model.parameters()).device),
             seed + n,
         )
-        out.append(to_rehearsal(update, truth))
-    return out
+        rehearsals.append(to_rehearsal(update, truth))
+    return rehearsals
 
 
 def sample_rehearsals(
     model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
 ) -> Iterator[Rehearsal]:
-    """As many rehearsals as are asked for, one after the other: batches are drawn anew each time,
-    so that few samples serve.
-    """
-    size, draw = plan.samples * plan.clients, np.random.default_rng(seed)
-    order = np.concatenate(
-        [draw.permutation(len(own)) for _ in range(-(-count * size // len(own)))]
-    )
+    """Yield `count` rehearsals; batches are resampled, so that a few samples are enough."""
+    size, rng = plan.samples * plan.clients, np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(len(own)) for _ in range(-(-count * size // len(own)))])
     for n in range(count if size <= len(own) else 0):
         inputs, labels = own.batch(order[n * size : (n + 1) * size])
         update, truth = contribute(
@@ -193,7 +209,7 @@ def sample_rehearsals(
 
 
 def to_rehearsal(update: Update, truth: Truth) -> Rehearsal:
-    """An update of the adversary's own, with what it was made of."""
+    """Return a rehearsal: an update of the adversary's own, with its inputs."""
     return Rehearsal(
         update,
         truth.read["pixel_values"],
@@ -203,10 +219,11 @@ def to_rehearsal(update: Update, truth: Truth) -> Rehearsal:
 
 
 def cast_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """Inputs in the model's dtype, on its device."""
-    like = next(p for p in model.parameters() if p.is_floating_point())
+    """Convert inputs to the model's dtype and device."""
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
     return {
-        k: v.to(like) if v.is_floating_point() else v.to(like.device) for k, v in inputs.items()
+        k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
+        for k, v in inputs.items()
     }
 
 
@@ -218,55 +235,56 @@ def _contribute_one(
     labels: Tensor,
     label: str,
 ) -> tuple[Update, Truth]:
-    own = copy.deepcopy(model).train()
-    unwrap_model(own)[0].train(plan.dropout)
+    """Make the update of one client; puzzles, noise and shuffles depend on the label."""
+    client_model = copy.deepcopy(model).train()
+    unwrap_model(client_model)[0].train(plan.dropout)
     frozen = {name for part in plan.frozen for name in part_parameters(model, part)}
-    parameters = {name: p for name, p in own.named_parameters() if p.requires_grad}
+    parameters = {name: p for name, p in client_model.named_parameters() if p.requires_grad}
     count = int(plan.steps.count) if plan.steps is not None else 1
     fresh = plan.steps is not None and plan.steps.fresh
     puzzle, read = None, inputs
-    started = {name: p.detach().clone() for name, p in parameters.items()}
-    slopes: dict[str, Tensor] = {}
+    initial = {name: p.detach().clone() for name, p in parameters.items()}
+    grads: dict[str, Tensor] = {}
     for step in range(count):
-        at = slice(step * plan.batch, (step + 1) * plan.batch) if fresh else slice(None)
-        here, answers = {name: t[at] for name, t in inputs.items()}, labels[at]
-        drawn = make_puzzle(own, plan, here, f"{label}/{step}")
+        rows = slice(step * plan.batch, (step + 1) * plan.batch) if fresh else slice(None)
+        batch, answers = {name: t[rows] for name, t in inputs.items()}, labels[rows]
+        sampled = make_puzzle(client_model, plan, batch, f"{label}/{step}")
         if step == 0:
-            puzzle = drawn
+            puzzle = sampled
             read = (
                 inputs
-                if drawn is None
-                else {**inputs, "pixel_values": drawn.apply(inputs["pixel_values"])}
+                if sampled is None
+                else {**inputs, "pixel_values": sampled.apply(inputs["pixel_values"])}
             )
-        slopes = _compute_grads(
-            own, plan, examples, here, answers, drawn, parameters, f"{label}/{step}"
+        grads = _compute_grads(
+            client_model, plan, examples, batch, answers, sampled, parameters, f"{label}/{step}"
         )
         if count > 1:
             assert plan.steps is not None
             with torch.no_grad():
                 for name, p in parameters.items():
-                    if name in slopes and name not in frozen:
-                        p.sub_(plan.steps.rate * slopes[name])
+                    if name in grads and name not in frozen:
+                        p.sub_(plan.steps.rate * grads[name])
     if count > 1 and plan.steps is not None:
         update = {
-            name: p.detach() - started[name] for name, p in parameters.items() if name not in frozen
+            name: p.detach() - initial[name] for name, p in parameters.items() if name not in frozen
         }
     else:
-        update = slopes
+        update = grads
     if isinstance(plan.model, NoPositions) and not plan.model.sent:
         update = {
             name: t for name, t in update.items() if name not in part_parameters(model, "positions")
         }
-    draw = KeyedRandom(seed_key(0), f"update/{label}")
+    random = KeyedRandom(seed_key(0), f"update/{label}")
     for defence in plan.update_defences:
-        more: dict[str, Any] = {"count": plan.batch} if defence is plan.private else {}
-        update = defence.apply_to_update(update, model, draw, **more)
-    made = (
+        options: dict[str, Any] = {"count": plan.batch} if defence is plan.private else {}
+        update = defence.apply_to_update(update, model, random, **options)
+    sent = (
         Update(update)
         if count == 1 or plan.steps is None
         else Update(update, "change", count, plan.steps.rate)
     )
-    return made, Truth(inputs, read, labels, puzzle)
+    return sent, Truth(inputs, read, labels, puzzle)
 
 
 def _compute_grads(
@@ -279,11 +297,9 @@ def _compute_grads(
     parameters: Mapping[str, torch.nn.Parameter],
     label: str,
 ) -> dict[str, Tensor]:
-    """Gradients of the mean loss; of each sample, clipped, in the mean, where the plan is
-    private.
-    """
+    """Return the gradients of the mean loss; if the plan is private, clipped for each sample."""
     if plan.private is None or len(labels) == 1:
-        found = batch_grads(
+        grads = batch_grads(
             model,
             examples,
             inputs,
@@ -292,21 +308,21 @@ def _compute_grads(
             puzzle=puzzle,
             rows=label if plan.rows else None,
         )
-        return found if plan.private is None else clip_global_norm(found, plan.private.norm)
+        return grads if plan.private is None else clip_global_norm(grads, plan.private.norm)
     total: dict[str, Tensor] = {}
     for i in range(len(labels)):
-        one = {name: t[i : i + 1] for name, t in inputs.items()}
-        part = None if puzzle is None else puzzle.rows(slice(i, i + 1))
-        found = batch_grads(
+        sample = {name: t[i : i + 1] for name, t in inputs.items()}
+        own_puzzle = None if puzzle is None else puzzle.rows(slice(i, i + 1))
+        grads = batch_grads(
             model,
             examples,
-            one,
+            sample,
             labels[i : i + 1],
             parameters,
-            puzzle=part,
+            puzzle=own_puzzle,
             rows=label if plan.rows else None,
         )
-        for name, t in clip_global_norm(found, plan.private.norm).items():
+        for name, t in clip_global_norm(grads, plan.private.norm).items():
             total[name] = total.get(name, 0) + t / len(labels)
     return total
 
@@ -321,18 +337,18 @@ def batch_grads(
     puzzle: Puzzle | None = None,
     rows: str | None = None,
 ) -> dict[str, Tensor]:
-    """The gradients of one batch's mean loss by the parameters that it depends on."""
+    """Return the gradients of a batch's mean loss for the parameters that it depends on."""
     with _shuffled_rows(model, rows):
         if isinstance(model, MaskedJigsaw):
-            out = (
+            output = (
                 model(inputs["pixel_values"], puzzle=puzzle)
                 if puzzle is not None
                 else _forward_plain(model, inputs["pixel_values"])
             )
             loss = (
-                loss_of(examples, out, labels)
-                if isinstance(out, Tensor)
-                else loss_of(examples, out.logits, labels)
+                loss_of(examples, output, labels)
+                if isinstance(output, Tensor)
+                else loss_of(examples, output.logits, labels)
             )
             if model.localizer is not None:  # the regression of positions is in every step of MJP
                 grid = model.layout.grid
@@ -346,16 +362,17 @@ def batch_grads(
         else:
             loss = loss_of(examples, logits_of(model, inputs), labels)
     names = list(parameters)
-    found = torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)
-    return {n: g.detach() for n, g in zip(names, found, strict=True) if g is not None}
+    grads = torch.autograd.grad(loss, [parameters[n] for n in names], allow_unused=True)
+    return {n: g.detach() for n, g in zip(names, grads, strict=True) if g is not None}
 
 
 def _forward_plain(model: MaskedJigsaw, pixels: Tensor) -> Tensor:
-    """A pass of MJP's model without a puzzle, its unknown embedding unused."""
+    """Run MJP's model without a puzzle, its unknown embedding unused."""
     return logits_of(model.model, {"pixel_values": pixels})
 
 
 def make_puzzle(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) -> Puzzle | None:
+    """Return the puzzle of a batch, sampled by a label; None if the plan has none."""
     if (
         not isinstance(plan.model, Mjp)
         or not plan.model.shuffle
@@ -368,7 +385,7 @@ def make_puzzle(model: torch.nn.Module, plan: Plan, inputs: Inputs, label: str) 
 
 @contextlib.contextmanager
 def _shuffled_rows(model: torch.nn.Module, label: str | None) -> Iterator[None]:
-    """Passes in which tokens change places after the position embedding."""
+    """Shuffle tokens after the position embedding, in passes within the context."""
     if label is None:
         yield
         return
@@ -384,7 +401,7 @@ def _shuffled_rows(model: torch.nn.Module, label: str | None) -> Iterator[None]:
 
 
 def concat_truths(truths: Sequence[Truth]) -> Truth:
-    """What several clients kept, one below the other."""
+    """Concatenate the truths of several clients."""
     original, read = (
         concat_inputs([getattr(t, name) for t in truths]) for name in ("original", "read")
     )
@@ -392,12 +409,12 @@ def concat_truths(truths: Sequence[Truth]) -> Truth:
 
 
 def concat_inputs(parts: Sequence[Inputs]) -> dict[str, Tensor]:
-    """Batches one below the other; texts are padded to the longest."""
-    out = {}
+    """Concatenate batches; texts are padded to the longest."""
+    concatenated = {}
     for name in parts[0]:
         tensors = [p[name] for p in parts]
         if tensors[0].ndim == 2:
             longest = max(t.shape[1] for t in tensors)
             tensors = [torch.nn.functional.pad(t, (0, longest - t.shape[1])) for t in tensors]
-        out[name] = torch.cat(tensors)
-    return out
+        concatenated[name] = torch.cat(tensors)
+    return concatenated

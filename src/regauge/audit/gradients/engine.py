@@ -1,6 +1,4 @@
-"""The audit: for each combination of defences some updates are made, attacked, and scored against
-what the client kept.
-"""
+"""The image audit: make, attack and score updates for each combination of defences."""
 
 from __future__ import annotations
 
@@ -43,8 +41,7 @@ from regauge.audit.gradients.scores import (
     score_reconstructions,
 )
 from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean_score
-from regauge.audit.split.scores import best_assignment as by_name
+from regauge.audit.split.scores import OTHERS, LeakageError, Scores, best_assignment, mean_score
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import NONE, Plan, parse_plan
@@ -54,17 +51,28 @@ from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
-MAX_CANDIDATES = 400  # patches of other images that span membership is asked about, at most
-MAX_OWN_IMAGES = 500  # images that the attacker takes statistics of, at most
-REHEARSALS = 4
+MAX_CANDIDATES = 400  # candidate patches of the batch for membership, and as many of other images
+MAX_OWN_IMAGES = 500  # of the attacker, for statistics
+REHEARSALS = 4  # for the calibration of attacks
 
 
 @dataclass(frozen=True, eq=False)
 class GradientCase:
-    """A model of images and its data: `victims` are the clients', `own` the attacker's (other
-    images of the kind). `mean` and `std` say how pixels in 0..1 become what the model reads.
-    `updates` are attacked, each of `batch` images and `steps` local steps where a combination does
-    not say otherwise. `stages` are the same model at other times of its training, for a curve.
+    """An image model and its data.
+
+    Attributes:
+        model: The model.
+        victims: The examples of the clients.
+        own: The examples of the attacker, from the same distribution.
+        mean: Channel means of the normalization.
+        std: Channel deviations of the normalization.
+        updates: The number of attacked updates.
+        batch: Images in an update, unless the combination sets it.
+        steps: Local steps in an update, unless the combination sets them.
+        lr: The learning rate of local steps.
+        seed: The random seed.
+        name: The name in tables and findings.
+        stages: The model at other stages of its training, by name, for a curve.
     """
 
     model: torch.nn.Module
@@ -94,17 +102,30 @@ def audit_gradients(
     fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
-    """What updates give away under each combination ("none" is the ceiling, and always there),
-    against the size of the batch, and against training. Attacks by descent are tried on the first
-    `optimised` updates of each. `most`: findings on defended updates fail where an attack gets more
-    than this share of the way from its floor to its ceiling.
+    """Measure the leakage of updates under each combination of defences.
+
+    Args:
+        case: The model and its data.
+        combinations: Combinations of defences; "none", the ceiling, is always added.
+        attacks: The attacks to run.
+        budget: The budget of attacks that optimise or learn.
+        optimised: The number of updates on which slow attacks are run.
+        batches: Further batch sizes, without a defence, for a curve.
+        lpips: The LPIPS network; without it LPIPS is skipped.
+        pictures: The number of images in the gallery.
+        fail_above: Fail a finding on defended updates if its attack gets further than this share
+            of the way from floor to ceiling.
+        progress: Progress callback.
+
+    Raises:
+        LeakageError: The case cannot be audited.
     """
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    check_case(case, [*combinations, *(f"batch={b}" for b in batches)])
-    wanted = attacks
-    attacks, unfit = filter_applicable(wanted, case.victims)
-    closed = [a for a in attacks if not a.is_slow]  # what curves are drawn by
+    check_case(case, [*combinations, *(f"batch={size}" for size in batches)])
+    requested = attacks
+    attacks, skipped = filter_applicable(requested, case.victims)
+    closed = [a for a in attacks if not a.is_slow]  # the attacks of the curves
     total = (
         len(combinations) * len(attacks)
         + len(batches) * len(closed)
@@ -112,23 +133,28 @@ def audit_gradients(
     )
     done = 0
 
-    def tell(now: str) -> None:
+    def notify(step: str) -> None:
         nonlocal done
         if progress:
-            progress(done, total, now)
+            progress(done, total, step)
         done += 1
 
     rows = tuple(
-        audit_combination(case, case.model, c, attacks, budget, lpips, pictures, tell, optimised)
-        for c in combinations
+        audit_combination(
+            case, case.model, combination, attacks, budget, lpips, pictures, notify, optimised
+        )
+        for combination in combinations
     )
     sizes = {
-        b: audit_combination(case, case.model, f"batch={b}", closed, budget, None, 0, tell)
-        for b in batches
+        size: audit_combination(case, case.model, f"batch={size}", closed, budget, None, 0, notify)
+        for size in batches
     }
     stages = {
-        name: [audit_combination(case, m, c, closed, budget, None, 0, tell) for c in combinations]
-        for name, m in case.stages.items()
+        name: [
+            audit_combination(case, stage_model, combination, closed, budget, None, 0, notify)
+            for combination in combinations
+        ]
+        for name, stage_model in case.stages.items()
     }
     if progress:
         progress(total, total, "")
@@ -143,36 +169,40 @@ def audit_gradients(
     unchecked = (
         [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
     )
-    unchecked += unfit
-    if not any(a.is_slow for a in wanted):
-        unchecked.append("attacks by descent: none was chosen (--attacks inverting, or all)")
-    found = report.build_results("What updates give away", [measured], attacks, unchecked)
+    unchecked += skipped
+    if not any(a.is_slow for a in requested):
+        unchecked.append("attacks by descent: not selected (--attacks inverting, or all)")
+    results = report.build_results("What updates give away", [measured], attacks, unchecked)
     return replace(
-        found,
+        results,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
         ),
     )
 
 
 def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
-    """Refuse what cannot be before anything is attacked."""
+    """Check a case before anything is attacked.
+
+    Raises:
+        LeakageError: There are too few images.
+    """
     if len(case.own) < 2:
         raise LeakageError(
-            f"an attacker with {len(case.own)} images of its own has no mean image to compare with",
-            hint="give more data",
+            f"the attacker must have >= 2 images of its own, got {len(case.own)}",
+            hint="pass more data",
         )
     find_layers(case.model, tuple(_pixel_values(case.own.only([0])).shape[1:]))
     if any(_parse_plan(case, c).private for c in combinations):
-        need("dp_accounting", "privacy")  # an epsilon is told at the end
+        need("dp_accounting", "privacy")  # for the epsilon of the report
     for combination in combinations:
         plan = _parse_plan(case, combination)
         needed = plan.samples * plan.clients
         if needed > len(case.victims):
             raise LeakageError(
-                f'one update under "{combination}" takes {needed} images, and the clients have '
+                f'clients must have >= {needed} images for an update under "{combination}", got '
                 f"{len(case.victims)}",
-                hint="more data, or fewer",
+                hint="pass more data, or a smaller batch",
             )
 
 
@@ -187,77 +217,99 @@ def audit_combination(
     notify: Callable[[str], None],
     optimised: int = 2,
 ) -> Row:
-    """One combination: make updates, attack each, score."""
-    plan = _parse_plan(case, combination)
-    made = make_updates(case, model, plan)
-    mine, apart = split_own_images(case.own)
-    own = _pixel_values(mine.only(np.arange(min(MAX_OWN_IMAGES, len(mine)))))
-    rehearsals = tuple(rehearse(made[0][0], plan, mine, REHEARSALS, case.seed * 1000 + 500))
-    scores: dict[str, ImageScores] = {}
-    told: dict[str, list[float]] = {"mask": [], "labels": []}
-    patches: dict[str, list[float]] = {}
-    why: dict[str, str] = {}
-    lessons: dict[Any, Any] = {}
+    """Make updates under one combination, attack each, and score the attacks.
 
-    def learned_by(attack: Attack) -> Any:
-        seen = build_view(made[0][0], plan, made[0][1], made[0][2], attack.threat, own, rehearsals)
+    Args:
+        case: The data.
+        model: The model.
+        combination: The defences.
+        attacks: The attacks to run.
+        budget: The budget of attacks that optimise or learn.
+        lpips: The LPIPS network; None: without LPIPS.
+        pictures: The number of images in the gallery.
+        notify: Called with a description before each attack.
+        optimised: The number of updates on which slow attacks are run.
+    """
+    plan = _parse_plan(case, combination)
+    updates = make_updates(case, model, plan)
+    own_examples, others = split_own_images(case.own)
+    own = _pixel_values(own_examples.only(np.arange(min(MAX_OWN_IMAGES, len(own_examples)))))
+    rehearsals = tuple(
+        rehearse(updates[0][0], plan, own_examples, REHEARSALS, case.seed * 1000 + 500)
+    )
+    scores: dict[str, ImageScores] = {}
+    recovered: dict[str, list[float]] = {"mask": [], "labels": []}
+    patches: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    fitted: dict[Any, Any] = {}
+
+    def fit(attack: Attack) -> Any:
+        view = build_view(
+            updates[0][0], plan, updates[0][1], updates[0][2], attack.threat, own, rehearsals
+        )
         return fit_attack(
-            lessons,
+            fitted,
             attack,
-            seen,
+            view,
             budget,
-            lambda n: sample_rehearsals(made[0][0], plan, mine, n, case.seed * 1000 + 700),
+            lambda n: sample_rehearsals(
+                updates[0][0], plan, own_examples, n, case.seed * 1000 + 700
+            ),
         )
 
     for attack in attacks:
         notify(f"{combination}: {attack.title}")
-        tried: list[tuple[Attempt, Truth]] = []
+        attempts: list[tuple[Attempt, Truth]] = []
         try:
-            learned = None if attack.learn is None else learned_by(attack)
+            learned = None if attack.learn is None else fit(attack)
         except UpdateError as error:
-            why[attack.name] = str(error)
+            reasons[attack.name] = str(error)
             continue
         for n, (sent_model, update, truth) in enumerate(
-            made[:optimised] if attack.is_slow else made
+            updates[:optimised] if attack.is_slow else updates
         ):
             view = build_view(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            asked, inside = (
-                sample_candidates(view, truth, apart, case.seed + n)
+            candidates, members = (
+                sample_candidates(view, truth, others, case.seed + n)
                 if attack.kind == "patches"
                 else (None, 0)
             )
-            one = attempt(attack, view, replace(budget, seed=budget.seed + n), asked, learned)
-            if one.output is None:
-                why[attack.name] = one.reason
+            result = attempt(
+                attack, view, replace(budget, seed=budget.seed + n), candidates, learned
+            )
+            if result.output is None:
+                reasons[attack.name] = result.reason
                 break
-            tried.append((one, truth))
+            attempts.append((result, truth))
             if attack.kind == "patches":
                 patches.setdefault(attack.name, []).append(
-                    auc(one.output[:inside], one.output[inside:])
+                    auc(result.output[:members], result.output[members:])
                 )
             elif attack.kind == "mask" and truth.puzzle is not None:
-                told["mask"].append(float((one.output == truth.puzzle.mask[0]).double().mean()))
+                recovered["mask"].append(
+                    float((result.output == truth.puzzle.mask[0]).double().mean())
+                )
             elif attack.kind == "labels":
-                told["labels"].append(label_recall(one.output, truth.labels))
-        if attack.kind == "images" and tried and attack.name not in why:
-            scores[attack.name] = _score_attempts(case, attack.name, tried, lpips, pictures)
+                recovered["labels"].append(label_recall(result.output, truth.labels))
+        if attack.kind == "images" and attempts and attack.name not in reasons:
+            scores[attack.name] = _score_attempts(case, attack.name, attempts, lpips, pictures)
     read = (
-        torch.cat([truth.read["pixel_values"] for _, _, truth in made])[:pictures]
-        if pictures and made[0][2].puzzle is not None
+        torch.cat([truth.read["pixel_values"] for _, _, truth in updates])[:pictures]
+        if pictures and updates[0][2].puzzle is not None
         else None
     )
     return Row(
         combination,
         scores,
         max(patches.values(), key=statistics.fmean, default=[]),
-        told["mask"],
-        told["labels"],
+        recovered["mask"],
+        recovered["labels"],
         plan.private.epsilon() if plan.private is not None else None,
         plan.samples * plan.clients,
-        why,
+        reasons,
         None if read is None else denormalize(read.float(), case.mean, case.std).clamp(0, 1),
         floor=mean_score(
-            _score_mean_image(case, len(made) * plan.samples * plan.clients, None), LEAK
+            _score_mean_image(case, len(updates) * plan.samples * plan.clients, None), LEAK
         ),
     )
 
@@ -265,101 +317,117 @@ def audit_combination(
 def make_updates(
     case: GradientCase, model: torch.nn.Module, plan: Plan
 ) -> list[tuple[torch.nn.Module, Any, Truth]]:
-    """Updates of the first victims, as many as there are images for: the model that both sides
-    have, the update, the truth.
-    """
-    there = prepare_model(model, plan)
+    """Make updates of the first victims; return the model of both sides, the update, the truth."""
+    prepared = prepare_model(model, plan)
     size = plan.samples * plan.clients
     count = max(1, min(case.updates, len(case.victims) // size))
-    out = []
+    updates = []
     for n in range(count):
         inputs, labels = case.victims.batch(np.arange(n * size, (n + 1) * size))
-        labels = labels.to(next(there.parameters()).device)
+        labels = labels.to(next(prepared.parameters()).device)
         update, truth = contribute(
-            there, plan, case.victims, cast_inputs(there, inputs), labels, case.seed * 1000 + n
+            prepared,
+            plan,
+            case.victims,
+            cast_inputs(prepared, inputs),
+            labels,
+            case.seed * 1000 + n,
         )
-        out.append((there, update, truth))
-    return out
+        updates.append((prepared, update, truth))
+    return updates
 
 
 def _score_attempts(
     case: GradientCase,
     name: str,
-    tried: Sequence[tuple[Attempt, Truth]],
+    attempts: Sequence[tuple[Attempt, Truth]],
     lpips: Lpips | None,
     pictures: int,
 ) -> ImageScores:
-    kept: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
-    for one, truth in tried:
-        assert one.output is not None
-        found = denormalize(one.output.float().cpu(), case.mean, case.std).clamp(0, 1)
-        for what, inputs in (("original", truth.original), ("read", truth.read)):
-            true = denormalize(inputs["pixel_values"].float().cpu(), case.mean, case.std).clamp(
-                0, 1
-            )
-            kept[what].append(true)
-            kept[f"by {what}"].append(by_name(found, true))
-    true, read, found, shuffled = (
-        torch.cat(kept[k]) for k in ("original", "read", "by original", "by read")
+    images: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
+    for result, truth in attempts:
+        assert result.output is not None
+        guesses = denormalize(result.output.float().cpu(), case.mean, case.std).clamp(0, 1)
+        for side, inputs in (("original", truth.original), ("read", truth.read)):
+            originals = denormalize(
+                inputs["pixel_values"].float().cpu(), case.mean, case.std
+            ).clamp(0, 1)
+            images[side].append(originals)
+            images[f"by {side}"].append(best_assignment(guesses, originals))
+    originals, read, guesses, by_read = (
+        torch.cat(images[k]) for k in ("original", "read", "by original", "by read")
     )
-    shuffles = not torch.equal(true, read)
-    original = score_reconstructions(found, true, lpips)
-    seconds = sum(one.seconds for one, _ in tried) / len(tried)
-    against = score_reconstructions(shuffled, read, lpips) if shuffles else original
+    is_shuffled = not torch.equal(originals, read)
+    original = score_reconstructions(guesses, originals, lpips)
+    seconds = sum(result.seconds for result, _ in attempts) / len(attempts)
+    against_read = score_reconstructions(by_read, read, lpips) if is_shuffled else original
     return ImageScores(
-        name, original, against, seconds, found[:pictures], [one.facts for one, _ in tried]
+        name,
+        original,
+        against_read,
+        seconds,
+        guesses[:pictures],
+        [result.facts for result, _ in attempts],
     )
 
 
 def split_own_images(own: Examples) -> tuple[Examples, Tensor]:
-    """The adversary's images, and some that it is not given: patches of these are what members of a
-    batch are told apart from. If it had seen them, it would know them by that.
+    """Return the adversary's images, and held-out images for non-members in membership attacks.
+
+    An adversary that had the non-members would recognise them as such.
     """
-    kept = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
-    return own.only(np.arange(kept)), _pixel_values(
-        own.only(np.arange(kept if kept < len(own) else 0, len(own)))
+    count = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
+    return own.only(np.arange(count)), _pixel_values(
+        own.only(np.arange(count if count < len(own) else 0, len(own)))
     )
 
 
-def sample_candidates(view: SentUpdate, truth: Truth, own: Tensor, seed: int) -> tuple[Tensor, int]:
-    """Patches of the batch, and as many of other images, for membership; and how many are of the
-    batch.
+def sample_candidates(
+    view: SentUpdate, truth: Truth, other_images: Tensor, seed: int
+) -> tuple[Tensor, int]:
+    """Return candidate patches, and how many of them, the first ones, are members.
+
+    Members are patches of the batch; the others are as many patches of other images.
     """
     side = _patch_layers(view).patch[0]
-    true = extract_patches(truth.read["pixel_values"].cpu(), side)
-    draw = torch.Generator().manual_seed(seed)
-    true = true[torch.randperm(len(true), generator=draw)[:MAX_CANDIDATES]]
-    others = extract_patches(own, side)
-    others = others[torch.randperm(len(others), generator=draw)[: len(true)]]
-    return torch.cat([true, others]), len(true)
+    members = extract_patches(truth.read["pixel_values"].cpu(), side)
+    generator = torch.Generator().manual_seed(seed)
+    members = members[torch.randperm(len(members), generator=generator)[:MAX_CANDIDATES]]
+    others = extract_patches(other_images, side)
+    others = others[torch.randperm(len(others), generator=generator)[: len(members)]]
+    return torch.cat([members, others]), len(members)
 
 
 def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
-    """What costs an attacker nothing, against the victims that "none" attacks: the mean of its own
-    images; and where an update is of several images, so that nobody says which is which, images of
-    its own by the best naming.
+    """Score what costs an attacker nothing, against the victims of "none".
+
+    These are the mean of its own images and, if an update has several images and so no order, its
+    own images by the best assignment.
     """
-    found = {"the mean image": _score_mean_image(case, case.updates * case.batch, lpips)}
+    scores = {"the mean image": _score_mean_image(case, case.updates * case.batch, lpips)}
     if case.batch > 1:
-        true, own = (
+        images, own = (
             to_pixels(case, _first_victims(case, case.updates * case.batch)),
             to_pixels(case, case.own),
         )
-        own = own.repeat(-(-len(true) // len(own)), 1, 1, 1)[: len(true)]
-        pairs = zip(torch.split(own, case.batch), torch.split(true, case.batch), strict=True)
-        found[OTHERS] = score_reconstructions(
-            torch.cat([by_name(a, b) for a, b in pairs]), true, lpips
+        own = own.repeat(-(-len(images) // len(own)), 1, 1, 1)[: len(images)]
+        pairs = zip(torch.split(own, case.batch), torch.split(images, case.batch), strict=True)
+        scores[OTHERS] = score_reconstructions(
+            torch.cat([best_assignment(guesses, targets) for guesses, targets in pairs]),
+            images,
+            lpips,
         )
-    return found
+    return scores
 
 
 def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
-    true = to_pixels(case, _first_victims(case, count))
-    own = to_pixels(case, case.own).mean(0, keepdim=True).expand_as(true)
-    return score_reconstructions(own, true, lpips)
+    images = to_pixels(case, _first_victims(case, count))
+    guesses = to_pixels(case, case.own).mean(0, keepdim=True).expand_as(images)
+    return score_reconstructions(guesses, images, lpips)
 
 
 def to_pixels(case: GradientCase, examples: Examples) -> Tensor:
+    """Return the images of examples as pixels in 0..1."""
     return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
 
 
@@ -376,7 +444,7 @@ def _parse_plan(case: GradientCase, combination: str) -> Plan:
 
 
 def _patch_layers(view: SentUpdate) -> Layers:
-    found = find_layers(view.model, view.shape)
-    if found.patch[0] != found.patch[1]:
-        raise UpdateError(f"patches of {found.patch[0]} x {found.patch[1]} are not square")
-    return found
+    layers = find_layers(view.model, view.shape)
+    if layers.patch[0] != layers.patch[1]:
+        raise UpdateError(f"patches must be square, got {layers.patch[0]} x {layers.patch[1]}")
+    return layers

@@ -1,8 +1,7 @@
-"""What was measured, told: findings between floor and ceiling, tables, the gallery, leakage against
-batch size and training, and a verdict.
+"""The report of the image audit: findings, tables, gallery, curves, and a verdict.
 
-Leaked is told as PSNR in dB: of the mean image (floor), of the attack under this combination
-(value), of the same attack without a defence (ceiling).
+Leakage is measured by PSNR in dB: of the mean image (floor), of the attack under this combination
+(value), and of the same attack without a defence (ceiling).
 """
 
 from __future__ import annotations
@@ -18,22 +17,29 @@ from regauge.audit.split.scores import OTHERS, mean_score, worst_score
 from regauge.defences.gradients import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
-NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: nothing was learned; something was
-GUESS_AUC, CERTAIN_AUC = 0.55, 0.9  # AUC of membership: as good as a guess; told
+NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: up to chance; clearly more
+GUESS_AUC, CERTAIN_AUC = 0.55, 0.9  # AUC of membership: as good as a guess; certain
 RECOGNISABLE_DB = 20.0  # dB from which a picture is recognised
 LEVELS = ("hidden", "in part", "given away")
 ADVICE = (
-    "What came nearest at no cost in accuracy where we measured it: sums over at least 128 "
-    "images and no single update (secure aggregation, "
-    "clients=128), with freeze=embedding,first. Sending biases and gains alone "
-    "(freeze=matrices) or private hides more, and costs accuracy."
+    "The best defence without a loss of accuracy in our experiments: sums over at least 128 "
+    "images and no single update (secure aggregation, clients=128), with freeze=embedding,first. "
+    "Sending biases and gains alone (freeze=matrices) or private hides more, and costs accuracy."
 )
-CAVEAT = "These are the attacks that were tried. What they do not get, a better one may."
+CAVEAT = "These are the attacks that were tried. A stronger attack may recover more."
 
 
 def build_results(
     title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
+    """Return the results of some cases: findings, tables, figures and the verdict.
+
+    Args:
+        title: The title of the results.
+        cases: The measurements.
+        attacks: The attacks of the report.
+        unchecked: What was not tried, and why.
+    """
     findings = tuple(f for case in cases for f in build_findings(case, attacks))
     tables = tuple(
         t
@@ -42,38 +48,43 @@ def build_results(
     )
     figures = tuple(f for case in cases for f in (*gallery_figures(case), *curve_figures(case)))
     verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
-    why = [
+    reasons = [
         f"{row.combination}, {name}: {text}"
         for case in cases
         for row in case.rows
         for name, text in row.reasons.items()
         if name != "mask"
     ]
-    return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *why))
+    return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *reasons))
 
 
 def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
-    plain, out = case.row(NONE), []
+    """Return one finding for each combination and attack on images, and for patch membership."""
+    undefended, findings = case.row(NONE), []
     titles = {a.name: a.title for a in attacks}
     for row in case.rows:
-        for name, got in row.images.items():
-            values = got.original[LEAK]
-            ceiling = plain.images[name].value() if name in plain.images else plain.best()[1]
-            told = (
-                f"of one image at most {max(values):.1f} dB; SSIM {got.value('SSIM'):.2f}; "
-                f"{got.seconds:.1f} s for an update"
+        for name, result in row.images.items():
+            values = result.original[LEAK]
+            ceiling = (
+                undefended.images[name].value()
+                if name in undefended.images
+                else undefended.best()[1]
+            )
+            sentence = (
+                f"of one image at most {max(values):.1f} dB; SSIM {result.value('SSIM'):.2f}; "
+                f"{result.seconds:.1f} s for an update"
             )
             statement = f'Under "{row.combination}", {titles[name]} gives this much of the images.'
             spread = statistics.stdev(values) if len(values) > 1 else None
-            out.append(
+            findings.append(
                 Finding(
                     f"{case.name}/{row.combination}/{name}",
                     statement,
                     None,
-                    got.value(),
+                    result.value(),
                     _baseline(case, row),
                     ceiling,
-                    told,
+                    sentence,
                     measure="PSNR",
                     spread=spread,
                     trials=len(values),
@@ -81,10 +92,10 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
             )
         if row.patches:
             statement = (
-                f'Under "{row.combination}", it can be told whether a patch was in the batch.'
+                f'Under "{row.combination}", updates reveal whether a patch was in the batch.'
             )
-            low = f"of one update at most {max(row.patches):.3f}"
-            out.append(
+            patches_sentence = f"of one update at most {max(row.patches):.3f}"
+            findings.append(
                 Finding(
                     f"{case.name}/{row.combination}/patches",
                     statement,
@@ -92,44 +103,44 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     average(row.patches),
                     0.5,
                     1.0,
-                    low,
+                    patches_sentence,
                     measure="AUC",
                     trials=len(row.patches),
                 )
             )
-    return out
+    return findings
 
 
 def build_overview(case: Case) -> Table:
-    """The one that is read first: in words, what each combination hides."""
+    """Return the first table: what each combination hides, in words."""
     has_labels = any(row.labels for row in case.rows)
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        best, low, told = row.best()[1], _baseline(case, row), average(row.patches)
+        best, baseline, membership = row.best()[1], _baseline(case, row), average(row.patches)
         images = (
             "not tried"
             if best is None
             else LEVELS[0]
-            if best <= low + NEGLIGIBLE_DB
+            if best <= baseline + NEGLIGIBLE_DB
             else LEVELS[1]
-            if best < max(RECOGNISABLE_DB, low + CLEAR_DB)
+            if best < max(RECOGNISABLE_DB, baseline + CLEAR_DB)
             else LEVELS[2]
         )
         patches = (
             "not tried"
-            if told is None
+            if membership is None
             else LEVELS[0]
-            if told <= GUESS_AUC
+            if membership <= GUESS_AUC
             else "unclear"
             if may_be_chance(row)
-            else LEVELS[2 if told >= CERTAIN_AUC else 1]
+            else LEVELS[2 if membership >= CERTAIN_AUC else 1]
         )
-        share = average(row.labels)
-        labels = "not tried" if share is None else f"{share:.0%} told"
+        label_share = average(row.labels)
+        labels = "not tried" if label_share is None else f"{label_share:.0%} revealed"
         rows.append(
             (row.combination, images, patches, *([labels] if has_labels else []), row.samples)
         )
-    heads = (
+    columns = (
         "defences",
         "images",
         "patches",
@@ -138,33 +149,32 @@ def build_overview(case: Case) -> Table:
     )
     note = (
         f"Images: hidden is within {NEGLIGIBLE_DB} dB of the mean image, given away "
-        f"{RECOGNISABLE_DB:.0f} dB and "
-        "more, where a picture is recognised. Patches: whether "
+        f"{RECOGNISABLE_DB:.0f} dB and more, where a picture is recognised. Patches: whether "
     )
     note += (
         f"one was in the batch; hidden is an AUC of at most {GUESS_AUC}, given away of "
-        f"{CERTAIN_AUC} "
-        "and more, unclear where "
+        f"{CERTAIN_AUC} and more, unclear if "
     )
-    note += "so few updates may do so by chance. By the best attack that was tried."
-    return Table(f"Which defence hides what: {case.name}", heads, tuple(rows), note)
+    note += "so few updates may reach it by chance. By the best attack that was tried."
+    return Table(f"Which defence hides what: {case.name}", columns, tuple(rows), note)
 
 
 def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
-    """The numbers: the best attack on images, each attack's PSNR, patches told, mask and labels."""
+    """Return the main table: PSNR of each attack, patch membership, mask and labels."""
     used = [
         a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)
     ]
-    has = {
-        what: any(getattr(row, what) for row in case.rows) for what in ("patches", "mask", "labels")
+    shown = {
+        field: any(getattr(row, field) for row in case.rows)
+        for field in ("patches", "mask", "labels")
     }
-    private, tested = (
+    has_epsilon, has_accuracy = (
         any(row.epsilon is not None for row in case.rows),
         any(row.accuracy is not None for row in case.rows),
     )
-    heads = [
+    columns = [
         "defences",
-        *(["accuracy"] if tested else []),
+        *(["accuracy"] if has_accuracy else []),
         "images",
         "best PSNR",
         "worst",
@@ -172,73 +182,77 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
         "told apart",
         *(a.title for a in used),
     ]
-    heads += [
+    columns += [
         name
-        for what, name in (("patches", "patches (AUC)"), ("mask", "mask"), ("labels", "labels"))
-        if has[what]
+        for field, name in (("patches", "patches (AUC)"), ("mask", "mask"), ("labels", "labels"))
+        if shown[field]
     ]
-    heads += ["epsilon"] if private else []
+    columns += ["epsilon"] if has_epsilon else []
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         name, best = row.best()
-        got = row.images.get(name)
-        read = got is not None and (got.value(read=True) or 0) > (got.value() or 0)
-        scores = None if got is None else got.read if read else got.original
-        told: list[Any] = [
+        result = row.images.get(name)
+        is_read = result is not None and (result.value(read=True) or 0) > (result.value() or 0)
+        scores = None if result is None else result.read if is_read else result.original
+        values: list[Any] = [
             row.combination,
-            *([row.accuracy] if tested else []),
+            *([row.accuracy] if has_accuracy else []),
             row.samples,
             best,
             None if scores is None else worst_score(scores, LEAK),
         ]
-        told += [None if scores is None else mean_score(scores, m) for m in ("SSIM", "identified")]
-        told += [row.images[a.name].value() if a.name in row.images else None for a in used]
-        told += [average(getattr(row, what)) for what in has if has[what]]
+        values += [
+            None if scores is None else mean_score(scores, m) for m in ("SSIM", "identified")
+        ]
+        values += [row.images[a.name].value() if a.name in row.images else None for a in used]
+        values += [average(getattr(row, field)) for field in shown if shown[field]]
         rows.append(
             tuple(
                 round(v, 3) if isinstance(v, float) else v
-                for v in [*told, *([row.epsilon] if private else [])]
+                for v in [*values, *([row.epsilon] if has_epsilon else [])]
             )
         )
-    free: list[Any] = [
+    baseline: list[Any] = [
         "floor: the mean image",
-        *([None] if tested else []),
+        *([None] if has_accuracy else []),
         None,
         case.floor(),
         worst_score(case.floors["the mean image"], LEAK),
     ]
     others = case.floors.get(OTHERS, case.floors["the mean image"])
-    free += [
+    baseline += [
         mean_score(case.floors["the mean image"], "SSIM"),
         mean_score(others, "identified"),
         *(case.floor() for _ in used),
     ]
-    free += [{"patches": 0.5}.get(what) for what in has if has[what]] + ([None] if private else [])
-    rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in free))
+    baseline += [{"patches": 0.5}.get(field) for field in shown if shown[field]] + (
+        [None] if has_epsilon else []
+    )
+    rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in baseline))
     note = (
         "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that "
-        "leaked most. Best PSNR, worst, SSIM and told apart are "
+        "leaked most. Best PSNR, worst, SSIM and re-identification are "
     )
     note += (
-        "against the images as they were or as a puzzle left them, whichever is nearer; "
-        "each attack's own column is against the images as they "
+        "against the original images or the puzzled ones, whichever are nearer; the column of "
+        "each attack is against the original "
     )
     note += (
-        "were. Images: how many one update was made of. An empty field: the attack had "
-        "nothing to work with."
+        "images. Images: the number of images in an update. An empty field: the attack does not "
+        "apply."
     )
     if OTHERS in case.floors:
         note += (
-            " Which image of an update is which nobody says: the best naming counts, and "
-            "the floor of told apart is that of other images."
+            " The images of an update have no order: the best assignment counts, and the floor "
+            "of re-identification is that of other images."
         )
-    return Table(f"What updates give away: {case.name}", tuple(heads), tuple(rows), note)
+    return Table(f"What updates give away: {case.name}", tuple(columns), tuple(rows), note)
 
 
 def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
-    """Every metric, against the original and against what the model read."""
+    """Return every metric, against the originals and against the model's inputs."""
     metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    heads = (
+    columns = (
         "defences",
         "attack",
         "against",
@@ -252,11 +266,11 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
     rows: list[tuple[Any, ...]] = []
     titles = {a.name: a.title for a in attacks}
     for row in case.rows:
-        for name, got in row.images.items():
-            sides = [("the original", got.original)] + (
-                [("what was read", got.read)] if got.read is not got.original else []
+        for name, result in row.images.items():
+            sides = [("the original", result.original)] + (
+                [("what was read", result.read)] if result.read is not result.original else []
             )
-            facts = got.facts[0] if got.facts else {}
+            facts = result.facts[0] if result.facts else {}
             for against, scores in sides:
                 values = [
                     *(mean_score(scores, m) for m in metrics),
@@ -266,7 +280,7 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
                     facts.get("rank"),
                     facts.get("unknowns"),
                     facts.get("condition"),
-                    round(got.seconds, 2),
+                    round(result.seconds, 2),
                 ]
                 rows.append((row.combination, titles[name], against, *values, *about))
     floor = case.floors["the mean image"]
@@ -280,17 +294,17 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
         "pixels (Parseval). Rank, of as many unknown patches, and "
     )
     note += "condition number of the least squares, of the first update."
-    return Table(f"Every metric: {case.name}", heads, tuple(rows), note)
+    return Table(f"Every metric: {case.name}", columns, tuple(rows), note)
 
 
 def gallery_figures(case: Case) -> list[Figure]:
-    """The images, and what the best attack made of them under each combination."""
+    """Return the images and the best reconstructions under each combination."""
     if case.shown is None or not len(case.shown):
         return []
     rows = [{"label": "the images", "images": to_pictures(case.shown)}]
     for row in case.rows:
         name, best = row.best()
-        got = row.images.get(name)
+        result = row.images.get(name)
         if row.read is not None:
             rows.append(
                 {
@@ -298,16 +312,16 @@ def gallery_figures(case: Case) -> list[Figure]:
                     "images": to_pictures(row.read),
                 }
             )
-        if got is not None and got.images is not None:
+        if result is not None and result.images is not None:
             rows.append(
                 {
                     "label": f"{row.combination}: {best:.0f} dB ({name})",
-                    "images": to_pictures(got.images),
+                    "images": to_pictures(result.images),
                 }
             )
     caption = (
         f"The best attack under each combination. The mean image has {case.floor():.1f} "
-        "dB; from about 20 dB on a picture is recognised."
+        "dB; from about 20 dB on, a picture is recognised."
     )
     return [
         Figure(
@@ -317,7 +331,8 @@ def gallery_figures(case: Case) -> list[Figure]:
 
 
 def curve_figures(case: Case) -> list[Figure]:
-    out = []
+    """Return leakage against batch size and against training."""
+    figures = []
     if case.batches:
         sizes = sorted(case.batches)
         y: dict[str, Any] = {
@@ -325,7 +340,7 @@ def curve_figures(case: Case) -> list[Figure]:
             "the mean image": [case.floor()] * len(sizes),
         }
         data = {"x": sizes, "y": y, "xlabel": "images in an update", "ylabel": "PSNR"}
-        out.append(
+        figures.append(
             Figure(
                 f"{case.name}: leakage against batch size",
                 "lines",
@@ -333,77 +348,81 @@ def curve_figures(case: Case) -> list[Figure]:
                 "Without a defence. In the mean over the images of all updates.",
             )
         )
-        told = {
-            name: [average(getattr(case.batches[b], what)) for b in sizes]
-            for what, name in (("patches", "patches, AUC"), ("labels", "labels, share"))
+        recovered = {
+            name: [average(getattr(case.batches[b], field)) for b in sizes]
+            for field, name in (("patches", "patches, AUC"), ("labels", "labels, share"))
         }
-        told = {name: values for name, values in told.items() if all(v is not None for v in values)}
-        if told:
-            out.append(
+        recovered = {
+            name: values for name, values in recovered.items() if all(v is not None for v in values)
+        }
+        if recovered:
+            figures.append(
                 Figure(
                     f"{case.name}: patches and labels against batch size",
                     "lines",
-                    {**data, "y": told, "ylabel": "AUC, share"},
+                    {**data, "y": recovered, "ylabel": "AUC, share"},
                 )
             )
     if case.stages:
         names = list(case.stages)
-        by = {row.combination: [row.best()[1]] for row in case.rows}
+        by_combination = {row.combination: [row.best()[1]] for row in case.rows}
         for rows in case.stages.values():
             for row in rows:
-                by[row.combination].append(row.best()[1])
+                by_combination[row.combination].append(row.best()[1])
         lines = {
             c: [None if v is None else v for v in values]
-            for c, values in by.items()
+            for c, values in by_combination.items()
             if any(v is not None for v in values)
         }
-        caption = f"0 is the model as it was given; then: {', '.join(names)}."
+        caption = f"0 is the given model; then: {', '.join(names)}."
         data = {
             "x": list(range(len(names) + 1)),
             "y": lines,
             "xlabel": "stage of training",
             "ylabel": "PSNR of the best attack",
         }
-        out.append(Figure(f"{case.name}: leakage against training", "lines", data, caption))
-    return out
+        figures.append(Figure(f"{case.name}: leakage against training", "lines", data, caption))
+    return figures
 
 
 def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
-    """What it comes to, in words."""
-    plain, floor = case.row(NONE), case.floor()
-    name, top = plain.best()
-    out = []
-    if top is None:
-        out.append(f"{case.name}: no attack on images could try an undefended update.")
-    elif top > floor + CLEAR_DB:
-        out.append(
-            f"{case.name}: an undefended update gives its images to {top:.0f} dB "
+    """Return the conclusions of a case, one sentence each."""
+    undefended, floor = case.row(NONE), case.floor()
+    name, ceiling = undefended.best()
+    sentences = []
+    if ceiling is None:
+        sentences.append(f"{case.name}: no attack on images applies to an undefended update.")
+    elif ceiling > floor + CLEAR_DB:
+        sentences.append(
+            f"{case.name}: an undefended update reveals its images to {ceiling:.0f} dB "
             f"({_attack_title(name, attacks)}; the mean image has {floor:.0f})."
         )
     else:
-        out.append(
-            f"{case.name}: of an undefended update (images: {plain.samples}) the best attack "
-            f"gets {top:.1f} dB; the mean image has {floor:.1f}."
+        sentences.append(
+            f"{case.name}: of an undefended update (images: {undefended.samples}) the best attack "
+            f"gets {ceiling:.1f} dB; the mean image has {floor:.1f}."
         )
     hidden = [
         row for row in case.rows if row.combination != NONE and is_hidden(row, _baseline(case, row))
     ]
-    tried = [row for row in case.rows if row.combination != NONE and row.images]
+    attacked = [row for row in case.rows if row.combination != NONE and row.images]
     images_only = [
         row
-        for row in tried
+        for row in attacked
         if row not in hidden and (row.best()[1] or 0) <= _baseline(case, row) + NEGLIGIBLE_DB
     ]
     useless = [
         row
         for row in case.rows
         if row.combination != NONE
-        and top is not None
-        and top > floor + NEGLIGIBLE_DB
-        and (row.best()[1] or 0) >= top - 1
+        and ceiling is not None
+        and ceiling > floor + NEGLIGIBLE_DB
+        and (row.best()[1] or 0) >= ceiling - 1
     ]
     if useless:
-        out.append(f"Buys nothing against images: {', '.join(r.combination for r in useless)}.")
+        sentences.append(
+            f"Buys nothing against images: {', '.join(r.combination for r in useless)}."
+        )
     for row in case.rows:
         if (
             row.combination != NONE
@@ -411,82 +430,79 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
             and (row.best()[1] or 0) > _baseline(case, row) + NEGLIGIBLE_DB
         ):
             gained = (row.best()[1] or 0) - _baseline(case, row)
-            out.append(
+            sentences.append(
                 f"{row.combination}: leaves {row.best()[1]:.1f} dB "
                 f"({_attack_title(row.best()[0], attacks)}), {gained:.1f} above the mean image."
             )
     if images_only:
-        still = ", ".join(
+        remaining = ", ".join(
             f"{r.combination} (AUC "
             f"{average(r.patches) or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})"
             for r in images_only
         )
-        out.append(f"Images are at the floor, patches can still be told: {still}.")
+        sentences.append(f"Images are at the floor, patches are still revealed: {remaining}.")
     if hidden:
-        out.append(
+        sentences.append(
             f"Within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of the floor: "
             f"{', '.join(r.combination for r in hidden)}."
         )
     elif len(case.rows) > 1:
-        out.append(
+        sentences.append(
             f"No combination that was tried is within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of "
-            "the floor. "
-            f"{ADVICE}"
+            f"the floor. {ADVICE}"
         )
     untried = [row for row in case.rows if not row.images and row.combination != NONE]
     if untried:
-        told = ", ".join(
+        names = ", ".join(
             r.combination + (f" (patches: AUC {average(r.patches):.2f})" if r.patches else "")
             for r in untried
         )
-        out.append(
-            f"No attack on images that was chosen has anything to work with: {told}. A descent "
-            "might (--attacks inverting)."
+        sentences.append(
+            f"None of the selected attacks on images applies: {names}. A descent might "
+            "(--attacks inverting)."
         )
     leaked = [r for r in case.rows if r.mask]
     if leaked:
-        out.append(
-            "MJP's mask is read off the update: "
+        sentences.append(
+            "The update reveals MJP's mask: "
             f"{', '.join(f'{r.combination} {average(r.mask):.0%}' for r in leaked)}."
         )
-    labels = [r for r in case.rows if r.labels]
-    if labels:
-        shares = [average(r.labels) or 0.0 for r in labels]
-        many = (
+    labelled = [r for r in case.rows if r.labels]
+    if labelled:
+        shares = [average(r.labels) or 0.0 for r in labelled]
+        share_text = (
             f"{min(shares):.0%}"
             if round(min(shares), 2) == round(max(shares), 2)
             else f"{min(shares):.0%} to {max(shares):.0%}"
         )
-        out.append(f"Labels are told by the head's gradient: {many} of them.")
+        sentences.append(f"The gradient of the head reveals {share_text} of the labels.")
     for row in case.rows:
         if row.epsilon is not None:
-            out.append(
+            sentences.append(
                 f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; "
                 "every further update of the same sample adds to it."
             )
-    return out
+    return sentences
 
 
 def _baseline(case: Case, row: Row) -> float:
-    """What the mean image has of a row's images."""
+    """Return the score of the mean image on the images of a row."""
     return case.floor() if row.floor is None else row.floor
 
 
 def may_be_chance(row: Row) -> bool:
-    """Could an AUC above a guess be one? Where the lower end of its 95 % interval over updates is
-    below.
-    """
+    """Return whether the 95 % interval of the AUC over updates contains a guess."""
     from scipy.stats import t
 
     count = len(row.patches)
     if count < 2:
         return statistics.fmean(row.patches or [0.5]) < CERTAIN_AUC
-    half = float(t.ppf(0.975, count - 1)) * statistics.stdev(row.patches) / count**0.5
-    return bool(statistics.fmean(row.patches) - half <= 0.5)
+    margin = float(t.ppf(0.975, count - 1)) * statistics.stdev(row.patches) / count**0.5
+    return bool(statistics.fmean(row.patches) - margin <= 0.5)
 
 
 def is_hidden(row: Row, floor: float) -> bool:
-    """Is everything that was tried as good as a guess?"""
+    """Return whether every attack is as good as a guess."""
     return (
         bool(row.images)
         and (row.best()[1] or 0.0) <= floor + NEGLIGIBLE_DB

@@ -1,5 +1,6 @@
-"""How near attacks on updates came: against the images as they were, and against what the model
-read of them, which a puzzle may have shuffled.
+"""Scores of attacks on updates, against the original images and against the model's inputs.
+
+The two differ if a puzzle shuffled the images.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ LEAK = "PSNR"
 
 @dataclass(frozen=True, eq=False)
 class ImageScores:
-    """What one attack got of all updates: scores of each image against the original and against
-    what was read, images for a gallery, seconds, and what the attack says of how it stood (rank,
-    condition) for each update.
+    """The scores of one attack on all updates.
+
+    Attributes:
+        attack: The name of the attack.
+        original: The scores of each image against the original.
+        read: The scores of each image against the model's input.
+        seconds: The run time for an update.
+        images: Reconstructions for the gallery.
+        facts: For each update, facts of the attack such as rank and condition number.
     """
 
     attack: str
@@ -36,14 +43,26 @@ class ImageScores:
     facts: Sequence[Mapping[str, Any]] = ()
 
     def value(self, metric: str = LEAK, *, read: bool = False) -> float | None:
+        """Return the mean score against the originals or, with `read`, the model's inputs."""
         return mean_score(self.read if read else self.original, metric)
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One combination: what each attack on images got, the AUC of patches that were asked about,
-    the share of the mask and of the labels that were told (one number for each update), the epsilon
-    if there is one, and why attacks could not try.
+    """The leakage of one combination of defences.
+
+    Attributes:
+        combination: The defences.
+        images: The scores of each attack on images.
+        patches: The AUC of patch membership, for each update.
+        mask: The recovered share of the mask, for each update.
+        labels: The recovered share of the labels, for each update.
+        epsilon: The privacy loss of one update, with differential privacy.
+        samples: The number of images in an update.
+        reasons: Why attacks do not apply, by name.
+        read: The model's inputs for the gallery, if a puzzle changed them.
+        accuracy: The accuracy of the model.
+        floor: The score of the mean image on the attacked images.
     """
 
     combination: str
@@ -54,31 +73,33 @@ class Row:
     epsilon: float | None = None
     samples: int = 1
     reasons: Mapping[str, str] = field(default_factory=dict)
-    read: Tensor | None = (
-        None  # of a gallery: the images as the model read them, where a puzzle was put to them
-    )
+    read: Tensor | None = None
     accuracy: float | None = None
-    floor: float | None = None  # what the mean image has of the images that were attacked here
+    floor: float | None = None
 
     def best(self, metric: str = LEAK) -> tuple[str, float | None]:
-        """The attack that gets most of the images as they were or as they were read, and what it
-        gets.
-        """
-        found = {
+        """Return the strongest attack and its score, on originals or the model's inputs."""
+        scores = {
             name: max(s.value(metric) or 0.0, s.value(metric, read=True) or 0.0)
             for name, s in self.images.items()
         }
-        if not found:
+        if not scores:
             return "", None
-        name = max(found, key=lambda n: found[n])
-        return name, found[name]
+        name = max(scores, key=lambda n: scores[n])
+        return name, scores[name]
 
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """All rows of one model on one data set, what costs nothing, and the true images of the
-    gallery. `batches` and `stages` are further rows, by the size of the batch and by how far the
-    model was trained, for the curves.
+    """All rows of one model on one data set, with the baselines.
+
+    Attributes:
+        name: The name in tables and findings.
+        rows: One row for each combination.
+        floors: The scores of the baselines.
+        shown: The true images of the gallery.
+        batches: Further rows by batch size, for a curve.
+        stages: Further rows by stage of training, for a curve.
     """
 
     name: str
@@ -89,28 +110,31 @@ class Case:
     stages: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
     def row(self, combination: str) -> Row:
+        """Return the row of a combination."""
         return next(r for r in self.rows if r.combination == combination)
 
     def floor(self, metric: str = LEAK) -> float:
+        """Return the score of the mean image."""
         return mean_score(self.floors["the mean image"], metric) or 0.0
 
 
-def score_reconstructions(found: Tensor, true: Tensor, lpips: Lpips | None) -> Scores:
-    """All metrics; which image is nearest says nothing where there is one."""
-    chosen = METRICS if len(true) > 1 else tuple(m for m in METRICS if m.name != "identified")
-    return score_images(found, true, lpips, chosen)
+def score_reconstructions(guesses: Tensor, images: Tensor, lpips: Lpips | None) -> Scores:
+    """Return all metrics; identification is left out for a single image, where it is trivial."""
+    metrics = METRICS if len(images) > 1 else tuple(m for m in METRICS if m.name != "identified")
+    return score_images(guesses, images, lpips, metrics)
 
 
 def label_recall(counts: Tensor, labels: Tensor) -> float:
-    """The share of a batch's labels that the counts have: the overlap of two bags."""
-    true = torch.bincount(labels.cpu(), minlength=len(counts))
-    return float(torch.minimum(counts.cpu(), true).sum()) / len(labels)
+    """Return the share of a batch's labels that the counts contain: the overlap of two bags."""
+    expected = torch.bincount(labels.cpu(), minlength=len(counts))
+    return float(torch.minimum(counts.cpu(), expected).sum()) / len(labels)
 
 
 def extract_patches(images: Tensor, patch: int) -> Tensor:
-    """All patches of images, [count, values]."""
+    """Return all patches of images, [count, values]."""
     return to_patches(images, patch).flatten(0, 1)
 
 
 def average(values: Sequence[float]) -> float | None:
+    """Return the mean; None without values."""
     return statistics.fmean(values) if values else None

@@ -1,6 +1,4 @@
-"""The audit of texts: updates of language models and classifiers of texts, attacked, and scored
-word by word.
-"""
+"""The text audit: attack updates of language models and text classifiers, and score the texts."""
 
 from __future__ import annotations
 
@@ -39,8 +37,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class TextCase:
-    """A model of texts and its data. `own` are other texts, whose words in the same places are what
-    a guess gets.
+    """A text model and its data.
+
+    Attributes:
+        model: The model.
+        victims: The examples of the clients.
+        own: Other texts; their tokens at the same positions are the baseline.
+        updates: The number of attacked updates.
+        batch: Texts in an update, unless the combination sets it.
+        steps: Local steps in an update, unless the combination sets them.
+        lr: The learning rate of local steps.
+        seed: The random seed.
+        name: The name in tables and findings.
     """
 
     model: torch.nn.Module
@@ -56,6 +64,16 @@ class TextCase:
 
 @dataclass(frozen=True)
 class TextAttack:
+    """An attack of the table; `run` returns the tokens of each text.
+
+    Attributes:
+        name: The id.
+        title: The title in tables.
+        threat: What it is granted besides model and update.
+        run: The attack.
+        is_slow: Whether it optimises texts: run on few updates.
+    """
+
     name: str
     title: str
     threat: Threat
@@ -78,6 +96,17 @@ ATTACKS: tuple[TextAttack, ...] = (
 
 @dataclass(frozen=True)
 class TextRow:
+    """The leakage of one combination of defences.
+
+    Attributes:
+        combination: The defences.
+        texts: The number of texts in an update.
+        scores: By attack and measure, the scores of each text.
+        labels: The recovered share of the labels, for each update.
+        reasons: Why attacks do not apply, by name.
+        seconds: The run time of each attack.
+    """
+
     combination: str
     texts: int
     scores: Mapping[str, Mapping[str, list[float]]]
@@ -95,32 +124,42 @@ def audit_texts(
     fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
-    """What updates give away of texts, under each combination ("none" is the ceiling, and always
-    there). `most`: findings on defended updates fail where an attack gets more than this share of
-    the way from its floor to its ceiling.
+    """Measure the leakage of texts by updates under each combination of defences.
+
+    Args:
+        case: The model and its data.
+        combinations: Combinations of defences; "none", the ceiling, is always added.
+        attacks: The attacks to run.
+        optimised: The number of updates on which slow attacks are run.
+        fail_above: Fail a finding on defended updates if its attack gets further than this share
+            of the way from floor to ceiling.
+        progress: Progress callback.
+
+    Raises:
+        LeakageError: There are too few texts.
     """
     find_text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    for c in combinations:
-        plan = parse_plan(c, case.batch, case.steps, case.lr)
+    for combination in combinations:
+        plan = parse_plan(combination, case.batch, case.steps, case.lr)
         if plan.samples * plan.clients > len(case.victims):
             raise LeakageError(
-                f'one update under "{c}" takes {plan.samples * plan.clients} texts, and there '
-                f"are {len(case.victims)}",
-                hint="give more data",
+                f"clients must have >= {plan.samples * plan.clients} texts for an update under "
+                f'"{combination}", got {len(case.victims)}',
+                hint="pass more data",
             )
     rows = []
-    for i, c in enumerate(combinations):
+    for i, combination in enumerate(combinations):
         if progress:
-            progress(i, len(combinations), c)
-        rows.append(_audit_combination(case, c, attacks, optimised))
+            progress(i, len(combinations), combination)
+        rows.append(_audit_combination(case, combination, attacks, optimised))
     if progress:
         progress(len(combinations), len(combinations), "")
-    found = _build_results(case, rows, _score_baseline(case), attacks)
+    results = _build_results(case, rows, _score_baseline(case), attacks)
     return replace(
-        found,
+        results,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
         ),
     )
 
@@ -129,49 +168,47 @@ def _audit_combination(
     case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int
 ) -> TextRow:
     plan = parse_plan(combination, case.batch, case.steps, case.lr)
-    there, size = prepare_model(case.model, plan), plan.samples * plan.clients
+    prepared, size = prepare_model(case.model, plan), plan.samples * plan.clients
     scores: dict[str, dict[str, list[float]]] = {}
-    why: dict[str, str] = {}
-    labels: list[float] = []
+    reasons: dict[str, str] = {}
+    label_shares: list[float] = []
     seconds: dict[str, float] = {}
-    for n in range(max(1, min(case.updates, len(case.victims) // size))):
-        inputs, answers = case.victims.batch(np.arange(n * size, (n + 1) * size))
+    for number in range(max(1, min(case.updates, len(case.victims) // size))):
+        inputs, labels = case.victims.batch(np.arange(number * size, (number + 1) * size))
         update, truth = contribute(
-            there, plan, case.victims, cast_inputs(there, inputs), answers, case.seed * 1000 + n
+            prepared,
+            plan,
+            case.victims,
+            cast_inputs(prepared, inputs),
+            labels,
+            case.seed * 1000 + number,
         )
         for attack in attacks:
-            if attack.is_slow and n >= optimised:
+            if attack.is_slow and number >= optimised:
                 continue
-            view = build_view(there, plan, update, truth, attack.threat)
+            view = build_view(prepared, plan, update, truth, attack.threat)
             started = time.monotonic()
             try:
                 with torch.random.fork_rng(devices=[]):
-                    found = [t.tolist() for t in attack.run(view)]
+                    texts = [t.tolist() for t in attack.run(view)]
             except UpdateError as error:
-                why[attack.name], found = str(error), []
+                reasons[attack.name], texts = str(error), []
             seconds[attack.name] = round(time.monotonic() - started, 1)
-            for m, values in score_texts(found, token_lists(truth, case.victims.causal)).items():
-                scores.setdefault(attack.name, {}).setdefault(m, []).extend(values)
+            true_texts = token_lists(truth, case.victims.causal)
+            for measure, values in score_texts(texts, true_texts).items():
+                scores.setdefault(attack.name, {}).setdefault(measure, []).extend(values)
         if not case.victims.causal and not case.victims.tokens:
             try:
-                labels.append(
-                    label_recall(
-                        label_counts(
-                            build_view(there, plan, update, truth, Threat(batch=True)),
-                            case.victims.classes,
-                        ),
-                        truth.labels,
-                    )
-                )
+                view = build_view(prepared, plan, update, truth, Threat(batch=True))
+                counts = label_counts(view, case.victims.classes)
+                label_shares.append(label_recall(counts, truth.labels))
             except UpdateError as error:
-                why["labels"] = str(error)
-    return TextRow(combination, size, scores, labels, why, seconds)
+                reasons["labels"] = str(error)
+    return TextRow(combination, size, scores, label_shares, reasons, seconds)
 
 
 def token_lists(truth: Truth, causal: bool) -> list[list[int]]:
-    """The texts as layers read them: without padding; of a causal model without the last word,
-    which is a label.
-    """
+    """Return the tokens of each text without padding; a causal model's last token is a label."""
     ids = truth.read["input_ids"].cpu()
     mask = truth.read.get("attention_mask")
     rows = (
@@ -188,11 +225,11 @@ def _score_baseline(case: TextCase) -> dict[str, list[float]]:
     for data in (case.own, case.victims):
         inputs, labels = data.batch(np.arange(count))
         texts.append(token_lists(Truth(inputs, inputs, labels), data.causal))
-    out: dict[str, list[float]] = {m: [] for m in MEASURES}
-    for guess, true in zip(*texts, strict=True):
-        for m, v in score_texts([guess], [true]).items():
-            out[m] += v
-    return out
+    scores: dict[str, list[float]] = {measure: [] for measure in MEASURES}
+    for guess, text in zip(*texts, strict=True):
+        for measure, values in score_texts([guess], [text]).items():
+            scores[measure] += values
+    return scores
 
 
 def _build_results(
@@ -203,7 +240,7 @@ def _build_results(
 ) -> Results:
     titles = {a.name: a.title for a in attacks}
 
-    def line(scores: Mapping[str, list[float]]) -> list[float]:
+    def summarize(scores: Mapping[str, list[float]]) -> list[float]:
         return [round(statistics.fmean(scores[m]), 3) for m in MEASURES] + [
             round(max(scores["ROUGE-L"]), 3)
         ]
@@ -211,21 +248,28 @@ def _build_results(
     table = []
     for row in rows:
         for name, scores in row.scores.items():
-            told = None if not row.labels else round(statistics.fmean(row.labels), 3)
+            label_share = None if not row.labels else round(statistics.fmean(row.labels), 3)
             table.append(
-                (row.combination, row.texts, titles[name], *line(scores), told, row.seconds[name])
+                (
+                    row.combination,
+                    row.texts,
+                    titles[name],
+                    *summarize(scores),
+                    label_share,
+                    row.seconds[name],
+                )
             )
-    table.append(("floor: another text", None, "", *line(floor), None, None))
-    heads = ("defences", "texts", "attack", *MEASURES, "worst ROUGE-L", "labels", "seconds")
+    table.append(("floor: another text", None, "", *summarize(floor), None, None))
+    columns = ("defences", "texts", "attack", *MEASURES, "worst ROUGE-L", "labels", "seconds")
     note = (
         "Shares of each text, in the mean over texts: words as a bag, words in their places, "
         "ROUGE on tokens (F1), texts that are exactly right. "
     )
     note += (
-        "Texts: how many one update was made of. Words by zero rows gives a bag: its order "
-        "is the vocabulary's."
+        "Texts: the number of texts in an update. Words by zero rows gives a bag: its order is "
+        "the vocabulary's."
     )
-    plain = rows[0]
+    undefended = rows[0]
     findings = [
         Finding(
             f"{case.name}/{row.combination}/{name}",
@@ -233,7 +277,7 @@ def _build_results(
             None,
             statistics.fmean(scores["ROUGE-L"]),
             statistics.fmean(floor["ROUGE-L"]),
-            statistics.fmean(plain.scores[name]["ROUGE-L"]),
+            statistics.fmean(undefended.scores[name]["ROUGE-L"]),
             f"{statistics.fmean(scores['exact']):.0%} of the texts exactly",
             measure="ROUGE-L",
             trials=len(scores["ROUGE-L"]),
@@ -242,28 +286,27 @@ def _build_results(
         for name, scores in row.scores.items()
     ]
     verdict = [_describe_row(row, floor, titles) for row in rows] + [CAVEAT]
-    why = [
+    reasons = [
         f"{row.combination}, {name}: {text}" for row in rows for name, text in row.reasons.items()
     ]
     return Results(
         "What updates give away",
         tuple(findings),
-        (Table(f"Texts: {case.name}", heads, tuple(table), note),),
+        (Table(f"Texts: {case.name}", columns, tuple(table), note),),
         (),
         {"verdict": verdict},
-        tuple(why),
+        tuple(reasons),
     )
 
 
 def _describe_row(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     name = max(row.scores, key=lambda n: statistics.fmean(row.scores[n]["ROUGE-L"]))
-    got = row.scores[name]
-    best, exact, low = (
-        statistics.fmean(s) for s in (got["ROUGE-L"], got["exact"], floor["ROUGE-L"])
+    scores = row.scores[name]
+    best, exact, baseline = (
+        statistics.fmean(s) for s in (scores["ROUGE-L"], scores["exact"], floor["ROUGE-L"])
     )
     bag = max(statistics.fmean(s["words"]) for s in row.scores.values())
-    told = (
-        f"ROUGE-L {best:.2f} by {titles[name]} (another text: {low:.2f}), {exact:.0%} of the "
-        f"texts exactly; {bag:.0%} of the words told"
+    return (
+        f"{row.combination}: ROUGE-L {best:.2f} by {titles[name]} (another text: {baseline:.2f}), "
+        f"{exact:.0%} of the texts exactly; {bag:.0%} of the words."
     )
-    return f"{row.combination}: {told}."

@@ -1,4 +1,4 @@
-"""Audit of a recorded federated run: attack the updates that the server received."""
+"""The audit of a recorded federated run: attack the contributions that the server received."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from regauge.federated.recorder import RecordedUpdate
 
 
 def to_update(record: RecordedUpdate) -> Update:
-    """Return the update as the server saw it."""
+    """Return a recorded update as an attack gets it."""
     return Update(record.tensors, "change", record.steps, record.lr)

@@ -1,10 +1,10 @@
-"""Attacks on what a server was sent in a run, round by round: `regauge audit gradients --from RUN`.
+"""The audit of a recorded run, round by round: `regauge audit gradients --from RUN`.
 
-The attacker is the server: it has the state that it sent out, each contribution as it came, its own
-test examples, the run's settings and the code of its clients, so that it can practise: it makes
-updates of its own examples as a client would. Scores are against what the client used, which is
-read again from the data; nothing of that goes into an attack. `seeing` has what is of images,
-`reading` what is of texts.
+The attacker is the server. It has the state that it sent out, each contribution, its own test
+examples, the settings of the run and the code of its clients, so that it can rehearse: make updates
+of its own examples as a client would. Attacks are scored by the client's examples, which are read
+again from the data and are not part of any view. `image_audit` has the attacks on images,
+`text_audit` those on texts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,25 @@ from regauge.jigsaw import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
-Row = dict[
-    str, Any
-    # of one update: "round", "client", "leak", "floor", what else was told, and "why ..." an attack
-    # could not try
-]
+# The scores of one update: "round", "client", "leak", "floor", further scores, and "why ..." with
+# the reason of each attack that does not apply.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedRun:
-    """A run that was recorded: what both sides had, what was sent (`todo`, by round and client),
-    and how the model reads its data.
+    """A recorded run.
+
+    Attributes:
+        folder: The folder of the run.
+        settings: Its settings.
+        source: Its model and data.
+        model: The model of both sides.
+        parts: The examples of each client.
+        test: The examples of the server.
+        targets: Rounds with the clients of each recorded contribution; under secure sums, all
+            clients of a round together.
+        task: How the model reads the data.
     """
 
     folder: Path
@@ -57,13 +65,11 @@ class RecordedRun:
     model: torch.nn.Module
     parts: Sequence[Examples]
     test: Examples
-    targets: Sequence[
-        tuple[int, tuple[int, ...]]
-    ]  # under secure sums all clients of a round are one
+    targets: Sequence[tuple[int, tuple[int, ...]]]
     task: dict[str, Any]
 
     def iterate(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """What is to be attacked, one after the other, and told as it goes."""
+        """Yield the targets one by one, and report progress."""
         for i, (number, clients) in enumerate(self.targets):
             if progress:
                 progress(
@@ -76,11 +82,12 @@ class RecordedRun:
             progress(len(self.targets), len(self.targets), "")
 
     def load_update(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
+        """Return the contribution of these clients; under secure sums it is the mean of all."""
         return load_update(self.folder, number, clients[0])
 
     def load_truth(self, number: int, clients: Sequence[int]) -> Truth:
-        """What these clients kept."""
-        found = [
+        """Return the examples of these clients."""
+        truths = [
             rebuild_truth(
                 self.model,
                 self.parts[c],
@@ -91,13 +98,20 @@ class RecordedRun:
             )
             for c in clients
         ]
-        return found[0] if len(found) == 1 else concat_truths(found)
+        return truths[0] if len(truths) == 1 else concat_truths(truths)
 
 
 @dataclass(frozen=True)
 class LeakFormat:
-    """How leakage is told: of `what`, by which `measure`, next to which `floor`; further columns by
-    their key in a row; the verdict of a round.
+    """The presentation of leakage in the report.
+
+    Attributes:
+        subject: What is recovered: "images", "texts".
+        measure: The measure of leakage.
+        floor: The title of the baseline.
+        columns: Titles of further columns, by key of a row.
+        verdict: Describe a round by its mean scores.
+        is_plain: Whether a round reveals the subject plainly, by leak and floor.
     """
 
     subject: str
@@ -105,33 +119,42 @@ class LeakFormat:
     floor: str
     columns: dict[str, str]
     verdict: Callable[[Callable[[str], float | None]], str]
-    is_plain: Callable[[float, float], bool]  # do they come back plainly? of the leak and the floor
+    is_plain: Callable[[float, float], bool]
 
 
 def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = ()) -> RecordedRun:
-    """A recorded run and, of it, these rounds and clients (by default all)."""
-    found = state_store.load_about(folder)
-    settings, source = read_settings(found["settings"]), Source(**found["about"]["source"])
+    """Open a recorded run.
+
+    Args:
+        folder: The folder of the run.
+        rounds: The rounds to attack; empty for all.
+        clients: The clients to attack; empty for all.
+
+    Raises:
+        FederatedError: Nothing was recorded for these rounds and clients.
+    """
+    about = state_store.load_about(folder)
+    settings, source = read_settings(about["settings"]), Source(**about["about"]["source"])
     model = source.build_model(settings)
     shared, test, task = source.load_examples(model)
     recorded = {
-        n: [c for c in who if not clients or c in clients]
-        for n, who in recorded_rounds(folder).items()
-        if not rounds or n in rounds
+        number: [c for c in present if not clients or c in clients]
+        for number, present in recorded_rounds(folder).items()
+        if not rounds or number in rounds
     }
-    todo = [
-        (n, group)
-        for n, who in recorded.items()
-        for group in ([tuple(who)] if settings.secure and who else [(c,) for c in who])
+    targets = [
+        (number, group)
+        for number, present in recorded.items()
+        for group in ([tuple(present)] if settings.secure and present else [(c,) for c in present])
     ]
-    if not todo:
+    if not targets:
         raise FederatedError(
-            "nothing of these rounds and clients was recorded",
+            "rounds and clients must have been recorded, got none of them",
             hint="recorded: rounds "
-            f"{', '.join(str(n + 1) for n in sorted(recorded_rounds(folder)))}",
+            f"{', '.join(str(number + 1) for number in sorted(recorded_rounds(folder)))}",
         )
     return RecordedRun(
-        folder, settings, source, model, partition_examples(shared, settings), test, todo, task
+        folder, settings, source, model, partition_examples(shared, settings), test, targets, task
     )
 
 
@@ -143,69 +166,86 @@ def rebuild_truth(
     number: int,
     client: int,
 ) -> Truth:
-    """What the client kept, from its data: inputs as they were, images as the model read them
-    (puzzles are drawn again), and labels. All steps.
+    """Return the truth of a contribution, all steps: inputs, puzzled inputs and labels.
+
+    Puzzles are sampled again from the same seed.
     """
     original: list[dict[str, Tensor]] = []
     read: list[dict[str, Tensor]] = []
-    labels, first = [], None
+    labels, first_puzzle = [], None
     set_puzzle_seed(model, settings, number, client)
-    for chosen in rows:
-        inputs, answers = examples.batch(np.asarray(chosen))
+    for indices in rows:
+        inputs, batch_labels = examples.batch(np.asarray(indices))
         puzzle = None
         if isinstance(model, MaskedJigsaw):
             pixels = inputs["pixel_values"]
             puzzle = model.puzzle_at(model.passes, len(pixels), model.grid_of(pixels))
             model.passes += 1
-        first = first or puzzle
+        first_puzzle = first_puzzle or puzzle
         original.append(dict(inputs))
         read.append(
             dict(inputs)
             if puzzle is None
             else {**inputs, "pixel_values": puzzle.apply(inputs["pixel_values"])}
         )
-        labels.append(answers)
-    return Truth(concat_inputs(original), concat_inputs(read), torch.cat(labels), first)
+        labels.append(batch_labels)
+    return Truth(concat_inputs(original), concat_inputs(read), torch.cat(labels), first_puzzle)
 
 
 def rehearse_recorded(
     model: torch.nn.Module,
-    seen: RecordedUpdate,
+    update: RecordedUpdate,
     own: Examples,
     settings: Settings,
     count: int,
     seed: int,
     clients: int = 1,
 ) -> Iterator[Rehearsal]:
-    """Updates that a server makes of its own examples as a client made what was seen: as many
-    examples and steps, the same training and defences; under a secure sum as many clients. On a
-    model that is used up by it.
+    """Yield updates of the server's own examples, made like a recorded one.
+
+    They have as many examples and steps, the same training and defences and, under a secure sum, as
+    many clients. The weights of `model` are overwritten.
+
+    Args:
+        model: The model of both sides.
+        update: The recorded update.
+        own: The server's examples.
+        settings: The settings of the run.
+        count: The number of rehearsals.
+        seed: The random seed.
+        clients: The number of clients in a secure sum.
     """
     defences = read_defences(settings.defences)
-    still, draw = frozen_names(model, defences), np.random.default_rng(seed)
+    frozen, rng = frozen_names(model, defences), np.random.default_rng(seed)
     for _ in range(count):
-        like = replace(
+        sampled = replace(
             settings,
-            steps=seen.steps,
+            steps=update.steps,
             step_jitter=0.0,
             secure=False,
-            seed=int(draw.integers(1 << 31)),
+            seed=int(rng.integers(1 << 31)),
         )
-        made, truths = [], []
+        updates, truths = [], []
         for client in range(clients):
-            mine = own.only(draw.choice(len(own), seen.examples, replace=seen.examples > len(own)))
-            sent = contribute(model, seen.state, mine, like, seen.round, client, frozen=still)
-            truths.append(rebuild_truth(model, mine, sent.rows, like, seen.round, client))
-            made.append(
+            examples = own.only(
+                rng.choice(len(own), update.examples, replace=update.examples > len(own))
+            )
+            contribution = contribute(
+                model, update.state, examples, sampled, update.round, client, frozen=frozen
+            )
+            truths.append(
+                rebuild_truth(model, examples, contribution.rows, sampled, update.round, client)
+            )
+            updates.append(
                 Update(
-                    apply_defences(sent, model, defences, seed_key(like.seed)).tensors,
+                    apply_defences(contribution, model, defences, seed_key(sampled.seed)).tensors,
                     "change",
-                    sent.steps,
-                    sent.lr,
+                    contribution.steps,
+                    contribution.lr,
                 )
             )
         yield to_rehearsal(
-            made[0] if clients == 1 else average_updates(made),
+            updates[0] if clients == 1 else average_updates(updates),
             truths[0] if clients == 1 else concat_truths(truths),
         )
 
@@ -217,16 +257,26 @@ def build_results(
     attacks: Sequence[Attack] | Sequence[TextAttack],
     pictures: Sequence[Figure] = (),
 ) -> Results:
-    """Accuracy and leakage over rounds, on one page."""
-    kept = state_store.load(run.folder)
-    history = completed_rounds(kept.history) if kept else []
-    accuracy = {r.number: r.measures.get("accuracy") for r in history}
+    """Return accuracy and leakage over rounds.
+
+    Args:
+        run: The recorded run.
+        rows: The scores of the attacked updates.
+        leak: How leakage is presented.
+        attacks: The attacks.
+        pictures: Further figures.
+    """
+    run_state = state_store.load(run.folder)
+    history = completed_rounds(run_state.history) if run_state else []
+    accuracy = {past.number: past.measures.get("accuracy") for past in history}
     numbers = sorted({row["round"] for row in rows})
 
-    def at(n: int, name: str) -> float | None:
-        return average([r[name] for r in rows if r["round"] == n and r.get(name) is not None])
+    def mean_at(number: int, name: str) -> float | None:
+        return average(
+            [row[name] for row in rows if row["round"] == number and row.get(name) is not None]
+        )
 
-    leaks, floors = ([at(n, name) for n in numbers] for name in ("leak", "floor"))
+    leaks, floors = ([mean_at(number, name) for number in numbers] for name in ("leak", "floor"))
     columns = (
         "round",
         "accuracy",
@@ -237,26 +287,26 @@ def build_results(
     )
     body = tuple(
         (
-            n + 1,
-            accuracy.get(n),
+            number + 1,
+            accuracy.get(number),
             leaks[i],
             floors[i],
-            *(at(n, key) for key in leak.columns),
-            sum(r["round"] == n for r in rows),
+            *(mean_at(number, key) for key in leak.columns),
+            sum(row["round"] == number for row in rows),
         )
-        for i, n in enumerate(numbers)
+        for i, number in enumerate(numbers)
     )
     reasons = sorted({str(row[key]) for row in rows for key in row if key.startswith("why ")})
     note = "Each update is attacked as it was sent. " + " ".join(
         f"{text[:1].upper()}{text[1:]}." for text in reasons
     )
-    x = [n + 1 for n in numbers]
+    x = [number + 1 for number in numbers]
     figures = [
         Figure(
             "Accuracy over rounds",
             "lines",
             {
-                "x": [r.number + 1 for r in history],
+                "x": [past.number + 1 for past in history],
                 "y": {"accuracy": list(accuracy.values())},
                 "xlabel": "round",
                 "ylabel": "accuracy",
@@ -273,42 +323,48 @@ def build_results(
                 "ylabel": leak.measure,
                 "log": False,
             },
-            f"How near the server's best attack came to the {leak.subject} that a client used. At "
-            "the floor's height it has got nothing.",
+            f"The server's best attack against the {leak.subject} of a client. At the floor it "
+            "recovers nothing.",
         ),
         *pictures,
     ]
-    plainly = sum(
-        a is not None and b is not None and leak.is_plain(a, b)
-        for a, b in zip(leaks, floors, strict=True)
+    plain_rounds = sum(
+        value is not None and baseline is not None and leak.is_plain(value, baseline)
+        for value, baseline in zip(leaks, floors, strict=True)
     )
-    said = [leak.verdict(partial(at, n)) for n in numbers]
-    first = (
-        f"{leak.subject.capitalize()} come back from what was sent in {plainly} of "
-        f"{len(numbers)} rounds that were attacked."
+    sentences = [leak.verdict(partial(mean_at, number)) for number in numbers]
+    summary = (
+        f"{leak.subject.capitalize()} come back from contributions in {plain_rounds} of "
+        f"{len(numbers)} attacked rounds."
     )
-    wide = len(str(max(x)))  # so that they are sorted as they came
+    width = len(str(max(x)))  # so that ids sort by round
     findings = [
         Finding(
-            f"round-{k:0{wide}}/leak",
-            f"What the server makes of the updates of round {k}",
+            f"round-{round_number:0{width}}/leak",
+            f"Leakage of the updates of round {round_number}",
             None,
-            a,
+            value,
             floors[i],
             None,
             text,
             measure=leak.measure,
         )
-        for i, (k, a, text) in enumerate(zip(x, leaks, said, strict=True))
-        if a is not None
+        for i, (round_number, value, text) in enumerate(zip(x, leaks, sentences, strict=True))
+        if value is not None
     ]
     facts: dict[str, Any] = {
-        "verdict": [first, *(f"round {k}: {text}" for k, text in zip(x, said, strict=True))],
+        "verdict": [
+            summary,
+            *(
+                f"round {round_number}: {text}"
+                for round_number, text in zip(x, sentences, strict=True)
+            ),
+        ],
         "run": str(run.folder),
     }
     facts |= {
         "settings": run.settings.to_dict(),
-        "attacks": [a.title for a in attacks],
+        "attacks": [attack.title for attack in attacks],
         "source": run.source.to_dict(),
     }
     return Results(
@@ -330,9 +386,19 @@ def audit_run(
     pictures: int = 4,
     progress: Progress | None = None,
 ) -> Results:
-    """Attack what was sent in these rounds by these clients (by default all that was recorded), by
-    attacks of these names (by default all that take no descent): accuracy and leakage over rounds,
-    on one page.
+    """Attack the recorded contributions of a run.
+
+    Args:
+        folder: The folder of the run.
+        rounds: The rounds to attack; empty for all.
+        clients: The clients to attack; empty for all.
+        attacks: Names of attacks; None for all but the slow ones.
+        budget: The budget of attacks that optimise or learn.
+        pictures: The number of images of an update in the gallery.
+        progress: Progress callback.
+
+    Returns:
+        Accuracy and leakage over rounds.
     """
     return audit_recorded(
         open_run(folder, rounds, clients),
@@ -351,7 +417,7 @@ def audit_recorded(
     pictures: int = 4,
     progress: Progress | None = None,
 ) -> Results:
-    """The same, of a run that is open."""
+    """Attack the recorded contributions of an open run, see `audit_run`."""
     from regauge.audit.recorded.image_audit import audit_images
     from regauge.audit.recorded.text_audit import audit_texts
 

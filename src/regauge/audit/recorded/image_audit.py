@@ -1,4 +1,4 @@
-"""What a server makes of the images of a recorded run."""
+"""Attacks on the images of a recorded run."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ from regauge.audit.recorded.engine import (
     rehearse_recorded,
 )
 from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import best_assignment as by_name
-from regauge.audit.split.scores import mean_score as mean_of
+from regauge.audit.split.scores import best_assignment, mean_score
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
@@ -45,15 +44,19 @@ from regauge.federated.states import load_state
 from regauge.results.findings import Figure, Results
 
 Tensor = torch.Tensor
-PixelStats = tuple[Sequence[float], Sequence[float]]  # mean and deviation of pixels
+PixelStats = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of pixels
 PLAIN_DB, PARTIAL_DB = 10.0, 1.0  # dB above the mean image
-MAX_OWN_IMAGES = 300  # of the server's test images: the attacker's
+MAX_OWN_IMAGES = 300  # of the server's test images
 
 
 @dataclass(eq=False)
 class Practice:
-    """Where a server practises: `make` gives so many updates of its own, from a seed. What attacks
-    learned of a round is kept.
+    """The rehearsals of one round.
+
+    Attributes:
+        make: Make so many updates of the server's own examples, from a seed.
+        first: The first rehearsals, made once.
+        fitted: The cache of fitted attacks.
     """
 
     make: Callable[[int, int], Iterator[Rehearsal]]
@@ -61,31 +64,32 @@ class Practice:
     fitted: dict[Any, Any] = field(default_factory=dict)
 
     def rehearsals(self) -> tuple[Rehearsal, ...]:
+        """Return the first rehearsals."""
         self.first = self.first or tuple(self.make(REHEARSALS, 500))
         return self.first
 
     def fit(self, attack: Attack, view: SentUpdate, budget: Budget) -> Any:
-        """What an attack learns of this round."""
+        """Fit an attack to this round."""
         return fit_attack(self.fitted, attack, view, budget, lambda n: self.make(n, 700))
 
 
 def make_practice(
     model: torch.nn.Module,
-    seen: RecordedUpdate,
+    update: RecordedUpdate,
     own: Examples,
     settings: Settings,
     clients: int = 1,
 ) -> Practice:
-    """Practice for a round, by the first update that is seen of it."""
+    """Return the rehearsals of a round, made like its first recorded update."""
 
     def make(count: int, seed: int) -> Iterator[Rehearsal]:
         return rehearse_recorded(
             copy.deepcopy(model),
-            seen,
+            update,
             own,
             settings,
             count,
-            settings.seed * 1000 + seed + seen.round,
+            settings.seed * 1000 + seed + update.round,
             clients,
         )
 
@@ -99,47 +103,49 @@ def audit_images(
     pictures: int,
     progress: Progress | None,
 ) -> Results:
-    attacks, unfit = filter_applicable(resolve_attacks(names, ATTACKS, QUICK, "images"), run.test)
-    units: PixelStats = (run.task["mean"], run.task["std"])
-    mine, apart = split_own_images(run.test.only(np.arange(min(MAX_OWN_IMAGES, len(run.test)))))
-    images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
+    """Attack all targets of a run of images, see `audit_run`."""
+    attacks, skipped = filter_applicable(resolve_attacks(names, ATTACKS, QUICK, "images"), run.test)
+    stats: PixelStats = (run.task["mean"], run.task["std"])
+    own, others = split_own_images(run.test.only(np.arange(min(MAX_OWN_IMAGES, len(run.test)))))
+    images = own.batch(np.arange(len(own)))[0]["pixel_values"]
     rows: list[Row] = []
     gallery: list[dict[str, Any]] = []
     practice: dict[int, Practice] = {}
-    for n, clients in run.iterate(progress):
-        seen = run.load_update(n, clients)
-        if n not in practice:
-            practice[n] = make_practice(run.model, seen, mine, run.settings, len(clients))
-        row, true, best = attack_update(
+    for number, clients in run.iterate(progress):
+        update = run.load_update(number, clients)
+        if number not in practice:
+            practice[number] = make_practice(run.model, update, own, run.settings, len(clients))
+        row, originals, best = attack_update(
             run.model,
-            seen,
-            run.load_truth(n, clients),
+            update,
+            run.load_truth(number, clients),
             images,
-            apart,
-            units,
+            others,
+            stats,
             attacks,
             budget,
-            practice[n],
+            practice[number],
         )
-        rows.append({**row, "round": n, "client": clients[0]})
-        if best is not None and pictures and (n, clients) in (run.targets[0], run.targets[-1]):
+        rows.append({**row, "round": number, "client": clients[0]})
+        if best is not None and pictures and (number, clients) in (run.targets[0], run.targets[-1]):
             lists = (
-                (f"round {n + 1}, client {clients[0]}: the client's", true),
-                ("what the server makes of the update", best),
+                (f"round {number + 1}, client {clients[0]}: the client's", originals),
+                ("the server's reconstruction", best),
             )
             gallery += [
-                {"label": label, "images": [_to_picture(x) for x in some[:pictures]]}
-                for label, some in lists
+                {"label": label, "images": [_to_picture(image) for image in shown[:pictures]]}
+                for label, shown in lists
             ]
     figures = []
     if any("AUC" in row for row in rows):
         x = sorted({row["round"] for row in rows})
-        spans = [
-            average([row["AUC"] for row in rows if row["round"] == n and "AUC" in row]) for n in x
+        aucs = [
+            average([row["AUC"] for row in rows if row["round"] == number and "AUC" in row])
+            for number in x
         ]
         lines = {
-            "x": [n + 1 for n in x],
-            "y": {"the best attack": spans, "a guess": [0.5] * len(x)},
+            "x": [number + 1 for number in x],
+            "y": {"the best attack": aucs, "a guess": [0.5] * len(x)},
             "xlabel": "round",
             "ylabel": "AUC",
         }
@@ -152,31 +158,45 @@ def audit_images(
                 {"columns": ["" for _ in gallery[0]["images"]], "rows": gallery},
             )
         )
-    return replace(build_results(run, rows, IMAGES, attacks, figures), unchecked=tuple(unfit))
+    return replace(build_results(run, rows, IMAGES, attacks, figures), unchecked=tuple(skipped))
 
 
 def attack_update(
     model: torch.nn.Module,
-    seen: RecordedUpdate,
+    update: RecordedUpdate,
     truth: Truth,
     images: Tensor,
-    apart: Tensor,
-    units: PixelStats,
+    others: Tensor,
+    stats: PixelStats,
     attacks: Sequence[Attack],
     budget: Budget,
     practice: Practice | None = None,
 ) -> tuple[Row, Tensor, Tensor | None]:
-    """One update under all attacks: what each got, the true images, and the best reconstruction.
-    `images` are the attacker's own; patches of the batch are told from those of images `apart`,
-    which it has not.
+    """Run all attacks on one update.
+
+    Args:
+        model: The model of both sides; its weights are overwritten.
+        update: The recorded update.
+        truth: The examples of the client.
+        images: The attacker's own images.
+        others: Images that the attacker does not have, for non-members.
+        stats: Mean and standard deviation of pixels.
+        attacks: The attacks.
+        budget: The budget of attacks that optimise or learn.
+        practice: The rehearsals of the round, for attacks that learn.
+
+    Returns:
+        The scores, the true images, and the best reconstruction.
     """
-    load_state(model, seen.state)
+    load_state(model, update.state)
     model.eval()
-    true = denormalize(truth.original["pixel_values"].float(), *units).clamp(0, 1)
+    originals = denormalize(truth.original["pixel_values"].float(), *stats).clamp(0, 1)
     floor = score_reconstructions(
-        denormalize(images, *units).clamp(0, 1).mean(0, keepdim=True).expand_as(true), true, None
+        denormalize(images, *stats).clamp(0, 1).mean(0, keepdim=True).expand_as(originals),
+        originals,
+        None,
     )
-    row: Row = {"images": len(true), "steps": seen.steps, "floor": mean_of(floor, "PSNR")}
+    row: Row = {"images": len(originals), "steps": update.steps, "floor": mean_score(floor, "PSNR")}
     best: Tensor | None = None
     for attack in attacks:
         try:
@@ -184,43 +204,49 @@ def attack_update(
                 practice.rehearsals() if practice is not None and attack.learn is not None else ()
             )
             view = build_recorded_view(
-                model, to_update(seen), truth, attack.threat, images, rehearsals
+                model, to_update(update), truth, attack.threat, images, rehearsals
             )
             learned = (
                 practice.fit(attack, view, budget)
                 if practice is not None and attack.learn is not None
                 else None
             )
-            asked, inside = (
-                sample_candidates(view, truth, apart, seen.round)
+            candidates, members = (
+                sample_candidates(view, truth, others, update.round)
                 if attack.kind == "patches"
                 else (None, 0)
             )
-            one = attempt(attack, view, budget, asked, learned)
+            result = attempt(attack, view, budget, candidates, learned)
         except UpdateError as error:
             row[f"why {attack.name}"] = str(error)
             continue
-        if one.output is None:
-            row[f"why {attack.name}"] = one.reason
+        if result.output is None:
+            row[f"why {attack.name}"] = result.reason
         elif attack.kind == "images":
-            guess = by_name(denormalize(one.output.float(), *units).clamp(0, 1), true)
-            value = mean_of(score_reconstructions(guess, true, None), "PSNR")
+            guess = best_assignment(
+                denormalize(result.output.float(), *stats).clamp(0, 1), originals
+            )
+            value = mean_score(score_reconstructions(guess, originals, None), "PSNR")
             if value is not None and value >= row.get("leak", -np.inf):
                 row["leak"], best = value, guess
         elif attack.kind == "patches":
-            row["AUC"] = max(row.get("AUC", 0.0), auc(one.output[:inside], one.output[inside:]))
+            row["AUC"] = max(
+                row.get("AUC", 0.0), auc(result.output[:members], result.output[members:])
+            )
         elif attack.kind == "labels":
-            row["labels"] = label_recall(one.output, truth.labels)
+            row["labels"] = label_recall(result.output, truth.labels)
         elif attack.kind == "mask" and truth.puzzle is not None:
-            row["mask"] = float((one.output == truth.puzzle.mask[0]).double().mean())
-    return row, true, best
+            row["mask"] = float((result.output == truth.puzzle.mask[0]).double().mean())
+    return row, originals, best
 
 
-def _describe_round(of: Callable[[str], float | None]) -> str:
-    """What a server got of a round, in words."""
-    leak, floor, spans, labels = of("leak"), of("floor"), of("AUC"), of("labels")
+def _describe_round(mean_of_round: Callable[[str], float | None]) -> str:
+    """Describe what the server recovers of a round."""
+    leak, floor, membership, labels = (
+        mean_of_round(name) for name in ("leak", "floor", "AUC", "labels")
+    )
     if leak is None or floor is None:
-        images = "none of the attacks on images could try"
+        images = "none of the attacks on images applies"
     elif leak > floor + PLAIN_DB:
         images = f"images come back ({leak:.1f} dB, the mean image {floor:.1f})"
     elif leak > floor + PARTIAL_DB:
@@ -229,10 +255,13 @@ def _describe_round(of: Callable[[str], float | None]) -> str:
         images = f"images do not come back ({leak:.1f} dB, the mean image {floor:.1f})"
     patches = (
         ""
-        if spans is None
-        else f"; patches can {'be told' if spans > 0.75 else 'hardly be told'} (AUC {spans:.2f})"
+        if membership is None
+        else f"; patches can {'' if membership > 0.75 else 'hardly '}be recognised "
+        f"(AUC {membership:.2f})"
     )
-    return images + patches + ("" if labels is None else f"; {labels:.0%} of the labels are told")
+    return (
+        images + patches + ("" if labels is None else f"; {labels:.0%} of the labels are revealed")
+    )
 
 
 def _to_picture(image: Tensor) -> Any:

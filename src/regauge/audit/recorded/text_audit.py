@@ -1,4 +1,4 @@
-"""What a server makes of the texts of a recorded run."""
+"""Attacks on the texts of a recorded run."""
 
 from __future__ import annotations
 
@@ -26,71 +26,84 @@ from regauge.federated.states import load_state
 from regauge.results.findings import Results
 
 Texts = list[list[int]]
-PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L of texts that come back; above the floor
+PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L: of recovered texts; above the floor, in part
 
 
 def audit_texts(
     run: RecordedRun, names: Sequence[str] | None, progress: Progress | None
 ) -> Results:
+    """Attack all targets of a run of texts, see `audit_run`."""
     attacks = resolve_attacks(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
-    for n, clients in run.iterate(progress):
+    for number, clients in run.iterate(progress):
         row = attack_update(
-            run.model, run.load_update(n, clients), run.load_truth(n, clients), run.test, attacks
+            run.model,
+            run.load_update(number, clients),
+            run.load_truth(number, clients),
+            run.test,
+            attacks,
         )
-        rows.append({**row, "round": n, "client": clients[0]})
+        rows.append({**row, "round": number, "client": clients[0]})
     return build_results(run, rows, TEXTS, attacks)
 
 
 def attack_update(
     model: torch.nn.Module,
-    seen: RecordedUpdate,
+    recorded: RecordedUpdate,
     truth: Truth,
     others: Examples,
     attacks: Sequence[TextAttack],
 ) -> Row:
-    """One update under all attacks: what they got of the texts as they were (a puzzle is no
-    excuse), next to other texts of the server's own.
+    """Run all attacks on one update, and score them by the original texts, before any puzzle.
+
+    The baseline is other texts of the server.
+
+    Args:
+        model: The model of both sides; its weights are overwritten.
+        recorded: The recorded update.
+        truth: The texts of the client.
+        others: The server's own texts.
+        attacks: The attacks.
     """
-    load_state(model, seen.state)
+    load_state(model, recorded.state)
     model.eval()
-    update = to_update(seen)
-    there = unwrap(model)
-    if there is not model:  # what a puzzle adds to the model is no part of its own layers
+    update = to_update(recorded)
+    inner = unwrap(model)
+    if inner is not model:  # without the parameters that a puzzle adds
         update = type(update)(
             {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"},
             update.kind,
             update.steps,
             update.lr,
         )
-    true = token_lists(Truth(truth.original, truth.original, truth.labels), others.causal)
+    texts = token_lists(Truth(truth.original, truth.original, truth.labels), others.causal)
     row: Row = {
-        "texts": len(true),
-        "floor": statistics.fmean(score_texts(_own_texts(others, len(true)), true)["ROUGE-L"]),
+        "texts": len(texts),
+        "floor": statistics.fmean(score_texts(_own_texts(others, len(texts)), texts)["ROUGE-L"]),
     }
-    length = max(len(t) for t in true) + others.causal
+    length = max(len(t) for t in texts) + others.causal
     for attack in attacks:
         threat = attack.threat
         granted = Granted(
-            batch=len(true) if threat.batch else None, length=length if threat.length else None
+            batch=len(texts) if threat.batch else None, length=length if threat.length else None
         )
         try:
             with torch.random.fork_rng(devices=[]):
-                found = [t.tolist() for t in attack.run(SentUpdate(there, update, (), granted))]
+                recovered = [t.tolist() for t in attack.run(SentUpdate(inner, update, (), granted))]
         except UpdateError as error:
             row[f"why {attack.name}"] = str(error)
             continue
         if attack.name != "words":  # a bag has no order
-            scores = score_texts(found, true)
+            scores = score_texts(recovered, texts)
             value = statistics.fmean(scores["ROUGE-L"])
             if value >= row.get("leak", -1.0):
                 row["leak"], row["exact"] = value, statistics.fmean(scores["exact"])
-        row["words"] = max(row.get("words", 0.0), _bag_f1(found, true))
+        row["words"] = max(row.get("words", 0.0), _bag_f1(recovered, texts))
     if not others.causal and not others.tokens:
         try:
             row["labels"] = label_recall(
                 label_counts(
-                    SentUpdate(there, update, (), Granted(batch=len(true))), others.classes
+                    SentUpdate(inner, update, (), Granted(batch=len(texts))), others.classes
                 ),
                 truth.labels,
             )
@@ -99,26 +112,30 @@ def attack_update(
     return row
 
 
-def _bag_f1(found: Texts, true: Texts) -> float:
-    """Of the different words of all texts together, what is told: F1, so that naming the whole
-    vocabulary is no answer.
+def _bag_f1(recovered: Texts, true_texts: Texts) -> float:
+    """Return the F1 of the distinct tokens of all texts.
+
+    F1 and not recall, so that guessing the whole vocabulary scores low.
     """
-    a, b = ({w for text in texts for w in text} for texts in (found, true))
-    return 2 * len(a & b) / max(1, len(a) + len(b))
+    found_tokens, true_tokens = (
+        {token for text in texts for token in text} for texts in (recovered, true_texts)
+    )
+    return 2 * len(found_tokens & true_tokens) / max(1, len(found_tokens) + len(true_tokens))
 
 
 def _own_texts(others: Examples, count: int) -> Texts:
-    """The server's own texts, one for each that is to be guessed."""
+    """Return texts of the server, one for each attacked text."""
     inputs, labels = others.batch(np.arange(count) % len(others))
     return token_lists(Truth(inputs, inputs, labels), others.causal)
 
 
-def _describe_round(of: Callable[[str], float | None]) -> str:
+def _describe_round(mean_of_round: Callable[[str], float | None]) -> str:
+    """Describe what the server recovers of a round."""
     leak, floor, bag, labels, exact = (
-        of(name) for name in ("leak", "floor", "words", "labels", "exact")
+        mean_of_round(name) for name in ("leak", "floor", "words", "labels", "exact")
     )
     if leak is None or floor is None:
-        texts = "none of the attacks on whole texts could try"
+        texts = "none of the attacks on whole texts applies"
     else:
         head = (
             "texts come back"
@@ -128,8 +145,8 @@ def _describe_round(of: Callable[[str], float | None]) -> str:
             else "texts do not come back"
         )
         texts = f"{head} (ROUGE-L {leak:.2f}, another text {floor:.2f}; {exact or 0.0:.0%} exactly)"
-    words = "" if bag is None else f"; {bag:.0%} of the words are told"
-    return texts + words + ("" if labels is None else f"; {labels:.0%} of the labels are told")
+    words = "" if bag is None else f"; {bag:.0%} of the words are revealed"
+    return texts + words + ("" if labels is None else f"; {labels:.0%} of the labels are revealed")
 
 
 TEXTS = LeakFormat(

@@ -1,12 +1,11 @@
-"""What a server of split learning learns: victims trained for real, attacks on what the server saw,
-scores against the truth, and what it comes to.
+"""The audit of split learning: train victims, attack the recorded passes, score by the truth.
 
-    results = audit_split(SplitCase(model, train, own, test, mean, std), ("none", "rows",
-    "noise=0.5+rows"))
+    case = SplitCase(model, train, own, test, mean, std)
+    results = audit_split(case, ("none", "rows", "noise=0.5+rows"))
     results.facts["verdict"]
 
-`victims` trains and watches, `attacking` has the table of attacks, `scoring` the metrics, `telling`
-findings, tables, figures and the verdict; `reading` is the same for texts.
+`victims` trains and records, `attempts` has the table of attacks, `scores` the metrics, `report`
+the findings, tables, figures and the verdict. `text_audit` is the same for texts.
 """
 
 from regauge.audit.split.engine import SplitCase, audit_split

@@ -1,8 +1,7 @@
-"""The table of attacks on what a server sees: which view each is given, and what it makes of it.
-Adding one is a line.
+"""The table of attacks on the passes of a server: the view of each, and how it is run.
 
-An attack gets its view, a budget, and which defences there are (they are no secret). What is scored
-against the truth happens elsewhere (`scoring`).
+Adding an attack is one line. An attack gets its view, a budget, and the names of the defences,
+which are public. Scores against the truth are computed elsewhere (`scores`).
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
 
 Tensor = torch.Tensor
-PASSES = 20  # epochs over which a server averages noise away
+PASSES = 20  # epochs over which a server averages the noise
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How large an attacker's decoder is, and how long it is trained at most: it ends when its loss
-    on held-out pairs has stopped falling.
+    """The size of an attacker's decoder, and its maximum training time.
+
+    Training stops early when the loss on held-out pairs no longer falls.
     """
 
     hidden: int = 128
@@ -55,6 +55,7 @@ class Budget:
     batch: int = 64
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the budget under its stored keys."""
         return {
             name: getattr(self, name)
             for name in ("hidden", "depth", "epochs", "patience", "rate", "batch")
@@ -67,7 +68,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Setting:
-    """What an attacker knows and has beside its view."""
+    """The attacker's knowledge and resources besides its view."""
 
     combination: str = NONE
     budget: Budget = field(default_factory=Budget)
@@ -77,33 +78,44 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Views:
-    """What attackers of one victim have. `paired` are features as the client sends them, with those
-    of the attacker's own images; `placed` the same, with its own in order; `public` knows the
-    embedding, and is None where it is not one of patches; `often` is what comes of many passes of
-    the same images, whose noise was drawn afresh: their mean, made when it is asked for.
+    """The views of the attackers of one victim.
+
+    Attributes:
+        paired: Features as sent, and features of the attacker's own images, defended likewise.
+        placed: The same, with the tokens of the attacker's own images in order.
+        public: The same with the client's embedding; None if it is not a patch embedding.
+        repeated: Return the mean over many passes of the same images, each with fresh noise. None
+            if the noise is not fresh.
     """
 
     paired: PairedImages
     placed: PairedImages
     public: PublicPatches | None
-    often: Callable[[], PairedImages] | None = None
+    repeated: Callable[[], PairedImages] | None = None
 
 
 @dataclass(frozen=True)
 class Attack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; `view` which of the
-    views it is given.
+    """An attack of the table.
+
+    Attributes:
+        name: The id.
+        title: The title in tables.
+        about: A one-line description.
+        view: The field of `Views` that the attack gets.
+        run: The attack.
+        fits: Whether it applies to a combination of defences.
+        is_ordered: Whether its reconstructions come in the order of the images. If not, they are
+            scored by the best assignment.
     """
 
     name: str
     title: str
     about: str
-    view: Literal["paired", "placed", "public", "often"]
+    view: Literal["paired", "placed", "public", "repeated"]
     run: Callable[[Any, Setting], InversionResult]
     fits: Callable[[str], bool] = lambda combination: True
-    is_ordered: bool = (
-        True  # does it say which image is which? Where it does not, the best naming counts
-    )
+    is_ordered: bool = True
 
 
 def _decode_ordered(view: PairedImages, setting: Setting) -> InversionResult:
@@ -119,9 +131,9 @@ def _decode_any_order(view: PairedImages, setting: Setting) -> InversionResult:
 
 
 def _decode_placed(view: PairedImages, setting: Setting) -> InversionResult:
-    found = position_probe(view, seed=setting.seed)
+    positions = position_probe(view, seed=setting.seed)
     return decoder_inversion(
-        replace(view, observed=restore_order(view.observed, found)),
+        replace(view, observed=restore_order(view.observed, positions)),
         in_order=True,
         seed=setting.seed,
         **setting.budget.decoder_options(),
@@ -144,18 +156,18 @@ def _regress_sets(view: PairedImages, setting: Setting) -> InversionResult:
 
 
 def _regroup_and_solve(view: PairedImages, setting: Setting) -> InversionResult:
-    """Batches put together again, as the server had them; then least squares."""
-    parts = split_batches(view.observed, setting.batch)
+    """Regroup the tokens of each batch by image, then solve least squares."""
+    batches = split_batches(view.observed, setting.batch)
     flat = [
-        part.flatten(0, 1)[regroup_tokens(replace(view, observed=part), seed=setting.seed)]
-        for part in parts
+        batch.flatten(0, 1)[regroup_tokens(replace(view, observed=batch), seed=setting.seed)]
+        for batch in batches
     ]
     skip = view.features.shape[1] - flat[0].shape[1]
-    found = ridge_inversion(
+    result = ridge_inversion(
         PairedImages(torch.cat(flat), view.features[:, skip:], view.images, view.patch),
         seed=setting.seed,
     )
-    return replace(found, losses=())
+    return replace(result, losses=())
 
 
 def _has_batch_shuffle(combination: str) -> bool:
@@ -163,7 +175,7 @@ def _has_batch_shuffle(combination: str) -> bool:
 
 
 def _has_fresh_noise(combination: str) -> bool:
-    """Is there noise that is another one in every pass, on tokens that can be found again?"""
+    """Return whether noise is fresh in every pass, on tokens that can be matched across passes."""
     return any(
         isinstance(d, Noise | PixelNoise | Private) for d in parse_combination(combination)
     ) and not _has_batch_shuffle(combination)
@@ -173,31 +185,30 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "decoder",
         "the paper's decoder",
-        "a Transformer that was trained to draw images from features, on images of the "
-        "attacker's own, each token at its place",
+        "a Transformer trained on the attacker's own images to reconstruct images from features, "
+        "each token at its position",
         "paired",
         _decode_ordered,
     ),
     Attack(
         "any order",
         "any-order decoder",
-        "the same, but each place of the image asks all tokens, in whatever order they come",
+        "the same, but each position of the image attends to all tokens, in any order",
         "paired",
         _decode_any_order,
     ),
     Attack(
         "public embedding",
         "public embedding",
-        "knows the client's embedding: inverts each token, and puts the patches in order by "
-        "position and by their edges",
+        "has the client's embedding: inverts each token, and orders the patches by position "
+        "and by their edges",
         "public",
         _invert_public_embedding,
     ),
     Attack(
         "places",
         "places, then decoder",
-        "reads the place of each token off the token, puts them in order, and uses the paper's "
-        "decoder",
+        "predicts the position of each token, restores the order, and uses the paper's decoder",
         "placed",
         _decode_placed,
         is_shuffled,
@@ -205,8 +216,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "least squares",
         "least squares",
-        "the best affine map from features to images, in closed form; of shuffled tokens the "
-        "places are read off first",
+        "the best affine map from features to images, in closed form; for shuffled tokens, "
+        "positions are predicted first",
         "placed",
         _solve_least_squares,
         lambda combination: not _has_batch_shuffle(combination),
@@ -214,8 +225,8 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "sets",
         "least squares over sets",
-        "regression on means over a sample's tokens, which no order changes; its answer need "
-        "not be affine",
+        "regression on means over a sample's tokens, which do not depend on their order; not "
+        "necessarily affine",
         "paired",
         _regress_sets,
         is_shuffled,
@@ -223,8 +234,7 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "regrouped",
         "regrouped, least squares",
-        "puts the tokens of a shuffled batch together again, by place and by what goes "
-        "together, then least squares",
+        "regroups the tokens of a shuffled batch by position and by similarity, then least squares",
         "placed",
         _regroup_and_solve,
         _has_batch_shuffle,
@@ -233,9 +243,9 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "averaged",
         f"{PASSES} passes averaged, least squares",
-        f"links the same images over {PASSES} passes, as epochs are, takes the mean of their "
-        "noise away, then least squares",
-        "often",
+        f"links the same images over {PASSES} passes (epochs), averages the noise, then least "
+        "squares",
+        "repeated",
         _solve_least_squares,
         _has_fresh_noise,
     ),
@@ -243,12 +253,13 @@ ATTACKS: tuple[Attack, ...] = (
 
 
 def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
+    """Return the attacks with these names, in the order of the table."""
     return tuple(a for a in ATTACKS if a.name in names)
 
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """What one attack made of the features: images, how its own training went, and what it cost."""
+    """The result of one attack: reconstructed images, the losses of its training, and its cost."""
 
     attack: str
     images: Tensor
@@ -258,76 +269,88 @@ class Attempt:
 
 
 def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
-    """Run an attack, or None where it has no view."""
+    """Run an attack; return None if its view does not exist."""
     view = getattr(views, attack.view)
     if view is None:
         return None
     started = time.monotonic()
     with torch.random.fork_rng():
-        found = attack.run(view() if callable(view) else view, setting)
+        result = attack.run(view() if callable(view) else view, setting)
     return Attempt(
         attack.name,
-        found.images.detach().float(),
-        found.losses,
-        found.floor,
+        result.images.detach().float(),
+        result.losses,
+        result.floor,
         time.monotonic() - started,
     )
 
 
 def collect_views(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> Views:
-    """What an attacker has who sees these images' features, and has other images of its own and a
-    client like this one.
+    """Return the views of an attacker with images of its own and a copy of the client.
+
+    Args:
+        pair: The victim; shuffled victims are closed.
+        own: The attacker's images.
+        images: The attacked images.
+        batch: The batch size.
+        seed: The random seed.
     """
-    seen, features = (
-        pair.record_features(images, batch, "seen"),
-        pair.record_features(own, batch, "own"),
-    )
+    observed = pair.record_features(images, batch, "seen")
+    features = pair.record_features(own, batch, "own")
     patch = patch_size(pair.model, images)
     placed = features
-    again = (
-        [seen, *(pair.record_features(images, batch, f"seen {n}") for n in range(1, PASSES))]
+    repeated = (
+        [observed, *(pair.record_features(images, batch, f"seen {n}") for n in range(1, PASSES))]
         if _has_fresh_noise(pair.combination)
         else []
     )
-    beside = pair
+    unshuffled = pair
     if is_shuffled(pair.combination):
         pair.link.close()
-        beside = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
-        placed = beside.record_features(own, batch, "own")
-    mine = (
-        [placed, *(beside.record_features(own, batch, f"own {n}") for n in range(1, PASSES))]
-        if again
+        unshuffled = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
+        placed = unshuffled.record_features(own, batch, "own")
+    own_repeated = (
+        [placed, *(unshuffled.record_features(own, batch, f"own {n}") for n in range(1, PASSES))]
+        if repeated
         else []
     )
-    if beside is not pair:
-        beside.link.close()
+    if unshuffled is not pair:
+        unshuffled.link.close()
 
-    def often() -> PairedImages:
-        draw = torch.Generator().manual_seed(seed)
-        mixed = [
-            again[0],
-            *(one[torch.randperm(len(one), generator=draw)] for one in again[1:]),
-        ]  # epochs have orders of their own
-        mean = average_views(mixed, match=is_shuffled(pair.combination))
-        return PairedImages(mean, average_views(mine, link=False, match=False), own, patch)
+    def average_passes() -> PairedImages:
+        generator = torch.Generator().manual_seed(seed)
+        shuffled = [
+            repeated[0],
+            # every epoch has its own order
+            *(
+                one_pass[torch.randperm(len(one_pass), generator=generator)]
+                for one_pass in repeated[1:]
+            ),
+        ]
+        mean = average_views(shuffled, match=is_shuffled(pair.combination))
+        return PairedImages(mean, average_views(own_repeated, link=False, match=False), own, patch)
 
-    public = _build_public_view(pair.model, seen, own, pair.combination, batch)
+    public = _build_public_view(pair.model, observed, own, pair.combination, batch)
     return Views(
-        PairedImages(seen, features, own, patch),
-        PairedImages(seen, placed, own, patch),
+        PairedImages(observed, features, own, patch),
+        PairedImages(observed, placed, own, patch),
         public,
-        often if again else None,
+        average_passes if repeated else None,
     )
 
 
 def _patch_layer(model: torch.nn.Module) -> torch.nn.Conv2d | None:
     name = patch_embedding(model)
-    found = None if name is None else model.get_submodule(name)
-    return found if isinstance(found, torch.nn.Conv2d) else None
+    layer = None if name is None else model.get_submodule(name)
+    return layer if isinstance(layer, torch.nn.Conv2d) else None
 
 
 def patch_size(model: torch.nn.Module, images: Tensor) -> int:
-    """The side of a model's patches."""
+    """Return the side of a model's square patches.
+
+    Raises:
+        LeakageError: The model has no embedding of square patches that fit the images.
+    """
     from regauge.audit.split.scores import LeakageError
 
     layer = _patch_layer(model)
@@ -337,30 +360,45 @@ def patch_size(model: torch.nn.Module, images: Tensor) -> int:
         or images.shape[-1] % int(layer.kernel_size[0])
     ):
         raise LeakageError(
-            f"a {type(model).__name__} has no embedding of square patches",
-            hint="the audit of images is for ViT, DeiT and the like",
+            f"the model must embed square patches, got a {type(model).__name__}",
+            hint="use ViT, DeiT or a similar model for the image audit",
         )
     return int(layer.kernel_size[0])
 
 
 def _build_public_view(
-    model: torch.nn.Module, seen: Tensor, own: Tensor, combination: str, batch: int
+    model: torch.nn.Module, observed: Tensor, own: Tensor, combination: str, batch: int
 ) -> PublicPatches | None:
-    """The embedding as its owner has it: a convolution, a table of positions, perhaps a first
-    token. None where it is not that alone.
+    """Return the view with the public embedding; None if the embedding has other parts.
+
+    Supported are a convolution, a position table, and optionally a class token.
     """
     layer = _patch_layer(model)
     if layer is None:
         return None
-    named = {name.rpartition(".")[2]: p.detach() for name, p in model.named_parameters()}
-    table = next((named[n] for n in ("position_embeddings", "pos_embed") if n in named), None)
+    parameters = {name.rpartition(".")[2]: p.detach() for name, p in model.named_parameters()}
+    table = next(
+        (parameters[n] for n in ("position_embeddings", "pos_embed") if n in parameters), None
+    )
     patches = (own.shape[-1] // int(layer.kernel_size[0])) ** 2
-    if table is None or table.shape[1] - patches not in (0, 1) or seen.shape[1] != table.shape[1]:
+    if (
+        table is None
+        or table.shape[1] - patches not in (0, 1)
+        or observed.shape[1] != table.shape[1]
+    ):
         return None
     bias = layer.bias.detach() if layer.bias is not None else torch.zeros(layer.out_channels)
-    first = named["cls_token"][0, 0] + table[0, 0] if seen.shape[1] > patches else None
+    class_token = (
+        parameters["cls_token"][0, 0] + table[0, 0] if observed.shape[1] > patches else None
+    )
     images = own if combination == NONE else defend_images(combination, own, batch)
     size = int(layer.kernel_size[0])
     return PublicPatches(
-        seen, layer.weight.detach(), bias, table[0, table.shape[1] - patches :], images, size, first
+        observed,
+        layer.weight.detach(),
+        bias,
+        table[0, table.shape[1] - patches :],
+        images,
+        size,
+        class_token,
     )

@@ -1,6 +1,4 @@
-"""The audit: for each combination of defences a victim is trained with it, watched, and
-attacked.
-"""
+"""The image audit: train, record and attack a victim for each combination of defences."""
 
 from __future__ import annotations
 
@@ -49,20 +47,25 @@ from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
 Tensor = torch.Tensor
-LABEL_STEPS, KNOWN_PER_CLASS = (
-    20,
-    3,
-    # training steps whose gradients are looked at for labels; and how many of each class the server
-    # knows
-)
+LABEL_STEPS, KNOWN_PER_CLASS = 20, 3  # recorded steps of the label attack; labels that it knows
+MIN_IMAGES = 20  # of the attacker
 
 
 @dataclass(frozen=True, eq=False)
 class SplitCase:
-    """A model and its data: `train` is the client's, `own` the attacker's (other images of the
-    kind), `test` is what accuracy is measured on, and the first `attacked` of it are what the
-    attacker is after. `mean` and `std` say how pixels in 0..1 become what the model reads; texts
-    have none.
+    """A model and its data.
+
+    Attributes:
+        model: The model before training.
+        train: The examples of the client.
+        own: The examples of the attacker, from the same distribution.
+        test: Held-out examples for the accuracy; the first `attacked` of them are attacked.
+        mean: Channel means of the normalization; empty for texts.
+        std: Channel deviations of the normalization; empty for texts.
+        training: The optimizer of both sides.
+        run: The number of steps, the batch size and the seed.
+        attacked: The number of attacked examples.
+        name: The name in tables and findings.
     """
 
     model: torch.nn.Module
@@ -88,9 +91,21 @@ def audit_split(
     fail_above: float | None = None,
     progress: Progress | None = None,
 ) -> Results:
-    """Utility against privacy, for each combination of defences ("none" is the ceiling, and always
-    there). `most`: findings on defended features fail where an attack gets more than this share of
-    the way from its floor to its ceiling.
+    """Measure utility and leakage of each combination of defences.
+
+    Args:
+        case: The model and its data.
+        combinations: Combinations of defences; "none", the ceiling, is always added.
+        attacks: The attacks to run.
+        budget: The training budget of the attacker's decoder.
+        lpips: The LPIPS network; without it LPIPS and F-SIM are skipped.
+        pictures: The number of images in the gallery.
+        fail_above: Fail a finding on defended features if its attack gets further than this share
+            of the way from floor to ceiling.
+        progress: Progress callback.
+
+    Raises:
+        LeakageError: The case cannot be audited.
     """
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
@@ -98,79 +113,85 @@ def audit_split(
     total = len(combinations) * (1 + len(attacks))
     done = 0
 
-    def tell(now: str) -> None:
+    def notify(step: str) -> None:
         nonlocal done
         if progress:
-            progress(done, total, now)
+            progress(done, total, step)
         done += 1
 
     rows = [
-        audit_combination(case, combination, attacks, budget, lpips, pictures, tell)
+        audit_combination(case, combination, attacks, budget, lpips, pictures, notify)
         for combination in combinations
     ]
     if progress:
         progress(total, total, "")
-    own, true = (
+    own, images = (
         to_pixels(case, part)
         for part in (case.own, case.test.only(np.arange(_attacked_count(case))))
     )
-    patch = patch_size(case.model, true)
+    patch = patch_size(case.model, images)
     measured = Case(
         case.name,
         tuple(rows),
-        score_baselines(own, true, patch, lpips, case.run.seed),
-        true[:pictures],
+        score_baselines(own, images, patch, lpips, case.run.seed),
+        images[:pictures],
     )
     unchecked = [
-        f"{a.title}: {type(case.model).__name__} has no patch embedding with a table of positions"
+        f"{a.title}: {type(case.model).__name__} has no patch embedding with a position table"
         for a in _untried_attacks(rows, attacks)
     ]
     if lpips is None:
         unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
     elif "LPIPS" not in rows[0].by_attack[next(iter(rows[0].by_attack))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
-    found = report.build_results("What the server learns", [measured], attacks, unchecked)
-    judgements = tuple(
-        f if f.id.split("/")[1] == NONE else apply_threshold(f, fail_above) for f in found.findings
+    results = report.build_results("What the server learns", [measured], attacks, unchecked)
+    findings = tuple(
+        f if f.id.split("/")[1] == NONE else apply_threshold(f, fail_above)
+        for f in results.findings
     )
-    return replace(found, findings=judgements)
+    return replace(results, findings=findings)
 
 
 def check_case(
     case: SplitCase, combinations: Sequence[str], attacks: Sequence[Attack] = ATTACKS
 ) -> None:
-    """Refuse what cannot be, before anything is trained: each combination on the model, with two
-    images.
+    """Check a case before anything is trained: run each combination on two images.
+
+    Raises:
+        LeakageError: The case cannot be audited.
     """
     if not any(a.fits(NONE) for a in attacks):
         raise LeakageError(
-            "none of these attacks can try an undefended victim, which is the ceiling: "
-            f"{', '.join(a.name for a in attacks) or 'there is none'}",
+            "attacks must contain one that applies to an undefended victim, the ceiling, got "
+            f"{', '.join(a.name for a in attacks) or 'none'}",
             hint="add least squares or decoder",
         )
-    if len(case.own) < 20:
+    if len(case.own) < MIN_IMAGES:
         raise LeakageError(
-            f"an attacker with {len(case.own)} images learns nothing",
-            hint="give more data, or a larger share of it to the attacker",
+            f"the attacker must have >= {MIN_IMAGES} images, got {len(case.own)}",
+            hint="pass more data, or a larger share of it to the attacker",
         )
     if _attacked_count(case) < 2:
         raise LeakageError(
-            "there is one image to attack, which is always nearest to itself", hint="give more data"
+            f"the number of attacked images must be >= 2, got {_attacked_count(case)}: a single "
+            "image is always nearest to itself",
+            hint="pass more data",
         )
-    few = next(
+    shuffling = next(
         (c for c in combinations if any(isinstance(d, BatchShuffle) for d in parse_combination(c))),
         None,
     )
-    if few is not None and case.run.batch_size < 2:
+    if shuffling is not None and case.run.batch_size < 2:
         raise LeakageError(
-            f'"{few}" shuffles tokens between samples, and batches have one',
-            hint="--batch-size 2 or more",
+            f'the batch size must be >= 2 for "{shuffling}", which shuffles tokens between '
+            f"samples, got {case.run.batch_size}",
+            hint="set --batch-size 2 or more",
         )
-    shown = case.test.batch(np.arange(2))[0]["pixel_values"]
-    patch_size(case.model, shown)
+    images = case.test.batch(np.arange(2))[0]["pixel_values"]
+    patch_size(case.model, images)
     for combination in combinations:
         pair = make_split_pair(copy.deepcopy(case.model), combination)
-        pair.record_features(shown, 2, "check")
+        pair.record_features(images, 2, "check")
 
 
 def audit_combination(
@@ -182,83 +203,94 @@ def audit_combination(
     pictures: int,
     notify: Callable[[str], None],
 ) -> Row:
-    """One combination: train, test, watch, attack, score."""
+    """Train, evaluate, record and attack a victim under one combination.
+
+    Args:
+        case: The model and its data.
+        combination: The defences.
+        attacks: The attacks to run.
+        budget: The training budget of the attacker's decoder.
+        lpips: The LPIPS network; None: without LPIPS and F-SIM.
+        pictures: The number of images in the gallery.
+        notify: Called with a description before each step.
+    """
     notify(f"{combination}: train through the split")
     started = time.monotonic()
     seed = case.run.seed
     pair = make_split_pair(copy.deepcopy(case.model), combination, case.training, seed=seed)
     passes = pair.train(case.train, case.run, record_first=min(case.run.steps, LABEL_STEPS))
-    found = pair.measure(case.test, max(2, case.run.batch_size))
+    measures = pair.measure(case.test, max(2, case.run.batch_size))
     seconds = time.monotonic() - started
-    seen = case.test.only(np.arange(_attacked_count(case)))
+    attacked_examples = case.test.only(np.arange(_attacked_count(case)))
     setting = Setting(combination, budget, max(2, case.run.batch_size), seed)
-    views = collect_views(pair, _pixel_values(case.own), _pixel_values(seen), setting.batch, seed)
-    true = to_pixels(case, seen)
-    attacked: dict[str, AttackScores] = {}
+    views = collect_views(
+        pair, _pixel_values(case.own), _pixel_values(attacked_examples), setting.batch, seed
+    )
+    images = to_pixels(case, attacked_examples)
+    by_attack: dict[str, AttackScores] = {}
     for attack in attacks:
         notify(f"{combination}: {attack.title}")
         if not attack.fits(combination):
             continue
-        tried = attempt(attack, views, setting)
-        if tried is not None:
-            images = denormalize(tried.images, case.mean, case.std)
-            images = images if attack.is_ordered else best_assignment(images, true)
-            attacked[attack.name] = AttackScores(
+        result = attempt(attack, views, setting)
+        if result is not None:
+            guesses = denormalize(result.images, case.mean, case.std)
+            guesses = guesses if attack.is_ordered else best_assignment(guesses, images)
+            by_attack[attack.name] = AttackScores(
                 attack.name,
-                score_images(images, true, lpips),
-                tried.losses,
-                tried.floor,
-                tried.seconds,
-                images[:pictures].clamp(0, 1),
+                score_images(guesses, images, lpips),
+                result.losses,
+                result.floor,
+                result.seconds,
+                guesses[:pictures].clamp(0, 1),
             )
-    guessed = measure_label_leak(passes, case.train, case.run)
+    label_leak = measure_label_leak(passes, case.train, case.run)
     return Row(
         combination,
-        found["accuracy"],
+        measures["accuracy"],
         chance_accuracy(case.test),
         seconds,
-        attacked,
-        (found["accuracy"],),
-        guessed,
+        by_attack,
+        (measures["accuracy"],),
+        label_leak,
     )
 
 
 def measure_label_leak(passes: Sequence[ServerPass], examples: Examples, run: Run) -> float | None:
-    """The share of labels that the server tells from the gradients of the first steps, where it
-    knows three of each class; of several answers to each example, where it knows a tenth of the
-    examples. None where no gradient was seen.
+    """Return the share of labels that the gradients of the first steps reveal.
+
+    The server knows `KNOWN_PER_CLASS` labels of each class; with multi-label examples, the labels
+    of a tenth of them. None if no gradient was recorded.
     """
     examples = drop_singleton_batch(examples, run.batch_size)
-    slopes = sample_grads(passes)
-    if not len(slopes):
+    grads = sample_grads(passes)
+    if not len(grads):
         return None
     truth = torch.cat(
         [examples.batch(run.batch_indices(examples, n))[1] for n in range(len(passes))]
     )
     if examples.multi_label:
         known = max(2, len(truth) // 10)
-        score = multilabel_attack(
+        scores = multilabel_attack(
             SentGradients(
-                slopes, known_label_sets={i: truth[i].int().tolist() for i in range(known)}
+                grads, known_label_sets={i: truth[i].int().tolist() for i in range(known)}
             ),
             examples.classes,
         )
-        return float(((score[known:] > 0) == (truth[known:] > 0)).double().mean())
-    told = {
+        return float(((scores[known:] > 0) == (truth[known:] > 0)).double().mean())
+    known_labels = {
         int(i): int(c)
         for c in range(examples.classes)
         for i in (truth == c).nonzero()[:KNOWN_PER_CLASS, 0]
     }
-    rest = torch.tensor([i not in told for i in range(len(truth))])
+    is_unknown = torch.tensor([i not in known_labels for i in range(len(truth))])
     with torch.random.fork_rng():
-        guess = cluster_labels(SentGradients(slopes, told), examples.classes, seed=run.seed)
-    return float((guess == truth)[rest].double().mean())
+        guess = cluster_labels(SentGradients(grads, known_labels), examples.classes, seed=run.seed)
+    return float((guess == truth)[is_unknown].double().mean())
 
 
 def chance_accuracy(examples: Examples) -> float:
-    """What a guess without looking gets: the commonest class; of several answers, the commoner of
-    each.
-    """
+    """Return the accuracy of the most frequent class; with multi-label examples, of each label."""
     labels = torch.cat(
         [
             examples.batch(rows)[1]
@@ -272,7 +304,7 @@ def chance_accuracy(examples: Examples) -> float:
 
 
 def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """What a model reads, as pixels in 0..1."""
+    """Convert normalized images to pixels in 0..1."""
     shift, scale = (
         torch.tensor(list(v), dtype=images.dtype).view(1, -1, 1, 1) for v in (mean, std)
     )
@@ -280,6 +312,7 @@ def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> 
 
 
 def to_pixels(case: SplitCase, examples: Examples) -> Tensor:
+    """Return the images of examples as pixels in 0..1."""
     return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
 
 

@@ -1,8 +1,7 @@
-"""What was measured, told: findings between floor and ceiling, the table, the trade-off, the
-gallery, the attackers' own training, and a verdict.
+"""The report of the image audit: findings, tables, trade-off, gallery, training curves, verdict.
 
-Leaked is told as SSIM: of the mean image (floor), of the attack on this combination (value), of the
-same attack without a defence (ceiling).
+Leakage is measured by SSIM: of the mean image (floor), of the attack on this combination (value),
+and of the same attack without a defence (ceiling).
 """
 
 from __future__ import annotations
@@ -20,15 +19,22 @@ from regauge.defences.split import DEFENCES, split_combination
 from regauge.results.findings import Figure, Finding, Results, Table
 
 LEAK = "SSIM"
-REIDENTIFIED = 0.5  # a server that can tell half of the images from all others has them
-CAVEAT = "These are the attacks that were tried. What they do not get, a better one may."
-MAX_SIDE = 64  # pixels of an image in the gallery
+REIDENTIFIED = 0.5  # a server that re-identifies half of the images has them
+CAVEAT = "These are the attacks that were tried. A stronger attack may recover more."
+MAX_SIDE = 64  # pixels of an image in the gallery, at most
 
 
 def build_results(
     title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
-    """All of it. Where there are images to show, the gallery is among the figures."""
+    """Return the results of some cases: findings, tables, figures and the verdict.
+
+    Args:
+        title: The title of the results.
+        cases: The measurements.
+        attacks: The attacks of the report.
+        unchecked: What was not tried, and why.
+    """
     findings = tuple(f for case in cases for f in build_findings(case, attacks))
     tables = (
         *(build_table(case, attacks) for case in cases),
@@ -49,16 +55,17 @@ def build_results(
 
 
 def best_attack(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]:
-    """The attack that gets most, and what it gets."""
+    """Return the name of the strongest attack on a row, and its SSIM."""
     names = [a.name for a in attacks] if attacks is not None else list(row.by_attack)
-    found = {n: row.value(n, LEAK) or 0.0 for n in names if n in row.by_attack}
-    name = max(found, key=lambda n: found[n])
-    return name, found[name]
+    scores = {n: row.value(n, LEAK) or 0.0 for n in names if n in row.by_attack}
+    name = max(scores, key=lambda n: scores[n])
+    return name, scores[name]
 
 
 def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
-    """The share of images that are told apart: by attacks that say which is which. A best naming
-    tells some of any images apart.
+    """Return the share of re-identified images, by the best attack whose images have an order.
+
+    Others are left out: the best assignment re-identifies some of any images.
     """
     return max(
         (
@@ -71,34 +78,34 @@ def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
 
 
 def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
-    plain, out = case.row(NONE), []
+    """Return one finding for each combination and attack."""
+    undefended, findings = case.row(NONE), []
     for row in case.rows:
         for attack in attacks:
             value = row.value(attack.name, LEAK)
             if value is None:
                 continue
-            got = row.by_attack[attack.name]
-            scores = got.scores[LEAK]
-            told = (
+            result = row.by_attack[attack.name]
+            scores = result.scores[LEAK]
+            identified = mean_score(result.scores, "identified") or 0.0
+            sentence = (
                 f"of one image at most {max(scores):.3f}; "
-                f"{_describe_identification(case, attack, mean_score(got.scores, 'identified') or 0.0)}; "
-                f"{got.seconds:.0f} s"
+                f"{_describe_identification(case, attack, identified)}; {result.seconds:.0f} s"
             )
-            means = got.by_seed(LEAK)
+            means = result.by_seed(LEAK)
             if len(means) > 1:
-                told += f"; spread over {len(means)} seeds"
-            out.append(
+                sentence += f"; spread over {len(means)} seeds"
+            findings.append(
                 Finding(
                     f"{case.name}/{row.combination}/{attack.name}",
                     f'Under "{row.combination}", {attack.title} gives this much of the images.',
                     None,
                     value,
                     case.floor(LEAK),
-                    plain.value(attack.name, LEAK)
-                    or best_attack(plain)[
-                        1
-                    ],  # an attack on shuffles has no undefended case of its own
-                    told,
+                    undefended.value(attack.name, LEAK)
+                    # an attack on shuffles has no undefended case
+                    or best_attack(undefended)[1],
+                    sentence,
                     measure=LEAK,
                     spread=statistics.stdev(means if len(means) > 1 else scores)
                     if len(scores) > 1
@@ -106,69 +113,71 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     trials=len(scores),
                 )
             )
-    return out
+    return findings
 
 
 def _describe_identification(case: Case, attack: Attack, share: float) -> str:
     if attack.is_ordered:
-        return f"{share:.0%} told apart"
-    others = mean_score(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
-    return f"{share:.0%} told apart by the best naming" + (
-        "" if others is None else f", as are {others:.0%} of other images"
+        return f"{share:.0%} re-identified"
+    baseline = mean_score(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
+    return f"{share:.0%} re-identified by the best assignment" + (
+        "" if baseline is None else f", as are {baseline:.0%} of other images"
     )
 
 
 def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
-    """The one that is read first: accuracy, what is told apart, and SSIM under each attack."""
+    """Return the main table: accuracy, re-identified images, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.by_attack for row in case.rows)]
-    labelled = any(row.labels is not None for row in case.rows)
-    heads = (
+    has_labels = any(row.labels is not None for row in case.rows)
+    columns = (
         "defences",
         "accuracy",
         "best attack",
         "told apart",
-        *(("labels",) if labelled else ()),
+        *(("labels",) if has_labels else ()),
         *(a.title for a in used),
     )
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        told = (
+        values = (
             row.accuracy,
             best_attack(row, attacks)[1],
             identification_rate(row, attacks),
-            *((row.labels,) if labelled else ()),
+            *((row.labels,) if has_labels else ()),
             *(row.value(a.name, LEAK) for a in used),
         )
-        rows.append((row.combination, *(None if v is None else round(v, 3) for v in told)))
-    guess = case.rows[0].chance
-    free = (
-        guess,
+        rows.append((row.combination, *(None if v is None else round(v, 3) for v in values)))
+    chance = case.rows[0].chance
+    baseline = (
+        chance,
         case.floor(LEAK),
         0.0,
-        *((guess,) if labelled else ()),
+        *((chance,) if has_labels else ()),
         *(case.floor(LEAK) for _ in used),
     )
-    rows.append(("a guess, the mean image", *(None if v is None else round(v, 3) for v in free)))
-    mixed = mean_score(case.floors["true patches in a random order"], LEAK)
+    rows.append(
+        ("a guess, the mean image", *(None if v is None else round(v, 3) for v in baseline))
+    )
+    shuffled = mean_score(case.floors["true patches in a random order"], LEAK)
     note = (
         "Under each attack: the SSIM of its reconstructions, in the mean over the attacked "
         "images; 1 is the image itself, less is better. "
     )
     note += (
-        "Told apart: the share of images to which, of all images, their own reconstruction "
-        "is nearest, by attacks that say which is which. "
+        "Re-identified (the fourth column) are images that are nearest to their own "
+        "reconstruction, by attacks whose images have an order. "
     )
-    note += f"The true patches in a random order have an SSIM of {mixed:.3f}."
-    if labelled:
+    note += f"The true patches in a random order have an SSIM of {shuffled:.3f}."
+    if has_labels:
         note += (
-            " Labels: the share that the server tells from the gradients of the first "
-            "steps, if it knows a few."
+            " Labels: the share that the gradients of the first steps reveal to a server that "
+            "knows a few."
         )
-    return Table(f"Utility and privacy: {case.name}", heads, tuple(rows), note)
+    return Table(f"Utility and privacy: {case.name}", columns, tuple(rows), note)
 
 
 class DescribedAttack(Protocol):
-    """An attack as it is told."""
+    """An attack with a title and a description."""
 
     @property
     def title(self) -> str: ...
@@ -177,7 +186,7 @@ class DescribedAttack(Protocol):
 
 
 def build_glossary(combinations: Sequence[str], attacks: Sequence[DescribedAttack]) -> Table:
-    """What the names in the other tables mean."""
+    """Return a table that describes the defences and attacks of the other tables."""
     parts = dict.fromkeys(
         p.partition("=")[0] for combination in combinations for p in split_combination(combination)
     )
@@ -191,16 +200,14 @@ def build_glossary(combinations: Sequence[str], attacks: Sequence[DescribedAttac
         "What was tried: defences, then attacks",
         ("name", "what it is"),
         tuple(rows),
-        "a+b is both; none is split learning as it is.",
+        "a+b is both; none is split learning without a defence.",
     )
 
 
 def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
-    """Every metric, in the mean and of the image that leaked most, and how the attacker's training
-    ended.
-    """
+    """Return every metric, in the mean and of the worst image, and how the training ended."""
     metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    heads = (
+    columns = (
         "defences",
         "attack",
         *metrics,
@@ -212,13 +219,22 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         for attack in attacks:
-            got = row.by_attack.get(attack.name)
-            if got is not None:
-                means = (mean_score(got.scores, m) for m in metrics)
-                most = (worst_score(got.scores, m) for m in metrics if m != "identified")
-                ended = (len(got.losses), got.has_stopped) if got.losses else (None, None)
+            result = row.by_attack.get(attack.name)
+            if result is not None:
+                means = (mean_score(result.scores, m) for m in metrics)
+                worst = (worst_score(result.scores, m) for m in metrics if m != "identified")
+                training = (
+                    (len(result.losses), result.has_stopped) if result.losses else (None, None)
+                )
                 rows.append(
-                    (row.combination, attack.title, *means, *most, *ended, round(got.seconds, 1))
+                    (
+                        row.combination,
+                        attack.title,
+                        *means,
+                        *worst,
+                        *training,
+                        round(result.seconds, 1),
+                    )
                 )
     for name, scores in case.floors.items():
         blank = (None, None, None)
@@ -232,67 +248,63 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
             )
         )
     note = (
-        "Pixels in 0..1, the span of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
+        "Pixels in 0..1, the data range of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
         "AlexNet's last features (weights of LPIPS). "
     )
     return Table(
         f"Every metric: {case.name}",
-        heads,
+        columns,
         tuple(rows),
         note + "Worst: of the image that leaked most.",
     )
 
 
 def series_key(combination: str) -> tuple[str, str]:
-    """The curve that a combination is a point of, and the name of the point: ("low-pass, rows",
-    "0.1").
-    """
+    """Return the curve of a combination and the label of its point: ("low-pass, rows", "0.1")."""
     parts = split_combination(combination)
     level = next((p.partition("=")[2] for p in parts if "=" in p and not p.startswith("rows")), "")
     return ", ".join(p.partition("=")[0] for p in parts), level
 
 
 def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
-    """Accuracy against what leaks: under the paper's decoder, and under the best attack of all."""
-    plain = case.row(NONE)
-    ways: dict[str, Any] = {"the best of all attacks": lambda row: best_attack(row, attacks)[1]}
+    """Return accuracy against leakage, under the paper's decoder and under the best attack."""
+    undefended = case.row(NONE)
+    measures: dict[str, Any] = {"the best of all attacks": lambda row: best_attack(row, attacks)[1]}
     if any("decoder" in row.by_attack for row in case.rows) and len(attacks) > 1:
-        ways = {"the paper's decoder alone": lambda row: row.value("decoder", LEAK), **ways}
-    out = []
-    for title, leaked in ways.items():
+        measures = {"the paper's decoder alone": lambda row: row.value("decoder", LEAK), **measures}
+    figures = []
+    for title, leaked in measures.items():
         series: dict[str, list[list[Any]]] = {}
         for row in case.rows:
             name, level = series_key(row.combination)
             series.setdefault(name, []).append([leaked(row), row.accuracy, level])
-        several = {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
+        curves = {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
         data = {
-            "series": several,
+            "series": curves,
             "xlabel": "SSIM of the reconstructions: less is more private",
             "ylabel": "accuracy",
         }
         caption = (
             f"Up and to the left is better. The mean image has {case.floor(LEAK):.3f}; "
-            f"without a defence it is {leaked(plain):.3f}."
+            f"without a defence it is {leaked(undefended):.3f}."
         )
-        out.append(Figure(f"{case.name}: accuracy against {title}", "points", data, caption))
-    return out
+        figures.append(Figure(f"{case.name}: accuracy against {title}", "points", data, caption))
+    return figures
 
 
 def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
-    """The attackers' own training: the loss on pairs that they held out, as a share of the mean
-    image's.
-    """
-    out = []
+    """Return the held-out loss of each attacker's training, relative to the mean image's."""
+    figures = []
     for attack in attacks:
-        lines = {
+        by_combination = {
             row.combination: row.by_attack[attack.name]
             for row in case.rows
             if attack.name in row.by_attack
         }
         y = {
-            name: [round(v / got.floor, 5) for v in got.losses]
-            for name, got in lines.items()
-            if got.losses and got.floor
+            name: [round(v / result.floor, 5) for v in result.losses]
+            for name, result in by_combination.items()
+            if result.losses and result.floor
         }
         if not y:
             continue
@@ -303,34 +315,34 @@ def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
             "ylabel": "loss, share of the mean image's",
             "log": True,
         }
-        falling = [name for name, got in lines.items() if not got.has_stopped]
-        caption = "On pairs that the attacker held out. " + (
-            f"Still falling when its epochs were over: {', '.join(falling)}."
+        falling = [name for name, result in by_combination.items() if not result.has_stopped]
+        caption = "On held-out pairs of the attacker. " + (
+            f"Still falling at the last epoch: {', '.join(falling)}."
             if falling
             else "All had stopped falling."
         )
-        out.append(Figure(f"{case.name}: how {attack.title} learned", "lines", data, caption))
-    return out
+        figures.append(Figure(f"{case.name}: how {attack.title} learned", "lines", data, caption))
+    return figures
 
 
 def gallery_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
-    """For each attack: the images, and what it made of them under each combination."""
+    """Return one gallery for each attack: the images and their reconstructions."""
     if case.shown is None or not len(case.shown):
         return []
-    out = []
+    figures = []
     for attack in attacks:
         rows = [{"label": "the images", "images": to_pictures(case.shown)}]
         for row in case.rows:
-            got = row.by_attack.get(attack.name)
-            if got is not None and got.images is not None:
+            result = row.by_attack.get(attack.name)
+            if result is not None and result.images is not None:
                 rows.append(
                     {
                         "label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})",
-                        "images": to_pictures(got.images),
+                        "images": to_pictures(result.images),
                     }
                 )
         if len(rows) > 1:
-            out.append(
+            figures.append(
                 Figure(
                     f"{case.name}: what {attack.title} sees",
                     "images",
@@ -338,10 +350,11 @@ def gallery_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
                     "The first images of the test.",
                 )
             )
-    return out
+    return figures
 
 
 def to_pictures(images: torch.Tensor) -> list[Any]:
+    """Return images as nested lists for a figure, at most `MAX_SIDE` pixels wide."""
     if images.shape[-1] > MAX_SIDE:
         images = torch.nn.functional.interpolate(images, (MAX_SIDE, MAX_SIDE), mode="area")
     return [
@@ -360,68 +373,71 @@ def _channels_last(images: torch.Tensor) -> Any:
 
 
 def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
-    """What it comes to, in words."""
-    plain, floor = case.row(NONE), case.floor(LEAK) or 0.0
-    top = best_attack(plain, attacks)[1]
+    """Return the conclusions of a case, one sentence each."""
+    undefended, floor = case.row(NONE), case.floor(LEAK) or 0.0
+    ceiling = best_attack(undefended, attacks)[1]
 
     def share(value: float) -> float:
-        return max(0.0, (value - floor) / max(top - floor, 1e-9))
+        return max(0.0, (value - floor) / max(ceiling - floor, 1e-9))
 
-    having = [row for row in case.rows if identification_rate(row, attacks) >= REIDENTIFIED]
-    out = [
+    leaking = [row for row in case.rows if identification_rate(row, attacks) >= REIDENTIFIED]
+    sentences = [
         (
-            f"{case.name}: the server has the images under {len(having)} of {len(case.rows)} "
+            f"{case.name}: the server has the images under {len(leaking)} of {len(case.rows)} "
             "combinations."
         )
     ]
-    out.append(
-        f"Without a defence its best attack comes to an SSIM of {top:.2f} (the mean image: "
-        f"{floor:.2f}) and tells {identification_rate(plain, attacks):.0%} "
-        "of the images apart."
+    sentences.append(
+        f"Without a defence its best attack comes to an SSIM of {ceiling:.2f} (the mean image: "
+        f"{floor:.2f}) and re-identifies {identification_rate(undefended, attacks):.0%} "
+        "of the images."
     )
     for row in case.rows:
         base = without_rows(row.combination)
         if base is None or base not in {r.combination for r in case.rows}:
             continue
         before = case.row(base)
-        (_, was), (name, now) = best_attack(before, attacks), best_attack(row, attacks)
-        where = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
-        said = (
-            f"{where}: against the best attack SSIM goes from {was:.2f} to {now:.2f} "
+        (_, value_before), (name, value) = best_attack(before, attacks), best_attack(row, attacks)
+        subject = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
+        sentence = (
+            f"{subject}: against the best attack SSIM goes from {value_before:.2f} to {value:.2f} "
             f"({_attack_title(name, attacks)})"
         )
         if "decoder" in row.by_attack and "decoder" in before.by_attack:
-            weak = [r.value("decoder", LEAK) or 0.0 for r in (before, row)]
-            said += f"; against the paper's decoder alone from {weak[0]:.2f} to {weak[1]:.2f}"
-        out.append(said + ".")
-    rest = [row for row in case.rows if row.combination != NONE]
-    if rest:
-        safe = min(rest, key=lambda r: best_attack(r, attacks)[1])
-        out.append(
-            f"The least leaks under {safe.combination}: the best attack goes "
-            f"{share(best_attack(safe, attacks)[1]):.0%} of the way from the mean image to "
-            f"the undefended reconstruction, at an accuracy of {safe.accuracy:.3f} (undefended: "
-            f"{plain.accuracy:.3f}, a guess: {plain.chance:.3f})."
+            by_decoder = [r.value("decoder", LEAK) or 0.0 for r in (before, row)]
+            sentence += (
+                f"; against the paper's decoder alone from {by_decoder[0]:.2f} to "
+                f"{by_decoder[1]:.2f}"
+            )
+        sentences.append(sentence + ".")
+    defended = [row for row in case.rows if row.combination != NONE]
+    if defended:
+        safest = min(defended, key=lambda r: best_attack(r, attacks)[1])
+        sentences.append(
+            f"The least leaks under {safest.combination}: the best attack goes "
+            f"{share(best_attack(safest, attacks)[1]):.0%} of the way from the mean image to "
+            f"the undefended reconstruction, at an accuracy of {safest.accuracy:.3f} (undefended: "
+            f"{undefended.accuracy:.3f}, a guess: {undefended.chance:.3f})."
         )
-    known = [row.labels for row in case.rows if row.labels is not None]
-    if known:
-        many = (
-            f"{min(known):.0%}"
-            if round(min(known), 2) == round(max(known), 2)
-            else f"{min(known):.0%} to {max(known):.0%}"
+    label_shares = [row.labels for row in case.rows if row.labels is not None]
+    if label_shares:
+        share_text = (
+            f"{min(label_shares):.0%}"
+            if round(min(label_shares), 2) == round(max(label_shares), 2)
+            else f"{min(label_shares):.0%} to {max(label_shares):.0%}"
         )
-        out.append(
-            f"Labels are not sent, and the gradients tell them: {many} of them (a guess: "
-            f"{plain.chance:.0%})."
+        sentences.append(
+            f"Labels are not sent, but the gradients reveal {share_text} of them (a guess: "
+            f"{undefended.chance:.0%})."
         )
-    return out
+    return sentences
 
 
 def without_rows(combination: str) -> str | None:
-    """The same combination without its row permutation, or None where it has none."""
+    """Return a combination without its row permutation; None if it has none."""
     parts = split_combination(combination)
-    rest = [p for p in parts if p.partition("=")[0] != "rows"]
-    return None if len(rest) == len(parts) else "+".join(rest) or NONE
+    others = [p for p in parts if p.partition("=")[0] != "rows"]
+    return None if len(others) == len(parts) else "+".join(others) or NONE
 
 
 def _attack_title(name: str, attacks: Sequence[Attack]) -> str:

@@ -1,8 +1,7 @@
-"""How near attacks came, image by image: the metrics, what costs an attacker nothing, and rows of
-what was measured.
+"""Scores of reconstructed images: metrics, free baselines, and rows of measurements.
 
-Images are scored in 0..1, whatever range the model has them in: reconstructions are clipped to it,
-and the span of PSNR and SSIM is 1.
+Images are scored in 0..1, whatever the range of the model: reconstructions are clipped to it, and
+the data range of PSNR and SSIM is 1.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class LeakageError(RegaugeError):
 
 @dataclass(frozen=True)
 class Metric:
-    """`is_leak` says whether more of it is more leaked."""
+    """A metric of reconstructions; `is_leak` if larger values mean more leakage."""
 
     name: str
     compute: Callable[[Tensor, Tensor, Lpips | None], Tensor | None]
@@ -47,8 +46,8 @@ def _last_features(lpips: Lpips) -> Callable[[Tensor], Tensor]:
     return lambda x: lpips.features(x, 0.0, 1.0)[-1]
 
 
-def _fits_lpips(lpips: Lpips | None, found: Tensor) -> bool:
-    return lpips is not None and min(found.shape[-2:]) >= 32
+def _fits_lpips(lpips: Lpips | None, images: Tensor) -> bool:
+    return lpips is not None and min(images.shape[-2:]) >= 32
 
 
 METRICS: tuple[Metric, ...] = (
@@ -70,19 +69,19 @@ METRICS: tuple[Metric, ...] = (
     Metric("MSE", lambda a, b, _: mse(a, b), is_leak=False),
     Metric("identified", lambda a, b, _: is_identified(a, b).float()),
 )
-SPECTRAL = Metric(
-    "FFT2D", lambda a, b, _: spectral_distance(a, b), is_leak=False
-)  # 002's, for attacks on gradients
+# The metric of paper 002, for attacks on gradients.
+SPECTRAL = Metric("FFT2D", lambda a, b, _: spectral_distance(a, b), is_leak=False)
 BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}
 
 
 def score_images(
-    found: Tensor, true: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS
+    guesses: Tensor, images: Tensor, lpips: Lpips | None = None, metrics: Sequence[Metric] = METRICS
 ) -> Scores:
-    """All metrics of reconstructions in 0..1; those that need AlexNet only where its weights are
-    given and images are not too small for it.
+    """Return all metrics of reconstructions, one value for each image.
+
+    Metrics that need AlexNet are skipped without its weights, and for images that are too small.
     """
-    values = ((m.name, m.compute(found.clamp(0, 1), true, lpips)) for m in metrics)
+    values = ((m.name, m.compute(guesses.clamp(0, 1), images, lpips)) for m in metrics)
     return {
         name: [round(float(v), 6) for v in value.clamp(max=100.0)]
         for name, value in values
@@ -90,18 +89,18 @@ def score_images(
     }
 
 
-def best_assignment(found: Tensor, true: Tensor) -> Tensor:
-    """Reconstructions of which it is not said whose they are, in the order in which they are
-    nearest to the true ones: the best naming counts. Where there are fewer than images, each stands
-    for several.
+def best_assignment(guesses: Tensor, images: Tensor) -> Tensor:
+    """Reorder reconstructions without an order by the best assignment to the true images.
+
+    If there are fewer than images, they are repeated.
     """
     from scipy.optimize import linear_sum_assignment
 
-    if len(found) < len(true):
-        found = found.repeat(-(-len(true) // len(found)), 1, 1, 1)[: len(true)]
-    return found[
+    if len(guesses) < len(images):
+        guesses = guesses.repeat(-(-len(images) // len(guesses)), 1, 1, 1)[: len(images)]
+    return guesses[
         torch.from_numpy(
-            linear_sum_assignment(torch.cdist(true.flatten(1), found.flatten(1)).numpy())[1]
+            linear_sum_assignment(torch.cdist(images.flatten(1), guesses.flatten(1)).numpy())[1]
         )
     ]
 
@@ -110,29 +109,32 @@ OTHERS = "other images, by the best naming"
 
 
 def score_baselines(
-    own: Tensor, true: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0
+    own: Tensor, images: Tensor, patch: int, lpips: Lpips | None = None, seed: int = 0
 ) -> dict[str, Scores]:
-    """What costs an attacker nothing: the mean of its own images; what an order at random leaves of
-    the true patches; and images of its own, each given to the true one that it fits, which is how
-    an attack is scored that names nobody. Of many images some fit, whoever they show.
+    """Score what costs an attacker nothing.
+
+    These are the mean of its own images, the true patches in random order, and its own images by
+    the best assignment, which is the baseline of attacks without an order: among many images, some
+    match by chance.
     """
-    draw = torch.Generator().manual_seed(seed)
-    patches = to_patches(true, patch)
-    mixed = torch.stack([p[torch.randperm(len(p), generator=draw)] for p in patches])
+    generator = torch.Generator().manual_seed(seed)
+    patches = to_patches(images, patch)
+    shuffled = torch.stack([p[torch.randperm(len(p), generator=generator)] for p in patches])
     guesses = {
-        "the mean image": own.mean(0, keepdim=True).expand_as(true),
-        "true patches in a random order": to_images(mixed, patch, true.shape[1]),
+        "the mean image": own.mean(0, keepdim=True).expand_as(images),
+        "true patches in a random order": to_images(shuffled, patch, images.shape[1]),
     }
-    guesses[OTHERS] = best_assignment(own[: len(true)], true)
-    return {name: score_images(guess, true, lpips) for name, guess in guesses.items()}
+    guesses[OTHERS] = best_assignment(own[: len(images)], images)
+    return {name: score_images(guess, images, lpips) for name, guess in guesses.items()}
 
 
 def mean_score(scores: Scores, metric: str) -> float | None:
+    """Return the mean over images; None without the metric."""
     return statistics.fmean(scores[metric]) if metric in scores else None
 
 
 def worst_score(scores: Scores, metric: str) -> float | None:
-    """Of the image that leaked most."""
+    """Return the score of the image that leaked most."""
     return (
         None
         if metric not in scores
@@ -144,8 +146,16 @@ def worst_score(scores: Scores, metric: str) -> float | None:
 
 @dataclass(frozen=True, eq=False)
 class AttackScores:
-    """What one attack got of one victim: scores of each image, validation losses after each epoch
-    and what the mean image would have, seconds, and images for a gallery.
+    """The result of one attack on one victim.
+
+    Attributes:
+        attack: The name of the attack.
+        scores: The scores of each image.
+        losses: The validation loss after each epoch of the attacker's training.
+        floor: The loss of the mean image.
+        seconds: The run time.
+        images: Reconstructions for the gallery.
+        seeds: The number of seeds, whose scores follow one another in equal parts.
     """
 
     attack: str
@@ -154,18 +164,19 @@ class AttackScores:
     floor: float
     seconds: float
     images: Tensor | None = None
-    seeds: int = 1  # whose scores follow each other, as many of each
+    seeds: int = 1
 
     def by_seed(self, metric: str) -> list[float]:
-        """The mean over images, of each seed."""
-        found = self.scores[metric]
-        each = len(found) // self.seeds
-        return [statistics.fmean(found[i * each : (i + 1) * each]) for i in range(self.seeds)]
+        """Return the mean over images for each seed."""
+        values = self.scores[metric]
+        size = len(values) // self.seeds
+        return [statistics.fmean(values[i * size : (i + 1) * size]) for i in range(self.seeds)]
 
     @property
     def has_stopped(self) -> bool:
-        """Had its loss stopped falling when it ended: by less than a hundredth of the mean image's
-        over the last eighth of its epochs?
+        """Whether the loss had converged.
+
+        It has if it fell by less than 1 % of the mean image's over the last eighth of the epochs.
         """
         tail = max(3, len(self.losses) // 8)
         return not self.losses or (
@@ -176,9 +187,7 @@ class AttackScores:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """A combination of defences: what it costs the task, and what each attack got. One for each
-    seed, `trials` of them put together by `joined`.
-    """
+    """The accuracy and leakage of one combination of defences; `merge_trials` joins seeds."""
 
     combination: str
     accuracy: float
@@ -186,9 +195,10 @@ class Row:
     seconds: float
     by_attack: Mapping[str, AttackScores]
     accuracies: tuple[float, ...] = ()
-    labels: float | None = None  # the share of labels that the server tells from gradients
+    labels: float | None = None  # the share of labels that gradients reveal
 
     def value(self, attack: str, metric: str) -> float | None:
+        """Return the mean score of an attack; None if it was not run."""
         return (
             mean_score(self.by_attack[attack].scores, metric) if attack in self.by_attack else None
         )
@@ -196,9 +206,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """All rows of one model on one data set, what costs nothing, and the true images of the
-    gallery.
-    """
+    """All rows of one model on one data set, the baselines, and the true images of the gallery."""
 
     name: str
     rows: tuple[Row, ...]
@@ -207,36 +215,39 @@ class Case:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def row(self, combination: str) -> Row:
+        """Return the row of a combination."""
         return next(r for r in self.rows if r.combination == combination)
 
     def floor(self, metric: str) -> float | None:
+        """Return the score of the mean image."""
         return mean_score(self.floors["the mean image"], metric)
 
 
 def merge_trials(trials: Sequence[Row]) -> Row:
-    """Rows of several seeds as one: scores of all their images, losses and pictures of the
-    first.
-    """
+    """Merge the rows of several seeds: scores of all images, losses and pictures of the first."""
     first = trials[0]
-    attacked = {}
-    for name, one in first.by_attack.items():
-        all_of = [t.by_attack[name] for t in trials if name in t.by_attack]
-        scores = {metric: [v for a in all_of for v in a.scores[metric]] for metric in one.scores}
-        attacked[name] = AttackScores(
+    by_attack = {}
+    for name, result in first.by_attack.items():
+        results = [trial.by_attack[name] for trial in trials if name in trial.by_attack]
+        scores = {
+            metric: [value for r in results for value in r.scores[metric]]
+            for metric in result.scores
+        }
+        by_attack[name] = AttackScores(
             name,
             scores,
-            one.losses,
-            one.floor,
-            statistics.fmean(a.seconds for a in all_of),
-            one.images,
-            len(all_of),
+            result.losses,
+            result.floor,
+            statistics.fmean(r.seconds for r in results),
+            result.images,
+            len(results),
         )
-    found = tuple(t.accuracy for t in trials)
+    accuracies = tuple(trial.accuracy for trial in trials)
     return Row(
         first.combination,
-        statistics.fmean(found),
+        statistics.fmean(accuracies),
         first.chance,
-        statistics.fmean(t.seconds for t in trials),
-        attacked,
-        found,
+        statistics.fmean(trial.seconds for trial in trials),
+        by_attack,
+        accuracies,
     )

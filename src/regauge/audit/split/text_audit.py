@@ -1,7 +1,6 @@
-"""The audit of texts: a model of language trained split, with each combination of defences, and
-what the server reads off the stream.
+"""The text audit: train a split language model for each combination of defences, and attack it.
 
-Texts are cut to one length, so that none is padded: which rows are padding the mask says anyway.
+Texts are truncated to one length, so that none is padded; the mask would reveal padding anyway.
 """
 
 from __future__ import annotations
@@ -37,14 +36,19 @@ from regauge.results.findings import Finding, Results, Table, apply_threshold
 Tensor = torch.Tensor
 LEAK = "ROUGE-L"
 MAX_LENGTH, MIN_TEXTS, LABEL_STEPS = 32, 20, 20
-READ_THRESHOLD = 0.5  # a server that has half of a text's longest common subsequence has read it
+READ_THRESHOLD = 0.5  # ROUGE-L from which a text counts as read
 
 
 @dataclass(frozen=True, eq=False)
 class SentTexts:
-    """What a server has who reads texts: `served` as they came, the open model that client and
-    server started from, and texts of its own (`ids`) with what a client like this one makes of
-    them, in order.
+    """The view of a server that reads texts.
+
+    Attributes:
+        served: The recorded passes.
+        model: The public model from which client and server started.
+        features: The features of the attacker's own texts, in order, by a copy of the client.
+        ids: The attacker's own texts.
+        shuffled: Whether tokens are shuffled.
     """
 
     served: Sequence[ServerPass]
@@ -60,8 +64,13 @@ class SentTexts:
 
 @dataclass(frozen=True)
 class TextAttack:
-    """`name` is its id, `title` how it is told, `about` what it does in a line; it gives tokens and
-    places, [texts, rows].
+    """An attack of the table; `run` returns tokens and positions, [texts, rows].
+
+    Attributes:
+        name: The id.
+        title: The title in tables.
+        about: A one-line description.
+        run: The attack.
     """
 
     name: str
@@ -74,14 +83,13 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
     TextAttack(
         "vocabulary",
         "every token tried",
-        "makes the state of every token at every place with the embedding that was started "
-        "from, and takes the nearest",
+        "embeds every token at every position with the public embedding, and takes the nearest",
         lambda view: embedding_search(EmbeddedText(view.observed, view.model, None, view.shuffled)),
     ),
     TextAttack(
         "regression",
         "a learned map",
-        "learns the map from states to tokens and places on texts of its own, defended "
+        "learns the map from states to tokens and positions on its own texts, defended "
         "likewise, in closed form",
         lambda view: text_regression(
             PairedTexts(
@@ -98,7 +106,7 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
 
 @dataclass(frozen=True, eq=False)
 class TextRow:
-    """A combination of defences: accuracy, and by attack the scores of each text."""
+    """The accuracy of one combination of defences, and the scores of each text by attack."""
 
     combination: str
     accuracy: float
@@ -111,6 +119,7 @@ class TextRow:
         return statistics.fmean(self.scores[attack][measure])
 
     def best(self) -> tuple[str, float]:
+        """Return the strongest attack and its mean score."""
         name = max(self.scores, key=self.value)
         return name, self.value(name)
 
@@ -124,41 +133,52 @@ def audit_texts(
     length: int = MAX_LENGTH,
     progress: Progress | None = None,
 ) -> Results:
-    """What a server of split learning reads of texts, under each combination of defences ("none" is
-    the ceiling, and always there).
+    """Measure accuracy and the leakage of texts under each combination of defences.
+
+    Args:
+        case: The model and its data.
+        combinations: Combinations of defences; "none", the ceiling, is always added.
+        attacks: The attacks to run.
+        fail_above: Fail a finding on defended features if its attack gets further than this share
+            of the way from floor to ceiling.
+        length: The maximum number of tokens of a text.
+        progress: Progress callback.
+
+    Raises:
+        LeakageError: The case cannot be audited.
     """
     combinations = list(dict.fromkeys((NONE, *combinations)))
-    true, own = (
+    texts, own = (
         _truncate_texts(part, length)
         for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own)
     )
-    together = min(true.shape[1], own.shape[1])
-    true, own = true[:, :together], own[:, :together]
-    _check_case(case, combinations, true, own)
+    shared_length = min(texts.shape[1], own.shape[1])
+    texts, own = texts[:, :shared_length], own[:, :shared_length]
+    _check_case(case, combinations, texts, own)
     total, done = len(combinations) * (1 + len(attacks)), 0
 
-    def tell(now: str) -> None:
+    def notify(step: str) -> None:
         nonlocal done
         if progress:
-            progress(done, total, now)
+            progress(done, total, step)
         done += 1
 
     rows = [
-        _audit_combination(case, combination, attacks, true, own, tell)
+        _audit_combination(case, combination, attacks, texts, own, notify)
         for combination in combinations
     ]
     if progress:
         progress(total, total, "")
-    guess = [
-        score_texts([other.tolist()], [text.tolist()])
-        for other, text in zip(own, true, strict=False)
+    baselines = [
+        score_texts([own_text.tolist()], [text.tolist()])
+        for own_text, text in zip(own, texts, strict=False)
     ]
-    floor = {m: [v for one in guess for v in one[m]] for m in MEASURES}
-    found = _build_results(case.name, rows, floor, attacks)
+    floor = {m: [v for scores in baselines for v in scores[m]] for m in MEASURES}
+    results = _build_results(case.name, rows, floor, attacks)
     return replace(
-        found,
+        results,
         findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in found.findings
+            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
         ),
     )
 
@@ -167,11 +187,11 @@ def _audit_combination(
     case: SplitCase,
     combination: str,
     attacks: Sequence[TextAttack],
-    true: Tensor,
+    texts: Tensor,
     own: Tensor,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> TextRow:
-    tell(f"{combination}: train through the split")
+    notify(f"{combination}: train through the split")
     seed, batch = case.run.seed, max(2, case.run.batch_size)
     public = copy.deepcopy(case.model).eval()
     pair = make_split_pair(
@@ -179,58 +199,58 @@ def _audit_combination(
     )
     passes = pair.train(case.train, case.run, record_first=min(case.run.steps, LABEL_STEPS))
     accuracy = pair.measure(case.test, batch)["accuracy"]
-    served = pair.record_passes(_make_batches(true, batch), "seen")
+    served = pair.record_passes(_make_batches(texts, batch), "seen")
     view = SentTexts(
         served, public, _embed_own_texts(pair, own, batch, seed), own, is_shuffled(combination)
     )
     scores, seconds = {}, {}
     for attack in attacks:
-        tell(f"{combination}: {attack.title}")
+        notify(f"{combination}: {attack.title}")
         started = time.monotonic()
-        tokens, places = attack.run(view)
-        told = [order_leak(one) for one in served] if view.shuffled else [None]
-        if all(order is not None for order in told):
-            places = torch.cat([order for order in told if order is not None])
-        texts = torch.zeros_like(tokens).scatter(1, places, tokens)
-        scores[attack.name] = score_texts(texts.tolist(), true.tolist())
+        tokens, positions = attack.run(view)
+        orders = [order_leak(served_pass) for served_pass in served] if view.shuffled else [None]
+        if all(order is not None for order in orders):
+            positions = torch.cat([order for order in orders if order is not None])
+        recovered = torch.zeros_like(tokens).scatter(1, positions, tokens)
+        scores[attack.name] = score_texts(recovered.tolist(), texts.tolist())
         seconds[attack.name] = round(time.monotonic() - started, 1)
-    classified = not (case.train.causal or case.train.tokens or case.train.dense)
-    guessed = measure_label_leak(passes, case.train, case.run) if classified else None
+    is_classifier = not (case.train.causal or case.train.tokens or case.train.dense)
+    label_leak = measure_label_leak(passes, case.train, case.run) if is_classifier else None
     return TextRow(
         combination,
         accuracy,
-        chance_accuracy(case.test) if classified else 0.0,
+        chance_accuracy(case.test) if is_classifier else 0.0,
         scores,
         seconds,
-        guessed,
+        label_leak,
     )
 
 
 def _copy_client_model(model: torch.nn.Module, combination: str) -> torch.nn.Module:
-    """A copy of the model. Where rows move it is given its causal mask, which fused kernels make
-    themselves.
+    """Return a copy of the model.
+
+    With shuffled rows it uses eager attention, which gets the causal mask as an input; fused
+    kernels build their own.
     """
-    made: Any = copy.deepcopy(model)
-    if is_shuffled(combination) and hasattr(made, "set_attn_implementation"):
-        made.set_attn_implementation("eager")
-    return cast(torch.nn.Module, made)
+    copied: Any = copy.deepcopy(model)
+    if is_shuffled(combination) and hasattr(copied, "set_attn_implementation"):
+        copied.set_attn_implementation("eager")
+    return cast(torch.nn.Module, copied)
 
 
 def _embed_own_texts(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
-    """The attacker's own texts through a client like this one, with its defences but for the
-    shuffles.
-    """
+    """Return the features of the attacker's own texts, under all defences but the shuffles."""
     if not is_shuffled(pair.combination):
         return torch.cat(
             [p.stream for p in pair.record_passes(_make_batches(own, batch), "own")]
         ).float()
     pair.link.close()
-    beside = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
-    found = torch.cat(
-        [p.stream for p in beside.record_passes(_make_batches(own, batch), "own")]
+    unshuffled = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
+    features = torch.cat(
+        [p.stream for p in unshuffled.record_passes(_make_batches(own, batch), "own")]
     ).float()
-    beside.link.close()
-    return found
+    unshuffled.link.close()
+    return features
 
 
 def _make_batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
@@ -241,48 +261,49 @@ def _make_batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
 
 
 def _truncate_texts(examples: object, length: int) -> Tensor:
-    """Texts without their padding, those of at least half the length, cut to the shortest of
-    them.
-    """
+    """Remove padding, drop texts below half the length, and truncate the others to the shortest."""
     inputs, _ = examples.batch(np.arange(len(examples)))  # type: ignore[attr-defined,arg-type]
     mask = inputs.get("attention_mask")
     rows = [
-        row if mask is None else row[m.bool()]
-        for row, m in zip(
+        row if mask is None else row[row_mask.bool()]
+        for row, row_mask in zip(
             inputs["input_ids"], inputs["input_ids"] if mask is None else mask, strict=True
         )
     ]
-    kept = [row[:length] for row in rows if len(row) >= min(length, max(map(len, rows))) // 2]
-    shortest = min(map(len, kept))
-    return torch.stack([row[:shortest] for row in kept])
+    long_rows = [row[:length] for row in rows if len(row) >= min(length, max(map(len, rows))) // 2]
+    shortest = min(map(len, long_rows))
+    return torch.stack([row[:shortest] for row in long_rows])
 
 
-def _check_case(case: SplitCase, combinations: Sequence[str], true: Tensor, own: Tensor) -> None:
-    """Refuse what cannot be before anything is trained."""
+def _check_case(case: SplitCase, combinations: Sequence[str], texts: Tensor, own: Tensor) -> None:
+    """Check a case before anything is trained, on two texts for each combination."""
     if len(own) < MIN_TEXTS:
         raise LeakageError(
-            f"an attacker with {len(own)} texts learns nothing",
-            hint="give more data, or longer texts",
+            f"the attacker must have >= {MIN_TEXTS} texts, got {len(own)}",
+            hint="pass more data, or longer texts",
         )
-    if true.shape[1] < 2 or len(true) < 2:
+    if texts.shape[1] < 2 or len(texts) < 2:
         raise LeakageError(
-            f"{len(true)} texts of {true.shape[1]} tokens are too little to attack",
-            hint="give more data, or longer texts",
+            "the attacked texts must be >= 2, of >= 2 tokens each, got "
+            f"{len(texts)} of {texts.shape[1]} tokens",
+            hint="pass more data, or longer texts",
         )
     if any(isinstance(d, BatchShuffle) for c in combinations for d in parse_combination(c)):
         raise LeakageError(
-            "a batch shuffle takes tokens from text to text, and their masks belong to each text",
+            "defences of texts must not contain batch-shuffle: it moves tokens between texts, and "
+            "masks belong to one text",
             hint="use rows",
         )
     on_pixels = next((d for c in combinations for d in parse_combination(c) if d.stage == 0), None)
     if on_pixels is not None:
         raise LeakageError(
-            f"{type(on_pixels).__name__} acts on images, and these are texts",
-            hint="noise, round, bottleneck, rows and the like",
+            f"defences of texts must act on features, got {type(on_pixels).__name__}, which acts "
+            "on images",
+            hint="use noise, round, bottleneck or rows",
         )
     for combination in combinations:
         make_split_pair(_copy_client_model(case.model, combination), combination).record_passes(
-            _make_batches(true[:2], 2), "check"
+            _make_batches(texts[:2], 2), "check"
         )
 
 
@@ -292,29 +313,31 @@ def _build_results(
     floor: Mapping[str, list[float]],
     attacks: Sequence[TextAttack],
 ) -> Results:
-    titles, plain = {a.name: a.title for a in attacks}, rows[0]
-    low = statistics.fmean(floor[LEAK])
-    labelled = any(row.labels is not None for row in rows)
-    heads = (
+    titles, undefended = {a.name: a.title for a in attacks}, rows[0]
+    baseline = statistics.fmean(floor[LEAK])
+    has_labels = any(row.labels is not None for row in rows)
+    columns = (
         "defences",
         "accuracy",
-        *(("labels",) if labelled else ()),
+        *(("labels",) if has_labels else ()),
         "attack",
         *MEASURES,
         "worst ROUGE-L",
         "seconds",
     )
-    lines: list[tuple[str | float | None, ...]] = []
+    table: list[tuple[str | float | None, ...]] = []
     findings = []
     for row in rows:
         for attack, scores in row.scores.items():
             means = [round(statistics.fmean(scores[m]), 3) for m in MEASURES]
-            known = (None if row.labels is None else round(row.labels, 3),) if labelled else ()
-            lines.append(
+            label_cells = (
+                (None if row.labels is None else round(row.labels, 3),) if has_labels else ()
+            )
+            table.append(
                 (
                     row.combination,
                     round(row.accuracy, 3),
-                    *known,
+                    *label_cells,
                     titles[attack],
                     *means,
                     round(max(scores[LEAK]), 3),
@@ -327,8 +350,8 @@ def _build_results(
                     f'Under "{row.combination}", {titles[attack]} gives this much of the texts.',
                     None,
                     row.value(attack),
-                    low,
-                    plain.value(attack),
+                    baseline,
+                    undefended.value(attack),
                     f"{row.value(attack, 'words'):.0%} of the tokens, "
                     f"{row.value(attack, 'in place'):.0%} in their places",
                     measure=LEAK,
@@ -336,15 +359,15 @@ def _build_results(
                     trials=len(scores[LEAK]),
                 )
             )
-    blank = (None,) if labelled else ()
-    free = [round(statistics.fmean(floor[m]), 3) for m in MEASURES]
-    lines.append(
+    blank = (None,) if has_labels else ()
+    baseline_cells = [round(statistics.fmean(floor[m]), 3) for m in MEASURES]
+    table.append(
         (
             "a guess, another text",
-            round(plain.chance, 3) or None,
+            round(undefended.chance, 3) or None,
             *blank,
             "",
-            *free,
+            *baseline_cells,
             round(max(floor[LEAK]), 3),
             None,
         )
@@ -354,7 +377,7 @@ def _build_results(
         "places, ROUGE on tokens (F1), texts that are exactly right. "
     )
     tables = (
-        Table(f"Utility and privacy: {name}", heads, tuple(lines), note),
+        Table(f"Utility and privacy: {name}", columns, tuple(table), note),
         build_glossary([r.combination for r in rows], attacks),
     )
     return Results(
@@ -362,33 +385,33 @@ def _build_results(
         tuple(findings),
         tables,
         (),
-        {"verdict": _build_verdict(name, rows, low, titles)},
+        {"verdict": _build_verdict(name, rows, baseline, titles)},
     )
 
 
 def _build_verdict(
-    name: str, rows: Sequence[TextRow], low: float, titles: Mapping[str, str]
+    name: str, rows: Sequence[TextRow], baseline: float, titles: Mapping[str, str]
 ) -> list[str]:
-    plain = rows[0]
-    having = [row for row in rows if row.best()[1] >= READ_THRESHOLD]
-    out = [
+    undefended = rows[0]
+    leaking = [row for row in rows if row.best()[1] >= READ_THRESHOLD]
+    sentences = [
         (
-            f"{name}: the server reads the texts under {len(having)} of {len(rows)} combinations "
+            f"{name}: the server reads the texts under {len(leaking)} of {len(rows)} combinations "
             f"(ROUGE-L of {READ_THRESHOLD:g} and more)."
         )
     ]
     for row in rows:
         attack, value = row.best()
         words = max(row.value(a, "words") for a in row.scores)
-        out.append(
+        sentences.append(
             f"{row.combination}: ROUGE-L {value:.2f} by {titles[attack]} (another text: "
-            f"{low:.2f}), {words:.0%} of the tokens; accuracy "
-            f"{row.accuracy:.3f} (undefended: {plain.accuracy:.3f})."
+            f"{baseline:.2f}), {words:.0%} of the tokens; accuracy "
+            f"{row.accuracy:.3f} (undefended: {undefended.accuracy:.3f})."
         )
-    known = [row.labels for row in rows if row.labels is not None]
-    if known:
-        out.append(
-            f"Labels are not sent, and the gradients tell them: {min(known):.0%} to "
-            f"{max(known):.0%} of them (a guess: {plain.chance:.0%})."
+    label_shares = [row.labels for row in rows if row.labels is not None]
+    if label_shares:
+        sentences.append(
+            f"Labels are not sent, but the gradients reveal {min(label_shares):.0%} to "
+            f"{max(label_shares):.0%} of them (a guess: {undefended.chance:.0%})."
         )
-    return [*out, CAVEAT]
+    return [*sentences, CAVEAT]

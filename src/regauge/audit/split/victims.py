@@ -1,13 +1,13 @@
-"""Victims: a client and a server of split learning in one process, through the same bytes as on a
-wire, with all that the server sees written down.
+"""Victims: a client and a server of split learning in one process, with recorded passes.
 
-    pair = stand(model, "low-pass=0.1+rows", Training("adamw", 1e-3), seed=0)
+They exchange the same bytes as over a network.
+
+    pair = make_split_pair(model, "low-pass=0.1+rows", OptimizerConfig("adamw", 1e-3), seed=0)
     pair.train(examples, Run(steps, batch))
-    pair.measure(test, batch)                         # utility: the defences act in the test too
-    pair.watch(images, batch)                         # what the server sees of these images, pass
-    by pass
+    pair.measure(test, batch)  # utility; the defences are active in the test too
+    pair.record_features(images, batch, "label")  # the features that the server receives
 
-A combination of defences is a text, "pixel-noise=0.5+rows"; "none" is none.
+A combination of defences is a text such as "pixel-noise=0.5+rows"; "none" has no defence.
 """
 
 from __future__ import annotations
@@ -31,19 +31,17 @@ NONE = "none"
 
 
 def parse_combination(combination: str) -> tuple[Defence, ...]:
-    """The defences of a combination, in the order in which they act."""
+    """Return the defences of a combination, in the order in which they act."""
     return () if combination == NONE else parse_defences([combination])
 
 
 def is_shuffled(combination: str) -> bool:
-    """Do tokens leave their places?"""
+    """Return whether a combination shuffles tokens."""
     return any(isinstance(d, Rows | BatchShuffle) for d in parse_combination(combination))
 
 
 class RecordingHost:
-    """A server that writes down what it is sent while `is_on`: the tensors of each pass, and the
-    gradient that comes for it.
-    """
+    """A server that records, while `is_recording`, the tensors and the gradient of each pass."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.limits, self.is_recording = host, host.limits, False
@@ -51,6 +49,7 @@ class RecordingHost:
         self._open: dict[int, int] = {}
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
+        """Record a frame, and let the host answer it."""
         if self.is_recording and frame.kind is Kind.FORWARD:
             tensors = {name: t.clone() for name, t in frame.tensors.items()}
             stream = next(
@@ -65,17 +64,17 @@ class RecordingHost:
             and frame.kind is Kind.BACKWARD
             and frame.values.get("of") in self._open
         ):
-            place = self._open[frame.values["of"]]  # type: ignore[index]
-            seen = self.passes[place]
-            self.passes[place] = ServerPass(
-                seen.stream, seen.others, frame.tensors["stream"].clone()
+            index = self._open[frame.values["of"]]  # type: ignore[index]
+            recorded = self.passes[index]
+            self.passes[index] = ServerPass(
+                recorded.stream, recorded.others, frame.tensors["stream"].clone()
             )
         return self.host.answer(frame, peer)
 
 
 @dataclass(eq=False)
 class Pair:
-    """A client and its server. `training` is how both sides learn; without it they only serve."""
+    """A client and its server; without `training`, the optimizer of both, they only predict."""
 
     model: torch.nn.Module
     server: RecordingHost
@@ -91,7 +90,14 @@ class Pair:
         on_step: Callable[[int, float], None] | None = None,
         record_first: int = 0,
     ) -> list[ServerPass]:
-        """Train, and return what the server saw of the first `watch_first` steps."""
+        """Train, and return the recorded passes of the first `record_first` steps.
+
+        Args:
+            examples: The examples of the client.
+            run: The number of steps, the batch size and the seed.
+            on_step: Callback after each step, with its loss.
+            record_first: The number of steps to record.
+        """
         assert self.training is not None
 
         def record(step: int, loss: float) -> None:
@@ -111,13 +117,14 @@ class Pair:
         return self._take_passes()
 
     def measure(self, examples: Examples, batch: int) -> dict[str, float]:
-        """Loss and accuracy in use, with the defences."""
+        """Return loss and accuracy with the defences."""
         self._seed_predictions("test")
         return measure(self.model, drop_singleton_batch(examples, batch), batch)
 
     def record_features(self, images: Tensor, batch: int, label: str) -> Tensor:
-        """What the server sees of images, [images, tokens, channels], as it stands in the passes.
-        `label` is what is drawn afresh by.
+        """Return the features that the server receives, [images, tokens, channels].
+
+        Predictions with different labels have different noise and shuffles.
         """
         passes = self.record_passes(
             [{"pixel_values": part} for part in split_batches(images, batch)], label
@@ -125,46 +132,42 @@ class Pair:
         return torch.cat([p.stream for p in passes]).float().cpu()
 
     def record_passes(self, inputs: Sequence[Mapping[str, Tensor]], label: str) -> list[ServerPass]:
-        """What the server sees of predictions, pass by pass."""
+        """Run predictions, and return the passes that the server receives."""
         self._seed_predictions(label)
         self.model.eval()
         self.server.is_recording = True
-        like = next(p for p in self.model.parameters() if p.is_floating_point())
+        parameter = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
-            for given in inputs:
+            for batch in inputs:
                 logits_of(
                     self.model,
                     {
-                        k: v.to(like) if v.is_floating_point() else v.to(like.device)
-                        for k, v in given.items()
+                        k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
+                        for k, v in batch.items()
                     },
                 )
         return self._take_passes()
 
     def state(self) -> dict[str, Tensor]:
-        """The whole model: the client's embedding and head, the server's backbone."""
+        """Return the full model: the client's embedding and head, the server's backbone."""
         return {
             **{n: t.detach().clone() for n, t in self.model.state_dict().items()},
             **self.server.host.backbone(),
         }
 
     def _seed_predictions(self, label: str) -> None:
-        """So that a measurement can be repeated: what a prediction draws is told by its label and
-        its place, and not by the system's randomness.
-        """
+        """Derive the randomness of predictions from a label and a counter, for repeatability."""
         count = itertools.count()
         self.link.make_nonce = lambda: f"{label}/{next(count)}"
 
     def _take_passes(self) -> list[ServerPass]:
         self.server.is_recording = False
-        found, self.server.passes = self.server.passes, []
-        return found
+        passes, self.server.passes = self.server.passes, []
+        return passes
 
 
 def drop_singleton_batch(examples: Examples, batch: int) -> Examples:
-    """Examples whose last batch is not one example alone, which could change places with none: it
-    is left out.
-    """
+    """Drop the last example if it would be a batch by itself, which cannot be shuffled."""
     return (
         examples.only(range(len(examples) - 1))
         if batch > 1 and len(examples) % batch == 1
@@ -173,9 +176,13 @@ def drop_singleton_batch(examples: Examples, batch: int) -> Examples:
 
 
 def split_batches(images: Tensor, batch: int) -> list[Tensor]:
-    """Likewise, but all are in: the last two batches are one then."""
-    found = list(torch.split(images, batch))
-    return [*found[:-2], torch.cat(found[-2:])] if len(found) > 1 and len(found[-1]) == 1 else found
+    """Split images into batches; a last batch of one image is merged with the one before."""
+    batches = list(torch.split(images, batch))
+    return (
+        [*batches[:-2], torch.cat(batches[-2:])]
+        if len(batches) > 1 and len(batches[-1]) == 1
+        else batches
+    )
 
 
 def make_split_pair(
@@ -185,8 +192,13 @@ def make_split_pair(
     *,
     seed: int = 0,
 ) -> Pair:
-    """A client with this model, which is used and trained in place, and a server with a copy of its
-    backbone. Drawn from the seed.
+    """Return a client and a server for a model.
+
+    Args:
+        model: The client's model, which is trained in place; the server has a copy of its backbone.
+        combination: The defences of the client.
+        training: The optimizer of both sides; None: they only predict.
+        seed: The secret of the client's defences.
     """
     server = RecordingHost(Host(copy.deepcopy(model), training))
     link = connect(model, InProcess(server), defences=parse_combination(combination), secret=seed)  # type: ignore[arg-type]
@@ -194,23 +206,21 @@ def make_split_pair(
 
 
 def drop_shuffles(combination: str) -> str:
-    """The same combination with all tokens in their places."""
-    kept = [
+    """Return a combination without its shuffles."""
+    others = [
         text
         for text in split_combination(combination)
         if text.partition("=")[0] not in ("rows", "batch-shuffle")
     ]
-    return "+".join(kept) or NONE
+    return "+".join(others) or NONE
 
 
 def defend_images(combination: str, images: Tensor, batch: int) -> Tensor:
-    """Images after the defences that act on them, drawn as an attacker draws who knows which they
-    are.
-    """
+    """Apply the defences that act on images, with randomness of the attacker's own."""
     from regauge.defences.split import KeyedRandom
 
-    chosen: Sequence[Defence] = [d for d in parse_combination(combination) if d.stage == 0]
-    for n, defence in enumerate(chosen):
+    defences: Sequence[Defence] = [d for d in parse_combination(combination) if d.stage == 0]
+    for n, defence in enumerate(defences):
         images = torch.cat(
             [
                 defence.apply_to_images(part, KeyedRandom(bytes(32), f"{n}/{i}"))

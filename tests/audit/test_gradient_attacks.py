@@ -28,7 +28,7 @@ from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradients.clients import contribute, prepare_model, rehearse
 from regauge.audit.gradients.scores import extract_patches
 from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_plan, part_parameters
-from regauge.defences.split import DefenceError, split_combination
+from regauge.defences.parser import DefenceError, split_combination
 from regauge.errors import UpdateError
 from regauge.results.metrics import spectral_distance
 from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from regauge.defences.parser import DefenceError, parse_from_table, split_combination
 from regauge.defences.split import (
     DEFENCES,
     BatchShuffle,
     Bottleneck,
     Clip,
-    DefenceError,
     KeyedRandom,
     LowPass,
     Noise,
@@ -25,9 +25,7 @@ from regauge.defences.split import (
     Rows,
     apply_defences,
     clip_samples,
-    parse_defence,
     parse_defences,
-    split_combination,
 )
 from regauge.errors import CutError
 from regauge.models.cut import Crossing, cut
@@ -36,6 +34,10 @@ from regauge.testing import strict_float64
 from support.split_pairs import ADAMW, batch, columns, locked, made, optimizer_of, train
 
 SECRET = bytes(range(32))
+
+
+def parse_defence(text: str) -> Any:
+    return parse_from_table(text, DEFENCES)
 
 
 def crossing_of(name: str = "vit", count: int = 4) -> Crossing:
@@ -99,7 +101,7 @@ def test_a_text_may_be_several_as_audits_print_them() -> None:
     assert parse_defences(["rows+noise=0.5", "clip=1e+1"]) == (Clip(10.0), Noise(0.5), Rows())
     with pytest.raises(DefenceError, match="twice"):
         parse_defences(["noise=0.5+rows", "rows=sample"])
-    with pytest.raises(DefenceError, match='no defence "fog"'):
+    with pytest.raises(DefenceError, match='unknown defence "fog"'):
         parse_defences(["noise=0.5+fog"])
 
 
@@ -120,7 +122,7 @@ def test_a_hint_is_a_whole_sentence() -> None:
         ("noise=0", "noise of 0"),
         ("noise=nan", "noise of nan"),
         ("noise", "missing"),
-        ("noise=loud", '"loud" is no number'),
+        ("noise=loud", '"loud" is not a number'),
         ("low-pass=0", "radius of 0"),
         ("low-pass=0.6", "radius of 0.6"),
         ("low-pass=0.1,star", "star"),
@@ -135,8 +137,8 @@ def test_a_hint_is_a_whole_sentence() -> None:
         ("round=0", "0.0 bits"),
         ("round=nan", "nan bits"),
         ("round=9", "9.0 bits"),
-        ("fog=1", 'no defence "fog"'),
-        ("noise=1,2,3", "cannot be read"),
+        ("fog=1", 'unknown defence "fog"'),
+        ("noise=1,2,3", "cannot be parsed"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:

@@ -25,22 +25,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from regauge.defences.split import (
-    DefenceError,
-    KeyedRandom,
-    gaussian_epsilon,
-    parse_from_table,
-    require,
-    sort_by_stage,
-    split_combination,
-)
+from regauge.defences.accountant import gaussian_epsilon
+from regauge.defences.parser import NONE, DefenceError, parse_combination, require
+from regauge.defences.split import KeyedRandom
 from regauge.errors import RegaugeError
 from regauge.jigsaw.layers import unwrap_model
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.positions import find_positions
 
 Tensor = torch.Tensor
-NONE = "none"
 PARTS = ("positions", "patches", "embedding", "first", "head", "matrices")
 
 
@@ -359,8 +352,8 @@ class Plan:
 
 def parse_plan(combination: str, batch: int = 1, steps: int = 1, lr: float = 0.01) -> Plan:
     """Read a combination. `batch` and `steps` are what it does not say itself."""
-    texts = [] if combination == NONE else split_combination(combination)
-    made = sort_by_stage([parse_from_table(text, DEFENCES) for text in texts], repeatable=Noise)
+    texts = [] if combination == NONE else [combination]
+    made = parse_combination(texts, DEFENCES, repeatable=Noise)
     changed = [d for d in made if isinstance(d, NoPositions | Mjp)]
     require(
         len(changed) < 2,

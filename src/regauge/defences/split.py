@@ -21,7 +21,6 @@ buy.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,15 +34,12 @@ from regauge.core.groups import Permutation
 from regauge.core.members import Monomial
 from regauge.core.rng import Stream
 from regauge.core.spec import Space, Spec
-from regauge.errors import RegaugeError, need
+from regauge.defences.accountant import gaussian_epsilon
+from regauge.defences.parser import parse_combination, require
 from regauge.models.cut import TOKEN_SPACES, Crossing
 
 Tensor = torch.Tensor
 Undo = Callable[[Tensor], Tensor]
-
-
-class DefenceError(RegaugeError):
-    """A defence that cannot be, or that does not fit the model or the batch."""
 
 
 class KeyedRandom:
@@ -100,11 +96,6 @@ def _identity(z: Tensor) -> Tensor:
 def is_whole(value: float, least: int, most: float = math.inf) -> bool:
     """Is it a whole number in this range? An infinite one is none."""
     return least <= value <= most and math.isfinite(value) and value == int(value)
-
-
-def require(holds: bool, message: str, hint: str) -> None:
-    if not holds:
-        raise DefenceError(message, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -322,21 +313,6 @@ class Private(_OnStream):
         )
 
 
-def gaussian_epsilon(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
-    """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours`
-    is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE.
-    """
-    need("dp_accounting", "privacy")
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent
-    from dp_accounting.rdp import RdpAccountant
-
-    if not releases:
-        return 0.0
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation[neighbours])
-    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(multiplier), releases))
-    return float(accountant.get_epsilon(delta))
-
-
 @dataclass(frozen=True)
 class BatchShuffle(_OnStream):
     """Tokens of all samples of a batch change places, and go back when they return. The backbone
@@ -484,80 +460,11 @@ DEFENCES: Mapping[str, type] = {
 }
 
 
-def parse_defence(text: str) -> Defence:
-    """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc",
-    "rows=sample,keep_cls", "private=1.0,norm=8".
-    """
-    made: Defence = parse_from_table(text, DEFENCES)
-    return made
-
-
-def parse_from_table(text: str, known: Mapping[str, type]) -> Any:
-    """One of a table of defences, made from its text."""
-    name, _, rest = text.partition("=")
-    if name not in known:
-        raise DefenceError(f'there is no defence "{name}"', hint=f"choose from {', '.join(known)}")
-    given: list[Any] = []
-    named: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if equals:
-            named[key] = _parse_value(value)
-        elif part in ("keep_cls",):
-            named[part] = True
-        else:
-            given.append(_parse_value(part))
-    try:
-        return known[name](*given, **named)
-    except TypeError as error:
-        word = next((v for v in (*given, *named.values()) if isinstance(v, str)), None)
-        why = (
-            f'"{word}" is no number'
-            if word is not None and "not supported between" in str(error)
-            else error
-        )
-        raise DefenceError(
-            f'"{text}" cannot be read: {why}', hint=_first_sentence(known[name])
-        ) from error
-
-
-def split_combination(combination: str) -> list[str]:
-    """The defences of a combination: "noise=0.5+rows" is two, "noise=1e+1" one."""
-    return re.split(r"\+(?=[a-z])", combination)
-
-
-def _first_sentence(kind: type) -> str:
-    return re.split(r"\.(?=\s|$)", " ".join((kind.__doc__ or "").split()))[0]
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("True", "true", "False", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def parse_defences(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
-    """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a
-    kind is there twice.
+    """Return defences in the order in which they act; a text may be a combination of several,
+    "noise=0.5+rows". See `regauge.defences.parser`.
     """
-    made = [
-        [parse_defence(part) for part in split_combination(d)] if isinstance(d, str) else [d]
-        for d in defences
-    ]
-    return sort_by_stage([d for some in made for d in some])
-
-
-def sort_by_stage(made: Sequence[Any], repeatable: type | None = None) -> tuple[Any, ...]:
-    """Defences of any table in the order of their stages; none of a kind twice, but those that may
-    be there `often`.
-    """
-    kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not repeatable), None)
-    require(twice is None, f"{twice} is there twice", "name each defence once")
-    return tuple(sorted(made, key=lambda d: d.stage))
+    return parse_combination(defences, DEFENCES)
 
 
 def apply_defences(

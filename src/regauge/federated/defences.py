@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from regauge.defences.accountant import gaussian_epsilon
 from regauge.defences.gradients import (
     Clip,
     Freeze,
@@ -33,14 +34,8 @@ from regauge.defences.gradients import (
     clip_global_norm,
     part_parameters,
 )
-from regauge.defences.split import (
-    DefenceError,
-    KeyedRandom,
-    gaussian_epsilon,
-    parse_from_table,
-    sort_by_stage,
-    split_combination,
-)
+from regauge.defences.parser import DefenceError, parse_combination
+from regauge.defences.split import KeyedRandom
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 
@@ -96,9 +91,7 @@ def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     """Defences as the command line names them, in the order in which they act; none of a kind
     twice.
     """
-    made = sort_by_stage(
-        [parse_from_table(part, DEFENCES) for text in texts for part in split_combination(text)]
-    )
+    made = parse_combination(texts, DEFENCES)
     if {Clip, Private} <= {type(d) for d in made}:
         raise DefenceError(
             "private clips by itself", hint="leave out clip; private=1.0,norm=0.5 says the norm"

@@ -43,8 +43,8 @@ from flwr.supercore import telemetry  # noqa: E402
 from regauge.core.rng import seed_key  # noqa: E402
 from regauge.data.tasks import Examples  # noqa: E402
 from regauge.defences.gradients import Withhold  # noqa: E402
+from regauge.defences.parser import split_combination  # noqa: E402
 from regauge.defences.split import KeyedRandom  # noqa: E402
-from regauge.defences.split import split_combination as texts_of  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
@@ -425,7 +425,7 @@ def merge_defences(settings: Settings, context: Context) -> tuple[Any, ...]:
     """The run's defences, and the node's own. The node's come in place of the run's of the same
     kind: a server cannot weaken them.
     """
-    own = [text for text in texts_of(str(context.node_config.get("defences", ""))) if text]
+    own = [text for text in split_combination(str(context.node_config.get("defences", ""))) if text]
     kinds = {text.partition("=")[0] for text in own}
     return read_defences(
         [*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]

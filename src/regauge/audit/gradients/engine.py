@@ -47,7 +47,8 @@ from regauge.audit.split.scores import OTHERS, LeakageError, Scores, mean_score
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import NONE, Plan, parse_plan
+from regauge.defences.gradients import Plan, parse_plan
+from regauge.defences.parser import NONE
 from regauge.errors import UpdateError, need
 from regauge.jigsaw.layers import Layers, find_layers
 from regauge.results.findings import Results, apply_threshold

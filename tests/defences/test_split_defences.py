@@ -172,7 +172,7 @@ def test_noise_has_the_size_that_it_says() -> None:
     assert abs(added.mean().item()) < 0.01
     crossing = crossing_of()
     z = crossing.stream
-    there, back = Noise(0.5).apply_to_update(crossing, KeyedRandom(SECRET, "1"))
+    there, back = Noise(0.5).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))
     added = there.stream - z
     assert added.std().item() == pytest.approx(0.5 * z.std().item(), rel=0.1)
     assert back(z) is z
@@ -195,7 +195,7 @@ def test_clipped_to_a_norm() -> None:
     assert y[0].norm().item() == pytest.approx(2.0)
     assert torch.equal(y[1], x[1])
     torch.testing.assert_close(y[0] / y[0].norm(), x[0] / x[0].norm())
-    there, _ = Clip(1.0).apply_to_update(crossing_of(), KeyedRandom(SECRET, "1"))
+    there, _ = Clip(1.0).apply_to_crossing(crossing_of(), KeyedRandom(SECRET, "1"))
     assert there.stream.flatten(1).norm(dim=1).max().item() <= 1 + 1e-9
 
 
@@ -211,7 +211,7 @@ def test_a_bottleneck_lets_few_channels_through_and_noise_stays_in_them() -> Non
     assert slope[..., :3].all(), "what leaves is what learns"
     assert not slope[..., 3:].any()
     assert back(z) is z
-    noisy, _ = Noise(0.5).apply_to_update(there, KeyedRandom(SECRET, "1"))
+    noisy, _ = Noise(0.5).apply_to_crossing(there, KeyedRandom(SECRET, "1"))
     assert not noisy.stream[..., 3:].any()
     added = (noisy.stream - there.stream)[..., :3]
     assert added.std().item() == pytest.approx(0.5 * z[..., :3].std().item(), rel=0.3)
@@ -223,10 +223,10 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
     crossing = crossing_of()
     z = crossing.stream.detach().clone().requires_grad_()
     for bits in (1, 2, 4):
-        there, _ = Round(bits).apply_to_update(
+        there, _ = Round(bits).apply_to_crossing(
             crossing.with_inputs(hidden_states=z), KeyedRandom(SECRET, "1")
         )
-        again, _ = Round(bits).apply_to_update(
+        again, _ = Round(bits).apply_to_crossing(
             crossing.with_inputs(hidden_states=z), KeyedRandom(bytes(32), "2")
         )
         assert torch.equal(there.stream, again.stream), (
@@ -237,7 +237,7 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
         torch.testing.assert_close(slope, z.detach())
     apart = [
         float(
-            (Round(b).apply_to_update(crossing, KeyedRandom(SECRET, "1"))[0].stream - z)
+            (Round(b).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))[0].stream - z)
             .detach()
             .square()
             .mean()
@@ -245,7 +245,7 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
         for b in (1, 2, 4, 6)
     ]
     assert apart == sorted(apart, reverse=True)
-    signs = Round(1).apply_to_update(crossing, KeyedRandom(SECRET, "1"))[0].stream
+    signs = Round(1).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))[0].stream
     assert torch.equal(signs > 0, z >= 0)
     few, _ = apply_defences(
         parse_defences(["bottleneck=3", "round=1"]), crossing, KeyedRandom(SECRET, "1")
@@ -314,7 +314,7 @@ def test_noise_through_the_link_is_noise_on_the_stream() -> None:
     plain = made("vit")
 
     def noisy(c: Crossing) -> torch.Tensor:
-        return Noise(0.3).apply_to_update(c, KeyedRandom(SECRET, "1"))[0].run()
+        return Noise(0.3).apply_to_crossing(c, KeyedRandom(SECRET, "1"))[0].run()
 
     with strict_float64(), cut(plain).route(noisy):
         wanted = plain(**data).loss

@@ -8,6 +8,7 @@ of their stages, in whatever order they are given.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,18 @@ def require(condition: bool, message: str, hint: str) -> None:
     """Raise a DefenceError unless a condition holds."""
     if not condition:
         raise DefenceError(message, hint=hint)
+
+
+def require_positive(name: str, value: float, hint: str) -> None:
+    """Raise a DefenceError unless a value is positive and finite."""
+    require(0 < value < math.inf, f"{name} must be positive and finite, got {value:g}", hint)
+
+
+def require_integer(name: str, value: float, low: int, high: float = math.inf) -> None:
+    """Raise a DefenceError unless a value is an integer from `low` to `high`."""
+    is_valid = low <= value <= high and math.isfinite(value) and value == int(value)
+    bounds = f">= {low}" if high == math.inf else f"from {low} to {high:g}"
+    require(is_valid, f"{name} must be an integer, got {value:g}", f"give an integer {bounds}")
 
 
 def parse_combination(

@@ -459,8 +459,8 @@ def _find_part_parameters(model: torch.nn.Module, part: str) -> set[str]:
         modules = inner.named_modules()
         patches = next((n for n, m in modules if isinstance(m, torch.nn.Conv2d)), None)
         beginning = f"{prefix}{patches}."
-        found = set() if patches is None else {n for n in names if n.startswith(beginning)}
-        return _require_part(found, part, inner)
+        parameters = set() if patches is None else {n for n in names if n.startswith(beginning)}
+        return _require_part(parameters, part, inner)
     try:
         if part == "first":
             blocks = [f"{prefix}{boundary.blocks}.0." for boundary in cut(inner).boundaries]

@@ -145,7 +145,7 @@ def show_symmetry(context: DemoContext) -> Results:
     context.echo(format_summary(facts, []))
     rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
     note = (
-        f"about 10^{facts['bits'] * np.log10(2):.0f} weights of one function, and "
+        f"about 10^{facts['bits'] * np.log10(2):.0f} equivalent weights, and "
         f"{facts['dimensions']} continuous directions"
     )
     return Results(

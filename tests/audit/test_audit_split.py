@@ -512,10 +512,10 @@ def test_attacks_are_named_or_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--defence", "low-pass=0"), "a radius of 0.0"),
-        (("--defence", "noise=-1"), "noise of -1.0"),
+        (("--defence", "low-pass=0"), "radius must be in (0, 0.5], got 0"),
+        (("--defence", "noise=-1"), "noise must be positive and finite, got -1"),
         (("--defence", "fog"), 'unknown defence "fog"'),
-        (("--radii", "0"), "a radius of 0.0"),
+        (("--radii", "0"), "radius must be in (0, 0.5], got 0"),
         (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),

@@ -461,7 +461,11 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
             'unknown defence "fog"',
             1,
         ),
-        (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
+        (
+            ["predict", model, *there, "--defence", "noise=-1"],
+            "noise must be positive and finite, got -1",
+            1,
+        ),
         (["predict", model, *there, "--defence", "noise=1+fog"], 'unknown defence "fog"', 1),
         (
             ["predict", model, *there, "--rows", "batch", "--defence", "rows"],

@@ -36,7 +36,6 @@ from regauge.audit.split.engine import denormalize
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.defences.gradients import (
-    NONE,
     Noise,
     Plan,
     Private,
@@ -44,7 +43,7 @@ from regauge.defences.gradients import (
     parse_plan,
     part_parameters,
 )
-from regauge.defences.split import DefenceError
+from regauge.defences.parser import NONE, DefenceError
 from regauge.jigsaw.wrapper import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 from regauge.results.metrics import psnr

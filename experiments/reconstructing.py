@@ -44,9 +44,10 @@ from regauge.audit.split.scores import (
     score_images,
 )
 from regauge.audit.split.scores import best_assignment as by_name
-from regauge.audit.split.victims import NONE, make_split_pair
+from regauge.audit.split.victims import make_split_pair
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
+from regauge.defences.parser import NONE
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips
 from regauge.split import OptimizerConfig

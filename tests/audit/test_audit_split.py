@@ -55,7 +55,8 @@ from regauge.audit.split.victims import (
 from regauge.cli import main
 from regauge.data.datasets import Data, DataError
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
-from regauge.defences.split import DefenceError, LowPass, Rows
+from regauge.defences.parser import DefenceError
+from regauge.defences.split import LowPass, Rows
 from regauge.models.cut import cut
 from regauge.results.findings import load_results
 from regauge.split import OptimizerConfig
@@ -509,11 +510,11 @@ def test_attacks_are_named_or_all_of_them() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--defence", "low-pass=0"), "a radius of 0.0"),
-        (("--defence", "noise=-1"), "noise of -1.0"),
-        (("--defence", "fog"), 'no defence "fog"'),
-        (("--radii", "0"), "a radius of 0.0"),
-        (("--defence", "batch-shuffle", "--batch-size", "1"), "the batch size must be >= 2"),
+        (("--defence", "low-pass=0"), "radius must be in (0, 0.5], got 0"),
+        (("--defence", "noise=-1"), "noise must be positive and finite, got -1"),
+        (("--defence", "fog"), 'unknown defence "fog"'),
+        (("--radii", "0"), "radius must be in (0, 0.5], got 0"),
+        (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
             "the rows of a SwinForImageClassification cannot be permuted",

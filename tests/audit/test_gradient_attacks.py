@@ -28,7 +28,7 @@ from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradients.clients import contribute, prepare_model, rehearse
 from regauge.audit.gradients.scores import extract_patches
 from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_plan, part_parameters
-from regauge.defences.split import DefenceError, split_combination
+from regauge.defences.parser import DefenceError, split_combination
 from regauge.errors import UpdateError
 from regauge.results.metrics import spectral_distance
 from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit
@@ -269,15 +269,15 @@ def test_combinations_are_read_and_refused() -> None:
         ("fog", "fog"),
         ("mjp=0.5+no-positions", "no-positions"),
         ("withhold=tail", "tail"),
-        ("batch=0", "0 samples"),
-        ("batch=2.5", "2.5 samples"),
-        ("steps=inf", "inf steps"),
-        ("clients=inf", "inf clients"),
-        ("batch=nan", "nan samples"),
-        ("noise=0", "none"),
+        ("batch=0", "samples must be an integer, got 0"),
+        ("batch=2.5", "samples must be an integer, got 2.5"),
+        ("steps=inf", "steps must be an integer, got inf"),
+        ("clients=inf", "clients must be an integer, got inf"),
+        ("batch=nan", "got nan"),
+        ("noise=0", "noise must be positive"),
         ("clip=1+clip=2", "twice"),
         ("private=1+steps=3", "local steps"),
-        ("mjp=0", "nothing"),
+        ("mjp=0", "ratio of mjp must be > 0"),
         ("round=1", "bits"),
         ("prune=1", "share"),
     ):

@@ -174,7 +174,7 @@ def test_what_is_not_finite_is_refused(
     )
     assert '"classifier.weight" of' in capsys.readouterr().err
     assert main(["jigsaw", "evaluate", str(tmp_path / "broken"), *HOW]) == 1
-    assert "answers are not finite" in capsys.readouterr().err
+    assert "logits of the model are not finite" in capsys.readouterr().err
     assert (
         main(["jigsaw", "train", str(start), *HOW, "--lr", "1e30", "-o", str(tmp_path / "out")])
         == 1
@@ -234,7 +234,7 @@ def test_evaluate(
     )
     assert all(row[squared] > 0 and row[squared] != row[norm] for row in rows if row[1])
     assert [row[bare] for row in rows[:3]] == [None] * 3  # nobody tells a plain model anything
-    assert "is told which patches were shuffled" in table.note
+    assert "marks the shuffled patches" in table.note
     alone = tmp_path / "alone"
     transformers.ViTForImageClassification.from_pretrained(trained).save_pretrained(alone)
     assert (
@@ -319,7 +319,7 @@ def test_models_of_one_call_are_given_the_same_puzzles(
     assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few]) == 1
     said = capsys.readouterr().err
     assert f"{tmp_path / '4'}: 2 x 2 patches of 4 x 4 pixels" in said
-    assert "--patch 2 puts the same puzzles to all" in said
+    assert "--patch 2 gives the same puzzles to all" in said
     assert (
         main(
             [
@@ -401,7 +401,7 @@ def test_study_leaves_out_what_a_model_lacks(
     for name, model in ((str(net), "ResNet"), (swin, "Swin")):
         for what, lacks in (
             ("positions", "no table of absolute positions"),
-            ("attention", "no token that looks at all patches"),
+            ("attention", "no CLS token that attends to all patches"),
         ):
             (told,) = (
                 text for text in found.unchecked if text.startswith(f"{what} of {name}: {model}")
@@ -474,16 +474,16 @@ def test_study_of_hard_images_and_of_images_of_no_class(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["evaluate", "START", *HOW, "--ratios", "1.5"], "not in [0, 1)"),
-        (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "not in [0, 1)"),
-        (["train", "START", *HOW, "--variant", "Z", "-o", "OUT"], 'no variant "Z"'),
+        (["evaluate", "START", *HOW, "--ratios", "1.5"], "must be in [0, 1)"),
+        (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "must be in [0, 1)"),
+        (["train", "START", *HOW, "--variant", "Z", "-o", "OUT"], 'unknown variant "Z"'),
         (["train", "START", *HOW, "--lr", "-1", "-o", "OUT"], "--lr"),
         (["train", "START", *HOW, "--weight-decay", "nan", "-o", "OUT"], "--weight-decay"),
         (["study", "START", "--corruptions"], "--data"),
         (["study", "START", "--outside", "digits"], "--data"),
         (["study", "START", *HOW, "--outside", "nowhere.npz"], "nowhere.npz"),
         (["study", "START", *HOW, "--device", "nowhere"], "nowhere"),
-        (["study", "START", *HOW, "--patch", "3"], "patches of 3 x 3 pixels are not the model's"),
+        (["study", "START", *HOW, "--patch", "3"], "got 3 x 3"),
         (["evaluate", "NOWHERE", *HOW], "NOWHERE"),
     ],
 )
@@ -545,8 +545,8 @@ def test_what_is_no_vit_is_told_what_is_left(
         == 1
     )
     said = capsys.readouterr().err
-    assert "the shuffle of patches is left" in said
-    assert "no multiple of the patch, 16 x 16" in said
+    assert "only the shuffle of patches applies" in said
+    assert "multiple of the patch, 16 x 16" in said
     assert all(line.startswith("regauge: ") for line in said.splitlines())
     assert (
         main(

@@ -466,14 +466,18 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         ),
         (
             ["train", model, *there, "-o", tmp_path / "o", "--defence", "fog=1"],
-            'there is no defence "fog"',
+            'unknown defence "fog"',
             1,
         ),
-        (["predict", model, *there, "--defence", "noise=-1"], "noise of -1", 1),
-        (["predict", model, *there, "--defence", "noise=1+fog"], 'there is no defence "fog"', 1),
+        (
+            ["predict", model, *there, "--defence", "noise=-1"],
+            "noise must be positive and finite, got -1",
+            1,
+        ),
+        (["predict", model, *there, "--defence", "noise=1+fog"], 'unknown defence "fog"', 1),
         (
             ["predict", model, *there, "--rows", "batch", "--defence", "rows"],
-            "Rows is there twice",
+            "Rows is given twice",
             1,
         ),
         (["predict", model, *there, "--keep-cls"], "requires --rows", 2),

@@ -19,7 +19,7 @@ from regauge.audit.gradients.attempts import Budget
 from regauge.audit.recorded import to_update
 from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
 from regauge.cli import main
-from regauge.defences.split import DefenceError
+from regauge.defences.parser import DefenceError
 from regauge.errors import MissingExtraError, UpdateError
 from regauge.federated import (
     Contribution,
@@ -117,7 +117,7 @@ def test_compression_keeps_few_numbers_or_few_bits() -> None:
 @pytest.mark.parametrize(
     ("texts", "said"),
     [
-        (["hide"], 'no defence "hide"'),
+        (["hide"], 'unknown defence "hide"'),
         (["clip=1", "clip=2"], "twice"),
         (["clip=1", "private=1"], "both clip and private"),
         (["clip=-1"], "norm"),

@@ -171,7 +171,7 @@ def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JigsawError, match="int is no tokenizer"):
+    with pytest.raises(JigsawError, match="must be a tokenizer, got int"):
         TextJigsaw(bert(), tokenizer=3)
     for name, says in (
         ("none", "the tokenizer .*none cannot be loaded"),
@@ -182,7 +182,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_no_probability_is_refused() -> None:
-    with pytest.raises(JigsawError, match=r"a probability of 1\.5 is not in"):
+    with pytest.raises(JigsawError, match=r"probability must be in .*got 1\.5"):
         TextJigsaw(bert(), probability=1.5)
 
 
@@ -310,7 +310,9 @@ def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
 def test_the_unknown_place_cannot_be_given() -> None:
     wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
     ids, mask = texts(0)
-    with pytest.raises(JigsawError, match=r'position_ids go to 24, the rows of "\S+" to 23'):
+    with pytest.raises(
+        JigsawError, match=r'position_ids must be rows of "\S+", from 0 to 23, got 24'
+    ):
         wrapped(ids, mask, position_ids=torch.arange(5, 25)[None])
     assert wrapped.passes == 0, "what is refused is no pass"
     wrapped(ids, mask, position_ids=torch.arange(4, 24)[None])
@@ -358,11 +360,11 @@ def test_texts_longer_than_the_table_are_refused(name: str) -> None:
     assert wrapped(ids[:, :room]).logits.shape == (2, 2)
     with pytest.raises(
         JigsawError,
-        match=rf"a text has {room + 1} tokens, the table of positions "
-        rf'"\S+position_embeddings\.weight" is of {room}',
+        match=rf"at most {room} tokens, the rows of "
+        rf'"\S+position_embeddings\.weight", got {room + 1}',
     ):
         wrapped(ids)
-    with pytest.raises(JigsawError, match=f"a text has {room + 1} tokens"):
+    with pytest.raises(JigsawError, match=f"at most {room} tokens"):
         wrapped.eval()(ids)
 
 
@@ -381,7 +383,9 @@ def test_models_without_such_a_table_are_refused() -> None:
         intermediate_size=32,
         vocab_size=40,
     )
-    with pytest.raises(JigsawError, match="no table of learned absolute positions"):
+    with pytest.raises(
+        JigsawError, match="one table of learned absolute positions of tokens, got 0"
+    ):
         TextJigsaw(transformers.LlamaForCausalLM(config))
     for given in ({"ratio": 1.0}, {"span": 0}):
         with pytest.raises(JigsawError):

@@ -98,7 +98,7 @@ def test_one_position_has_no_two_directions() -> None:
     for width, grid in ((12, (1, 1)), (1, (4, 4))):
         with pytest.raises(
             JigsawError,
-            match=f"{grid[0] * grid[1]} positions of width {width} have no two leading directions",
+            match=f"got {grid[0] * grid[1]} positions of width {width}",
         ):
             Localizer("pca", width, grid)
         Localizer("linear", width, grid)

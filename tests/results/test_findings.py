@@ -49,12 +49,12 @@ def test_nan_is_written_as_its_name():
     [
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
-        ("[]", "holds no results"),
+        ("[]", "is not a results file"),
         ('{"regauge": "results", "version": 99}', "has version 99"),
         ('{"regauge": "results", "version": 1}', "is damaged: KeyError"),
         (
             to_json(RESULTS).replace('"measure"', '"measured"', 1),
-            '"measured" is no field of a Finding',
+            'unknown field "measured" of a Finding',
         ),
         (to_json(RESULTS).replace("1e-07", '"seven"', 1), "is damaged"),
     ],

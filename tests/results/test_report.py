@@ -186,19 +186,21 @@ def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> 
     assert f'<section class="banner {colour}"' in html
 
 
-def test_what_cannot_be_told_is_no_good_news() -> None:
-    held, told = (
+def test_inconclusive_findings_are_no_good_news() -> None:
+    held, undecided = (
         Finding("s/0", "it is so", True),
         Finding(
-            "s/1", "it is so", None, sentence="cannot be told in bfloat16: the control is too small"
+            "s/1", "it is so", None, sentence="inconclusive in bfloat16: the control is too small"
         ),
     )
-    assert verdict(Results("t", (held, told))) == ("none", "1 check holds; 1 cannot be told")
-    assert verdict(Results("t", (held, replace(held, holds=False), told))) == (
+    assert verdict(Results("t", (held, undecided))) == ("none", "1 check holds; 1 inconclusive")
+    assert verdict(Results("t", (held, replace(held, holds=False), undecided))) == (
         "bad",
-        "1 of 2 checks fails; 1 cannot be told",
+        "1 of 2 checks fails; 1 inconclusive",
     )
-    assert "○ 1 check holds; 1 cannot be told" in text_of(page(Results("t", (held, told))))
+    assert "○ 1 check holds; 1 inconclusive" in text_of(page(Results("t", (held, undecided))))
+    older = replace(undecided, sentence="cannot be told in bfloat16: the control is too small")
+    assert Results("t", (older,)).inconclusive == (older,)
 
 
 def test_everything_in_the_results_is_on_the_page() -> None:
@@ -478,8 +480,12 @@ def test_charts_say_what_they_show() -> None:
             {"x": [0, 1], "y": [0, 1], "values": [[1, 2], [3, 4]], "joined": [["A", "B"]]},
             '"A" is missing',
         ),
-        ("images", {"rows": [{"images": [[1.0]]}]}, r"an image has the shape \(1,\)"),
-        ("images", {"rows": [{"images": [[[[1, 1]]]]}]}, r"an image has the shape \(1, 1, 2\)"),
+        ("images", {"rows": [{"images": [[1.0]]}]}, r"must have the shape .*, got \(1,\)"),
+        (
+            "images",
+            {"rows": [{"images": [[[[1, 1]]]]}]},
+            r"must have the shape .*, got \(1, 1, 2\)",
+        ),
     ],
 )
 def test_figures_that_are_none_are_refused_by_name(
@@ -531,9 +537,9 @@ def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"holds": "no"}, "holds is 'no'"),
-        ({"holds": 1}, "holds is 1"),
-        ({"statement": None, "where": 3}, "statement, where is no text"),
+        ({"holds": "no"}, "holds must be true, false or null, got 'no'"),
+        ({"holds": 1}, "holds must be true, false or null, got 1"),
+        ({"statement": None, "where": 3}, "statement, where must be text"),
         ({"trials": "5"}, "trials"),
     ],
 )

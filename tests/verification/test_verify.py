@@ -87,7 +87,7 @@ def faults(results: Any) -> list[str]:
     return [
         f"{f.id}: {f.sentence}"
         for f in results.findings
-        if f.holds is False or "cannot be told" in f.sentence
+        if f.holds is False or "inconclusive" in f.sentence
     ]
 
 

@@ -1,1 +1,1 @@
-"""Defences of split and federated training: what a client does to data before they leave it."""
+"""Defences of split and federated learning: transforms of what a client sends."""

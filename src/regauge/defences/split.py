@@ -1,27 +1,23 @@
-"""Defences: what a client does to what leaves it, beyond the columns that a key moves.
+"""Defences of split learning: transforms of images and features before a client sends them.
 
-They compose in one order, whatever order they are named in:
+They act before the columns are transformed by the element of a lock, and always in this order:
 
     pixel-noise, low-pass    on the images, before the embedding
-    bottleneck               on the stream: few of its channels leave
-    clip                     on the stream, each sample's to a norm
-    noise, private           on the stream (and with `private` on the gradients that are sent, too)
+    bottleneck               on the stream: only its first channels are sent
+    clip                     on the stream, each sample to a norm
+    noise, private           on the stream; `private` on the gradients that are sent, too
     round                    on the stream: few bits of each number
-    batch-shuffle            tokens change places between the samples of a batch, and go back when
-    they return
-    rows                     tokens change places within a sample, and go back
-    (columns)                the element of the lock, last
+    batch-shuffle            on the stream: tokens are permuted across the samples of a batch
+    rows                     tokens are permuted within a sample
 
-Each takes a crossing on its way out and says what is done to the stream on its way back. What is
-drawn is a function of a secret and of the number of the request, so that a run that is repeated
-after a crash sends the same bytes. None of them is encryption: `regauge audit split` says what they
-buy.
+A defence transforms a crossing on its way out and returns a function that restores the stream on
+its way back. Its random numbers depend only on a secret and on the number of the request: a run
+that is repeated after a crash sends the same bytes. No defence is encryption: `regauge audit split`
+measures what each of them protects.
 """
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -35,61 +31,73 @@ from regauge.core.groups import Permutation
 from regauge.core.members import Monomial
 from regauge.core.rng import Stream
 from regauge.core.spec import Space, Spec
-from regauge.errors import RegaugeError, need
+from regauge.defences.accountant import gaussian_epsilon
+from regauge.defences.parser import (
+    parse_combination,
+    require,
+    require_integer,
+    require_positive,
+)
 from regauge.models.cut import TOKEN_SPACES, Crossing
 
 Tensor = torch.Tensor
 Undo = Callable[[Tensor], Tensor]
 
 
-class DefenceError(RegaugeError):
-    """A defence that cannot be, or that does not fit the model or the batch."""
-
-
 class KeyedRandom:
-    """What one pass draws from: a secret and a label. The same two give the same numbers."""
+    """Random numbers of one pass: a function of a secret, a label and the name of the use."""
 
     def __init__(self, secret: bytes, label: str) -> None:
         self.secret, self.label = secret, label
 
     def stream(self, name: str) -> Stream:
+        """Return the random stream of a use."""
         return Stream(self.secret, f"{name}/{self.label}")
 
     def normal(self, name: str, like: Tensor) -> Tensor:
-        """Standard normal numbers of a tensor's shape, dtype and device. From torch's generator on
-        the CPU, seeded by 64 bits of the stream.
+        """Sample standard normal numbers of a tensor's shape, dtype and device.
+
+        They come from torch's generator on the CPU, seeded by 64 bits of the stream.
         """
         seed = int(self.stream(name).words(1)[0]) & 0x7FFF_FFFF_FFFF_FFFF
-        drawn = torch.randn(
+        values = torch.randn(
             like.shape,
             generator=torch.Generator().manual_seed(seed),
             dtype=torch.float64 if like.dtype == torch.float64 else None,
         )
-        return drawn.to(like)
+        return values.to(like)
 
 
 class Defence(Protocol):
-    """`stage` is its place in the order. `enter` is given the images, `leave` a crossing; most have
-    one of the two.
-    """
+    """A transform of images or of the inputs of the backbone; most change one of the two."""
 
     @property
-    def stage(self) -> int: ...
+    def stage(self) -> int:
+        """The place in the order of defences, lowest first."""
+        ...
 
-    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor: ...
+    def apply_to_images(self, images: Tensor, rng: KeyedRandom) -> Tensor:
+        """Return the transformed images."""
+        ...
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]: ...
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
+        """Return the transformed inputs, and the function that restores the returned stream."""
+        ...
 
 
 class _OnImages:
+    """A defence that does not change the inputs of the backbone."""
+
     stage = 0
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         return crossing, _identity
 
 
 class _OnStream:
-    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
+    """A defence that does not change images."""
+
+    def apply_to_images(self, images: Tensor, rng: KeyedRandom) -> Tensor:
         return images
 
 
@@ -97,39 +105,27 @@ def _identity(z: Tensor) -> Tensor:
     return z
 
 
-def is_whole(value: float, least: int, most: float = math.inf) -> bool:
-    """Is it a whole number in this range? An infinite one is none."""
-    return least <= value <= most and math.isfinite(value) and value == int(value)
-
-
-def require(holds: bool, message: str, hint: str) -> None:
-    if not holds:
-        raise DefenceError(message, hint=hint)
-
-
 @dataclass(frozen=True)
 class PixelNoise(_OnImages):
-    """Gaussian noise on the images as the model is given them (000's code has it there). `scale` is
-    its standard deviation, in the model's units.
+    """Gaussian noise on the normalized images, as in 000's code.
+
+    `scale` is its standard deviation, in the units of the model's inputs.
     """
 
     scale: float
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.scale < math.inf,
-            f"noise of {self.scale} is none",
-            "give a positive standard deviation",
-        )
+        require_positive("pixel noise", self.scale, "give its standard deviation")
 
-    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
-        return images + self.scale * draw.normal("pixel-noise", images)
+    def apply_to_images(self, images: Tensor, rng: KeyedRandom) -> Tensor:
+        return images + self.scale * rng.normal("pixel-noise", images)
 
 
 @dataclass(frozen=True)
 class LowPass(_OnImages):
-    """Nothing of the images but their low frequencies, up to `radius` of the side: in a square, as
-    000's code has it, or in a disc.
+    """A filter that keeps only the low frequencies of images.
+
+    They are those up to `radius` of the side, in a square as in 000's code, or in a disc.
     """
 
     radius: float
@@ -138,124 +134,112 @@ class LowPass(_OnImages):
     def __post_init__(self) -> None:
         require(
             0 < self.radius <= 0.5,
-            f"a radius of {self.radius} is not in (0, 0.5]",
-            "0.05 is the paper's; 0.5 keeps all",
+            f"the radius must be in (0, 0.5], got {self.radius:g}",
+            "the paper has 0.05; 0.5 keeps all frequencies",
         )
         require(
             self.shape in ("square", "disc"),
-            f"a filter is no {self.shape!r}",
+            f"the shape must be square or disc, got {self.shape!r}",
             "choose square or disc",
         )
 
-    def apply_to_images(self, images: Tensor, draw: KeyedRandom) -> Tensor:
+    def apply_to_images(self, images: Tensor, rng: KeyedRandom) -> Tensor:
         height, width = images.shape[-2:]
         y, x = (torch.fft.fftfreq(n, 1 / n, device=images.device).abs() for n in (height, width))
         if self.shape == "square":
-            kept = (y[:, None] <= max(int(self.radius * height), 0)) & (
+            passed = (y[:, None] <= max(int(self.radius * height), 0)) & (
                 x[None, :] <= max(int(self.radius * width), 0)
             )
         else:
-            kept = (y[:, None] / height) ** 2 + (x[None, :] / width) ** 2 <= self.radius**2
-        work = images if images.dtype in (torch.float32, torch.float64) else images.float()
-        out: Tensor = torch.fft.ifft2(torch.fft.fft2(work) * kept).real.to(images.dtype)
-        return out
+            passed = (y[:, None] / height) ** 2 + (x[None, :] / width) ** 2 <= self.radius**2
+        pixels = images if images.dtype in (torch.float32, torch.float64) else images.float()
+        filtered: Tensor = torch.fft.ifft2(torch.fft.fft2(pixels) * passed).real.to(images.dtype)
+        return filtered
 
 
 @dataclass(frozen=True)
 class Bottleneck(_OnStream):
-    """Nothing of the stream but its first `channels`: a token leaves as that many numbers, the
-    others are zero. Training puts into them what the task needs, so that this is for embeddings
-    that are trained with it.
+    """A stream of which only the first `channels` of each token are sent; the others are zero.
+
+    Use it with an embedding that is trained with it: training moves what the task needs into these
+    channels.
     """
 
     channels: float
     stage = 1
 
     def __post_init__(self) -> None:
-        require(
-            is_whole(self.channels, 1),
-            f"{self.channels} channels are no bottleneck",
-            "give a whole number: 4 keeps four channels of each token",
-        )
+        require_integer("the channels of a bottleneck", self.channels, 1)
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         require(
             self.channels < z.shape[-1],
-            f"the stream has {z.shape[-1]} channels: {self.channels:g} are all of it",
-            "keep fewer",
+            f"a bottleneck must be narrower than the stream, {z.shape[-1]} channels, got "
+            f"{self.channels:g}",
+            "keep fewer channels",
         )
-        kept = torch.arange(z.shape[-1], device=z.device) < self.channels
-        return _replace_stream(crossing, torch.where(kept, z, torch.zeros_like(z))), _identity
+        is_sent = torch.arange(z.shape[-1], device=z.device) < self.channels
+        return _replace_stream(crossing, torch.where(is_sent, z, torch.zeros_like(z))), _identity
 
 
 @dataclass(frozen=True)
 class Clip(_OnStream):
-    """Each sample's stream has at most this norm, over all its tokens and channels."""
+    """A bound on the norm of each sample's stream, over all its tokens and channels."""
 
     norm: float
     stage = 2
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.norm < math.inf,
-            f"a norm of {self.norm} clips all or nothing",
-            "give a positive number",
-        )
+        require_positive("the norm", self.norm, "samples are scaled down to it")
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         return _replace_stream(crossing, clip_samples(crossing.stream, self.norm)), _identity
 
 
 def clip_samples(x: Tensor, norm: float) -> Tensor:
-    """Samples, each scaled down to a norm."""
-    length: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp(min=1e-12)
-    return x * (norm / length).clamp(max=1).view(-1, *[1] * (x.dim() - 1))
+    """Scale each sample down to a norm."""
+    norms: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1).clamp(min=1e-12)
+    return x * (norm / norms).clamp(max=1).view(-1, *[1] * (x.dim() - 1))
 
 
 @dataclass(frozen=True)
 class Noise(_OnStream):
-    """Gaussian noise on the stream (000's text has it there). `scale` is its standard deviation in
-    units of the stream's own over the batch. What is exactly zero, as a bottleneck leaves it,
-    stays.
+    """Gaussian noise on the stream, as in 000's text.
+
+    `scale` is its standard deviation, in units of the standard deviation of the stream over the
+    batch. Exact zeros (of a bottleneck) stay zero.
     """
 
     scale: float
     stage = 3
 
     def __post_init__(self) -> None:
-        require(
-            0 < self.scale < math.inf,
-            f"noise of {self.scale} is none",
-            "give a positive number: 0.5 is half of the stream's own deviation",
-        )
+        require_positive("noise", self.scale, "0.5 is half of the stream's standard deviation")
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
-        live = z.detach() != 0
-        size = self.scale * z.detach()[live].float().std().to(z.dtype)
-        return _replace_stream(crossing, z + live * size * draw.normal("noise", z)), _identity
+        nonzero = z.detach() != 0
+        size = self.scale * z.detach()[nonzero].float().std().to(z.dtype)
+        return _replace_stream(crossing, z + nonzero * size * rng.normal("noise", z)), _identity
 
 
 @dataclass(frozen=True)
 class Round(_OnStream):
-    """Every number of the stream is one of 2 ** `bits`: with 1 its sign is left. The same input is
-    rounded the same way in every pass with the same weights, so that, other than noise, it is not
-    averaged away; while the embedding is trained, passes differ and add up. Zeros stay (of
-    `bottleneck`); gradients pass as if nothing had been rounded.
+    """Quantization of the stream to 2 ** `bits` levels; with 1 bit only signs are sent.
+
+    An adversary cannot average it away as noise: with the same weights the same input is rounded
+    in the same way in every pass. While the embedding is trained, passes differ and their average
+    reveals more. Zeros (of a bottleneck) stay zero. Gradients pass unchanged (straight-through).
     """
 
     bits: float
     stage = 4
 
     def __post_init__(self) -> None:
-        require(
-            is_whole(self.bits, 1, 8),
-            f"{self.bits} bits cannot be",
-            "give a whole number from 1 to 8",
-        )
+        require_integer("the bits of round", self.bits, 1, 8)
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         levels = 2 ** int(self.bits)
         with torch.no_grad():
@@ -268,19 +252,19 @@ class Round(_OnStream):
                 .to(z.dtype)
                 .clamp(min=1e-12)
             )
-            step = (
-                (2 if levels == 2 else 4) * size / levels
-            )  # two deviations each way: of a Gaussian hardly any is beyond
-            near = ((z / step).floor() + 0.5).clamp(0.5 - levels / 2, levels / 2 - 0.5) * step
-            near = torch.where(z == 0, torch.zeros_like(z), near)
-        return _replace_stream(crossing, z + (near - z).detach()), _identity
+            # two standard deviations on either side hold nearly all of a Gaussian
+            step = (2 if levels == 2 else 4) * size / levels
+            rounded = ((z / step).floor() + 0.5).clamp(0.5 - levels / 2, levels / 2 - 0.5) * step
+            rounded = torch.where(z == 0, torch.zeros_like(z), rounded)
+        return _replace_stream(crossing, z + (rounded - z).detach()), _identity
 
 
 @dataclass(frozen=True)
 class Private(_OnStream):
-    """Differentially private features, and gradients: each sample's is clipped to `norm` and gets
-    Gaussian noise of `multiplier` times 2 `norm` (the most by which one sample's can differ from
-    another's). `epsilon` says what that is worth.
+    """Differentially private features and gradients: clipped per sample, with Gaussian noise.
+
+    Each sample is clipped to `norm`. The standard deviation of the noise is `multiplier` times
+    2 `norm`, the largest distance between two clipped samples. `epsilon` is the guarantee.
     """
 
     multiplier: float
@@ -289,61 +273,45 @@ class Private(_OnStream):
 
     def __post_init__(self) -> None:
         for value in (self.multiplier, self.norm):
-            require(
-                0 < value < math.inf,
-                f"{value} is no noise multiplier or norm",
-                "both are positive numbers",
-            )
+            require_positive("the noise multiplier and the norm", value, "private=1.0,norm=8")
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
-        def back(z: Tensor) -> Tensor:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
+        def protect_grad(z: Tensor) -> Tensor:
             if z.requires_grad:
-                z.register_hook(lambda slope: self._clip_and_add_noise(slope, draw, "private/back"))  # type: ignore[no-untyped-call]
+                z.register_hook(lambda grad: self._clip_and_add_noise(grad, rng, "private/back"))  # type: ignore[no-untyped-call]
             return z
 
-        return _replace_stream(
-            crossing, self._clip_and_add_noise(crossing.stream, draw, "private")
-        ), back
+        private = self._clip_and_add_noise(crossing.stream, rng, "private")
+        return _replace_stream(crossing, private), protect_grad
 
-    def _clip_and_add_noise(self, x: Tensor, draw: KeyedRandom, what: str) -> Tensor:
-        return clip_samples(x, self.norm) + self.multiplier * 2 * self.norm * draw.normal(what, x)
+    def _clip_and_add_noise(self, x: Tensor, rng: KeyedRandom, name: str) -> Tensor:
+        return clip_samples(x, self.norm) + self.multiplier * 2 * self.norm * rng.normal(name, x)
 
     def epsilon(self, passes: int, *, backward: bool = True, delta: float = 1e-5) -> float:
-        """What is spent on a sample that took part in so many passes: each releases its features,
-        and in training its gradient too.
+        """Compute the epsilon of a sample that took part in some passes.
 
-        For whoever sees all that is sent, of any two samples (local differential privacy; no batch
-        hides a sample). By dp-accounting's Renyi accountant. The gradient is counted as a second
-        release of the same sample; labels are in it, and are so covered.
+        The guarantee is local differential privacy: for any two samples, against an adversary that
+        observes everything that is sent, without amplification by the batch. In training the
+        gradient is a second release of the same sample; it also covers the labels.
+
+        Args:
+            passes: The number of passes that the sample took part in.
+            backward: Whether gradients were sent, as in training.
+            delta: The probability with which the guarantee may fail.
         """
-        require(passes >= 0, f"{passes} passes cannot be", "count them from 0")
+        require(passes >= 0, f"passes must be >= 0, got {passes}", "count them from 0")
         return gaussian_epsilon(
             self.multiplier, passes * (2 if backward else 1), delta, "REPLACE_ONE"
         )
 
 
-def gaussian_epsilon(multiplier: float, releases: int, delta: float, neighbours: str) -> float:
-    """The epsilon of so many Gaussian releases, by dp-accounting's Renyi accountant. `neighbours`
-    is its relation: REPLACE_ONE, ADD_OR_REMOVE_ONE.
-    """
-    need("dp_accounting", "privacy")
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, SelfComposedDpEvent
-    from dp_accounting.rdp import RdpAccountant
-
-    if not releases:
-        return 0.0
-    accountant = RdpAccountant(neighboring_relation=NeighboringRelation[neighbours])
-    accountant.compose(SelfComposedDpEvent(GaussianDpEvent(multiplier), releases))
-    return float(accountant.get_epsilon(delta))
-
-
 @dataclass(frozen=True)
 class BatchShuffle(_OnStream):
-    """Tokens of all samples of a batch change places, and go back when they return. The backbone
-    mixes samples, so that this costs accuracy.
+    """A permutation of the tokens of all samples of a batch, undone when they return.
 
-    `share` of the tokens take part, drawn afresh; with `keep_cls` the first of each sample does
-    not. For models of images: masks and positions of texts would have to follow.
+    The backbone mixes samples, which costs accuracy. A random `share` of the tokens takes part;
+    with `keep_cls` the first token of each sample does not. Only for image models: the masks and
+    positions of texts would have to follow their tokens.
     """
 
     share: float = 1.0
@@ -353,51 +321,51 @@ class BatchShuffle(_OnStream):
     def __post_init__(self) -> None:
         require(
             0 < self.share <= 1,
-            f"a share of {self.share} is not in (0, 1]",
+            f"the share must be in (0, 1], got {self.share:g}",
             "1 shuffles all tokens",
         )
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         z = crossing.stream
         require(
             z.shape[0] > 1,
-            "tokens of a batch of one sample have nobody to change places with",
+            "batch-shuffle needs at least 2 samples, got a batch of one",
             "use larger batches, or rows",
         )
-        others = [
-            k
-            for k, v in crossing.tensors.items()
-            if k.partition("@")[0] != crossing.boundary.stream
-            and ax.spaces(crossing.axes(k) or "") & TOKEN_SPACES
+        per_token = [
+            key
+            for key in crossing.tensors
+            if key.partition("@")[0] != crossing.boundary.stream
+            and ax.spaces(crossing.axes(key) or "") & TOKEN_SPACES
         ]
         require(
-            not others,
-            f'"{min(others, default="")}" belongs to each token of its sample, so that tokens '
-            "cannot leave it",
+            not per_token,
+            f'batch-shuffle cannot move tokens to other samples: "{min(per_token, default="")}" '
+            "belongs to each token of its sample",
             "use rows",
         )
         tokens = torch.arange(z.shape[0] * z.shape[1]).view(z.shape[0], -1)
         movable = tokens[:, 1:].reshape(-1) if self.keep_cls else tokens.reshape(-1)
-        stream = draw.stream("batch-shuffle")
-        chosen = movable[torch.from_numpy(stream.permutation(len(movable)))][
-            : max(2, round(self.share * len(movable)))
-        ]
+        stream = rng.stream("batch-shuffle")
+        count = max(2, round(self.share * len(movable)))
+        chosen = movable[torch.from_numpy(stream.permutation(len(movable)))][:count]
         order = tokens.reshape(-1).clone()
         order[chosen] = chosen[torch.from_numpy(stream.permutation(len(chosen)))]
         order = order.to(z.device)
         inverse = torch.argsort(order)
 
-        def moved(x: Tensor, index: Tensor) -> Tensor:
+        def permute(x: Tensor, index: Tensor) -> Tensor:
             return x.flatten(0, 1)[index].view(x.shape)
 
-        return _replace_stream(crossing, moved(z, order)), lambda y: moved(y, inverse)
+        return _replace_stream(crossing, permute(z, order)), lambda y: permute(y, inverse)
 
 
 @dataclass(frozen=True)
 class Rows(_OnStream):
-    """Tokens change places within a sample, by one permutation for a batch or one for each sample;
-    masks and positions follow. With `keep_cls` the first stays. Nothing is lost by it: the backbone
-    commutes with it.
+    """A permutation of the tokens of a sample, one for a batch or one for each sample.
+
+    Masks and positions are permuted with them; with `keep_cls` the first token stays. It costs no
+    accuracy: the backbone commutes with it.
     """
 
     each: Literal["batch", "sample"] = "batch"
@@ -407,13 +375,13 @@ class Rows(_OnStream):
     def __post_init__(self) -> None:
         require(
             self.each in ("batch", "sample"),
-            f'rows are shuffled by "batch" or by "sample", not by {self.each!r}',
-            "choose one of the two",
+            f"rows must be per batch or per sample, got {self.each!r}",
+            "choose batch or sample",
         )
 
-    def apply_to_crossing(self, crossing: Crossing, draw: KeyedRandom) -> tuple[Crossing, Undo]:
+    def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         batch, n = crossing.stream.shape[:2]
-        stream = draw.stream(f"rows/{crossing.boundary.name}")
+        stream = rng.stream(f"rows/{crossing.boundary.name}")
         elements = [
             _row_permutation(stream, n, self.keep_cls)
             for _ in range(batch if self.each == "sample" else 1)
@@ -426,10 +394,10 @@ class Rows(_OnStream):
             ).transform(g)
             for i, g in enumerate(elements)
         ]
-        there = parts[0].with_inputs(
+        joined = parts[0].with_inputs(
             **{k: _concatenate(crossing, k, [p.inputs[k] for p in parts]) for k in parts[0].inputs}
         )
-        return there, lambda z: torch.cat(
+        return joined, lambda z: torch.cat(
             [crossing.restore(g, z[i : i + 1]) for i, g in enumerate(elements)]
         )
 
@@ -484,94 +452,28 @@ DEFENCES: Mapping[str, type] = {
 }
 
 
-def parse_defence(text: str) -> Defence:
-    """A defence as the command line names it: "noise=0.5", "low-pass=0.05,disc",
-    "rows=sample,keep_cls", "private=1.0,norm=8".
-    """
-    made: Defence = parse_from_table(text, DEFENCES)
-    return made
-
-
-def parse_from_table(text: str, known: Mapping[str, type]) -> Any:
-    """One of a table of defences, made from its text."""
-    name, _, rest = text.partition("=")
-    if name not in known:
-        raise DefenceError(f'there is no defence "{name}"', hint=f"choose from {', '.join(known)}")
-    given: list[Any] = []
-    named: dict[str, Any] = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if equals:
-            named[key] = _parse_value(value)
-        elif part in ("keep_cls",):
-            named[part] = True
-        else:
-            given.append(_parse_value(part))
-    try:
-        return known[name](*given, **named)
-    except TypeError as error:
-        word = next((v for v in (*given, *named.values()) if isinstance(v, str)), None)
-        why = (
-            f'"{word}" is no number'
-            if word is not None and "not supported between" in str(error)
-            else error
-        )
-        raise DefenceError(
-            f'"{text}" cannot be read: {why}', hint=_first_sentence(known[name])
-        ) from error
-
-
-def split_combination(combination: str) -> list[str]:
-    """The defences of a combination: "noise=0.5+rows" is two, "noise=1e+1" one."""
-    return re.split(r"\+(?=[a-z])", combination)
-
-
-def _first_sentence(kind: type) -> str:
-    return re.split(r"\.(?=\s|$)", " ".join((kind.__doc__ or "").split()))[0]
-
-
-def _parse_value(text: str) -> Any:
-    if text in ("True", "true", "False", "false"):
-        return text.lower() == "true"
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
 def parse_defences(defences: Sequence[Defence | str]) -> tuple[Defence, ...]:
-    """Defences in the order in which they act; a text may be several, "noise=0.5+rows". None of a
-    kind is there twice.
-    """
-    made = [
-        [parse_defence(part) for part in split_combination(d)] if isinstance(d, str) else [d]
-        for d in defences
-    ]
-    return sort_by_stage([d for some in made for d in some])
+    """Return defences in the order in which they act.
 
-
-def sort_by_stage(made: Sequence[Any], repeatable: type | None = None) -> tuple[Any, ...]:
-    """Defences of any table in the order of their stages; none of a kind twice, but those that may
-    be there `often`.
+    Args:
+        defences: Defences of this module, or specifications for `regauge.defences.parser`:
+            "noise=0.5", "low-pass=0.05,disc", "private=1.0,norm=8+rows=sample,keep_cls".
     """
-    kinds = [type(d) for d in made]
-    twice = next((k.__name__ for k in kinds if kinds.count(k) > 1 and k is not repeatable), None)
-    require(twice is None, f"{twice} is there twice", "name each defence once")
-    return tuple(sorted(made, key=lambda d: d.stage))
+    return parse_combination(defences, DEFENCES)
 
 
 def apply_defences(
-    defences: Sequence[Defence], crossing: Crossing, draw: KeyedRandom
+    defences: Sequence[Defence], crossing: Crossing, rng: KeyedRandom
 ) -> tuple[Crossing, Undo]:
-    """All defences on a crossing, and all that is undone on the way back."""
-    undo: list[Undo] = []
+    """Apply defences to a crossing, in order; also return the function that undoes them."""
+    undo_steps: list[Undo] = []
     for defence in defences:
-        crossing, back = defence.apply_to_crossing(crossing, draw)
-        undo.append(back)
+        crossing, undo = defence.apply_to_crossing(crossing, rng)
+        undo_steps.append(undo)
 
-    def home(z: Tensor) -> Tensor:
-        for back in reversed(undo):
-            z = back(z)
+    def restore(z: Tensor) -> Tensor:
+        for undo in reversed(undo_steps):
+            z = undo(z)
         return z
 
-    return crossing, home
+    return crossing, restore

@@ -1,8 +1,7 @@
-"""A demonstration on what is made on the spot: models, training, checks, and one page that shows it
-all. Nothing is downloaded.
+"""A demonstration on small models that are created and trained locally, without downloads.
 
-Each chapter is a function that says a few lines and returns its results; together they are the
-page.
+Each chapter is a function that prints a few lines and returns its results; all results together are
+one page.
 """
 
 from __future__ import annotations
@@ -44,22 +43,30 @@ def run_demo(
     seed: int = 0,
     chapters: Sequence[Chapter] = CHAPTERS,
 ) -> Results:
-    """Play the chapters. With `out` the models are kept there."""
+    """Run the chapters.
+
+    Args:
+        echo: Prints a line.
+        bar: Opens a progress bar.
+        out: A folder for the models and images; by default they are temporary.
+        seed: The seed of the models and elements.
+        chapters: The chapters to run, in order.
+    """
     import torch
 
-    torch.set_num_threads(1)  # models this small only wait for each other's threads
+    torch.set_num_threads(1)  # more threads slow down models as small as these
     with tempfile.TemporaryDirectory(prefix="regauge-demo-") as temporary:
         folder = Path(temporary) if out is None else out
-        played = []
+        results = []
         for number, chapter in enumerate(chapters, 1):
             echo(f"{number}. {(chapter.__doc__ or '').splitlines()[0]}\n")
-            played.append(chapter(DemoContext(folder, seed, echo, bar)))
+            results.append(chapter(DemoContext(folder, seed, echo, bar)))
             echo("")
     return Results(
         "regauge: the demonstration",
-        tuple(f for r in played for f in r.findings),
-        tuple(t for r in played for t in r.tables),
-        tuple(f for r in played for f in r.figures),
-        {"seed": seed, **{k: v for r in played for k, v in r.facts.items()}},
-        tuple(u for r in played for u in r.unchecked),
+        tuple(f for r in results for f in r.findings),
+        tuple(t for r in results for t in r.tables),
+        tuple(f for r in results for f in r.figures),
+        {"seed": seed, **{k: v for r in results for k, v in r.facts.items()}},
+        tuple(u for r in results for u in r.unchecked),
     )

@@ -1,5 +1,5 @@
-"""A chapter on a model that learns: a small ViT reads scikit-learn's digits, plainly and under
-Algorithm 1, and is then verified.
+"""A chapter on training: a small ViT learns scikit-learn's digits, plainly and under Algorithm 1,
+and is then verified.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from typing import TYPE_CHECKING, Any
 
+from regauge.core.progress import Progress
 from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Figure, Finding, Results, Table
@@ -16,16 +17,11 @@ if TYPE_CHECKING:
 
 EPOCHS, BATCH, LR = 15, 50, 1e-3
 PATCH = 2
-COMPARED_STEPS, TOLERANCE = (
-    100,
-    1e-9,
-)  # steps that are compared: training amplifies rounding without bound
+COMPARED_STEPS, TOLERANCE = 100, 1e-9  # training amplifies rounding without bound
 
 
-def show_training(stage: DemoContext) -> Results:
-    """A ViT that learns to read digits, the same learning under a shuffle, and the theorems on what
-    it learned.
-    """
+def show_training(context: DemoContext) -> Results:
+    """Train a ViT on digits, once plainly and once permuted, and verify the theorems on it."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     import torch
@@ -36,63 +32,59 @@ def show_training(stage: DemoContext) -> Results:
 
     images, labels = load_images()
     split = 1500
-    plain = make_vit(stage.seed)
+    plain = make_vit(context.seed)
     start = copy.deepcopy(plain)
-    key = element(spec_of(plain), stage.seed + 1, within="permutation")
-    permuted = Permuted(copy.deepcopy(plain), columns=key, rows=True, key=stage.seed + 2)
+    key = element(spec_of(plain), context.seed + 1, within="permutation")
+    permuted = Permuted(copy.deepcopy(plain), columns=key, rows=True, key=context.seed + 2)
     losses = {}
     for name, model in (("plain", plain), ("permuted", permuted)):
-        with stage.bar(f"train, {name}") as tick:
-            losses[name] = train(model, images[:split], labels[:split], stage.seed, tick)
-    test, answers = images[split:], labels[split:]
+        with context.bar(f"train, {name}") as progress:
+            losses[name] = train(model, images[:split], labels[:split], context.seed, progress)
+    test, test_labels = images[split:], labels[split:]
     moved = Permuted(copy.deepcopy(plain), columns=key, rows=False)
     accuracies = {
-        "tested plainly": accuracy(plain, test, answers),
-        "tested with rows shuffled": accuracy(Permuted(copy.deepcopy(plain)), test, answers),
-        "tested with columns moved": accuracy(moved, test, answers),
-        "moved, but given plain features": accuracy(moved.model, test, answers),
-        "trained with rows and columns permuted": accuracy(permuted, test, answers),
-        "the same, put back": accuracy(copy.deepcopy(permuted).unwrap(), test, answers),
-        "before training": accuracy(start, test, answers),
+        "tested plainly": accuracy(plain, test, test_labels),
+        "tested with rows shuffled": accuracy(Permuted(copy.deepcopy(plain)), test, test_labels),
+        "tested with columns moved": accuracy(moved, test, test_labels),
+        "moved, but given plain features": accuracy(moved.model, test, test_labels),
+        "trained with rows and columns permuted": accuracy(permuted, test, test_labels),
+        "the same, put back": accuracy(copy.deepcopy(permuted).unwrap(), test, test_labels),
+        "before training": accuracy(start, test, test_labels),
     }
     rows = [
         ("digits", "accuracy"),
         *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
     ]
-    stage.echo(format_columns(rows, right=(1,)))
-    with stage.bar("verify") as tick:
+    context.echo(format_columns(rows, right=(1,)))
+    with context.bar("verify") as progress:
         checked = verify(
             copy.deepcopy(plain).float(),
             {"pixel_values": test[:8].float()},
-            seed=stage.seed,
-            progress=tick,
+            seed=context.seed,
+            progress=progress,
         )
-    found = add_general_findings(checked, torch.float32, stage.seed, optimizers=True)
-    held, told = (
-        sum(f.holds is True for f in found.findings),
-        sum(f.holds is not None for f in found.findings),
-    )
-    stage.echo(f"\n{held} of {told} checks hold on it")
-    good, chance, lost = (
-        accuracies["tested plainly"],
-        max(float((answers == k).float().mean()) for k in range(10)),
-        accuracies["moved, but given plain features"],
-    )
-    apart = [
+    verified = add_general_findings(checked, torch.float32, context.seed, optimizers=True)
+    held = sum(f.holds is True for f in verified.findings)
+    decided = sum(f.holds is not None for f in verified.findings)
+    context.echo(f"\n{held} of {decided} checks hold on it")
+    with_key = accuracies["tested plainly"]
+    without_key = accuracies["moved, but given plain features"]
+    chance = max(float((test_labels == k).float().mean()) for k in range(10))
+    differences = [
         abs(a - b) / losses["plain"][0]
         for a, b in zip(losses["plain"], losses["permuted"], strict=True)
     ]
-    first = max(apart[:COMPARED_STEPS])
+    largest = max(differences[:COMPARED_STEPS])
     findings = (
         Finding(
             "digits/lost",
-            "Given plain features, the moved model reads no better than a guess.",
-            lost < chance + 0.1,
-            lost,
+            "With plain features, the transformed model is no better than a guess.",
+            without_key < chance + 0.1,
+            without_key,
             chance,
-            good,
-            f"{100 * lost:.1f} % right, where the most frequent digit alone gives "
-            f"{100 * chance:.1f} % and the key {100 * good:.1f} %",
+            with_key,
+            f"accuracy {100 * without_key:.1f} %; {100 * with_key:.1f} % with the key, "
+            f"{100 * chance:.1f} % for the most frequent digit",
             "000 sec. 5.2",
             measure="accuracy",
         ),
@@ -100,12 +92,12 @@ def show_training(stage: DemoContext) -> Results:
             "digits/trained",
             "AdamW under Algorithm 1 follows the plain loss step by step, for the first "
             f"{COMPARED_STEPS} steps in float64.",
-            first <= TOLERANCE,
-            first,
+            largest <= TOLERANCE,
+            largest,
             TOLERANCE,
             1.0,
-            f"off by {first:.0e} of the first loss; after {len(apart)} steps by "
-            f"{apart[-1]:.0e}, since training amplifies rounding",
+            f"off by {largest:.0e} of the first loss; after {len(differences)} steps by "
+            f"{differences[-1]:.0e}, since training amplifies rounding",
             "000 Alg. 1",
         ),
     )
@@ -113,24 +105,28 @@ def show_training(stage: DemoContext) -> Results:
         "A ViT on scikit-learn's digits",
         ("", "accuracy"),
         tuple((n, v) for n, v in accuracies.items()),
-        f"{split} images to learn from, {len(test)} to be tested on, one seed",
+        f"{split} training images, {len(test)} test images, one seed",
     )
     return Results(
         "digits",
-        findings + found.findings,
-        (table, *found.tables),
-        (_plot_losses(losses, apart), _plot_images(test[:6], stage.seed), *found.figures),
+        findings + verified.findings,
+        (table, *verified.tables),
+        (
+            _plot_losses(losses, differences),
+            _plot_images(test[:6], context.seed),
+            *verified.figures,
+        ),
         {
             "model": "a ViT with 4 layers, 4 heads and width 48, trained here",
             "dtype": "float32",
             "epochs": EPOCHS,
         },
-        found.unchecked,
+        verified.unchecked,
     )
 
 
 def load_images() -> tuple[torch.Tensor, torch.Tensor]:
-    """1,797 digits of 8 x 8 pixels that come with scikit-learn, in a fixed order."""
+    """Load the 1,797 digits of 8 x 8 pixels of scikit-learn, in a fixed order."""
     import numpy as np
     import torch
     from sklearn.datasets import load_digits
@@ -142,6 +138,7 @@ def load_images() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def make_vit(seed: int) -> Any:
+    """Create a ViT for the digits, in float64."""
     import torch
     import transformers
 
@@ -159,9 +156,8 @@ def make_vit(seed: int) -> Any:
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return transformers.ViTForImageClassification(
-            config
-        ).double()  # so that training can be compared over hundreds of steps
+        # float64, so that training can be compared over hundreds of steps
+        return transformers.ViTForImageClassification(config).double()
 
 
 def train(
@@ -169,34 +165,46 @@ def train(
     images: torch.Tensor,
     labels: torch.Tensor,
     seed: int,
-    tick: Any,
+    progress: Progress,
     epochs: int | None = None,
 ) -> list[float]:
-    """Train, in an order that depends on the seed alone; the loss of every step."""
+    """Train with AdamW, in an order that depends on the seed alone.
+
+    Args:
+        model: The model, plain or wrapped.
+        images: The training images.
+        labels: Their classes.
+        seed: The seed of the order.
+        progress: Called after each epoch.
+        epochs: The number of epochs; `EPOCHS` by default.
+
+    Returns:
+        The loss of every step.
+    """
     import torch
 
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     losses = []
     model.train()
     epochs = epochs or EPOCHS
     for epoch in range(epochs):
-        for batch in torch.randperm(len(images), generator=draw).split(BATCH):  # type: ignore[no-untyped-call]
+        for batch in torch.randperm(len(images), generator=generator).split(BATCH):  # type: ignore[no-untyped-call]
             out = model(pixel_values=images[batch])
-            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + (
-                getattr(out, "extra", None) or 0.0
-            )  # of a wrapped model
+            extra = getattr(out, "extra", None) or 0.0  # of a wrapped model
+            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + extra
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             losses.append(loss.item())
-        tick(epoch, epochs, f"loss {losses[-1]:.3f}")
-    tick(epochs, epochs, "")
+        progress(epoch, epochs, f"loss {losses[-1]:.3f}")
+    progress(epochs, epochs, "")
     model.eval()
     return losses
 
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Compute the accuracy of a model."""
     import torch
 
     model.eval()
@@ -204,27 +212,24 @@ def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
         return float((model(pixel_values=images).logits.argmax(-1) == labels).double().mean())
 
 
-def _plot_losses(losses: dict[str, list[float]], apart: list[float]) -> Figure:
-    y = {**losses, "difference, relative to the first loss": [a or None for a in apart]}
-    data = {"x": list(range(len(apart))), "y": y, "xlabel": "step", "ylabel": "loss", "log": True}
+def _plot_losses(losses: dict[str, list[float]], differences: list[float]) -> Figure:
+    y = {**losses, "difference, relative to the first loss": [d or None for d in differences]}
+    steps = list(range(len(differences)))
+    data = {"x": steps, "y": y, "xlabel": "step", "ylabel": "loss", "log": True}
     caption = (
-        "One loss lies on the other. Their difference starts at the rounding error of "
-        "float64 and grows with every step: two runs that differ in the"
+        "The two losses coincide. Their difference starts at the rounding error of float64 and "
+        "grows with every step: two runs that differ in the last digit end at different, equally "
+        "good models."
     )
-    return Figure(
-        "Learning, plainly and under Algorithm 1",
-        "lines",
-        data,
-        f"{caption} last digit end at different, equally good models.",
-    )
+    return Figure("Training, plainly and under Algorithm 1", "lines", data, caption)
 
 
 def _plot_images(images: torch.Tensor, seed: int) -> Figure:
-    """The digits, and their patches in the order in which the backbone is given them."""
+    """Plot digits, and their patches in the order of the backbone's inputs."""
     from regauge.locking.permuted import sample_row_permutation
 
     index = sample_row_permutation((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
-    made = []
+    pairs = []
     for image in images:
         patches = (
             image[0]
@@ -235,18 +240,18 @@ def _plot_images(images: torch.Tensor, seed: int) -> Figure:
         shuffled = (
             patches.view(8 // PATCH, 8 // PATCH, PATCH, PATCH).permute(0, 2, 1, 3).reshape(8, 8)
         )
-        made.append([((x + 1) / 2).tolist() for x in (image[0], shuffled)])
-    labels = ("as it is", "as the rows of the backbone are ordered")
-    table = [
-        {"label": label, "images": [pair[i] for pair in made]} for i, label in enumerate(labels)
+        pairs.append([((x + 1) / 2).tolist() for x in (image[0], shuffled)])
+    labels = ("original", "in the order of the backbone's rows")
+    strips = [
+        {"label": label, "images": [pair[i] for pair in pairs]} for i, label in enumerate(labels)
     ]
     caption = (
-        "A shuffle hides the order of the patches, not the patches: who can put them "
-        "together again sees the picture. This is no encryption."
+        "A shuffle hides the order of the patches, not the patches: an adversary that restores the "
+        "order has the image. This is obfuscation, not encryption."
     )
     return Figure(
-        "What a shuffle of rows does",
+        "The effect of shuffled rows",
         "images",
-        {"columns": ["" for _ in made], "rows": table},
+        {"columns": ["" for _ in pairs], "rows": strips},
         caption,
     )

@@ -1,5 +1,5 @@
-"""A chapter on federated training: what one gradient of a ViT gives away of the digit that it was
-made of, and what keeps it.
+"""A chapter on federated learning: how much one gradient of a ViT reveals of its digit, and which
+defences hide it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,11 @@ COMBINATIONS = (
     "freeze=embedding,first",
 )
 EXACT_PSNR = 40.0  # dB
-PRACTICE = 60  # updates that attacks which learn make of their own
+PRACTICE = 60  # training updates of attacks that learn
 
 
-def show_gradients(stage: DemoContext) -> Results:
-    """What a client of federated training gives away: one gradient is one digit, exactly; what
-    hides it and what does not.
-    """
+def show_gradients(context: DemoContext) -> Results:
+    """Reconstruct digits from the gradients of a federated client, with and without defences."""
     for library, extra in (
         ("transformers", "experiments"),
         ("sklearn", "experiments"),
@@ -52,20 +50,23 @@ def show_gradients(stage: DemoContext) -> Results:
         )
 
     case = GradientCase(
-        _make_vit(stage.seed + 60),
+        _make_vit(context.seed + 60),
         part(0, 200),
         part(200, 200 + PUBLIC),
         [0.5],
         [0.5],
         updates=UPDATES,
-        seed=stage.seed,
+        seed=context.seed,
         name="given",
     )
-    with stage.bar("make updates, and attack them") as tick:
-        found = audit_gradients(
-            case, COMBINATIONS, budget=Budget(practice=PRACTICE, seed=stage.seed), progress=tick
+    with context.bar("compute updates, and attack them") as progress:
+        audit = audit_gradients(
+            case,
+            COMBINATIONS,
+            budget=Budget(practice=PRACTICE, seed=context.seed),
+            progress=progress,
         )
-    table = found.tables[0]
+    table = audit.tables[0]
     rows = [table.columns]
     rows += [
         tuple(
@@ -80,20 +81,18 @@ def show_gradients(stage: DemoContext) -> Results:
         )
         for row in table.rows
     ]
-    stage.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
-    stage.echo("\n".join(found.facts["verdict"]))
+    context.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
+    context.echo("\n".join(audit.facts["verdict"]))
     return replace(
-        found,
-        findings=(*_check_claims(found), *found.findings),
-        tables=found.tables[:2],
-        facts={"what gradients give away": found.facts["verdict"]},
+        audit,
+        findings=(*_check_claims(audit), *audit.findings),
+        tables=audit.tables[:2],
+        facts={"what gradients give away": audit.facts["verdict"]},
     )
 
 
 def _make_vit(seed: int) -> Any:
-    """The ViT of the other chapters with two layers, wide enough for its patches, as real ones
-    are.
-    """
+    """Create the ViT of the other chapters with two layers, wide enough for its patches."""
     from regauge.models.load import reinitialize
 
     model = make_vit(seed).float()
@@ -105,12 +104,12 @@ def _make_vit(seed: int) -> Any:
     return reinitialize(model, seed)
 
 
-def _check_claims(found: Results) -> tuple[Finding, ...]:
-    by: dict[str, Any] = {f.id.removeprefix("given/"): f for f in found.findings}
-    plain, floor = by["none/least squares"].value, by["none/least squares"].floor
+def _check_claims(audit: Results) -> tuple[Finding, ...]:
+    by_id: dict[str, Any] = {f.id.removeprefix("given/"): f for f in audit.findings}
+    plain, floor = by_id["none/least squares"].value, by_id["none/least squares"].floor
 
     def claim(name: str, combination: str, statement: str, holds: bool) -> Finding:
-        value = by[f"{combination}/least squares"].value
+        value = by_id[f"{combination}/least squares"].value
         return Finding(
             f"given/{name}",
             statement,
@@ -126,19 +125,19 @@ def _check_claims(found: Results) -> tuple[Finding, ...]:
         claim(
             "one",
             "none",
-            "One gradient of an unmodified ViT is the image that it was made of, in closed form.",
+            "One gradient of an unmodified ViT reveals its image exactly, in closed form.",
             plain > EXACT_PSNR,
         ),
         claim(
             "rows",
             "rows",
-            "Tokens shuffled after the position embedding change nothing of it.",
-            by["rows/least squares"].value > EXACT_PSNR,
+            "Shuffling tokens after the position embedding does not prevent it.",
+            by_id["rows/least squares"].value > EXACT_PSNR,
         ),
         claim(
             "batch",
             "batch=8",
-            "Of eight images at once the closed form gets next to nothing but their mean.",
-            by["batch=8/least squares"].value < plain - 10,
+            "From a batch of eight images the closed form recovers little beyond their mean.",
+            by_id["batch=8/least squares"].value < plain - 10,
         ),
     )

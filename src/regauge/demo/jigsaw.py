@@ -1,6 +1,4 @@
-"""A chapter on places: a ViT that reads digits, and goes on learning with and without masked jigsaw
-puzzles.
-"""
+"""A chapter on masked jigsaw puzzles: a ViT on digits, fine-tuned with and without puzzles."""
 
 from __future__ import annotations
 
@@ -12,16 +10,18 @@ from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Figure, Finding, Results, Table
 
-SPLIT, BASE_EPOCHS, TUNING_EPOCHS = 1500, 10, 8  # images to learn from; epochs of all, and of each
+SPLIT, BASE_EPOCHS, TUNING_EPOCHS = (
+    1500,
+    10,
+    8,
+)  # training images; epochs before and after the split
 RATIO, RATIOS = 0.5, (0.25, 0.5, 0.75)
 UNWRAPPED = "with puzzles, unwrapped"
 MARGIN = 0.05  # of consistency
 
 
-def show_jigsaw(stage: DemoContext) -> Results:
-    """How much a ViT minds where its patches are, and what training with puzzles takes from that,
-    and from its accuracy.
-    """
+def show_jigsaw(context: DemoContext) -> Results:
+    """Fine-tune a ViT with masked jigsaw puzzles, and measure how it depends on patch order."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge.data.tasks import Examples
@@ -34,46 +34,49 @@ def show_jigsaw(stage: DemoContext) -> Results:
     test = Examples(
         len(images) - SPLIT, 10, lambda i: ({"pixel_values": images[SPLIT:][i]}, labels[SPLIT:][i])
     )
-    start = make_vit(stage.seed + 70).float()
-    with stage.bar("train") as tick:
-        train(start, images[:SPLIT], labels[:SPLIT], stage.seed, tick, BASE_EPOCHS)
-    wraps: dict[str, dict[str, Any]] = {
+    start = make_vit(context.seed + 70).float()
+    with context.bar("train") as progress:
+        train(start, images[:SPLIT], labels[:SPLIT], context.seed, progress, BASE_EPOCHS)
+    variants: dict[str, dict[str, Any]] = {
         "plainly": {"variant": "A", "ratio": 0.0},
         "with puzzles": {"ratio": RATIO, "per": "sample"},
     }
-    found: dict[str, Any] = {}
-    for name, how in wraps.items():
-        wrapped = MaskedJigsaw(copy.deepcopy(start), seed=stage.seed, **how)
-        with stage.bar(f"train on, {name}") as tick:
-            train(wrapped, images[:SPLIT], labels[:SPLIT], stage.seed + 1, tick, TUNING_EPOCHS)
-        found[name] = evaluate(wrapped, test, RATIOS, batch=len(test))
-    found[UNWRAPPED] = evaluate(
+    evaluations: dict[str, Any] = {}
+    for name, options in variants.items():
+        wrapped = MaskedJigsaw(copy.deepcopy(start), seed=context.seed, **options)
+        with context.bar(f"train on, {name}") as progress:
+            train(
+                wrapped, images[:SPLIT], labels[:SPLIT], context.seed + 1, progress, TUNING_EPOCHS
+            )
+        evaluations[name] = evaluate(wrapped, test, RATIOS, batch=len(test))
+    evaluations[UNWRAPPED] = evaluate(
         MaskedJigsaw(wrapped.unwrap(), 0.0, variant="A"), test, RATIOS, batch=len(test)
     )
     heads = ("trained on", "accuracy", *(f"consistency at {r:g}" for r in RATIOS))
     values = {
-        name: [one.accuracy, *(s.consistency for s in one.shuffled)] for name, one in found.items()
+        name: [evaluation.accuracy, *(s.consistency for s in evaluation.shuffled)]
+        for name, evaluation in evaluations.items()
     }
-    stage.echo(
+    context.echo(
         format_columns(
             [heads, *((name, *(f"{100 * v:.1f} %" for v in row)) for name, row in values.items())],
             right=(1, 2, 3, 4),
         )
     )
-    plain, shuffled, bare = found["plainly"], found["with puzzles"], found[UNWRAPPED]
+    plain, shuffled = evaluations["plainly"], evaluations["with puzzles"]
+    unwrapped = evaluations[UNWRAPPED]
     finding = Finding(
         "puzzled/consistency",
-        "A ViT that went on learning with masked jigsaw puzzles minds less where patches are "
-        "than one that went on without.",
+        "A ViT that is fine-tuned with masked jigsaw puzzles depends less on the order of patches "
+        "than one that is fine-tuned without.",
         shuffled.at_half.consistency > plain.at_half.consistency + MARGIN,
         shuffled.at_half.consistency,
         plain.at_half.consistency,
         1.0,
-        f"half of the patches shuffled, {100 * shuffled.at_half.consistency:.1f} % of the "
-        f"answers stay, {100 * plain.at_half.consistency:.1f} % "
-        f"without puzzles in training; {100 * bare.at_half.consistency:.1f} % where nothing "
-        "tells the model what was shuffled; right on digits as "
-        f"they are: {100 * shuffled.accuracy:.1f} and {100 * plain.accuracy:.1f} %",
+        f"with half of the patches shuffled {100 * shuffled.at_half.consistency:.1f} % of the "
+        f"predictions stay, {100 * plain.at_half.consistency:.1f} % without puzzles in training, "
+        f"{100 * unwrapped.at_half.consistency:.1f} % if shuffled patches are not marked; accuracy "
+        f"on unshuffled digits {100 * shuffled.accuracy:.1f} and {100 * plain.accuracy:.1f} %",
         "002",
         measure="consistency",
     )
@@ -81,22 +84,24 @@ def show_jigsaw(stage: DemoContext) -> Results:
         "A ViT on digits, with and without masked jigsaw puzzles",
         heads,
         tuple((name, *row) for name, row in values.items()),
-        f"Both go on from one training of {BASE_EPOCHS} epochs "
+        f"Both start from one training of {BASE_EPOCHS} epochs "
         f"({100 * accuracy(start, images[SPLIT:], labels[SPLIT:]):.1f} % right) for "
         f"{TUNING_EPOCHS} more; "
-        f"{len(test)} images to be tested on, one seed. Consistency: how often an answer stays "
-        "when so many patches are shuffled. "
-        "The wrapped model is told which: they carry its unknown position embedding. Unwrapped "
-        "it is a plain ViT, and is told nothing.",
+        f"{len(test)} test images, one seed. Consistency: the share of predictions that do not "
+        "change when this share of patches is shuffled. The unknown position embedding marks "
+        "shuffled patches for the wrapped model; unwrapped it is a plain ViT without that mark.",
     )
-    y = {name: [one.accuracy, *(s.accuracy for s in one.shuffled)] for name, one in found.items()}
+    y = {
+        name: [evaluation.accuracy, *(s.accuracy for s in evaluation.shuffled)]
+        for name, evaluation in evaluations.items()
+    }
     figure = Figure(
         "Accuracy under puzzles",
         "lines",
         {
             "x": [0.0, *RATIOS],
             "y": y,
-            "xlabel": "share of patches that are shuffled",
+            "xlabel": "share of shuffled patches",
             "ylabel": "accuracy",
         },
         "",

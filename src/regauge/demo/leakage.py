@@ -1,6 +1,4 @@
-"""A chapter on the server's side of split learning: what it makes of the features of digits that it
-was sent, shuffled and not.
-"""
+"""A chapter on the server of split learning: digits that it reconstructs from their features."""
 
 from __future__ import annotations
 
@@ -13,17 +11,15 @@ from regauge.errors import need
 from regauge.results.findings import Finding, Results
 
 TRAIN, PUBLIC, EPOCHS, ATTACKED = 900, 500, 6, 40
-DECODER_EPOCHS = 25  # epochs that the attacker's decoder has at most
+DECODER_EPOCHS = 25  # the most epochs of the attacker's decoder
 COMBINATIONS = ("none", "rows", "noise=1+rows")
 ATTACKS = ("decoder", "public embedding", "least squares")
 NO_DEFENCE, SHUFFLED, NOISY = COMBINATIONS
-MAX_DIFFERENCE = 0.02  # of SSIM: what shuffles do not change
+MAX_DIFFERENCE = 0.02  # of SSIM, between runs with and without shuffled rows
 
 
-def show_leakage(stage: DemoContext) -> Results:
-    """What the server of the last chapter sees: the digits themselves. What shuffled rows buy, and
-    what they do not.
-    """
+def show_leakage(context: DemoContext) -> Results:
+    """Reconstruct digits from the features that a split server receives, with defences."""
     for library, extra in (
         ("transformers", "experiments"),
         ("sklearn", "experiments"),
@@ -49,46 +45,44 @@ def show_leakage(stage: DemoContext) -> Results:
 
     steps = EPOCHS * TRAIN // BATCH
     case = SplitCase(
-        _make_vit(stage.seed + 40),
+        _make_vit(context.seed + 40),
         part(0, TRAIN),
         part(TRAIN, TRAIN + PUBLIC),
         part(TRAIN + PUBLIC, len(images)),
         [0.5],
         [0.5],
         OptimizerConfig("adamw", 2e-3, schedule="cosine", warmup=steps // 10, steps=steps + 1),
-        Run(steps, BATCH, stage.seed),
+        Run(steps, BATCH, context.seed),
         ATTACKED,
         "watched",
     )
     budget = Budget(hidden=48, depth=1, epochs=DECODER_EPOCHS, patience=4, rate=3e-3, batch=50)
-    with stage.bar("train split, and attack") as tick:
-        found = audit_split(
-            case, COMBINATIONS, attacks=select_attacks(ATTACKS), budget=budget, progress=tick
+    with context.bar("train split, and attack") as progress:
+        audit = audit_split(
+            case, COMBINATIONS, attacks=select_attacks(ATTACKS), budget=budget, progress=progress
         )
-    table = found.tables[0]
+    table = audit.tables[0]
     rows = [table.columns]
     rows += [
         tuple("" if c is None else c if isinstance(c, str) else f"{c:.2f}" for c in row)
         for row in table.rows
     ]
-    stage.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
-    stage.echo("\n".join(found.facts["verdict"]))
+    context.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
+    context.echo("\n".join(audit.facts["verdict"]))
     results = replace(
-        found,
-        findings=(*_check_claims(found), *found.findings),
-        facts={"what the server learns": found.facts["verdict"]},
+        audit,
+        findings=(*_check_claims(audit), *audit.findings),
+        facts={"what the server learns": audit.facts["verdict"]},
     )
     return replace(
         results,
-        figures=tuple(f for f in found.figures if f.kind != "lines"),
-        tables=found.tables[:2],
+        figures=tuple(f for f in audit.figures if f.kind != "lines"),
+        tables=audit.tables[:2],
     )
 
 
 def _make_vit(seed: int) -> Any:
-    """The ViT of the other chapters with half of its layers, and weights to begin with that learn
-    in a few epochs.
-    """
+    """Create the ViT of the other chapters with two layers, initialized to train in few epochs."""
     from regauge.models.load import reinitialize
 
     model = make_vit(seed).float()
@@ -97,30 +91,32 @@ def _make_vit(seed: int) -> Any:
     return reinitialize(model, seed)
 
 
-def _check_claims(found: Results) -> tuple[Finding, ...]:
-    by: dict[str, Any] = {f.id.removeprefix("watched/"): f for f in found.findings}
-    weak = [by[f"{c}/decoder"].value for c in (NO_DEFENCE, SHUFFLED)]
-    strong = [by[f"{c}/public embedding"].value for c in (NO_DEFENCE, SHUFFLED)]
-    best = {c: max(f.value for i, f in by.items() if i.startswith(f"{c}/")) for c in COMBINATIONS}
-    floor = by[f"{NO_DEFENCE}/decoder"].floor
+def _check_claims(audit: Results) -> tuple[Finding, ...]:
+    by_id: dict[str, Any] = {f.id.removeprefix("watched/"): f for f in audit.findings}
+    weak = [by_id[f"{c}/decoder"].value for c in (NO_DEFENCE, SHUFFLED)]
+    strong = [by_id[f"{c}/public embedding"].value for c in (NO_DEFENCE, SHUFFLED)]
+    best = {
+        c: max(f.value for i, f in by_id.items() if i.startswith(f"{c}/")) for c in COMBINATIONS
+    }
+    floor = by_id[f"{NO_DEFENCE}/decoder"].floor
     return (
         Finding(
             "watched/decoder",
-            "What shuffled rows take from a decoder that expects tokens in order, once it is "
+            "The effect of shuffled rows on a decoder that expects tokens in order, once it is "
             "trained.",
             None,
             weak[1],
             floor,
             weak[0],
-            f"SSIM {weak[0]:.2f} without, {weak[1]:.2f} with: it learns to sort tokens by the "
-            "positions that are in them",
+            f"SSIM {weak[0]:.2f} without, {weak[1]:.2f} with: it learns to sort tokens by their "
+            "position embeddings",
             "000 Tab. 6",
             "SSIM",
         ),
         Finding(
             "watched/adaptive",
-            "They are nothing to an attacker who expects them and knows the embedding: "
-            "positions are in the tokens.",
+            "Shuffled rows do not stop an adaptive attacker that has the embedding: tokens contain "
+            "their positions.",
             abs(strong[1] - strong[0]) <= MAX_DIFFERENCE and strong[1] > 0.95,
             strong[1],
             floor,
@@ -130,7 +126,7 @@ def _check_claims(found: Results) -> tuple[Finding, ...]:
         ),
         Finding(
             "watched/noise",
-            "Noise takes something from every attack, and costs accuracy.",
+            "Noise weakens every attack, and costs accuracy.",
             best[NOISY] < best[SHUFFLED] - MAX_DIFFERENCE,
             best[NOISY],
             floor,

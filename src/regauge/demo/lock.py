@@ -1,5 +1,5 @@
-"""A chapter on a lock: a model that is useless without its key, and runs and learns with it; and
-what the lock is worth against whoever tries.
+"""A chapter on a lock: a model that is useless without its key, runs and trains with it, and is
+attacked.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from regauge.results.findings import Finding, Results, Table
 LABELS = (200,)
 
 
-def show_lock(stage: DemoContext) -> Results:
-    """A ViT that is locked by a key: at chance without it, as good as ever with it. And then it is
-    attacked.
-    """
+def show_lock(context: DemoContext) -> Results:
+    """Lock a ViT by a key, use and train it with the key, and attack the lock."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge import apply, authorize, generate_key, lock, spec_of
@@ -31,78 +29,81 @@ def show_lock(stage: DemoContext) -> Results:
 
     images, labels = load_images()
     images = images.float()
-    base = make_vit(stage.seed + 20).float()
-    with stage.bar("train the base") as tick:
-        train(base, images[: SPLIT // 2], labels[: SPLIT // 2], stage.seed + 20, tick)
-    owners = copy.deepcopy(base)
-    with stage.bar("fine-tune it") as tick:
+    base = make_vit(context.seed + 20).float()
+    with context.bar("train the base") as progress:
+        train(base, images[: SPLIT // 2], labels[: SPLIT // 2], context.seed + 20, progress)
+    tuned = copy.deepcopy(base)
+    with context.bar("fine-tune it") as progress:
         train(
-            owners,
+            tuned,
             images[SPLIT // 2 : SPLIT],
             labels[SPLIT // 2 : SPLIT],
-            stage.seed + 21,
-            tick,
+            context.seed + 21,
+            progress,
             epochs=3,
         )
-    for name, model in (("BASE", base), ("MODEL", owners)):
-        save_model(stage.folder / name, model)
-    test, answers = images[SPLIT:], labels[SPLIT:]
+    for name, model in (("BASE", base), ("MODEL", tuned)):
+        save_model(context.folder / name, model)
+    test, test_labels = images[SPLIT:], labels[SPLIT:]
     spec, plain, key = (
-        spec_of(owners),
-        {n: v.clone() for n, v in owners.state_dict().items()},
+        spec_of(tuned),
+        {n: v.clone() for n, v in tuned.state_dict().items()},
         generate_key(),
     )
-    done = lock(spec, plain, key)
-    model = copy.deepcopy(owners)
-    model.load_state_dict(done.state)
-    setattr(model.config, FIELD, done.record.to_dict())
-    found = {"the model": accuracy(owners, test, answers), "locked": accuracy(model, test, answers)}
+    locked = lock(spec, plain, key)
+    model = copy.deepcopy(tuned)
+    model.load_state_dict(locked.state)
+    setattr(model.config, FIELD, locked.record.to_dict())
+    accuracies = {
+        "the model": accuracy(tuned, test, test_labels),
+        "locked": accuracy(model, test, test_labels),
+    }
     with_key = authorize(copy.deepcopy(model), key)
-    found["locked, authorised by its key"] = accuracy(with_key, test, answers)
+    accuracies["locked, authorised by its key"] = accuracy(with_key, test, test_labels)
     states = []
-    for name, one in (("plain", owners), ("authorised", with_key)):
-        with stage.bar(f"go on training, {name}") as tick:
-            train(one, images[:SPLIT], labels[:SPLIT], stage.seed + 22, tick, epochs=1)
-        states.append(one.state_dict())
-    found["trained on, plain"], found["trained on, locked and authorised"] = (
-        accuracy(m, test, answers) for m in (owners, with_key)
+    for name, trained in (("plain", tuned), ("authorised", with_key)):
+        with context.bar(f"go on training, {name}") as progress:
+            train(trained, images[:SPLIT], labels[:SPLIT], context.seed + 22, progress, epochs=1)
+        states.append(trained.state_dict())
+    accuracies["trained on, plain"], accuracies["trained on, locked and authorised"] = (
+        accuracy(m, test, test_labels) for m in (tuned, with_key)
     )
-    g = locked_element(spec, done.record, key)
-    back = apply(~g, states[1], "backbone")
-    apart = max(
-        float((back[n] - states[0][n]).norm() / states[0][n].norm())
+    g = locked_element(spec, locked.record, key)
+    restored = apply(~g, states[1], "backbone")
+    error = max(
+        float((restored[n] - states[0][n]).norm() / states[0][n].norm())
         for n in plain
         if "k_proj.bias" not in n and "key.bias" not in n
     )
-    stage.echo(
+    context.echo(
         format_columns(
             [
                 ("digits", "accuracy"),
-                *((name, f"{100 * value:.1f} %") for name, value in found.items()),
+                *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
             ],
             right=(1,),
         )
     )
-    chance = max(float((answers == k).float().mean()) for k in range(10))
+    chance = max(float((test_labels == k).float().mean()) for k in range(10))
     examples = Examples(SPLIT, 10, lambda i: ({"pixel_values": images[i]}, labels[i]))
-    tested = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
+    tested = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, test_labels[i]))
     case = LockCase(
         spec,
-        done.state,
-        LOCKS[done.record.group].within,
+        locked.state,
+        LOCKS[locked.record.group].within,
         g,
         base.state_dict(),
         model=model,
         train=examples,
         test=tested,
     )
-    with stage.bar("audit") as tick:
+    with context.bar("audit") as progress:
         audit = audit_lock(
             case,
             labels=LABELS,
-            budget=Budget(steps=100, lrs=(3e-3,), seed=stage.seed),
-            seed=stage.seed,
-            progress=tick,
+            budget=Budget(steps=100, lrs=(3e-3,), seed=context.seed),
+            seed=context.seed,
+            progress=progress,
         )
     rows = [("attack", "floor", "value", "ceiling")]
     for f in audit.findings:
@@ -110,40 +111,40 @@ def show_lock(stage: DemoContext) -> Results:
             "" if v is None else f"{v:.3f}" for v in (f.floor, f.value, f.ceiling)
         )
         rows.append((f.id.removeprefix("lock/"), floor, value, ceiling))
-    stage.echo("\n" + format_columns(rows, right=(1, 2, 3)) + "\n")
+    context.echo("\n" + format_columns(rows, right=(1, 2, 3)) + "\n")
     for line in audit.facts["verdict"]:
-        stage.echo(line)
+        context.echo(line)
     findings = (
         Finding(
             "locked/chance",
-            "Without the key a locked model reads no better than a guess.",
-            found["locked"] < chance + 0.1,
-            found["locked"],
+            "Without the key a locked model is no better than a guess.",
+            accuracies["locked"] < chance + 0.1,
+            accuracies["locked"],
             chance,
-            found["the model"],
-            f"{100 * found['locked']:.1f} % right; a guess {100 * chance:.1f} %",
+            accuracies["the model"],
+            f"accuracy {100 * accuracies['locked']:.1f} %; a guess has {100 * chance:.1f} %",
             "000 sec. 5.3",
             measure="accuracy",
         ),
         Finding(
             "locked/authorised",
-            "With its key it reads as the plain model does.",
-            found["locked, authorised by its key"] == found["the model"],
-            found["locked, authorised by its key"],
+            "With its key it is as accurate as the plain model.",
+            accuracies["locked, authorised by its key"] == accuracies["the model"],
+            accuracies["locked, authorised by its key"],
             chance,
-            found["the model"],
-            "the same digits are read right",
+            accuracies["the model"],
+            "the same number of digits is classified correctly",
             "000 sec. 5.3",
             measure="accuracy",
         ),
         Finding(
             "locked/trained",
-            "Trained while locked, its weights are those of the plain training, moved.",
-            apart < 0.05,
-            apart,
+            "Trained while locked, its weights are the transformed weights of plain training.",
+            error < 0.05,
+            error,
             0.05,
             1.0,
-            f"weights differ by {apart:.0e} after training, which amplifies the rounding of "
+            f"weights differ by {error:.0e} after training, which amplifies the rounding of "
             "float32",
             "000 Alg. 1",
         ),
@@ -151,8 +152,8 @@ def show_lock(stage: DemoContext) -> Results:
     note = (
         "A base, fine-tuned on other digits and then locked; one seed. Obfuscation, not encryption."
     )
-    table = Table("A locked ViT", ("", "accuracy"), tuple(found.items()), note)
-    worth = {"what the lock is worth": audit.facts["verdict"]}
+    table = Table("A locked ViT", ("", "accuracy"), tuple(accuracies.items()), note)
+    facts = {"what the lock is worth": audit.facts["verdict"]}
     return Results(
-        "locked", (*findings, *audit.findings), (table, *audit.tables), (), worth, audit.unchecked
+        "locked", (*findings, *audit.findings), (table, *audit.tables), (), facts, audit.unchecked
     )

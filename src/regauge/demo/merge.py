@@ -1,5 +1,5 @@
-"""A chapter on two models that learned the same apart: their average is worthless, until one of
-them is written in the basis of the other.
+"""A chapter on merging: the average of two independently trained models is useless until one of
+them is aligned with the other.
 """
 
 from __future__ import annotations
@@ -14,18 +14,15 @@ from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from regauge.core.progress import Progress
     from regauge.matching.refine import Evaluation
 
 SPLIT = 1500
 STEPS, GRID = 100, 9
 
 
-def show_merge(stage: DemoContext) -> Results:
-    """Two ViTs that learned the digits from different seeds, averaged: as they stand, and after a
-    match.
-    """
+def show_merge(context: DemoContext) -> Results:
+    """Average two ViTs that were trained from different seeds, unmatched and matched."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     import torch
@@ -40,50 +37,52 @@ def show_merge(stage: DemoContext) -> Results:
     images = images.float()
     models = []
     for number, name in enumerate("AB"):
-        model = make_vit(stage.seed + 10 + number).float()
-        with stage.bar(f"train {name}") as tick:
-            train(model, images[:SPLIT], labels[:SPLIT], stage.seed + 10 + number, tick)
+        model = make_vit(context.seed + 10 + number).float()
+        with context.bar(f"train {name}") as progress:
+            train(model, images[:SPLIT], labels[:SPLIT], context.seed + 10 + number, progress)
         models.append(model)
     for name, model in zip(("VIT", "OTHER"), models, strict=True):
-        save_model(stage.folder / name, model)
-    save_pickled(stage.folder / "PICKLED", models[0])
-    save_images(stage.folder / "IMAGES", SPLIT)
-    test, answers = images[SPLIT:], labels[SPLIT:]
+        save_model(context.folder / name, model)
+    save_pickled(context.folder / "PICKLED", models[0])
+    save_images(context.folder / "IMAGES", SPLIT)
+    test, test_labels = images[SPLIT:], labels[SPLIT:]
     spec = spec_of(models[0])
     a, b = (model.state_dict() for model in models)
-    (folded, one), (_, other) = fold_norms(spec, a), fold_norms(spec, b)
-    found = match(folded, one, other, sweeps=0)
-    with stage.bar("refine") as tick:
+    (folded, folded_a), (_, folded_b) = fold_norms(spec, a), fold_norms(spec, b)
+    matched = match(folded, folded_a, folded_b, sweeps=0)
+    with context.bar("refine") as progress:
         unlabelled = [{"pixel_values": part} for part in torch.split(images[:SPLIT], 50)]
-        told = partial(_report_step, tick)
         refined = refine(
             folded,
-            one,
-            other,
-            found.element,
+            folded_a,
+            folded_b,
+            matched.element,
             models[0],
             unlabelled,
             steps=STEPS,
-            on_mark=told,
-            seed=stage.seed,
+            on_mark=partial(_report_step, progress),
+            seed=context.seed,
         ).g
-    mixed = make_vit(stage.seed).float()
-    accuracies = {"A": accuracy(models[0], test, answers), "B": accuracy(models[1], test, answers)}
+    mixed = make_vit(context.seed).float()
+    accuracies = {
+        "A": accuracy(models[0], test, test_labels),
+        "B": accuracy(models[1], test, test_labels),
+    }
     pairs = {
         "the average of A and B": (a, b),
-        "the average of the matched A and B": (apply(found.element, one), other),
-        "matched, and refined without labels": (apply(refined, one), other),
+        "the average of the matched A and B": (apply(matched.element, folded_a), folded_b),
+        "matched, and refined without labels": (apply(refined, folded_a), folded_b),
     }
     for name, pair in pairs.items():
         mixed.load_state_dict(merge(pair, "linear"))
-        accuracies[name] = accuracy(mixed, test, answers)
+        accuracies[name] = accuracy(mixed, test, test_labels)
     rows = [
         ("digits", "accuracy"),
         *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
     ]
-    stage.echo(format_columns(rows, right=(1,)))
-    examples = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, answers[i]))
-    with stage.bar("barrier") as tick:
+    context.echo(format_columns(rows, right=(1,)))
+    examples = Examples(len(test), 10, lambda i: ({"pixel_values": test[i]}, test_labels[i]))
+    with context.bar("barrier") as progress:
         paths = connect(
             models[0],
             models[1],
@@ -92,31 +91,30 @@ def show_merge(stage: DemoContext) -> Results:
             label="refined",
             grid=GRID,
             batch_size=len(test),
-            progress=tick,
+            progress=progress,
         )
-    plain, matched, learned = list(accuracies.values())[2:]
+    unmatched_accuracy, matched_accuracy, refined_accuracy = list(accuracies.values())[2:]
     better = Finding(
         "averaging/matched",
-        "After a match the average of two models reads far better than the average of the two "
-        "as they stand.",
-        matched > plain + 0.2,
-        matched,
-        plain,
+        "After matching, the average of two models is far more accurate than without it.",
+        matched_accuracy > unmatched_accuracy + 0.2,
+        matched_accuracy,
+        unmatched_accuracy,
         min(accuracies["A"], accuracies["B"]),
-        f"{100 * matched:.1f} % right, {100 * learned:.1f} % after learned steps, "
-        f"{100 * plain:.1f} % without a match; A and B themselves "
+        f"accuracy {100 * matched_accuracy:.1f} %, "
+        f"{100 * refined_accuracy:.1f} % after refinement, "
+        f"{100 * unmatched_accuracy:.1f} % without matching; A and B have "
         f"{100 * accuracies['A']:.1f} and {100 * accuracies['B']:.1f} %",
         "003",
         measure="accuracy",
     )
     table = Table(
-        "Two ViTs that learned apart, and their average",
+        "Two independently trained ViTs, and their average",
         ("", "accuracy"),
         tuple(accuracies.items()),
         f"{EPOCHS} epochs each, one pair; matched by weights alone, with folded norms: distance "
-        f"{found.distance_before:.1f} before, "
-        f"{found.distance:.1f} after; refined by {STEPS} steps on the training images without "
-        "their labels, which move only the element",
+        f"{matched.distance_before:.1f} before, {matched.distance:.1f} after; refined by {STEPS} "
+        "steps on the training images without labels, which change only the element",
     )
     return Results(
         "averaging",
@@ -128,5 +126,7 @@ def show_merge(stage: DemoContext) -> Results:
     )
 
 
-def _report_step(tick: Callable[[int, int, str], None], mark: Evaluation) -> None:
-    tick(mark.step, STEPS, f"divergence {mark.held_out_loss:.3f}" if mark.step < STEPS else "")
+def _report_step(progress: Progress, evaluation: Evaluation) -> None:
+    is_last = evaluation.step >= STEPS
+    message = "" if is_last else f"divergence {evaluation.held_out_loss:.3f}"
+    progress(evaluation.step, STEPS, message)

@@ -1,8 +1,7 @@
-"""Two chapters on checkpoints made on the spot: what a model's symmetry is, and what a right and a
-wrong element do.
+"""Two chapters on small checkpoints: the symmetry of a model, and transforms by valid and invalid
+elements.
 
-The checkpoints (Llama- and GPT-2-shaped, random weights, norm gains and biases too) are written to
-a folder as any other would be.
+The checkpoints have the shapes of Llama and GPT-2, and random weights, norm gains and biases.
 """
 
 from __future__ import annotations
@@ -48,12 +47,19 @@ GPT2: dict[str, Any] = {
 }
 
 
-TOLERANCE = 1e-4  # of float32 logits, relative to the largest
+TOLERANCE = 1e-4  # of float32 logits, relative to the largest one
 
 
 def make_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
-    """A checkpoint of random weights for a config, written through regauge's own writer. A folder
-    that is there already is kept.
+    """Write a checkpoint of random weights for a config, unless the folder exists.
+
+    Args:
+        folder: The folder of the checkpoint.
+        config: Its config.json, of a Llama or GPT-2.
+        seed: The seed of the weights.
+
+    Returns:
+        The folder.
     """
     import torch
 
@@ -64,7 +70,7 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
     if folder.exists():
         return folder
 
-    def draw(name: str) -> torch.Tensor:
+    def sample(name: str) -> torch.Tensor:
         shape = shapes[name]
         values = Stream(seed_key(seed), f"demo/{name}").normals(int(np.prod(shape))).reshape(shape)
         values = 1 + 0.2 * values if _is_gain(name) else 0.2 * values
@@ -75,7 +81,7 @@ def make_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
         tuple((name, "F32", shape) for name, shape in shapes.items()),
         {"format": "pt"},
     )
-    thunks = {name: (lambda name=name: draw(name)) for name in shapes}
+    thunks = {name: (lambda name=name: sample(name)) for name in shapes}
     write_plan(
         folder, Plan((file,), {"config.json": json.dumps(dict(config), indent=2).encode()}), thunks
     )
@@ -87,6 +93,7 @@ def _is_gain(name: str) -> bool:
 
 
 def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of a config."""
     out: dict[str, tuple[int, ...]] = {}
     if c["model_type"] == "llama":
         d, ffn, kv = (
@@ -127,18 +134,18 @@ def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
 
 
-def show_symmetry(stage: DemoContext) -> Results:
-    """What a model's symmetry is."""
+def show_symmetry(context: DemoContext) -> Results:
+    """Show the symmetry of a small Llama: its spaces and groups."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.models.families import spec_from
     from regauge.models.summary import format_summary, summarize
 
-    checkpoint = open_checkpoint(make_checkpoint(stage.folder / "llama", LLAMA, stage.seed))
+    checkpoint = open_checkpoint(make_checkpoint(context.folder / "llama", LLAMA, context.seed))
     facts = summarize(checkpoint, spec_from(LLAMA, checkpoint.names))
-    stage.echo(format_summary(facts, []))
+    context.echo(format_summary(facts, []))
     rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
     note = (
-        f"about 10^{facts['bits'] * np.log10(2):.0f} descriptions of one function, and "
+        f"about 10^{facts['bits'] * np.log10(2):.0f} equivalent weights, and "
         f"{facts['dimensions']} continuous directions"
     )
     return Results(
@@ -154,42 +161,45 @@ def show_symmetry(stage: DemoContext) -> Results:
     )
 
 
-def show_transforms(stage: DemoContext) -> Results:
-    """Moving it: other weights, the same function; a wrong element breaks it."""
+def show_transforms(context: DemoContext) -> Results:
+    """Transform models: other weights, the same function; an invalid element breaks it."""
     from regauge.models.summary import format_columns
 
     rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
     findings = []
     for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
-        found = _try_elements(stage, make_checkpoint(stage.folder / name, config, stage.seed))
-        wrong = found[-1]["logits"]
-        for one in found:
-            logits = "(needs transformers)" if one["logits"] is None else f"{one['logits']:.1e}"
-            back = "bit for bit" if one["back"] == 0 else f"to {one['back']:.1e}"
-            rows.append((name, one["element"], f"{100 * one['moved']:.0f} %", back, logits))
-        for one in found[:-1]:
-            holds = None if one["logits"] is None else one["logits"] <= TOLERANCE < wrong
+        cases = _try_elements(context, make_checkpoint(context.folder / name, config, context.seed))
+        wrong = cases[-1]["logits"]
+        for case in cases:
+            logits = "(needs transformers)" if case["logits"] is None else f"{case['logits']:.1e}"
+            back = "bit for bit" if case["back"] == 0 else f"to {case['back']:.1e}"
+            rows.append((name, case["element"], f"{100 * case['moved']:.0f} %", back, logits))
+        for case in cases[:-1]:
+            holds = None if case["logits"] is None else case["logits"] <= TOLERANCE < wrong
             sentence = (
-                f"{100 * one['moved']:.0f} % of the weights changed; moved back "
-                f"{'bit for bit' if one['back'] == 0 else 'to rounding'}"
+                f"{100 * case['moved']:.0f} % of the weights changed; restored "
+                f"{'bit for bit' if case['back'] == 0 else 'to rounding'}"
             )
-            statement = f"A small {name} moved by {one['element']}: other weights, the same logits."
-            key = f"moving/{name}/{one['element'].split(',')[0]}"
+            statement = (
+                f"A small {name} transformed by {case['element']}: other weights, the same logits."
+            )
+            key = f"moving/{name}/{case['element'].split(',')[0]}"
             findings.append(
                 Finding(
-                    key, statement, holds, one["logits"], TOLERANCE, wrong, sentence, "THEORY 1"
+                    key, statement, holds, case["logits"], TOLERANCE, wrong, sentence, "THEORY 1"
                 )
             )
-    stage.echo(format_columns(rows, right=(2,)))
-    stage.echo(
-        "\nDifferences are the largest one, relative to the largest logit. The wrong element "
-        "rotates the stream under norms that were not folded:"
+    context.echo(format_columns(rows, right=(2,)))
+    context.echo(
+        "\nThe difference is the largest one, relative to the largest logit. The wrong element "
+        "rotates the stream under norms that are not folded:"
     )
-    stage.echo("regauge refuses it, and here it is forced.")
+    context.echo("regauge rejects it, and here it is forced.")
     return Results("moving", tuple(findings))
 
 
-def _try_elements(stage: DemoContext, folder: Path) -> list[dict[str, Any]]:
+def _try_elements(context: DemoContext, folder: Path) -> list[dict[str, Any]]:
+    """Transform a checkpoint by several elements and back; the last element is invalid."""
     from dataclasses import replace
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -208,27 +218,26 @@ def _try_elements(stage: DemoContext, folder: Path) -> list[dict[str, Any]]:
         spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())}
     )
     cases = [
-        ("permutation", spec, state, element(spec, stage.seed, within="permutation"), False),
-        ("full", spec, state, element(spec, stage.seed), False),
+        ("permutation", spec, state, element(spec, context.seed, within="permutation"), False),
+        ("full", spec, state, element(spec, context.seed), False),
         (
             "rotation, norms folded",
             folded_spec,
             folded,
-            element(folded_spec, stage.seed, within="orthogonal"),
+            element(folded_spec, context.seed, within="orthogonal"),
             False,
         ),
         (
             "wrong, forced",
             spec,
             state,
-            Element(spec, element(free, stage.seed, spaces=["stream"]).members),
+            Element(spec, element(free, context.seed, spaces=["stream"]).members),
             True,
         ),
     ]
     out = []
-    for label, described, before, g, force in cases:
-        bars_lifted = _ignore_norm_gains(described) if force else described
-        g = Element(bars_lifted, g.members)
+    for label, case_spec, before, g, force in cases:
+        g = Element(_ignore_norm_gains(case_spec) if force else case_spec, g.members)
         after = apply(g, before, force=force)
         back = apply(~g, after, force=force)
         total = sum(t.numel() for t in before.values())
@@ -237,16 +246,14 @@ def _try_elements(stage: DemoContext, folder: Path) -> list[dict[str, Any]]:
                 "element": label,
                 "moved": sum(int((after[n] != t).sum()) for n, t in before.items()) / total,
                 "back": max(float((back[n] - t).abs().max()) for n, t in before.items()),
-                "logits": _logit_difference(checkpoint.config, state, after, described.config),
+                "logits": _logit_difference(checkpoint.config, state, after, case_spec.config),
             }
         )
     return out
 
 
 def _ignore_norm_gains(spec: Any) -> Any:
-    """The spec with norm gains left out of the action: what someone who forgets them would
-    write.
-    """
+    """Return a spec that omits norm gains from the action, as if they had been forgotten."""
     from dataclasses import replace
 
     return replace(
@@ -261,20 +268,21 @@ def _logit_difference(
     after: Mapping[str, Any],
     changes: Mapping[str, Any],
 ) -> float | None:
-    """How far apart two states' logits are through the transformers library, or None where it is
-    not installed.
+    """Return the largest relative difference of the logits of two states.
+
+    It is None if transformers is not installed.
     """
     import torch
 
     try:
         import transformers
 
-        kind = getattr(transformers, config["architectures"][0])
-    except Exception:  # absent, or broken by another library
+        model_class = getattr(transformers, config["architectures"][0])
+    except Exception:  # missing, or broken by another library
         return None
     logits = []
-    for state, more in ((before, {}), (after, changes)):
-        model = kind(transformers.AutoConfig.for_model(**{**config, **more})).eval()
+    for state, updates in ((before, {}), (after, changes)):
+        model = model_class(transformers.AutoConfig.for_model(**{**config, **updates})).eval()
         model.load_state_dict(dict(state), strict=False)
         model.tie_weights()
         with torch.no_grad():

@@ -1,6 +1,4 @@
-"""What the demo leaves behind with `--output`: its models and images, by the names that the
-README's commands use, so that each runs as it stands.
-"""
+"""Models and images that the demo saves with `--output`, named as in the commands of the README."""
 
 from __future__ import annotations
 
@@ -10,12 +8,12 @@ from typing import Any
 
 from regauge.demo.digits import load_images
 
-# of the digits that no model of the demo has learned from: those after the first 1,500, less a few
+# of the test images, which no model of the demo is trained on
 IMAGE_COUNT = 300
 
 
 def save_model(folder: Path, model: Any) -> None:
-    """A model of digits as a checkpoint, with how its pixels are normalised."""
+    """Save a model of digits as a checkpoint, with the normalization of its pixels."""
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(
         json.dumps({"image_mean": [0.5], "image_std": [0.5]})
@@ -23,7 +21,7 @@ def save_model(folder: Path, model: Any) -> None:
 
 
 def save_pickled(folder: Path, model: Any) -> None:
-    """The same as old checkpoints are: a pickle of tensors."""
+    """Save a model in the format of old checkpoints, a pickle of tensors."""
     import torch
 
     folder.mkdir()
@@ -32,15 +30,15 @@ def save_pickled(folder: Path, model: Any) -> None:
 
 
 def save_images(folder: Path, first: int) -> None:
-    """The digits from `first` on, as a folder of PNGs for each."""
+    """Save digits from the index `first` on, in one folder of PNGs for each class."""
     from PIL import Image
 
     images, labels = load_images()
     for number, (image, label) in enumerate(
         zip(images[first : first + IMAGE_COUNT], labels[first : first + IMAGE_COUNT], strict=True)
     ):
-        place = folder / str(int(label))
-        place.mkdir(parents=True, exist_ok=True)
+        class_folder = folder / str(int(label))
+        class_folder.mkdir(parents=True, exist_ok=True)
         Image.fromarray(((image[0] + 1) * 127.5).round().byte().numpy()).save(
-            place / f"{number:03}.png"
+            class_folder / f"{number:03}.png"
         )

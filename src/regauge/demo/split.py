@@ -1,5 +1,5 @@
-"""A chapter on split learning: the backbone on a server, the digits, their labels, the embedding
-and the head with a client.
+"""A chapter on split learning: the backbone on a server; digits, labels, embedding and head with a
+client.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from regauge.results.findings import Finding, Results, Table
 EPOCHS, TOLERANCE = 2, 1e-9
 
 
-def show_split(stage: DemoContext) -> Results:
-    """A ViT whose backbone is on a server: it learns from digits that never leave their owner, as
-    it would in one place.
-    """
+def show_split(context: DemoContext) -> Results:
+    """Train a ViT with its backbone on a server, and compare it with training in one place."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
     from regauge import apply, element, spec_of
@@ -31,72 +29,77 @@ def show_split(stage: DemoContext) -> Results:
     from regauge.split import Host, OptimizerConfig, connect
 
     images, labels = load_images()
-    test, answers = images[SPLIT:], labels[SPLIT:]
-    plain = make_vit(stage.seed + 30)
-    mine, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
-    g = element(spec_of(plain), stage.seed + 31, within="permutation")
-    theirs.load_state_dict(apply(g, plain.state_dict(), part="backbone"))
-    with stage.bar("train, in one place") as tick:
+    test, test_labels = images[SPLIT:], labels[SPLIT:]
+    plain = make_vit(context.seed + 30)
+    client_model, server_model = copy.deepcopy(plain), copy.deepcopy(plain)
+    g = element(spec_of(plain), context.seed + 31, within="permutation")
+    server_model.load_state_dict(apply(g, plain.state_dict(), part="backbone"))
+    with context.bar("train, in one place") as progress:
         expected = train(
-            plain, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
+            plain, images[:SPLIT], labels[:SPLIT], context.seed + 32, progress, epochs=EPOCHS
         )
-    host = Host(theirs, OptimizerConfig("adamw", LR, weight_decay=0.01))
-    with _serve(host, stage) as network, connect(mine, network, element=g, rows="batch"):
-        with stage.bar("train, with the backbone on a server") as tick:
+    host = Host(server_model, OptimizerConfig("adamw", LR, weight_decay=0.01))
+    with _serve(host, context) as network, connect(client_model, network, element=g, rows="batch"):
+        with context.bar("train, with the backbone on a server") as progress:
             losses = train(
-                mine, images[:SPLIT], labels[:SPLIT], stage.seed + 32, tick, epochs=EPOCHS
+                client_model,
+                images[:SPLIT],
+                labels[:SPLIT],
+                context.seed + 32,
+                progress,
+                epochs=EPOCHS,
             )
-        found = {
-            "trained in one place": accuracy(plain, test, answers),
-            "trained split, used split": accuracy(mine, test, answers),
+        accuracies = {
+            "trained in one place": accuracy(plain, test, test_labels),
+            "trained split, used split": accuracy(client_model, test, test_labels),
         }
-    state: dict[str, Any] = {**mine.state_dict(), **host.backbone()}
+    state: dict[str, Any] = {**client_model.state_dict(), **host.backbone()}
     joined = copy.deepcopy(plain)
     joined.load_state_dict(state)
-    found["both parts, without the key"] = accuracy(joined, test, answers)
+    accuracies["both parts, without the key"] = accuracy(joined, test, test_labels)
     joined.load_state_dict(apply(~g, state, part="backbone"))
-    found["both parts, put back by the key"] = accuracy(joined, test, answers)
-    stage.echo(
+    accuracies["both parts, put back by the key"] = accuracy(joined, test, test_labels)
+    context.echo(
         format_columns(
             [
                 ("digits", "accuracy"),
-                *((name, f"{100 * value:.1f} %") for name, value in found.items()),
+                *((name, f"{100 * value:.1f} %") for name, value in accuracies.items()),
             ],
             right=(1,),
         )
     )
-    off = max(abs(a - b) / expected[0] for a, b in zip(losses, expected, strict=True))
-    stage.echo(
+    error = max(abs(a - b) / expected[0] for a, b in zip(losses, expected, strict=True))
+    context.echo(
         f"\n{host.step} steps with columns locked and rows shuffled; the losses are off by "
-        f"{off:.0e} of the first"
+        f"{error:.0e} of the first"
     )
     findings = (
         Finding(
             "split/trained",
             "Split training, with columns locked and rows shuffled, follows the losses of a "
             "training in one place.",
-            off <= TOLERANCE and host.step == len(expected),
-            off,
+            error <= TOLERANCE and host.step == len(expected),
+            error,
             TOLERANCE,
             1.0,
-            f"{len(expected)} steps of AdamW in float64, off by {off:.0e} of the first loss",
+            f"{len(expected)} steps of AdamW in float64, off by {error:.0e} of the first loss",
             "000 Alg. 1",
         ),
         Finding(
             "split/joined",
-            "Put together and put back by the key, the two parts read as the model that was "
+            "Joined and restored by the key, the two parts are as accurate as the model that was "
             "trained in one place.",
-            found["both parts, put back by the key"] == found["trained in one place"],
-            found["both parts, put back by the key"],
-            found["both parts, without the key"],
-            found["trained in one place"],
-            "the same number of digits is read right",
+            accuracies["both parts, put back by the key"] == accuracies["trained in one place"],
+            accuracies["both parts, put back by the key"],
+            accuracies["both parts, without the key"],
+            accuracies["trained in one place"],
+            "the same number of digits is classified correctly",
             "000 sec. 5.3",
             measure="accuracy",
         ),
     )
     note = (
-        f"{len(expected)} steps of {BATCH} digits. What crosses is obfuscated, not "
+        f"{len(expected)} steps of {BATCH} digits. Features and gradients are obfuscated, not "
         "encrypted: see the threat model."
     )
     return Results(
@@ -104,7 +107,10 @@ def show_split(stage: DemoContext) -> Results:
         findings,
         (
             Table(
-                "A ViT whose backbone is on a server", ("", "accuracy"), tuple(found.items()), note
+                "A ViT whose backbone is on a server",
+                ("", "accuracy"),
+                tuple(accuracies.items()),
+                note,
             ),
         ),
         (),
@@ -114,14 +120,12 @@ def show_split(stage: DemoContext) -> Results:
 
 
 @contextmanager
-def _serve(host: Any, stage: DemoContext) -> Iterator[Any]:
-    """A way to the host: over loopback, with certificates on both sides, where gRPC is installed;
-    otherwise the same bytes in one process.
-    """
+def _serve(host: Any, context: DemoContext) -> Iterator[Any]:
+    """Yield a connection to the host: mutual TLS over loopback, or in one process without gRPC."""
     if find_spec("grpc") is None:
         from regauge.split import InProcess
 
-        stage.echo("grpcio is not installed: the same bytes cross within one process")
+        context.echo("grpcio is not installed: the same bytes are exchanged within one process")
         yield InProcess(host)
         return
     from regauge.split.protocol.certificates import make_certificates
@@ -134,7 +138,7 @@ def _serve(host: Any, stage: DemoContext) -> Iterator[Any]:
             Grpc(f"localhost:{server.port}", tls=tls["ann"]) as network,
         ):
             yield network
-            stage.echo(
+            context.echo(
                 f"over mutual TLS on loopback: {server.received / 1e6:.0f} MB to the server, "
                 f"{server.sent / 1e6:.0f} MB back\n"
             )

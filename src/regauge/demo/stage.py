@@ -1,4 +1,4 @@
-"""Where a chapter plays."""
+"""The context of a chapter: where it writes, prints and shows progress."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-# Opens a bar, and gives the function of (done, total, what now) that draws it.
-OpenProgressBar = Callable[[str], AbstractContextManager[Callable[[int, int, str], Any]]]
+from regauge.core.progress import Progress
+
+# Opens a progress bar with a title, and yields the callback that advances it.
+OpenProgressBar = Callable[[str], AbstractContextManager[Progress]]
 
 
 @dataclass(frozen=True)
 class DemoContext:
-    """A chapter's folder and seed, how it speaks, and how it shows that it is not idle."""
+    """The folder and seed of a chapter, and the functions that print and show progress."""
 
     folder: Path
     seed: int

@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from regauge.defences.accountant import gaussian_epsilon
 from regauge.defences.gradients import (
     Clip,
     Freeze,
@@ -33,14 +34,8 @@ from regauge.defences.gradients import (
     clip_global_norm,
     part_parameters,
 )
-from regauge.defences.split import (
-    DefenceError,
-    KeyedRandom,
-    gaussian_epsilon,
-    parse_from_table,
-    sort_by_stage,
-    split_combination,
-)
+from regauge.defences.parser import DefenceError, parse_combination
+from regauge.defences.split import KeyedRandom
 from regauge.federated.settings import FederatedError
 from regauge.federated.states import Contribution
 
@@ -100,10 +95,8 @@ def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
     Raises:
         DefenceError: A text cannot be parsed, a kind occurs twice, or clip is given with private.
     """
-    defences = sort_by_stage(
-        [parse_from_table(part, DEFENCES) for text in texts for part in split_combination(text)]
-    )
-    if {Clip, Private} <= {type(d) for d in defences}:
+    made = parse_combination(texts, DEFENCES)
+    if {Clip, Private} <= {type(d) for d in made}:
         raise DefenceError(
             "defences must not have both clip and private, which clips itself",
             hint="leave out clip; set the norm by private=1.0,norm=0.5",

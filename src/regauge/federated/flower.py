@@ -41,7 +41,8 @@ from flwr.supercore import telemetry  # noqa: E402
 from regauge.core.rng import seed_key  # noqa: E402
 from regauge.data.tasks import Examples  # noqa: E402
 from regauge.defences.gradients import Withhold  # noqa: E402
-from regauge.defences.split import KeyedRandom, split_combination  # noqa: E402
+from regauge.defences.parser import split_combination  # noqa: E402
+from regauge.defences.split import KeyedRandom  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
@@ -443,10 +444,8 @@ def merge_defences(settings: Settings, context: Context) -> tuple[Any, ...]:
 
     The node's replace those of the run of the same kind: a server cannot weaken them.
     """
-    texts = [
-        text for text in split_combination(str(context.node_config.get("defences", ""))) if text
-    ]
-    kinds = {text.partition("=")[0] for text in texts}
+    own = [text for text in split_combination(str(context.node_config.get("defences", ""))) if text]
+    kinds = {text.partition("=")[0] for text in own}
     return read_defences(
         [*texts, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]
     )

@@ -1,6 +1,4 @@
-"""Masked Jigsaw Puzzle training (paper 002) for the models of images that people use, its variants,
-measures and studies.
-"""
+"""Masked Jigsaw Puzzle training (paper 002) of image and text models, with its studies."""
 
 from regauge.jigsaw.masks import JigsawError as JigsawError
 from regauge.jigsaw.masks import Puzzle as Puzzle

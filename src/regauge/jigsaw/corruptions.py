@@ -1,10 +1,9 @@
 """The fifteen corruptions of ImageNet-C, for images of any size.
 
-Severities 1 to 5 have the benchmark's published strengths, which are for 224 pixels; whatever is a
-length (radii, shifts, waves) scales with the shorter side. Noise strengths and shares do not. Frost
-and snow are made here, from fractal noise and streaks, where the benchmark pastes photographs and
-calls an external tool: these two are of the same kind, and their numbers are not comparable with
-published ones.
+Severities 1 to 5 have the benchmark's published strengths, which are for 224 pixels. Lengths
+(radii, shifts, waves) scale with the shorter side; noise strengths and shares do not. Frost and
+snow are synthesized from fractal noise and streaks, where the benchmark pastes photographs and
+calls an external tool: the errors of these two are not comparable with published ones.
 
     corrupt(images, "fog", 3, seed=0)        # uint8 [n, height, width, channels] in and out
 """
@@ -27,24 +26,34 @@ REFERENCE_SIDE = 224
 
 
 def corrupt(images: Any, name: str, severity: int, *, seed: int = 0) -> Any:
-    """Corrupted copies. Every image has its own draw, from the seed, its number, the corruption and
-    the severity.
+    """Return corrupted copies of images.
+
+    Args:
+        images: Bytes [n, height, width, channels].
+        name: A corruption of `CORRUPTIONS`.
+        severity: From 1 to 5.
+        seed: The random seed. Each image has its own random numbers, from the seed, its index, the
+            corruption and the severity.
+
+    Raises:
+        JigsawError: The corruption or the severity is unknown, or images are of another type.
     """
     if name not in CORRUPTIONS:
-        raise JigsawError(f'there is no corruption "{name}"', hint=", ".join(CORRUPTIONS))
+        raise JigsawError(f'unknown corruption "{name}"', hint=", ".join(CORRUPTIONS))
     if severity not in SEVERITIES:
-        raise JigsawError(f"there is no severity {severity}", hint="1 to 5")
+        raise JigsawError(f"the severity must be from 1 to 5, got {severity}")
     if images.dtype != np.uint8 or images.ndim != 4:
         raise JigsawError(
-            "images are bytes [n, height, width, channels]",
-            hint=f"these are {images.dtype} of {images.ndim} axes",
+            "images must be bytes [n, height, width, channels], got "
+            f"{images.dtype} with {images.ndim} axes",
+            hint="convert them to uint8 in 0..255",
         )
     number = list(CORRUPTIONS).index(name)
     out = np.empty_like(images)
     for i, image in enumerate(images):
-        draw = np.random.default_rng([seed, i, number, severity])
-        found = CORRUPTIONS[name](image.astype(np.float64) / 255, severity - 1, draw)
-        out[i] = np.rint(np.clip(found, 0, 1) * 255)
+        rng = np.random.default_rng([seed, i, number, severity])
+        corrupted = CORRUPTIONS[name](image.astype(np.float64) / 255, severity - 1, rng)
+        out[i] = np.rint(np.clip(corrupted, 0, 1) * 255)
     return out
 
 
@@ -52,60 +61,60 @@ def _scale(x: Any) -> float:
     return float(min(x.shape[:2])) / REFERENCE_SIDE
 
 
-def gaussian_noise(x: Any, s: int, draw: Rng) -> Any:
-    return x + draw.normal(size=x.shape, scale=(0.08, 0.12, 0.18, 0.26, 0.38)[s])
+def gaussian_noise(x: Any, s: int, rng: Rng) -> Any:
+    return x + rng.normal(size=x.shape, scale=(0.08, 0.12, 0.18, 0.26, 0.38)[s])
 
 
-def shot_noise(x: Any, s: int, draw: Rng) -> Any:
+def shot_noise(x: Any, s: int, rng: Rng) -> Any:
     rate = (60, 25, 12, 5, 3)[s]
-    return draw.poisson(x * rate) / rate
+    return rng.poisson(x * rate) / rate
 
 
-def impulse_noise(x: Any, s: int, draw: Rng) -> Any:
+def impulse_noise(x: Any, s: int, rng: Rng) -> Any:
     share = (0.03, 0.06, 0.09, 0.17, 0.27)[s]
-    u = draw.random(x.shape)
+    u = rng.random(x.shape)
     return np.where(u < share / 2, 0.0, np.where(u < share, 1.0, x))
 
 
-def defocus_blur(x: Any, s: int, draw: Rng) -> Any:
-    radius = float(
-        np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi)
-    )  # a pixel is a disc of its own
+def defocus_blur(x: Any, s: int, rng: Rng) -> Any:
+    # a radius of 0 is the area of one pixel
+    radius = float(np.sqrt(((3, 4, 6, 8, 10)[s] * _scale(x)) ** 2 + 1 / np.pi))
     half = int(np.ceil(radius))
-    fine = 5  # parts of a pixel, so that small discs are round too
-    grid = (np.arange((2 * half + 1) * fine) + 0.5) / fine - half - 0.5
+    parts = 5  # of a pixel, so that small discs are round too
+    grid = (np.arange((2 * half + 1) * parts) + 0.5) / parts - half - 0.5
     disc = (grid[:, None] ** 2 + grid[None] ** 2 <= radius**2).astype(float)
-    kernel = disc.reshape(2 * half + 1, fine, 2 * half + 1, fine).sum((1, 3))
+    kernel = disc.reshape(2 * half + 1, parts, 2 * half + 1, parts).sum((1, 3))
     return _convolve(x, kernel / kernel.sum())
 
 
-def glass_blur(x: Any, s: int, draw: Rng) -> Any:
-    sigma, far, times = ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[s]
+def glass_blur(x: Any, s: int, rng: Rng) -> Any:
+    sigma, distance, times = ((0.7, 1, 2), (0.9, 2, 1), (1.0, 2, 3), (1.1, 3, 2), (1.5, 4, 2))[s]
     scale = _scale(x)
     out = _gaussian_blur(x, sigma * scale)
     grid = np.stack(np.meshgrid(*(np.arange(n, dtype=float) for n in x.shape[:2]), indexing="ij"))
-    for _ in range(times):  # every pixel shows what lies somewhere near it
-        out = _sample_at(out, grid + draw.uniform(-far * scale, far * scale, grid.shape))
+    for _ in range(times):  # each pixel is replaced by a random pixel nearby
+        shift = rng.uniform(-distance * scale, distance * scale, grid.shape)
+        out = _sample_at(out, grid + shift)
     return _gaussian_blur(out, sigma * scale)
 
 
-def motion_blur(x: Any, s: int, draw: Rng) -> Any:
+def motion_blur(x: Any, s: int, rng: Rng) -> Any:
     radius, sigma = ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15))[s]
     scale = _scale(x)
     return _line_blur(
         x,
         max(1.0, radius * scale),
         max(0.5, sigma * scale),
-        float(draw.uniform(-np.pi / 4, np.pi / 4)),
+        float(rng.uniform(-np.pi / 4, np.pi / 4)),
     )
 
 
-def zoom_blur(x: Any, s: int, draw: Rng) -> Any:
+def zoom_blur(x: Any, s: int, rng: Rng) -> Any:
     factors = np.arange(1, (1.11, 1.16, 1.21, 1.26, 1.33)[s], (0.01, 0.01, 0.02, 0.02, 0.03)[s])
     return np.mean([x, *(_zoom(x, f) for f in factors)], axis=0)
 
 
-def snow(x: Any, s: int, draw: Rng) -> Any:
+def snow(x: Any, s: int, rng: Rng) -> Any:
     mean, spread, length, white = (
         (0.1, 0.3, 10, 0.8),
         (0.2, 0.3, 12, 0.7),
@@ -113,50 +122,49 @@ def snow(x: Any, s: int, draw: Rng) -> Any:
         (0.55, 0.3, 12, 0.65),
         (0.55, 0.3, 14, 0.55),
     )[s]
-    flakes = draw.normal(size=x.shape[:2], loc=mean, scale=spread)
+    flakes = rng.normal(size=x.shape[:2], loc=mean, scale=spread)
     flakes = np.where(flakes < (0.5, 0.5, 0.9, 0.85, 0.8)[s], 0.0, np.clip(flakes, 0, 1))[..., None]
     flakes = _line_blur(
         flakes,
         max(1.0, length * _scale(x)),
         max(0.5, 4 * _scale(x)),
-        float(draw.uniform(np.pi / 4, 3 * np.pi / 4)),
+        float(rng.uniform(np.pi / 4, 3 * np.pi / 4)),
     )
     grey = x.mean(-1, keepdims=True)
     return white * x + (1 - white) * np.maximum(x, 1.5 * grey + 0.5) + flakes + flakes[::-1, ::-1]
 
 
-def frost(x: Any, s: int, draw: Rng) -> Any:
+def frost(x: Any, s: int, rng: Rng) -> Any:
     image, ice = ((1.0, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75))[s]
-    needles = (
-        np.abs(_fractal_noise(x.shape[:2], draw, 1.3) - 0.5) * 2
-    )  # ridges of a fractal: sharp lines, as ice has them
+    # ridges of a fractal are sharp lines, like those of ice
+    needles = np.abs(_fractal_noise(x.shape[:2], rng, 1.3) - 0.5) * 2
     return image * x + ice * np.clip(1 - 3 * needles, 0, 1)[..., None]
 
 
-def fog(x: Any, s: int, draw: Rng) -> Any:
+def fog(x: Any, s: int, rng: Rng) -> Any:
     strength, roughness = ((1.5, 2.0), (2.0, 2.0), (2.5, 1.7), (2.5, 1.5), (3.0, 1.4))[s]
     high = x.max()
     return (
-        (x + strength * _fractal_noise(x.shape[:2], draw, roughness)[..., None])
+        (x + strength * _fractal_noise(x.shape[:2], rng, roughness)[..., None])
         * high
         / (high + strength)
     )
 
 
-def brightness(x: Any, s: int, draw: Rng) -> Any:
-    """More of the value of HSV: hue and saturation stay."""
+def brightness(x: Any, s: int, rng: Rng) -> Any:
+    """Increase the value of HSV; hue and saturation stay."""
     value = x.max(-1, keepdims=True)
-    more = np.clip(value + (0.1, 0.2, 0.3, 0.4, 0.5)[s], 0, 1)
-    return np.where(value > 0, x / np.maximum(value, 1e-9) * more, more)
+    brighter = np.clip(value + (0.1, 0.2, 0.3, 0.4, 0.5)[s], 0, 1)
+    return np.where(value > 0, x / np.maximum(value, 1e-9) * brighter, brighter)
 
 
-def contrast(x: Any, s: int, draw: Rng) -> Any:
+def contrast(x: Any, s: int, rng: Rng) -> Any:
     mean = x.mean((0, 1), keepdims=True)
     return (x - mean) * (0.4, 0.3, 0.2, 0.1, 0.05)[s] + mean
 
 
-def elastic_transform(x: Any, s: int, draw: Rng) -> Any:
-    far, smooth, bend = (
+def elastic_transform(x: Any, s: int, rng: Rng) -> Any:
+    distance, smooth, bend = (
         (2.0, 0.7, 0.1),
         (2.0, 0.08, 0.2),
         (0.05, 0.01, 0.02),
@@ -165,13 +173,14 @@ def elastic_transform(x: Any, s: int, draw: Rng) -> Any:
     )[s]
     h, w = x.shape[:2]
     side = min(h, w)
-    corners = np.array(
-        [[0, 0, 1], [h - 1, 0, 1], [0, w - 1, 1]], float
-    )  # three points move, and all else with them
-    moved = corners[:, :2] + draw.uniform(-bend * side, bend * side, (3, 2))
+    # the displacement of three corners determines an affine map
+    corners = np.array([[0, 0, 1], [h - 1, 0, 1], [0, w - 1, 1]], float)
+    moved = corners[:, :2] + rng.uniform(-bend * side, bend * side, (3, 2))
     affine = np.linalg.solve(corners, moved).T
     waves = [
-        _gaussian_blur(draw.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0] * far * side
+        _gaussian_blur(rng.uniform(-1, 1, (h, w, 1)), max(smooth * side, 0.5))[..., 0]
+        * distance
+        * side
         for _ in range(2)
     ]
     rows, columns = np.meshgrid(np.arange(h), np.arange(w), indexing="ij")
@@ -182,7 +191,7 @@ def elastic_transform(x: Any, s: int, draw: Rng) -> Any:
     return _sample_at(x, at)
 
 
-def pixelate(x: Any, s: int, draw: Rng) -> Any:
+def pixelate(x: Any, s: int, rng: Rng) -> Any:
     share = (0.6, 0.5, 0.4, 0.3, 0.25)[s]
     return _via_pil(
         x,
@@ -192,15 +201,15 @@ def pixelate(x: Any, s: int, draw: Rng) -> Any:
     )
 
 
-def jpeg_compression(x: Any, s: int, draw: Rng) -> Any:
-    def through(image: Any, pil: Any) -> Any:
+def jpeg_compression(x: Any, s: int, rng: Rng) -> Any:
+    def compress(image: Any, pil: Any) -> Any:
         from PIL import Image
 
-        kept = io.BytesIO()
-        image.save(kept, "JPEG", quality=(25, 18, 15, 10, 7)[s])
-        return Image.open(kept)
+        file = io.BytesIO()
+        image.save(file, "JPEG", quality=(25, 18, 15, 10, 7)[s])
+        return Image.open(file)
 
-    return _via_pil(x, through)
+    return _via_pil(x, compress)
 
 
 CORRUPTIONS: dict[str, Callable[[Any, int, Rng], Any]] = {
@@ -231,7 +240,7 @@ def _gaussian_blur(x: Any, sigma: float) -> Any:
 
 
 def _line_blur(x: Any, length: float, sigma: float, angle: float) -> Any:
-    """A blur along a line: a mean of shifted copies, weighted as half a bell."""
+    """Blur along a line: average shifted copies, weighted by half a Gaussian."""
     steps = np.arange(0, length + 1e-9, max(0.5, length / 20))
     weights = np.exp(-0.5 * (steps / sigma) ** 2)
     copies = [
@@ -242,7 +251,7 @@ def _line_blur(x: Any, length: float, sigma: float, angle: float) -> Any:
 
 
 def _zoom(x: Any, factor: float) -> Any:
-    """The middle, enlarged to the whole."""
+    """Enlarge the middle to the whole image."""
     h, w = x.shape[:2]
     at = np.stack(
         np.meshgrid(
@@ -253,7 +262,7 @@ def _zoom(x: Any, factor: float) -> Any:
 
 
 def _sample_at(x: Any, at: Any) -> Any:
-    """What lies at these places [2, height, width]; beyond the edge its mirror image."""
+    """Interpolate at coordinates [2, height, width], mirrored at the edges."""
     return np.stack(
         [
             ndimage.map_coordinates(x[..., c], at, order=1, mode="reflect")
@@ -263,23 +272,24 @@ def _sample_at(x: Any, at: Any) -> Any:
     )
 
 
-def _fractal_noise(size: tuple[int, int], draw: Rng, roughness: float) -> Any:
-    """Fractal noise in 0..1: random waves whose amplitude falls with their frequency."""
+def _fractal_noise(size: tuple[int, int], rng: Rng, roughness: float) -> Any:
+    """Sample fractal noise in 0..1: random waves whose amplitude falls with their frequency."""
     h, w = size
     frequency = np.hypot(np.fft.fftfreq(h)[:, None], np.fft.fftfreq(w)[None])
     frequency[0, 0] = 1.0
-    waves = np.fft.fft2(draw.normal(size=size)) / frequency ** (roughness / 2 + 0.5)
+    waves = np.fft.fft2(rng.normal(size=size)) / frequency ** (roughness / 2 + 0.5)
     waves[0, 0] = 0
-    found = np.fft.ifft2(waves).real
-    return (found - found.min()) / max(float(np.ptp(found)), 1e-12)
+    noise = np.fft.ifft2(waves).real
+    return (noise - noise.min()) / max(float(np.ptp(noise)), 1e-12)
 
 
 def _via_pil(x: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Apply a function of a Pillow image and of its resampling filters."""
     need("PIL", "studies")
     from PIL import Image
 
     grey = x.shape[2] == 1
     pixels = np.rint(x * 255).astype(np.uint8)
-    found = change(Image.fromarray(pixels[..., 0] if grey else pixels), Image.Resampling)
-    array = np.asarray(found, dtype=np.float64) / 255
+    changed = change(Image.fromarray(pixels[..., 0] if grey else pixels), Image.Resampling)
+    array = np.asarray(changed, dtype=np.float64) / 255
     return array[..., None] if grey else array

@@ -1,4 +1,4 @@
-"""Evaluations and studies as tables and figures."""
+"""Tables and figures of evaluations and studies."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from regauge.results.findings import Figure, Results, Table
 
 @dataclass(frozen=True)
 class PuzzleGrid:
-    """How a model's images are cut for puzzles: patches in pixels, and their grid. `fixed`: its
-    positions are of that patch.
+    """The patches of a model's puzzles: their size in pixels, and their grid.
+
+    `fixed` is true if the model's position table belongs to this patch size.
     """
 
     patch: Grid
@@ -25,27 +26,23 @@ class PuzzleGrid:
     fixed: bool = False
 
 
-def check_puzzle_grids(cuts: Mapping[str, PuzzleGrid]) -> None:
-    """Refuse models whose puzzles differ: their numbers could not be compared."""
-    if len({cut.grid for cut in cuts.values()}) <= 1:
+def check_puzzle_grids(grids: Mapping[str, PuzzleGrid]) -> None:
+    """Raise JigsawError if models have different puzzles: their numbers could not be compared."""
+    if len({grid.grid for grid in grids.values()}) <= 1:
         return
-    told = "; ".join(
-        f"{name}: {_format_pair(cut.grid)} patches of {_format_pair(cut.patch)} pixels"
-        for name, cut in cuts.items()
+    listing = "; ".join(
+        f"{name}: {_format_pair(grid.grid)} patches of {_format_pair(grid.patch)} pixels"
+        for name, grid in grids.items()
     )
-    fixed = {cut.patch for cut in cuts.values() if cut.fixed}
-    sides = {cut.grid[0] * cut.patch[0] for cut in cuts.values()}
+    fixed = {grid.patch for grid in grids.values() if grid.fixed}
+    sides = {grid.grid[0] * grid.patch[0] for grid in grids.values()}
     if len(fixed) > 1 or len(sides) > 1:
-        hint = "give them in calls of their own"
+        hint = "evaluate them in separate calls"
     else:
-        hint = (
-            f"--patch {min(fixed or {cut.patch for cut in cuts.values()})[0]} puts the same "
-            "puzzles to all"
-        )
+        patch = min(fixed or {grid.patch for grid in grids.values()})[0]
+        hint = f"--patch {patch} gives the same puzzles to all"
     raise JigsawError(
-        "these models would be given different puzzles, and their numbers could not be "
-        f"compared: {told}",
-        hint=hint,
+        f"models must have the same puzzles to be comparable, got {listing}", hint=hint
     )
 
 
@@ -54,7 +51,7 @@ def _format_pair(pair: Grid) -> str:
 
 
 def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
-    """A training: its loss on the way, step by step and in the mean of fifty."""
+    """Report the loss of a training, of each step and averaged over fifty steps."""
     span = min(50, len(losses))
     means: list[float | None] = [
         None if i + 1 < span else float(np.mean(losses[i + 1 - span : i + 1]))
@@ -80,10 +77,17 @@ def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Result
 
 
 def report_evaluations(
-    found: Mapping[str, Evaluation], cuts: Mapping[str, PuzzleGrid], bare: Mapping[str, Evaluation]
+    evaluations: Mapping[str, Evaluation],
+    grids: Mapping[str, PuzzleGrid],
+    unwrapped: Mapping[str, Evaluation],
 ) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """What puzzles do to some models: a table of all, and a curve of each over the ratios. `bare`
-    are the plain checkpoints of those that were trained with puzzles.
+    """Report the effect of puzzles on models: one table, and curves over the ratios.
+
+    Args:
+        evaluations: The evaluation of each model.
+        grids: The patches of its puzzles.
+        unwrapped: The evaluation of the plain checkpoint of each model that was trained with
+            puzzles; the same object if nothing marks shuffled patches.
     """
     columns = (
         "model",
@@ -97,62 +101,58 @@ def report_evaluations(
         "grid",
     )
     rows: list[tuple[Any, ...]] = []
-    for name, one in found.items():
-        cut = (_format_pair(cuts[name].patch), _format_pair(cuts[name].grid))
-        plain = (
-            [100 * s.consistency for s in bare[name].shuffled]
-            if name in bare
-            else [None] * len(one.shuffled)
+    for name, evaluation in evaluations.items():
+        grid = (_format_pair(grids[name].patch), _format_pair(grids[name].grid))
+        plain: list[float | None] = (
+            [100 * s.consistency for s in unwrapped[name].shuffled]
+            if name in unwrapped
+            else [None] * len(evaluation.shuffled)
         )
-        rows.append(
-            (name, 0.0, 100 * one.accuracy, 100.0, 100.0 if name in bare else None, 0.0, 0.0, *cut)
-        )
+        unshuffled = (100 * evaluation.accuracy, 100.0, 100.0 if name in unwrapped else None)
+        rows.append((name, 0.0, *unshuffled, 0.0, 0.0, *grid))
         rows += [
-            (name, s.ratio, 100 * s.accuracy, 100 * s.consistency, b, s.norm, s.squared, *cut)
-            for s, b in zip(one.shuffled, plain, strict=True)
+            (name, s.ratio, 100 * s.accuracy, 100 * s.consistency, b, s.norm, s.squared, *grid)
+            for s, b in zip(evaluation.shuffled, plain, strict=True)
         ]
     note = (
-        "Ratio: the share of patches that a puzzle shuffles, a puzzle for each image. Percent; "
-        "norms of what the last linear layer is given. A model "
-        "that was trained with the unknown embedding is told which patches were shuffled, since "
-        "these carry it. Unwrapped: the consistency of its "
-        "plain checkpoint, which is not told, as no plain model is."
+        "Ratio: the share of patches that a puzzle shuffles, with a puzzle for each image. "
+        "Percent; norms of the inputs of the last linear layer. The unknown embedding marks the "
+        "shuffled patches for a model that was trained with it. Unwrapped: the consistency of its "
+        "plain checkpoint, without that mark."
     )
-    x = [0.0, *(s.ratio for s in next(iter(found.values())).shuffled)]
-    series: dict[str, dict[str, list[float]]] = {
-        "Accuracy": {
-            name: [one.accuracy, *(s.accuracy for s in one.shuffled)] for name, one in found.items()
-        },
-        "Consistency": {
-            name: [1.0, *(s.consistency for s in one.shuffled)] for name, one in found.items()
-        },
+    x = [0.0, *(s.ratio for s in next(iter(evaluations.values())).shuffled)]
+    accuracy = {
+        name: [evaluation.accuracy, *(s.accuracy for s in evaluation.shuffled)]
+        for name, evaluation in evaluations.items()
     }
-    told = {name: one for name, one in bare.items() if one is not found[name]}
-    series["Consistency"] |= {
-        f"{name}, unwrapped": [1.0, *(s.consistency for s in one.shuffled)]
-        for name, one in told.items()
+    consistency = {
+        name: [1.0, *(s.consistency for s in evaluation.shuffled)]
+        for name, evaluation in evaluations.items()
+    }
+    consistency |= {
+        f"{name}, unwrapped": [1.0, *(s.consistency for s in evaluation.shuffled)]
+        for name, evaluation in unwrapped.items()
+        if evaluation is not evaluations[name]
     }
     figures = [
         Figure(
-            f"{what} under puzzles",
+            f"{measure} under puzzles",
             "lines",
-            {"x": x, "y": y, "xlabel": "ratio at inference", "ylabel": what.lower()},
+            {"x": x, "y": y, "xlabel": "ratio at inference", "ylabel": measure.lower()},
         )
-        for what, y in series.items()
+        for measure, y in (("Accuracy", accuracy), ("Consistency", consistency))
     ]
     return (Table("Puzzles at inference", columns, tuple(rows), note),), tuple(figures)
 
 
-def plot_projections(name: str, found: Mapping[str, Any]) -> list[Figure]:
-    """A table of positions in two directions, as PCA and UMAP lay it out: a line for each row of
-    patches, one for each column.
-    """
-    rows, columns = found["grid"]
+def plot_projections(name: str, studies: Mapping[str, Any]) -> list[Figure]:
+    """Plot the PCA and UMAP projections of a position table, a line for each row and column."""
+    rows, columns = studies["grid"]
     figures = []
     for kind in ("pca", "umap"):
-        if kind not in found:
+        if kind not in studies:
             continue
-        points = np.asarray(found[kind]).reshape(rows, columns, 2)
+        points = np.asarray(studies[kind]).reshape(rows, columns, 2)
         series = {f"row {i}": points[i].tolist() for i in range(rows)} | {
             f"column {j}": points[:, j].tolist() for j in range(columns)
         }
@@ -167,15 +167,19 @@ def plot_projections(name: str, found: Mapping[str, Any]) -> list[Figure]:
 
 
 def plot_attention(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]) -> Figure:
-    """Images, and where CLS looks in the last layer: the mean over heads, brightest where it looks
-    most.
+    """Plot images, and the attention of CLS in the last layer, averaged over heads.
+
+    Args:
+        images: Normalized images [images, channels, height, width].
+        task: The `mean` and `std` of the normalization.
+        maps: The attention maps of each model [images, rows, columns].
     """
     mean, std = (np.asarray(task[k]).reshape(1, -1, 1, 1) for k in ("mean", "std"))
     shown = np.clip(np.asarray(images) * std + mean, 0, 1).transpose(0, 2, 3, 1)
     shown = shown if shown.shape[-1] == 3 else shown[..., 0]
     rows: list[dict[str, Any]] = [{"label": "images", "images": shown.tolist()}]
-    for name, found in maps.items():
-        array = np.asarray(found)
+    for name, attention in maps.items():
+        array = np.asarray(attention)
         rows.append({"label": name, "images": (array / array.max((1, 2), keepdims=True)).tolist()})
     return Figure(
         "Attention of CLS in the last layer",
@@ -186,19 +190,18 @@ def plot_attention(images: Any, task: Mapping[str, Any], maps: Mapping[str, Any]
 
 
 def report_studies(
-    found: Mapping[str, Mapping[str, Any]],
+    studies: Mapping[str, Mapping[str, Any]],
 ) -> tuple[tuple[Table, ...], tuple[Figure, ...]]:
-    """The tables of positions of some models, or of none: variance, regression, eigenvalues,
-    projections.
-    """
-    if not found:
+    """Report position tables of models: variance, regression, eigenvalues and projections."""
+    if not studies:
         return (), ()
-    dimensions: Sequence[int] = tuple(next(iter(found.values()))["explained"])
+    dimensions: Sequence[int] = tuple(next(iter(studies.values()))["explained"])
     variance = tuple(
-        (name, *(100 * v for v in one["explained"].values())) for name, one in found.items()
+        (name, *(100 * v for v in study["explained"].values())) for name, study in studies.items()
     )
-    places = tuple(
-        (name, *one["regression"]["1-D"], *one["regression"]["2-D"]) for name, one in found.items()
+    errors = tuple(
+        (name, *study["regression"]["1-D"], *study["regression"]["2-D"])
+        for name, study in studies.items()
     )
     tables = (
         Table(
@@ -210,13 +213,13 @@ def report_studies(
         Table(
             "Places read off their embeddings",
             ("", "1-D MAE", "spread", "2-D MAE", "spread"),
-            places,
+            errors,
             "Mean absolute error, in patches, of a linear map; five folds, repeated; spreads "
             "over repeats.",
         ),
     )
-    count = min(len(one["eigenvalues"]) for one in found.values())
-    curves = {name: one["eigenvalues"][:count] for name, one in found.items()}
+    count = min(len(study["eigenvalues"]) for study in studies.values())
+    curves = {name: study["eigenvalues"][:count] for name, study in studies.items()}
     data = {
         "x": list(range(1, count + 1)),
         "y": curves,
@@ -225,31 +228,35 @@ def report_studies(
     }
     return tables, (
         Figure("Accumulated eigenvalues", "lines", data),
-        *(f for name, one in found.items() for f in plot_projections(name, one)),
+        *(f for name, study in studies.items() for f in plot_projections(name, study)),
     )
 
 
 def report_corruptions(
-    found: Mapping[str, Errors],
+    errors: Mapping[str, Errors],
 ) -> tuple[tuple[Table, ...], tuple[Figure, ...], tuple[str, ...]]:
-    """Errors under corruptions, and mCE relative to the first model; or why there is none."""
-    first = next(iter(found.values()))
+    """Report errors under corruptions, and mCE relative to the first model.
+
+    Returns:
+        Tables, figures, and the reason for a missing mCE.
+    """
+    first = next(iter(errors.values()))
     means = {
-        name: {c: 100 * float(np.mean(values)) for c, values in errors.items()}
-        for name, errors in found.items()
+        name: {c: 100 * float(np.mean(values)) for c, values in of_model.items()}
+        for name, of_model in errors.items()
     }
-    rows: list[tuple[Any, ...]] = [(c, *(means[name][c] for name in found)) for c in first]
-    rows.append(("mean", *(100 * mean_error(errors) for errors in found.values())))
-    missing: tuple[str, ...] = ()
+    rows: list[tuple[Any, ...]] = [(c, *(means[name][c] for name in errors)) for c in first]
+    rows.append(("mean", *(100 * mean_error(of_model) for of_model in errors.values())))
+    unchecked: tuple[str, ...] = ()
     try:
         rows.append(
             (
                 "mCE, relative to the first",
-                *(100 * mean_corruption_error(errors, first) for errors in found.values()),
+                *(100 * mean_corruption_error(of_model, first) for of_model in errors.values()),
             )
         )
     except JigsawError as error:
-        missing = (f"mCE: {error}; {error.hint}",)
+        unchecked = (f"mCE: {error}; {error.hint}",)
     note = (
         "Percent, the mean over five severities. Frost and snow are made from noise, where "
         "ImageNet-C has photographs."
@@ -259,31 +266,32 @@ def report_corruptions(
         "y": {name: list(values.values()) for name, values in means.items()},
         "ylabel": "error, percent",
     }
-    table = Table("Errors under corruptions", ("corruption", *found), tuple(rows), note)
-    return (table,), (Figure("Errors under corruptions", "bars", data),), missing
+    table = Table("Errors under corruptions", ("corruption", *errors), tuple(rows), note)
+    return (table,), (Figure("Errors under corruptions", "bars", data),), unchecked
 
 
-def tabulate_hard_images(found: Mapping[str, tuple[float, float, int]]) -> Table:
-    """Accuracy, AURRA and the number of images, of images that are hard to tell."""
+def tabulate_hard_images(scores: Mapping[str, tuple[float, float, int]]) -> Table:
+    """Tabulate accuracy, AURRA and the number of hard images for each model."""
     rows = tuple(
-        (name, 100 * accuracy, 100 * area, count) for name, (accuracy, area, count) in found.items()
+        (name, 100 * accuracy, 100 * area, count)
+        for name, (accuracy, area, count) in scores.items()
     )
     note = (
-        "Percent. AURRA: the accuracy over the surest answers, averaged over how many are "
-        "given. It is the accuracy where sureness says nothing."
+        "Percent. AURRA: the accuracy over the n most confident predictions, averaged over n. It "
+        "is the accuracy if confidence carries no information."
     )
     return Table("Hard images", ("model", "accuracy", "AURRA", "images"), rows, note)
 
 
-def tabulate_outliers(found: Mapping[str, tuple[float, int, int]]) -> Table:
-    """AUPR and the numbers of images of a class and of none."""
+def tabulate_outliers(scores: Mapping[str, tuple[float, int, int]]) -> Table:
+    """Tabulate AUPR and the numbers of images of a known class and of none, for each model."""
     rows = tuple(
-        (name, 100 * area, 100 * none / (some + none), some, none)
-        for name, (area, some, none) in found.items()
+        (name, 100 * area, 100 * outliers / (known + outliers), known, outliers)
+        for name, (area, known, outliers) in scores.items()
     )
     note = (
-        "Percent. AUPR: precision over recall in finding the images of no class by how "
-        "unsure the model is; a guess has their share of all images."
+        "Percent. AUPR: the area under precision and recall of detecting images of no class by "
+        "low confidence; a guess has their share of all images."
     )
     return Table(
         "Images of no class", ("model", "AUPR", "a guess", "of a class", "of none"), rows, note

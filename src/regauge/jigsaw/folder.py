@@ -1,8 +1,8 @@
-"""A wrapped model on disk: the plain checkpoint, as its library writes it, and beside it what the
-puzzles learned, in the folder `jigsaw`.
+"""A wrapped model on disk: the plain checkpoint of its library, and a folder `jigsaw` with the
+learned parameters of the wrapper.
 
-Whoever knows nothing of puzzles loads the plain model. What lies beside it is one safetensors file:
-the unknown embedding, the regression, and the settings in its metadata.
+Any library loads the plain model. The folder holds one safetensors file: the unknown embedding and
+the regression, with the settings in its metadata.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ COPIED = ("preprocessor_config.json", "config.json")
 
 
 def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -> None:
-    """Write a wrapped model to a new folder, all of it or nothing. `source` is the model that it
-    came from, a folder or a file: what describes its images is copied.
+    """Write a wrapped model to a new folder, atomically.
+
+    Args:
+        wrapped: The model, which is unwrapped in place.
+        out: The new folder.
+        source: The folder or file of the original model; its image preprocessing is copied.
     """
     check_new(out)
     folder = source if source is None or source.is_dir() else source.parent
@@ -40,7 +44,7 @@ def save_wrapped(wrapped: MaskedJigsaw, out: Path, source: Path | None = None) -
 
 
 def write_wrapped(wrapped: MaskedJigsaw, folder: Path, copied: Iterable[Path] = ()) -> None:
-    """Write a wrapped model into a folder that is staged already."""
+    """Write a wrapped model into an existing, staged folder."""
     for path in copied:
         copy_file(path, folder / path.name, OWNER)
     model = wrapped.unwrap()
@@ -53,44 +57,49 @@ def write_wrapped(wrapped: MaskedJigsaw, folder: Path, copied: Iterable[Path] = 
             folder / "model.safetensors",
         )
     (folder / FOLDER).mkdir()
-    about = {"regauge": "jigsaw", "version": VERSION, "settings": json.dumps(settings_of(wrapped))}
-    save_file(_learned(wrapped), folder / FOLDER / FILE, about)
+    settings = json.dumps(settings_of(wrapped))
+    metadata = {"regauge": "jigsaw", "version": VERSION, "settings": settings}
+    save_file(_learned(wrapped), folder / FOLDER / FILE, metadata)
 
 
-def load_wrapped(folder: Path | str, **instead: Any) -> MaskedJigsaw:
-    """The wrapped model of a folder; of one without puzzles the plain model, wrapped as variant A.
-    `instead` replaces settings.
+def load_wrapped(folder: Path | str, **overrides: Any) -> MaskedJigsaw:
+    """Load the wrapped model of a folder; a plain model is wrapped as variant A.
+
+    Args:
+        folder: The folder of the model, or a hub id.
+        overrides: Settings of `MaskedJigsaw` that replace the saved ones.
+
+    Raises:
+        JigsawError: The folder `jigsaw` is damaged, or of an unsupported version.
     """
     model = load_model(folder)
     path = Path(folder) / FOLDER / FILE
     if not path.is_file():
-        return MaskedJigsaw(model, 0.0, **{"variant": "A", **instead}).eval()
+        return MaskedJigsaw(model, 0.0, **{"variant": "A", **overrides}).eval()
     try:
         with safe_open(path, framework="pt") as file:
-            about = file.metadata() or {}
-            # the handle is no mapping
+            metadata = file.metadata() or {}
+            # the handle is not a mapping
             learned = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if about.get("regauge") != "jigsaw":
-            raise ValueError("it has no settings of regauge")
-        if about["version"] != VERSION:
+        if metadata.get("regauge") != "jigsaw":
+            raise ValueError("its metadata lack regauge's settings")
+        if metadata["version"] != VERSION:
             raise JigsawError(
-                f"{path} has version {about['version']}; this regauge reads {VERSION}",
+                f"{path} has version {metadata['version']}; this regauge reads {VERSION}",
                 hint="install a newer regauge",
             )
-        settings = json.loads(about["settings"])
+        settings = json.loads(metadata["settings"])
         wrapped = MaskedJigsaw(
             model,
             settings.pop("ratio"),
-            **{**settings, "variant": Variant(**settings["variant"]), **instead},
+            **{**settings, "variant": Variant(**settings["variant"]), **overrides},
         )
         wrapped.load_state_dict(
             {**{f"model.{k}": v for k, v in model.state_dict().items()}, **learned}
         )
     except JigsawError:
         raise
-    except (
-        Exception
-    ) as error:  # safetensors, json and torch each have errors of their own for what does not fit
+    except Exception as error:  # safetensors, json and torch raise errors of their own
         raise JigsawError(
             f"{path} cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}",
             hint="train again, or remove it",
@@ -99,45 +108,53 @@ def load_wrapped(folder: Path | str, **instead: Any) -> MaskedJigsaw:
 
 
 def load_together(folders: Iterable[str], patch: int | None = None) -> dict[str, MaskedJigsaw]:
-    """Models to be compared, by folder. Those that say nothing of patches have the (smallest) patch
-    of the others: their puzzles are the same.
+    """Load models to compare, by folder.
+
+    Models without a patch size get the smallest one of the others, so that all of them are
+    evaluated on the same puzzles.
+
+    Args:
+        folders: The folders of the models.
+        patch: The patch size of all models.
     """
-    found = {
+    models = {
         folder: load_wrapped(folder, **({} if patch is None else {"patch": patch}))
         for folder in folders
     }
-    known = {one.layout.patch for one in found.values() if not one.layout.assumed}
-    for one in found.values():
-        if known and one.layout.assumed:
-            one.layout = replace(one.layout, patch=min(known), assumed=False)
-    return found
+    patches = {model.layout.patch for model in models.values() if not model.layout.assumed}
+    for model in models.values():
+        if patches and model.layout.assumed:
+            model.layout = replace(model.layout, patch=min(patches), assumed=False)
+    return models
 
 
 def rewrap_plain(wrapped: MaskedJigsaw) -> MaskedJigsaw:
-    """The plain model of a wrapped one, which nobody tells where patches were shuffled, for the
-    same puzzles: wrapped as variant A. It unwraps.
+    """Unwrap a model and wrap it as variant A, to evaluate the plain model on the same puzzles.
+
+    Without the unknown embedding it gets no information on the patches that were shuffled.
     """
-    place = wrapped.layout
+    layout = wrapped.layout
     return MaskedJigsaw(
-        wrapped.unwrap(), 0.0, variant="A", table=place.table, patch=place.patch, grid=place.grid
+        wrapped.unwrap(), 0.0, variant="A", table=layout.table, patch=layout.patch, grid=layout.grid
     ).eval()
 
 
 def settings_of(wrapped: MaskedJigsaw) -> dict[str, Any]:
-    """What `MaskedJigsaw` was given, as plain JSON; schedules are of a training and end with it."""
+    """Return the arguments of `MaskedJigsaw` as plain JSON, without schedules of a training."""
     weight = LAMBDA if callable(wrapped.weight) else wrapped.weight
-    kept = {
+    options = {
         name: getattr(wrapped, name) for name in ("ratio", "per", "probability", "warmup", "seed")
     }
-    where = {
+    layout = {
         "table": wrapped.layout.table,
         "patch": list(wrapped.layout.patch),
         "grid": wrapped.layout.grid,
     }
-    return {**kept, "weight": weight, "variant": asdict(wrapped.variant), **where}
+    return {**options, "weight": weight, "variant": asdict(wrapped.variant), **layout}
 
 
 def _learned(wrapped: MaskedJigsaw) -> dict[str, torch.Tensor]:
+    """Return the parameters of the wrapper, without the model's."""
     return {
         k: v.detach().cpu().contiguous()
         for k, v in wrapped.state_dict().items()

@@ -1,5 +1,5 @@
-"""Where a model of images has the layers that closed forms read: its patch embedding, its table of
-positions, the first block's readers, its head.
+"""The layers of an image model that closed-form attacks use: patch embedding, position table, the
+readers of the first block, the head.
 """
 
 from __future__ import annotations
@@ -19,10 +19,20 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """Names of parameters in the model as it is given (a wrapper puts `model.` before them).
-    `positions` is None where there is no table of absolute positions; `unknown` is MJP's shared
-    embedding. `prefix` counts the tokens before the patches. `stretched` is the table's own place
-    where a model stretches it over these inputs (DINOv2).
+    """The patch embedding and the position table of a model.
+
+    Attributes:
+        inner: The model without an MJP wrapper.
+        weight: The name of the patch embedding's weight; names include the wrapper's prefix.
+        bias: The name of the patch embedding's bias, if it has one.
+        positions: The name of the position table, or None without absolute positions.
+        unknown: The name of MJP's shared unknown embedding, if there is one.
+        patch: Height and width of a patch in pixels.
+        grid: Rows and columns of patches.
+        prefix: The number of tokens before the patches.
+        lead: The wrapper's prefix of names, "model." or empty.
+        table_layout: The layout of the table, if the model interpolates it for these inputs
+            (DINOv2).
     """
 
     inner: torch.nn.Module
@@ -38,93 +48,107 @@ class Layers:
 
     @property
     def cells(self) -> int:
+        """The number of patches."""
         return self.grid[0] * self.grid[1]
 
     def used_positions(self, table: Tensor) -> Tensor:
-        """The positions of the patches [cells, width], as the model adds them, of its table [1,
-        prefix + ..., width].
-        """
-        found = (
-            table
-            if self.table_layout is None
-            else interpolate_positions(table, self.table_layout, self.grid)
-        )
-        return found[0, self.prefix :]
+        """Return the positions that the model adds to the patches [cells, width].
 
-    def used_position_grads(self, slopes: Tensor) -> Tensor:
-        """The gradients by these [cells, width], of those by the table: a table that is stretched
-        is a linear map of itself, which is undone.
+        Args:
+            table: The position table [1, prefix + ..., width].
         """
-        own = slopes[0, self.prefix :]
+        if self.table_layout is not None:
+            table = interpolate_positions(table, self.table_layout, self.grid)
+        return table[0, self.prefix :]
+
+    def used_position_grads(self, table_grads: Tensor) -> Tensor:
+        """Return the gradients of `used_positions` [cells, width], from those of the table.
+
+        Interpolation is a linear map of the table, which is inverted.
+        """
+        grads = table_grads[0, self.prefix :]
         if self.table_layout is None:
-            return own
-        count = len(own)
+            return grads
+        count, dtype = len(grads), grads.dtype
         basis = torch.cat(
-            [torch.zeros(self.prefix, count, dtype=own.dtype), torch.eye(count, dtype=own.dtype)]
+            [torch.zeros(self.prefix, count, dtype=dtype), torch.eye(count, dtype=dtype)]
         )[None]
-        stretch = self.used_positions(basis)  # [cells, cells of the table]
-        found: Tensor = torch.linalg.lstsq(stretch.T, own.cpu()).solution
-        return found
+        interpolation = self.used_positions(basis)  # [cells, cells of the table]
+        solution: Tensor = torch.linalg.lstsq(interpolation.T, grads.cpu()).solution
+        return solution
 
 
 def unwrap_model(model: torch.nn.Module) -> tuple[torch.nn.Module, str]:
-    """The model without a wrapper of MJP, and what the wrapper puts before its names."""
+    """Return the model without an MJP wrapper, and the wrapper's prefix of its names."""
     return (model.model, "model.") if isinstance(model, MaskedJigsaw) else (model, "")
 
 
 def patch_embedding(model: torch.nn.Module) -> str | None:
-    """The name of the convolution that makes patches: the first whose stride is its kernel. One
-    over single pixels makes none.
+    """Return the name of the patch embedding: the first convolution whose stride is its kernel.
+
+    A convolution over single pixels does not count.
     """
-    found = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d))
-    return next((n for n, m in found if m.kernel_size == m.stride and max(m.stride) > 1), None)
+    convs = ((n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Conv2d))
+    return next((n for n, m in convs if m.kernel_size == m.stride and max(m.stride) > 1), None)
 
 
 def find_layers(model: torch.nn.Module, shape: tuple[int, ...]) -> Layers:
-    """Read off the model; what is missing is named."""
+    """Find the patch embedding and the position table of a model.
+
+    Args:
+        model: The image model, with or without an MJP wrapper.
+        shape: The shape of its inputs, [..., height, width].
+
+    Raises:
+        UpdateError: The model has no patch embedding, or its positions do not fit the inputs.
+    """
     inner, lead = unwrap_model(model)
     name = patch_embedding(inner)
     if name is None:
         raise UpdateError(
             f"{type(inner).__name__} has no patch embedding (a convolution whose stride is its "
             "kernel)",
-            hint="ViT, DeiT and the like",
+            hint="use a ViT, DeiT or similar model",
         )
     layer: Any = inner.get_submodule(name)
     try:
-        place = find_positions(inner)
+        layout = find_positions(inner)
     except JigsawError as error:
         raise UpdateError(
-            f"no table of positions can be read off {type(inner).__name__}: {error}"
+            f"the position table of {type(inner).__name__} cannot be found: {error}"
         ) from error
     patch = (int(layer.kernel_size[0]), int(layer.kernel_size[1]))
     grid = (shape[-2] // patch[0], shape[-1] // patch[1])
-    stretches = place.grid is not None and place.grid != grid
-    if stretches and (not place.interpolates or isinstance(model, MaskedJigsaw)):
-        assert place.grid is not None
+    interpolates = layout.grid is not None and layout.grid != grid
+    if interpolates and (not layout.interpolates or isinstance(model, MaskedJigsaw)):
+        assert layout.grid is not None
         raise UpdateError(
-            f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, the "
-            f"positions are of {place.grid[0]} x {place.grid[1]}"
+            f"inputs of {shape[-2]} x {shape[-1]} have {grid[0]} x {grid[1]} patches, but the "
+            f"position table has {layout.grid[0]} x {layout.grid[1]}"
         )
     has_unknown = isinstance(model, MaskedJigsaw) and model.unknown is not None
     return Layers(
         inner,
         f"{lead}{name}.weight",
         f"{lead}{name}.bias" if layer.bias is not None else None,
-        None if place.table is None else lead + place.table,
+        None if layout.table is None else lead + layout.table,
         "unknown" if has_unknown else None,
         patch,
         grid,
-        place.prefix,
+        layout.prefix,
         lead,
-        place if stretches else None,
+        layout if interpolates else None,
     )
 
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """The first block's query, key and value weights: `names` (torch layout [out, in] unless
-    `is_conv1d`), and the norm before them, or None where they read the stream itself (post-norm).
+    """The query, key and value weights of a block's attention.
+
+    Attributes:
+        names: The names of the weights, [out, in] unless `is_conv1d`.
+        norm: The norm before them, or None if they read the stream itself (post-norm).
+        is_conv1d: Whether they are Conv1D layers of transformers, [in, out].
     """
 
     names: tuple[str, ...]
@@ -133,8 +157,10 @@ class Readers:
 
 
 def find_readers(model: torch.nn.Module, block: int = 0) -> Readers:
-    """The readers of a block's attention, by the family's spec: whatever the norm before the
-    block's attention is read by.
+    """Find the weights that read the norm before a block's attention, by the family's spec.
+
+    Raises:
+        UpdateError: The model has no family, or its attention does not read a norm.
     """
     from regauge.models.resolve import spec_of
 
@@ -143,20 +169,20 @@ def find_readers(model: torch.nn.Module, block: int = 0) -> Readers:
         norms = spec_of(inner).norms
     except RegaugeError as error:
         raise UpdateError(
-            f"no family says which weights of {type(inner).__name__} read its first norm",
+            f"no family defines the weights of {type(inner).__name__} that read its first norm",
             hint=str(error),
         ) from error
-    firsts = [
+    attention_norms = [
         n
         for n in norms
         if len(n.readers) in (1, 3) and any(w in n.readers[0][0] for w in ("attn", "attention"))
     ]
-    if len(firsts) <= block:
+    if len(attention_norms) <= block:
         raise UpdateError(
             f"{type(inner).__name__} has no attention that reads a norm",
-            hint="spans are read off pre-norm models: ViT, DeiT, GPT-2",
+            hint="span attacks need a pre-norm model: ViT, DeiT, GPT-2",
         )
-    norm = firsts[block]
+    norm = attention_norms[block]
     names = tuple(lead + weight for weight, _ in norm.readers)
     owner = inner.get_submodule(norm.readers[0][0].rpartition(".")[0])
     return Readers(
@@ -165,17 +191,21 @@ def find_readers(model: torch.nn.Module, block: int = 0) -> Readers:
 
 
 def find_head(model: torch.nn.Module, classes: int | None = None) -> tuple[str, str | None]:
-    """The last linear layer: its weight, and its bias if it has one."""
+    """Find the last linear layer, of `classes` outputs if they are given.
+
+    Returns:
+        The names of its weight, and of its bias or None.
+    """
     model, lead = unwrap_model(model)
-    found = [
+    linears = [
         (n, m)
         for n, m in model.named_modules()
         if isinstance(m, torch.nn.Linear) and (classes is None or m.out_features == classes)
     ]
-    if not found:
+    if not linears:
         raise UpdateError(
             f"{type(model).__name__} has no linear head",
-            hint="labels are read off the last linear layer's gradient",
+            hint="labels are inferred from the gradient of the last linear layer",
         )
-    name, layer = found[-1]
+    name, layer = linears[-1]
     return f"{lead}{name}.weight", f"{lead}{name}.bias" if layer.bias is not None else None

@@ -1,9 +1,8 @@
-"""Dense absolute localization: the rows of a position table say where they belong, by a projection
-to two numbers.
+"""Dense absolute localization: the regression of row and column from position embeddings.
 
 The loss is the mean absolute difference to (row, column), counted from 0, over the positions that
 keep their embedding. The paper's equation (4) adds the two coordinates, its code takes their mean;
-this is the code's, half of the text's.
+this is the mean, half of the sum.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ Kind = Literal["pca", "linear", "mlp"]
 
 
 class Localizer(torch.nn.Module):
-    """Regress positions from their embeddings.
+    """A regression of positions from their embeddings.
 
-    linear  one linear layer (the paper's LN) mlp     linear, ReLU, linear, as in the reference's
-    code (NLN; the paper's text says three layers) pca     the two leading directions of the
-    embeddings that are kept, without parameters; no gradient goes through the directions, as in the
-            reference. Its decomposition is a randomised one with arbitrary signs; this one is
-            exact, draws nothing, and the largest entry of a
-            direction is positive. Where directions are equally strong which two are taken is still
-            the library's choice
+        linear  one linear layer (the paper's LN)
+        mlp     linear, ReLU, linear, as in the reference's code (NLN; the paper's text has three
+                layers)
+        pca     the two leading directions of the unmasked embeddings, without parameters
+
+    As in the reference, no gradient flows through the directions of `pca`. The reference's
+    decomposition is randomized, with arbitrary signs; this one is exact, and the largest entry of
+    a direction is positive. Among equally strong directions the choice is the library's.
     """
 
     targets: Tensor
@@ -35,11 +35,12 @@ class Localizer(torch.nn.Module):
     def __init__(self, kind: Kind, width: int, grid: Grid) -> None:
         super().__init__()
         if kind not in get_args(Kind):
-            raise JigsawError(f'there is no localization "{kind}"', hint="pca, linear or mlp")
+            raise JigsawError(f'unknown localization "{kind}"', hint="pca, linear or mlp")
         if kind == "pca" and min(width, grid[0] * grid[1]) < 2:
             raise JigsawError(
-                f"{grid[0] * grid[1]} positions of width {width} have no two leading directions",
-                hint="two or more of both, or linear or mlp",
+                "pca needs at least 2 positions of width 2, got "
+                f"{grid[0] * grid[1]} positions of width {width}",
+                hint="use linear or mlp",
             )
         self.kind = kind
         layers: dict[str, Any] = {
@@ -50,28 +51,32 @@ class Localizer(torch.nn.Module):
             ),
         }
         self.project = layers[kind]()
-        places = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).float()
-        self.register_buffer("targets", places, persistent=False)
+        coordinates = torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).float()
+        self.register_buffer("targets", coordinates, persistent=False)
 
-    def forward(self, embeddings: Tensor, kept: Tensor) -> Tensor:
-        """The loss of embeddings [cells, width]; `kept` [rows, cells] is 1 where a row of the batch
-        keeps its position.
+    def forward(self, embeddings: Tensor, unmasked: Tensor) -> Tensor:
+        """Compute the loss of embeddings.
+
+        Args:
+            embeddings: The position table [cells, width].
+            unmasked: Whether a cell keeps its position [rows, cells], for each row of a mask.
         """
-        with torch.autocast(
-            embeddings.device.type, enabled=False
-        ):  # places up to the grid's side need more than eight bits
-            weights = kept.to(torch.float32)
+        # bfloat16 cannot represent the coordinates of large grids
+        with torch.autocast(embeddings.device.type, enabled=False):
+            weights = unmasked.to(torch.float32)
             weights = (weights / weights.sum(1, keepdim=True).clamp(min=1)).mean(0)
             if self.project is None:
-                found = embeddings.float() @ self._directions(embeddings.detach().float(), weights)
+                directions = self._directions(embeddings.detach().float(), weights)
+                predicted = embeddings.float() @ directions
             else:
-                found = self.project(embeddings.to(next(self.project.parameters()).dtype)).float()
-            loss: Tensor = ((found - self.targets).abs().mean(1) * weights).sum()
+                dtype = next(self.project.parameters()).dtype
+                predicted = self.project(embeddings.to(dtype)).float()
+            loss: Tensor = ((predicted - self.targets).abs().mean(1) * weights).sum()
         return loss
 
     def _directions(self, embeddings: Tensor, weights: Tensor) -> Tensor:
         share = weights / weights.sum().clamp(min=1e-12)
         centred = (embeddings - share @ embeddings) * share.sqrt()[:, None]
-        found: Tensor = torch.linalg.svd(centred, full_matrices=False).Vh[:2]
-        largest = found.gather(1, found.abs().argmax(1, keepdim=True))
-        return (found * torch.where(largest < 0, -1.0, 1.0)).T
+        directions: Tensor = torch.linalg.svd(centred, full_matrices=False).Vh[:2]
+        largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+        return (directions * torch.where(largest < 0, -1.0, 1.0)).T

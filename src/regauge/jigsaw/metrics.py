@@ -1,9 +1,9 @@
-"""How sensitive a model is to the places of patches: what a puzzle does to its answers and to the
-features that they are read from.
+"""The sensitivity of a model to the order of patches: changes of predictions and features under
+puzzles.
 
-Training ratio and inference ratio are two things: here it is that of inference, 0.5 in the paper's
-tables. Every image has a puzzle of its own, from the seed and the image's number alone, so that all
-models and all batch sizes get the same.
+The ratio here is that of inference, 0.5 in the paper's tables, not that of training. Each image has
+its own puzzle, which depends only on the seed and the image's index: all models and batch sizes get
+the same puzzles.
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor
 RATIO = 0.5
-CHUNK = 1000  # puzzles drawn together; their seed has the chunk's number
+CHUNK = 1000  # puzzles that are sampled together, seeded by the chunk's index
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What puzzles of one ratio do, over `count` images. `norm` is the mean L2 norm of the
-    difference of features, as the reference's code has it; `squared` the mean of its square, as the
-    paper's text has it.
+    """The effect of puzzles of one ratio, over `count` images.
+
+    Attributes:
+        ratio: The share of shuffled patches.
+        accuracy: Top-1 accuracy on shuffled images.
+        consistency: The share of predictions that do not change.
+        norm: The mean L2 norm of the difference of features, as in the reference's code.
+        squared: The mean of its square, as in the paper's text.
+        count: The number of images.
     """
 
     ratio: float
@@ -41,25 +47,27 @@ class Sensitivity:
     count: int
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Top-1 on images as they are, and what puzzles do to it."""
+    """Top-1 accuracy on unshuffled images, and the effect of puzzles of several ratios."""
 
     accuracy: float
     shuffled: tuple[Sensitivity, ...]
 
     @property
     def at_half(self) -> Sensitivity:
-        found = next((s for s in self.shuffled if s.ratio == RATIO), None)
-        if found is None:
+        """The effect of puzzles of the paper's ratio, 0.5."""
+        half = next((s for s in self.shuffled if s.ratio == RATIO), None)
+        if half is None:
             raise JigsawError(
                 f"puzzles of ratio {RATIO:g} were not measured",
                 hint=f"evaluate with {RATIO:g} among the ratios",
             )
-        return found
+        return half
 
 
 def evaluate(
@@ -72,38 +80,48 @@ def evaluate(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Top-1, and for each ratio top-1, consistency and the norm of the difference. The model is
-    left in evaluation mode.
+    """Measure top-1 accuracy, and for each ratio accuracy, consistency and the change of features.
+
+    Args:
+        wrapped: The model, which is left in evaluation mode.
+        examples: Images with labels.
+        ratios: The shares of patches to shuffle.
+        seed: The seed of the puzzles.
+        batch: The number of images of a pass.
+        device: The device of the model.
+        progress: Called after each batch.
+
+    Raises:
+        JigsawError: `examples` is empty, or the logits are not finite.
     """
     wrapped.eval()
     if not len(examples):
-        raise JigsawError("there are no images to measure on", hint="give some")
-    right = 0
+        raise JigsawError("the evaluation needs at least one image, got 0")
+    correct = 0
     sums = np.zeros((len(ratios), 4))
     with torch.no_grad(), capture_features(wrapped.model) as features:
         for start in range(0, len(examples), batch):
             rows = np.arange(start, min(start + batch, len(examples)))
             inputs, labels = examples.batch(rows)
             pixels, labels = inputs["pixel_values"].to(device), labels.to(device)
-            answers = wrapped(pixels).logits
-            if not bool(answers.isfinite().all()):
+            logits = wrapped(pixels).logits
+            if not bool(logits.isfinite().all()):
                 raise JigsawError(
-                    "the model's answers are not finite, so that nothing can be said of them",
-                    hint="are its weights, --mean and --std?",
+                    "the logits of the model are not finite",
+                    hint="check that its weights, --mean and --std are finite",
                 )
-            plain = answers.argmax(-1)
-            seen = features()
-            right += int((plain == labels).sum())
+            plain = logits.argmax(-1)
+            plain_features = features()
+            correct += int((plain == labels).sum())
             for i, ratio in enumerate(ratios):
-                found = wrapped(
-                    pixels, puzzle=evaluation_puzzles(rows, wrapped, pixels, ratio, seed)
-                ).logits.argmax(-1)
-                apart = (features() - seen).flatten(1).double().norm(dim=1)
+                puzzle = evaluation_puzzles(rows, wrapped, pixels, ratio, seed)
+                shuffled = wrapped(pixels, puzzle=puzzle).logits.argmax(-1)
+                norms = (features() - plain_features).flatten(1).double().norm(dim=1)
                 sums[i] += [
-                    int((found == labels).sum()),
-                    int((found == plain).sum()),
-                    float(apart.sum()),
-                    float(apart.square().sum()),
+                    int((shuffled == labels).sum()),
+                    int((shuffled == plain).sum()),
+                    float(norms.sum()),
+                    float(norms.square().sum()),
                 ]
             if progress is not None:
                 progress(
@@ -111,7 +129,7 @@ def evaluate(
                 )
     n = len(examples)
     return Evaluation(
-        right / n, tuple(_average(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))
+        correct / n, tuple(_average(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))
     )
 
 
@@ -123,30 +141,24 @@ def _average(ratio: float, sums: Any, n: int) -> Sensitivity:
 def evaluation_puzzles(
     rows: Any, wrapped: MaskedJigsaw, pixels: Tensor, ratio: float, seed: int
 ) -> Puzzle:
-    """The puzzles of images by their numbers, which ascend."""
+    """Return the puzzles of images by their indices `rows`, which must ascend."""
     grid = check_size((int(pixels.shape[-2]), int(pixels.shape[-1])), wrapped.layout.patch)
     parts = []
     for chunk in range(int(rows[0]) // CHUNK, int(rows[-1]) // CHUNK + 1):
-        whole = _sample_chunk(grid, ratio, seed, chunk)
-        parts.append(
-            [
-                t[[r - chunk * CHUNK for r in rows if r // CHUNK == chunk]]
-                for t in (whole.mask, whole.order)
-            ]
-        )
+        puzzles = _sample_chunk(grid, ratio, seed, chunk)
+        in_chunk = [row - chunk * CHUNK for row in rows if row // CHUNK == chunk]
+        parts.append((puzzles.mask[in_chunk], puzzles.order[in_chunk]))
     return Puzzle(
         torch.cat([mask for mask, _ in parts]), torch.cat([order for _, order in parts]), grid
     )
 
 
-_PUZZLE_CACHE: dict[
-    Any, Puzzle
-    # the chunks of the ratios at hand: drawing 1,000 for every batch of 100 would be ten times the
-    # work
-] = {}
+# The latest chunks: sampling 1,000 puzzles for every batch of 100 would be ten times the work.
+_PUZZLE_CACHE: dict[Any, Puzzle] = {}
 
 
 def _sample_chunk(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
+    """Sample the puzzles of `CHUNK` images, or return them from the cache."""
     key = (grid, ratio, seed, chunk)
     if key not in _PUZZLE_CACHE:
         while len(_PUZZLE_CACHE) >= 16:
@@ -157,19 +169,19 @@ def _sample_chunk(grid: Grid, ratio: float, seed: int, chunk: int) -> Puzzle:
 
 @contextmanager
 def capture_features(model: torch.nn.Module) -> Iterator[Callable[[], Tensor]]:
-    """A function that gives what the last linear layer was given in the last pass: the CLS
-    embedding of a ViT, the pooled features of others.
+    """Yield a function that returns the last linear layer's input of the last pass.
+
+    That is the CLS embedding of a ViT, and the pooled features of other models.
     """
-    seen: list[Tensor] = []
+    latest: list[Tensor] = []
 
-    def keep(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen[:] = [given[0]]
+    def record(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        latest[:] = [inputs[0]]
 
-    hooks = [
-        m.register_forward_pre_hook(keep) for m in model.modules() if isinstance(m, torch.nn.Linear)
-    ]
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    hooks = [linear.register_forward_pre_hook(record) for linear in linears]
     try:
-        yield lambda: seen[0].detach().clone()
+        yield lambda: latest[0].detach().clone()
     finally:
         for hook in hooks:
             hook.remove()

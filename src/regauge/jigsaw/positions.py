@@ -1,6 +1,4 @@
-"""Where a model of images adds its absolute positions: the name of the table, its patches, their
-grid, and how many tokens come before them.
-"""
+"""The absolute position embeddings of an image model: table, patch size, grid and prefix tokens."""
 
 from __future__ import annotations
 
@@ -14,15 +12,23 @@ import torch
 from regauge.jigsaw.masks import Grid, JigsawError
 
 TABLES = ("position_embeddings", "pos_embed", "pos_embedding", "absolute_pos_embed")
-PATCH = 16  # of models without patches of their own: the paper's
-PREFIX_COUNTS = (1, 0, 2)  # tokens before the patches, where nothing says how many
+PATCH = 16  # the paper's patch, for models without patches
+PREFIX_COUNTS = (1, 0, 2)  # tokens before the patches to try if the model does not define them
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """`table` is a parameter [1, prefix + cells, width], or None where positions are not absolute.
-    `stretches`: the model stretches it over images of other sizes, by itself. `assumed`: nothing
-    says how large a patch is, so that any other will do.
+    """The position table of an image model and the patches that it belongs to.
+
+    Attributes:
+        table: The name of a parameter [1, prefix + cells, width], or None without a table of
+            absolute positions.
+        patch: Height and width of a patch in pixels.
+        grid: Rows and columns of patches.
+        prefix: The number of tokens before the patches.
+        note: A sentence on missing absolute positions.
+        interpolates: Whether the model interpolates the table to images of other sizes.
+        assumed: Whether the patch size is a default that the model does not define.
     """
 
     table: str | None
@@ -41,29 +47,39 @@ def find_positions(
     patch: int | Sequence[int] | None = None,
     grid: Sequence[int] | None = None,
 ) -> PositionLayout:
-    """Read off the model's parameters and config (of the transformers library), or its patch
-    embedding (timm); what is given goes first.
+    """Find the position table of an image model.
+
+    What is not given follows from the model's parameters, its config (transformers) or its patch
+    embedding (timm).
+
+    Args:
+        model: The image model.
+        table: The name of the position table.
+        patch: The patch size in pixels.
+        grid: Rows and columns of patches.
+
+    Raises:
+        JigsawError: The patch size or the grid is unknown, or does not fit the table.
     """
     name = _find_table(model, table)
     size = _to_pair(patch) or _patch_size(model)
     if name is None:
         note = (
             f"{type(model).__name__} has no absolute position "
-            f"embedding{_describe_lookup(model)}: of "
-            "MJP the shuffle of patches is left (variant E); "
-            "the unknown embedding and the regression of positions have nothing to act on"
+            f"embedding{_describe_lookup(model)}: of MJP only the shuffle of patches applies "
+            "(variant E), without the unknown embedding and the regression of positions"
         )
         return PositionLayout(None, size or (PATCH, PATCH), None, 0, note, assumed=size is None)
     if size is None:
         raise JigsawError(
-            f"nothing in {type(model).__name__} says how large its patches are",
-            hint="give patch=16, say",
+            f"the patch size of {type(model).__name__} is unknown",
+            hint="give patch=, for example patch=16",
         )
-    own = _patch_size(model)
-    if own is not None and own != size:
+    model_patch = _patch_size(model)
+    if model_patch is not None and model_patch != size:
         raise JigsawError(
-            f"patches of {size[0]} x {size[1]} pixels are not the model's, {own[0]} x {own[1]}, "
-            "and its positions are of its own",
+            f"patches must be of {model_patch[0]} x {model_patch[1]} pixels, as the model's "
+            f"positions are, got {size[0]} x {size[1]}",
             hint="leave out patch=",
         )
     rows = model.get_parameter(name).shape[1]
@@ -71,87 +87,92 @@ def find_positions(
     prefix = rows - cells[0] * cells[1]
     if prefix < 0 or prefix > rows // 2 + 2:
         raise JigsawError(
-            f'"{name}" has {rows} rows, which are no {cells[0]} x {cells[1]} patches and a few '
-            "tokens before them",
+            f'"{name}" must have a row for each of {cells[0]} x {cells[1]} patches and for a few '
+            f"tokens before them, got {rows} rows",
             hint="give grid=",
         )
-    stretches = getattr(getattr(model, "config", None), "model_type", "").startswith("dinov2")
-    return PositionLayout(name, size, cells, prefix, interpolates=stretches)
+    interpolates = getattr(getattr(model, "config", None), "model_type", "").startswith("dinov2")
+    return PositionLayout(name, size, cells, prefix, interpolates=interpolates)
 
 
-def interpolate_positions(table: torch.Tensor, place: PositionLayout, grid: Grid) -> torch.Tensor:
-    """A table over another grid, as the transformers library's models stretch theirs."""
-    if place.grid is None or place.grid == grid:
+def interpolate_positions(table: torch.Tensor, layout: PositionLayout, grid: Grid) -> torch.Tensor:
+    """Interpolate a position table to another grid, as models of transformers do."""
+    if layout.grid is None or layout.grid == grid:
         return table
-    before, cells = table[:, : place.prefix], table[:, place.prefix :].contiguous()
-    image = cells.view(1, *place.grid, -1).permute(0, 3, 1, 2).float()
-    found = torch.nn.functional.interpolate(image, grid, mode="bicubic", align_corners=False)
-    return torch.cat([before, found.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)], 1)
+    before, cells = table[:, : layout.prefix], table[:, layout.prefix :].contiguous()
+    image = cells.view(1, *layout.grid, -1).permute(0, 3, 1, 2).float()
+    resized = torch.nn.functional.interpolate(image, grid, mode="bicubic", align_corners=False)
+    return torch.cat([before, resized.permute(0, 2, 3, 1).flatten(1, 2).to(table.dtype)], 1)
 
 
-def _find_table(model: torch.nn.Module, given: str | None) -> str | None:
+def _find_table(model: torch.nn.Module, name: str | None) -> str | None:
+    """Return the name of the position table: the given one, or the only parameter named like it."""
     parameters = dict(model.named_parameters())
-    if given is not None:
-        if given not in parameters or parameters[given].dim() != 3:
+    if name is not None:
+        if name not in parameters or parameters[name].dim() != 3:
             raise JigsawError(
-                f'{type(model).__name__} has no parameter "{given}" of [1, tokens, width]',
-                hint="model.named_parameters() names them",
+                f'{type(model).__name__} has no parameter "{name}" of [1, tokens, width]',
+                hint="model.named_parameters() lists them",
             )
-        return given
-    found = [
+        return name
+    tables = [
         name
         for name, p in parameters.items()
         if name.rpartition(".")[2] in TABLES and p.dim() == 3 and p.shape[0] == 1
     ]
-    if len(found) > 1:
+    if len(tables) > 1:
         raise JigsawError(
-            f"{type(model).__name__} has several tables of positions: {', '.join(found)}",
+            f"{type(model).__name__} has several position tables: {', '.join(tables)}",
             hint="give table=",
         )
-    return found[0] if found else None
+    return tables[0] if tables else None
 
 
 def _describe_lookup(model: torch.nn.Module) -> str:
-    """What is said of positions that are looked up by number (CLIP, SigLIP): they are there, but
-    are no parameter of [1, tokens, width].
+    """Describe position embeddings that are looked up by index, as in CLIP and SigLIP.
+
+    They are not supported: a position table must be a parameter [1, tokens, width].
     """
-    kept = [
-        n
-        for n, m in model.named_modules()
-        if isinstance(m, torch.nn.Embedding)
-        and n.rpartition(".")[2].startswith("position_embedding")
+    lookups = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Embedding)
+        and name.rpartition(".")[2].startswith("position_embedding")
     ]
+    if not lookups:
+        return ""
     return (
-        f" that is known here (it looks them up in {', '.join(kept)}, and known are parameters "
-        "of [1, tokens, width])"
-        if kept
-        else ""
+        f" that is supported (it looks positions up in {', '.join(lookups)}; supported are "
+        "parameters of [1, tokens, width])"
     )
 
 
 def _patch_size(model: torch.nn.Module) -> Grid | None:
+    """Return the patch size of the config, of timm's patch embedding or the first convolution."""
     config = getattr(model, "config", None)
-    found = _to_pair(getattr(config, "patch_size", None)) or _to_pair(
+    size = _to_pair(getattr(config, "patch_size", None)) or _to_pair(
         getattr(getattr(model, "patch_embed", None), "patch_size", None)
     )
-    if found is not None:
-        return found
-    first = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
-    strides = first is not None and first.kernel_size == first.stride and max(first.stride) > 1
-    return _to_pair(first.stride) if strides and first is not None else None
+    if size is not None:
+        return size
+    conv = next((m for m in model.modules() if isinstance(m, torch.nn.Conv2d)), None)
+    if conv is None or conv.kernel_size != conv.stride or max(conv.stride) <= 1:
+        return None
+    return _to_pair(conv.stride)
 
 
 def _patch_grid(model: torch.nn.Module, patch: Grid, rows: int) -> Grid:
-    known = _to_pair(getattr(getattr(model, "patch_embed", None), "grid_size", None))
-    if known is not None:
-        return known
+    """Return the grid of timm's patch embedding, of the config's image size, or a square."""
+    grid = _to_pair(getattr(getattr(model, "patch_embed", None), "grid_size", None))
+    if grid is not None:
+        return grid
     image = _to_pair(getattr(getattr(model, "config", None), "image_size", None))
     if image is not None:
         return image[0] // patch[0], image[1] // patch[1]
     side = next((isqrt(rows - p) for p in PREFIX_COUNTS if isqrt(rows - p) ** 2 == rows - p), None)
     if side is None:
         raise JigsawError(
-            f"{rows} positions are no square of patches and a token or two before it",
+            f"{rows} positions must be a square of patches and at most two tokens before it",
             hint="give grid=(rows, columns)",
         )
     return side, side
@@ -162,5 +183,5 @@ def _to_pair(value: Any) -> Grid | None:
         return None
     if isinstance(value, int):
         return value, value
-    one, other = (int(v) for v in value)
-    return one, other
+    height, width = (int(v) for v in value)
+    return height, width

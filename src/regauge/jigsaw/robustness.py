@@ -1,5 +1,5 @@
-"""Numbers of robustness: corruption errors relative to a reference model, and those of ImageNet-A
-and ImageNet-O.
+"""Measures of robustness: corruption errors relative to a reference model (ImageNet-C), AURRA
+(ImageNet-A) and AUPR (ImageNet-O).
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severi
 
 
 def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
-    """The CE of each corruption: the sum of errors over severities, over that of the reference
-    model.
+    """Compute the CE of each corruption: its errors over severities, relative to a reference model.
+
+    Raises:
+        JigsawError: The reference lacks a corruption, or makes no error under it.
     """
     missing = [name for name in errors if name not in reference]
     if missing:
@@ -30,9 +32,9 @@ def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
     faultless = [name for name in errors if np.sum(reference[name]) == 0]
     if faultless:
         raise JigsawError(
-            f"the reference model makes no error under {', '.join(faultless)}: nothing is "
-            "relative to that",
-            hint="take more images, or a weaker model as the reference",
+            f"the reference model makes no error under {', '.join(faultless)}: relative errors "
+            "are undefined",
+            hint="use more images, or a weaker reference model",
         )
     return {
         name: float(np.sum(values) / np.sum(reference[name])) for name, values in errors.items()
@@ -40,29 +42,31 @@ def corruption_errors(errors: Errors, reference: Errors) -> dict[str, float]:
 
 
 def mean_corruption_error(errors: Errors, reference: Errors) -> float:
-    """mCE: the mean of the CEs. 1 for the reference itself (tables print 100)."""
+    """Compute mCE, the mean of the CEs: 1 for the reference itself (tables print 100)."""
     return float(np.mean(list(corruption_errors(errors, reference).values())))
 
 
 def mean_error(errors: Errors) -> float:
-    """The mean error over corruptions and severities, without a reference: what the paper's Table 9
-    prints for each corruption.
-    """
+    """Compute the mean error over corruptions and severities, as in the paper's Table 9."""
     return float(np.mean([np.mean(values) for values in errors.values()]))
 
 
 def aurra(confidence: Any, correct: Any) -> float:
-    """The area under the response rate accuracy curve: the accuracy over the surest answers,
-    averaged over how many one responds to.
+    """Compute the area under the response rate accuracy curve.
+
+    It is the accuracy over the n most confident predictions, averaged over n.
     """
     order = np.argsort(-np.asarray(confidence, float), kind="stable")
-    right = np.asarray(correct, float)[order]
-    return float((np.cumsum(right) / np.arange(1, len(right) + 1)).mean())
+    ranked = np.asarray(correct, float)[order]
+    return float((np.cumsum(ranked) / np.arange(1, len(ranked) + 1)).mean())
 
 
 def aupr(inside: Any, outside: Any) -> float:
-    """The area under precision and recall for finding what is of no known class, by its low
-    confidence.
+    """Compute the area under precision and recall of detecting outliers by low confidence.
+
+    Args:
+        inside: The confidence of images of a known class.
+        outside: The confidence of outliers.
     """
     need("sklearn", "studies")
     from sklearn.metrics import average_precision_score
@@ -82,8 +86,15 @@ def evaluate_corruptions(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, list[float]]:
-    """A model's error under every corruption at severities 1 to 5, on images and labels of a
-    task.
+    """Measure a model's error under every corruption at severities 1 to 5.
+
+    Args:
+        model: A classifier of images.
+        data: Images and labels.
+        task: The preparation of the images.
+        batch: The number of images of a pass.
+        device: The device of the model.
+        progress: Called before each corruption.
     """
     data = conform_images(task, data)
     pixels = (
@@ -98,47 +109,44 @@ def evaluate_corruptions(
             progress(number, len(CORRUPTIONS), name)
         errors[name] = []
         for severity in SEVERITIES:
-            made = corrupt(pixels, name, severity)
+            images = corrupt(pixels, name, severity)
             fields = {
-                "image": made if made.shape[-1] == 3 else made[..., 0],
+                "image": images if images.shape[-1] == 3 else images[..., 0],
                 "label": data["label"],
             }
-            errors[name].append(
-                float(
-                    1
-                    - score_predictions(
-                        model, prepare(task, Data(data.name, fields, "")), batch, device
-                    )[1].mean()
-                )
-            )
+            examples = prepare(task, Data(data.name, fields, ""))
+            _, correct = score_predictions(model, examples, batch, device)
+            errors[name].append(float(1 - correct.mean()))
     return errors
 
 
 def score_predictions(
     model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu"
 ) -> tuple[Any, Any]:
-    """The largest probability of each example, and whether it is that of its label."""
+    """Return the largest probability of each example, and whether it is that of its label.
+
+    Raises:
+        JigsawError: `examples` is empty or multi-label, or the model is not a classifier.
+    """
     if examples.multi_label or len(examples) == 0:
-        fault = "have several labels each" if examples.multi_label else "are none"
+        got = "several labels each" if examples.multi_label else "no images"
         raise JigsawError(
-            f"the images {fault}: there is no answer to be right or wrong",
+            f"the accuracy needs images with one label each, got {got}",
             hint="give images with one label each",
         )
-    sure, right = [], []
+    confidence, correct = [], []
     model.eval()
     with torch.no_grad():
         for start in range(0, len(examples), batch):
             inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
             try:
                 logits = logits_of(model, {k: v.to(device) for k, v in inputs.items()})
-            except (
-                AttributeError
-            ) as error:  # the output of a model without a classifier has no logits
+            except AttributeError as error:  # outputs without a classifier have no logits
                 raise JigsawError(
-                    f"{type(model).__name__} gives no classes of images",
+                    f"{type(model).__name__} is not an image classifier",
                     hint="give a model ...ForImageClassification",
                 ) from error
             top = logits.softmax(-1).max(-1)
-            sure.append(top.values.double().cpu().numpy())
-            right.append((top.indices.cpu() == labels).double().numpy())
-    return np.concatenate(sure), np.concatenate(right)
+            confidence.append(top.values.double().cpu().numpy())
+            correct.append((top.indices.cpu() == labels).double().numpy())
+    return np.concatenate(confidence), np.concatenate(correct)

@@ -13,10 +13,15 @@ Shuffle = Literal["patches", "pixels"]
 
 @dataclass(frozen=True)
 class Variant:
-    """What is done to a model in training. `positions` are its own; `unknown` takes their place
-    where patches were shuffled; `index` is a second table by place that no shuffle takes away;
-    `localize` regresses positions. `shuffle` is of masked patches, or of all patches and their
-    pixels.
+    """A variant of training.
+
+    Attributes:
+        name: The name in the paper.
+        positions: Whether the model has its position embeddings.
+        shuffle: Whether masked patches are shuffled, or all patches and their pixels, or none.
+        unknown: Whether shuffled patches share one unknown position embedding.
+        index: Whether a second table of positions is added, which the shuffle does not change.
+        localize: The regression of positions, if there is one.
     """
 
     name: str
@@ -41,12 +46,13 @@ VARIANTS = {
 }
 
 
-def resolve_variant(given: str | Variant) -> Variant:
-    if isinstance(given, Variant):
-        return given
-    if given not in VARIANTS:
+def resolve_variant(variant: str | Variant) -> Variant:
+    """Return a variant, by its letter or as it is."""
+    if isinstance(variant, Variant):
+        return variant
+    if variant not in VARIANTS:
         raise JigsawError(
-            f'there is no variant "{given}"',
+            f'unknown variant "{variant}"',
             hint=", ".join(f"{letter}: {v.name}" for letter, v in VARIANTS.items()),
         )
-    return VARIANTS[given]
+    return VARIANTS[variant]

@@ -1,17 +1,16 @@
-"""Masked Jigsaw Puzzle training as a wrapper around a model of images.
+"""Masked Jigsaw Puzzle training as a wrapper around an image model.
 
-In training a share of an image's patches is shuffled and carries one shared, learnable, unknown
-position embedding in place of its own; the other embeddings are asked where they belong. In
-evaluation the wrapped model is the plain one. None of the model's code is copied: its table of
-positions is swapped for the length of one call.
+In training a share of an image's patches is shuffled, and these patches get one shared, learnable,
+unknown position embedding. The positions of the other patches are regressed from their embeddings.
+In evaluation the wrapped model is the plain one. None of the model's code is copied: its position
+table is replaced during one call.
 
     wrapped = MaskedJigsaw(model, ratio=0.1)
-    out = wrapped(pixel_values, labels)              # out.loss is all of it; out.logits, and
-    out.extra, which out.loss holds already
-    model = wrapped.unwrap()                         # the plain model, trained
+    out = wrapped(pixel_values, labels)      # out.logits; out.loss, which includes out.extra
+    model = wrapped.unwrap()                 # the plain model, trained
 
-As in the reference, a pass is shuffled with probability 0.5, and none of the first `warmup` passes
-is (there: 20 of 300 epochs).
+As in the reference, a pass is shuffled with probability 0.5, but never one of the first `warmup`
+passes (20 of 300 epochs in the reference).
 """
 
 from __future__ import annotations
@@ -45,8 +44,10 @@ LAMBDA = 0.01
 
 
 class Output(dict[str, Any]):
-    """What a forward gives, by key or by attribute: logits, with labels the loss, in training the
-    extra loss; and what else the model gives. What is not there reads as None.
+    """The output of a forward pass, by key or by attribute; a missing entry is None.
+
+    It holds the outputs of the model: `logits`, `loss` if labels are given, and in training the
+    `extra` loss of the regression.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -56,21 +57,31 @@ class Output(dict[str, Any]):
 
 
 class MaskedJigsaw(torch.nn.Module):
-    """A model of images in training with masked jigsaw puzzles.
+    """An image model in training with masked jigsaw puzzles.
 
-    `variant` is a letter of the paper's Table 2 or a `Variant`; by default J, or E (the shuffle
-    alone) where the model has no absolute positions, and then a warning says so. `ratio` is the
-    share of patches. `per` draws one puzzle for a "batch", as the reference does, or one for each
-    "sample". `weight` is the lambda of the regression, or a function of the pass
-    (`reference_weight`). `schedule` says which part of the ratio a pass has (`ramp`, `until`).
-    Draws depend on `seed`, the process's rank and the number of the pass alone. `table`, `patch`
-    and `grid` are read off the model where they are not given.
+    Random numbers depend only on `seed`, the rank of the process and the number of the pass.
+
+    Args:
+        model: The image model.
+        ratio: The share of patches to shuffle.
+        variant: A letter of the paper's Table 2 or a `Variant`. By default J, or with a warning E
+            (the shuffle alone) for a model without absolute positions.
+        per: Whether there is one puzzle for a "batch", as in the reference, or for each "sample".
+        probability: The share of passes that are shuffled.
+        warmup: The number of first passes without a shuffle.
+        weight: The lambda of the regression, or a function of the pass (`reference_weight`).
+        schedule: The share of `ratio` as a function of the pass (`ramp`, `stop_after`).
+        seed: The random seed.
+        table: The name of the position table; found in the model by default.
+        patch: The patch size in pixels; found in the model by default.
+        grid: Rows and columns of patches; found in the model by default.
+
+    Raises:
+        JigsawError: An option is invalid, or the variant needs positions that the model lacks.
     """
 
-    accepts_loss_kwargs = (
-        False  # what transformers' Trainer asks: its losses are means over the batch
-    )
-    # and what else it asks, of the model itself
+    accepts_loss_kwargs = False  # for transformers' Trainer: losses are means over the batch
+    # attributes that the Trainer reads from the model itself
     FORWARDED = (
         "config",
         "main_input_name",
@@ -97,16 +108,16 @@ class MaskedJigsaw(torch.nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(model, MaskedJigsaw):
-            raise JigsawError("this model is wrapped already", hint="unwrap it first")
+            raise JigsawError("the model is wrapped already", hint="unwrap it first")
         if per not in ("batch", "sample"):
-            raise JigsawError(f'puzzles are drawn per "batch" or per "sample", not per "{per}"')
+            raise JigsawError(f'per must be "batch" or "sample", got "{per}"')
         check_probability(probability)
         if warmup < 0:
-            raise JigsawError(f"a warm-up of {warmup} passes is none", hint="0 or more")
+            raise JigsawError(f"warmup must be >= 0, got {warmup}")
         if not callable(weight) and not 0 <= weight < math.inf:
             raise JigsawError(
-                f"a weight of {weight:g} is not 0 or more, and finite",
-                hint=f"{LAMBDA} in the paper",
+                f"the weight must be >= 0 and finite, got {weight:g}",
+                hint=f"it is {LAMBDA} in the paper",
             )
         self.ratio, self.per, self.probability, self.warmup = (
             check_ratio(ratio),
@@ -133,26 +144,25 @@ class MaskedJigsaw(torch.nn.Module):
                 return getattr(self.model, name)
             raise
 
-    def _resolve_variant(self, given: str | Variant | None) -> Variant:
+    def _resolve_variant(self, variant: str | Variant | None) -> Variant:
         if self.layout.table is not None:
-            return resolve_variant("J" if given is None else given)
-        if given is None:
+            return resolve_variant("J" if variant is None else variant)
+        if variant is None:
             warnings.warn(self.layout.note, stacklevel=3)
             return resolve_variant("E")
-        found = resolve_variant(given)
-        if found.unknown or found.index or found.localize or not found.positions:
-            raise JigsawError(self.layout.note, hint="variant A, C or E")
-        return found
+        resolved = resolve_variant(variant)
+        if resolved.unknown or resolved.index or resolved.localize or not resolved.positions:
+            raise JigsawError(self.layout.note, hint="use variant A, C or E")
+        return resolved
 
     def _add_parameters(self, table: torch.nn.Parameter) -> None:
-        """Add what the variant learns beside the model's own, in its dtype and on its device."""
+        """Add the variant's parameters, in the dtype and on the device of the position table."""
         assert self.layout.grid is not None
         like: dict[str, Any] = {"dtype": table.dtype, "device": table.device}
         patches = table.detach()[:, self.layout.prefix :]
         if self.variant.unknown and self.ratio > 0:
-            self.unknown = torch.nn.Parameter(
-                patches.mean((0, 1)).clone()
-            )  # where a place is in the mean; the reference starts from N(0, 1)
+            # initialized with the mean position; the reference samples from N(0, 1)
+            self.unknown = torch.nn.Parameter(patches.mean((0, 1)).clone())
         if self.variant.index:
             self.index = torch.nn.Parameter(torch.zeros_like(table))
         if self.variant.localize is not None:
@@ -172,39 +182,45 @@ class MaskedJigsaw(torch.nn.Module):
         labels: Tensor | None = None,
         *,
         puzzle: Puzzle | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Output:
-        """Images [batch, channels, height, width], and what else the model takes. A `puzzle` is put
-        to them in evaluation too.
+        """Run the model on shuffled images.
+
+        Args:
+            pixel_values: Images [batch, channels, height, width].
+            labels: Classes, or shares of classes as mixing gives them.
+            puzzle: The puzzle; by default sampled in training, and none in evaluation.
+            kwargs: Further arguments of the model.
+
+        Raises:
+            JigsawError: The image size or the puzzle does not fit the model.
         """
         size = (int(pixel_values.shape[-2]), int(pixel_values.shape[-1]))
-        stretches = self.layout.interpolates or more.get("interpolate_pos_encoding")
-        # A table that fits is taken as it is, but for shapes that are not square: these a model
-        # would stretch once more.
-        fits = (self.variant.unknown or self.variant.index) and not (
-            stretches and size[0] == size[1]
+        interpolates = self.layout.interpolates or kwargs.get("interpolate_pos_encoding")
+        # A table of the right size is used unchanged, except for images that are not square: the
+        # model would interpolate it once more.
+        must_fit = (self.variant.unknown or self.variant.index) and not (
+            interpolates and size[0] == size[1]
         )
-        grid = check_size(size, self.layout.patch, self.layout.grid if fits else None)
-        drawn, weight = (
-            self._next_puzzle(len(pixel_values), grid, pixel_values)
-            if puzzle is None and self.training
-            else (puzzle, None)
-        )
-        if drawn is not None and drawn.grid != grid:
+        grid = check_size(size, self.layout.patch, self.layout.grid if must_fit else None)
+        weight: Tensor | None = None
+        if puzzle is None and self.training:
+            puzzle, weight = self._next_puzzle(len(pixel_values), grid, pixel_values)
+        if puzzle is not None and puzzle.grid != grid:
             raise JigsawError(
-                f"the puzzle is of {drawn.grid[0]} x {drawn.grid[1]} patches, the images of "
-                f"{grid[0]} x {grid[1]}"
+                f"the puzzle must have the images' {grid[0]} x {grid[1]} patches, got "
+                f"{puzzle.grid[0]} x {puzzle.grid[1]}"
             )
-        drawn = drawn if drawn is None else drawn.to(pixel_values.device)
+        puzzle = puzzle if puzzle is None else puzzle.to(pixel_values.device)
         mask = (
             torch.zeros(1, grid[0] * grid[1], dtype=torch.bool, device=pixel_values.device)
-            if drawn is None
-            else drawn.mask
+            if puzzle is None
+            else puzzle.mask
         )
-        pixels = pixel_values if drawn is None else drawn.apply(pixel_values)
+        pixels = pixel_values if puzzle is None else puzzle.apply(pixel_values)
         positions = (
             self.positions(mask, grid)
-            if self.training or drawn is not None or self.index is not None
+            if self.training or puzzle is not None or self.index is not None
             else None
         )
         extra = (
@@ -214,73 +230,80 @@ class MaskedJigsaw(torch.nn.Module):
             if weight is None
             else weight * self.regression(mask)
         )
-        return self._run_model(pixels, labels, positions, extra, more)
+        return self._run_model(pixels, labels, positions, extra, kwargs)
 
     def positions(self, mask: Tensor, grid: Grid | None = None) -> Tensor | None:
-        """The table as the model sees it under masks [rows, cells], of a grid that may be another
-        than its own; None where it sees its own.
+        """Return the position table under masks [rows, cells], or None if it is the model's own.
+
+        Args:
+            mask: Whether a cell is shuffled, one row for the batch or one per image.
+            grid: The grid of the images, if it is not the table's.
         """
         if self.unknown is None and self.index is None:
             return None
         assert self.layout.table is not None
         table: Tensor = self.model.get_parameter(self.layout.table)
-        own: Tensor | None = self.index
+        index: Tensor | None = self.index
         if grid is not None and grid != self.layout.grid:
             table = interpolate_positions(table, self.layout, grid)
-            own = None if own is None else interpolate_positions(own, self.layout, grid)
+            index = None if index is None else interpolate_positions(index, self.layout, grid)
         if self.unknown is not None:
-            whole = torch.nn.functional.pad(
-                mask, (self.layout.prefix, 0)
-            )  # the tokens before the patches keep their own
-            table = torch.where(whole[..., None], self.unknown.to(table.dtype), table)
-        return table if own is None else table + own
+            # the tokens before the patches keep their positions
+            padded = torch.nn.functional.pad(mask, (self.layout.prefix, 0))
+            table = torch.where(padded[..., None], self.unknown.to(table.dtype), table)
+        return table if index is None else table + index
 
     def grid_of(self, pixels: Tensor) -> Grid:
-        """The patches of images [..., height, width], down and across."""
-        return int(pixels.shape[-2]) // self.layout.patch[0], int(
-            pixels.shape[-1]
-        ) // self.layout.patch[1]
+        """Return the rows and columns of patches of images [..., height, width]."""
+        height, width = (int(side) for side in pixels.shape[-2:])
+        return height // self.layout.patch[0], width // self.layout.patch[1]
 
     def weight_at(self, number: int) -> float:
-        """The lambda of a pass."""
+        """Return the lambda of a pass."""
         return float(self.weight(number)) if callable(self.weight) else float(self.weight)
 
     def puzzle_at(self, number: int, count: int, grid: Grid) -> Puzzle | None:
-        """The puzzle of a pass over `count` images, if it has one: by the seed, the process's rank
-        and the number alone.
+        """Sample the puzzle of a pass over `count` images, or return None for one without a puzzle.
+
+        It depends only on the seed, the rank of the process and the number of the pass.
         """
         seeds = [self.seed, distributed_rank(), number]
         ratio = (
             self.ratio if self.schedule is None else check_ratio(self.ratio * self.schedule(number))
         )
-        shuffles = self.variant.shuffle is not None and ratio > 0 and number >= self.warmup
-        if not shuffles or np.random.default_rng([*seeds, 0]).random() >= self.probability:
+        may_shuffle = self.variant.shuffle is not None and ratio > 0 and number >= self.warmup
+        if not may_shuffle or np.random.default_rng([*seeds, 0]).random() >= self.probability:
             return None
         if self.variant.shuffle == "pixels":
             return sample_scramble(grid, self.layout.patch, [*seeds, 1])
         return sample_puzzle(1 if self.per == "batch" else count, grid, ratio, [*seeds, 1])
 
     def regression(self, mask: Tensor, table: Tensor | None = None) -> Tensor:
-        """The loss of reading places off the positions that a mask [rows, cells] leaves, without
-        its lambda; 0 where the variant has none. `table` [cells, width] stands in for the model's
-        own.
+        """Compute the regression loss of the unmasked positions, without its lambda.
+
+        Args:
+            mask: Whether a cell is shuffled [rows, cells].
+            table: Position embeddings [cells, width]; by default the model's.
+
+        Returns:
+            The loss, or 0 if the variant has no regression.
         """
         if self.localizer is None:
             return torch.zeros((), device=mask.device)
         if table is None:
             assert self.layout.table is not None
             table = self.model.get_parameter(self.layout.table)[0, self.layout.prefix :]
-        kept = ~mask if self.variant.unknown else torch.ones_like(mask)
-        if kept.shape[1] != len(
-            table
-        ):  # on a grid of another size no row of the table is one of its cells: all are asked
-            kept = torch.ones(1, len(table), dtype=torch.bool, device=mask.device)
-        loss: Tensor = self.localizer(table, kept)
+        unmasked = ~mask if self.variant.unknown else torch.ones_like(mask)
+        if unmasked.shape[1] != len(table):
+            # on a grid of another size no row of the table is a cell: all rows are regressed
+            unmasked = torch.ones(1, len(table), dtype=torch.bool, device=mask.device)
+        loss: Tensor = self.localizer(table, unmasked)
         return loss
 
     def unwrap(self) -> torch.nn.Module:
-        """The plain model. It computes what the wrapped one computes without a puzzle; the unknown
-        embedding and the regression stay behind.
+        """Return the plain model, without the unknown embedding and the regression.
+
+        It computes the same function as the wrapped model without a puzzle.
         """
         if self.index is not None:
             assert self.layout.table is not None
@@ -290,12 +313,15 @@ class MaskedJigsaw(torch.nn.Module):
         return self.model
 
     def get_extra_state(self) -> Tensor:
+        """Return the number of passes, for `state_dict`."""
         return torch.tensor(self.passes)
 
     def set_extra_state(self, state: Tensor) -> None:
+        """Restore the number of passes."""
         self.passes = int(state)
 
     def extra_repr(self) -> str:
+        """Return the options, for `repr`."""
         return (
             f"{self.variant.name}, ratio={self.ratio:g}, per {self.per}, "
             f"probability={self.probability:g}, warmup={self.warmup}"
@@ -305,9 +331,7 @@ class MaskedJigsaw(torch.nn.Module):
     def _next_puzzle(
         self, count: int, grid: Grid, like: Tensor
     ) -> tuple[Puzzle | None, Tensor | None]:
-        """The puzzle of this pass, if it has one, and the weight of the regression, if there is
-        one.
-        """
+        """Count this pass; return its puzzle, or None, and its lambda, or None."""
         number, self.passes = self.passes, self.passes + 1
         weight = (
             None
@@ -322,29 +346,28 @@ class MaskedJigsaw(torch.nn.Module):
         labels: Tensor | None,
         positions: Tensor | None,
         extra: Tensor | None,
-        more: dict[str, Any],
+        kwargs: dict[str, Any],
     ) -> Output:
-        own = (
+        """Run the model with other positions, and add the extra loss."""
+        has_own_loss = (
             getattr(self.model, "config", None) is not None
             and labels is not None
             and not labels.is_floating_point()
         )
-        given = {**more, "labels": labels} if own else more
+        arguments = {**kwargs, "labels": labels} if has_own_loss else kwargs
         if positions is None:
-            found = self.model(pixels, **given)
+            output = self.model(pixels, **arguments)
         else:
-            found = functional_call(
-                self.model, {str(self.layout.table): positions}, (pixels,), given
+            output = functional_call(
+                self.model, {str(self.layout.table): positions}, (pixels,), arguments
             )
         out = (
-            Output(logits=found)
-            if isinstance(found, Tensor)
-            else Output({k: v for k, v in found.items() if v is not None})
+            Output(logits=output)
+            if isinstance(output, Tensor)
+            else Output({k: v for k, v in output.items() if v is not None})
         )
         if labels is not None and "loss" not in out:
-            out["loss"] = torch.nn.functional.cross_entropy(
-                out["logits"], labels
-            )  # classes, or shares of them, as mixing gives
+            out["loss"] = torch.nn.functional.cross_entropy(out["logits"], labels)
         if extra is not None:
             out["extra"] = extra
             if labels is not None:
@@ -355,56 +378,68 @@ class MaskedJigsaw(torch.nn.Module):
 def reference_weight(
     warmup: int, total: int, peak: float = LAMBDA, end: float = LAMBDA / 2
 ) -> Callable[[int], float]:
-    """The lambda of the reference's code: up from 0 over the warm-up, then down to half along a
-    cosine. The paper's text has it constant.
+    """Return the lambda schedule of the reference's code; the paper's text has it constant.
+
+    Args:
+        warmup: The passes in which lambda rises from 0 to `peak`.
+        total: All passes; after the warmup lambda falls along a cosine.
+        peak: The largest lambda.
+        end: The lambda of the last pass.
     """
 
     def weight(step: int) -> float:
         if step < warmup:
             return peak * step / warmup
-        along = min(1.0, (step - warmup) / max(1, total - warmup))
-        return end + (peak - end) * 0.5 * (1 + float(np.cos(np.pi * along)))
+        progress = min(1.0, (step - warmup) / max(1, total - warmup))
+        return end + (peak - end) * 0.5 * (1 + float(np.cos(np.pi * progress)))
 
     return weight
 
 
 def ramp(total: int) -> Callable[[int], float]:
-    """A schedule of the ratio: from nothing to all of it, in a straight line over `total`
-    passes.
-    """
+    """Return a schedule of the ratio that rises linearly from 0 to 1 over `total` passes."""
     return lambda step: min(1.0, step / max(1, total))
 
 
 def stop_after(total: int, share: float) -> Callable[[int], float]:
-    """A schedule of the ratio: all of it in this share of `total` passes, and then nothing, so that
-    a training ends on images as they are.
+    """Return a schedule of the ratio that is 1 in the first `share` of `total` passes, then 0.
+
+    The training then ends on unshuffled images.
     """
     return lambda step: float(step < share * total)
 
 
 def distributed_rank() -> int:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_rank() if there else 0
+    """Return the rank of this process, or 0 without torch.distributed."""
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
 
 
-def wrap(model: torch.nn.Module, given: Mapping[str, Any], total: int, seed: int) -> MaskedJigsaw:
-    """Wrap a model by plain JSON options: those of `MaskedJigsaw`, with `warmup` as a share of the
-    `total` steps.
+def wrap(model: torch.nn.Module, options: Mapping[str, Any], total: int, seed: int) -> MaskedJigsaw:
+    """Wrap a model by plain JSON options.
 
-    Also understood: `schedule: "reference"` (of lambda), and `ramp: true` or `until: share` (of the
-    ratio).
+    Args:
+        model: The image model.
+        options: Options of `MaskedJigsaw`, with `warmup` as a share of `total`. Also understood:
+            `schedule: "reference"` (of lambda), and `ramp: true` or `until: share` (of the ratio).
+        total: The number of steps.
+        seed: The random seed.
+
+    Raises:
+        JigsawError: An option is invalid.
     """
-    options = dict(given)
-    warmup = round(options.pop("warmup", 0.0) * total)
-    named = options.pop("schedule", None)
-    if named not in (None, "reference"):
-        raise JigsawError(f'there is no schedule "{named}"', hint='"reference", or none')
-    if named is not None:
-        options["weight"] = reference_weight(
-            warmup, total, options.get("weight", LAMBDA), options.get("weight", LAMBDA) / 2
+    remaining = dict(options)
+    warmup = round(remaining.pop("warmup", 0.0) * total)
+    weight_schedule = remaining.pop("schedule", None)
+    if weight_schedule not in (None, "reference"):
+        raise JigsawError(
+            f'the schedule must be "reference", got "{weight_schedule}"', hint="or leave it out"
         )
-    rises, ends = options.pop("ramp", False), options.pop("until", None)
-    of_ratio = ramp(total) if rises else stop_after(total, ends) if ends is not None else None
+    if weight_schedule is not None:
+        peak = remaining.get("weight", LAMBDA)
+        remaining["weight"] = reference_weight(warmup, total, peak, peak / 2)
+    rises, end = remaining.pop("ramp", False), remaining.pop("until", None)
+    schedule = ramp(total) if rises else stop_after(total, end) if end is not None else None
     return MaskedJigsaw(
-        model, options.pop("ratio"), warmup=warmup, schedule=of_ratio, seed=seed, **options
+        model, remaining.pop("ratio"), warmup=warmup, schedule=schedule, seed=seed, **remaining
     )

@@ -1,8 +1,7 @@
-"""Findings: what was measured, between what nothing wrong would give and what something wrong
-gives. Never a bare number.
+"""Findings: measurements between a baseline and a control, never bare numbers.
 
-`Results` is what a command found: findings, tables, figures and the facts of the run. It is data:
-JSON says all of it, and every page, plot and line of text is made from that JSON alone.
+`Results` holds the findings, tables, figures and facts of one command. It is plain data: its JSON
+is complete, and every page, plot and text is generated from that JSON alone.
 """
 
 from __future__ import annotations
@@ -19,18 +18,29 @@ from regauge.checkpoints.documents import RESULTS_BYTES, parse_json, read_docume
 from regauge.errors import CheckpointError, FindingsError
 
 VERSION = 1
-INCONCLUSIVE = "cannot be told"  # how the sentence of a finding begins that could not be decided
+INCONCLUSIVE = "inconclusive"  # the sentence of an undecided finding starts with this word
+_INCONCLUSIVE = (INCONCLUSIVE, "cannot be ")  # the second in older files
 
 
 @dataclass(frozen=True)
 class Finding:
     """One statement and its measurement.
 
-    `value` stands between `floor` (what is allowed or costs nothing: a tolerance, a random guess)
-    and `ceiling` (what the same measurement gives where the statement is false or nothing defends:
-    a negative control, an attack without defence). `holds` is None where the statement does not
-    apply or only a number is reported; `sentence` then says why. `where` names the module or tensor
-    that decides. `spread` is the standard deviation over `trials`.
+    Attributes:
+        id: The section and the name, separated by slashes.
+        statement: The claim that is checked.
+        holds: Whether the statement holds; None if it does not apply, is undecided, or if only a
+            number is reported.
+        value: The measurement.
+        floor: The baseline: a tolerance, or a random guess.
+        ceiling: The control: the same measurement where the statement is false, or an attack
+            without a defence.
+        sentence: The result in words, and the reason if `holds` is None.
+        source: The paper and section of the statement.
+        measure: The name of the measured quantity.
+        where: The module or tensor that decides.
+        spread: The standard deviation over `trials`.
+        trials: The number of repeated measurements.
     """
 
     id: str
@@ -49,9 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text and numbers under column heads. Numbers stay numbers: the page decides how many
-    digits it shows.
-    """
+    """Rows of text and numbers under column heads; the page rounds the numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -61,12 +69,16 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture as data: "lines" {"x", "y": {label: values}, "xlabel", "ylabel", "log"} (values may
-    end before x does), "points" {"series": {label: [[x, y, name]]}, "xlabel", "ylabel"}, "bars"
-    {"labels", "y": {label: values}, "ylabel"}, "images" {"columns": labels, "rows": [{"label",
-    "images": [2-D or 3-D lists in 0..1]}]}, "matrix" {"rows", "columns", "values", "log"}, "plane"
-    {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]], "xlabel",
-    "ylabel", "unit"}, "net" {"lines": {label: [[x, y], ...]}}.
+    """A figure as data, of one of these kinds:
+
+    lines   {"x", "y": {label: values}, "xlabel", "ylabel", "log"}; values may be shorter than x
+    points  {"series": {label: [[x, y, name]]}, "xlabel", "ylabel"}
+    bars    {"labels", "y": {label: values}, "ylabel"}
+    images  {"columns": labels, "rows": [{"label", "images": [2-D or 3-D lists in 0..1]}]}
+    matrix  {"rows", "columns", "values", "log"}
+    plane   {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]],
+            "xlabel", "ylabel", "unit"}
+    net     {"lines": {label: [[x, y], ...]}}
     """
 
     title: str
@@ -77,8 +89,15 @@ class Figure:
 
 @dataclass(frozen=True)
 class Results:
-    """What one command found. `facts` are the command, versions, seed, model, dtype, seconds;
-    `unchecked` says what was not looked at, and why.
+    """The results of one command.
+
+    Attributes:
+        title: The heading of the page.
+        findings: Statements with their measurements.
+        tables: Tables of the page.
+        figures: Figures of the page.
+        facts: The command, versions, seed, model, dtype and seconds.
+        unchecked: Checks that were skipped, with the reason.
     """
 
     title: str
@@ -90,29 +109,29 @@ class Results:
 
     @property
     def failed(self) -> tuple[Finding, ...]:
-        """The findings whose statement should hold and does not."""
+        """The findings that do not hold."""
         return tuple(f for f in self.findings if f.holds is False)
 
     @property
     def inconclusive(self) -> tuple[Finding, ...]:
-        """The findings whose statement should hold, where the measurement sees too little to say
-        so.
-        """
-        return tuple(
-            f for f in self.findings if f.holds is None and f.sentence.startswith(INCONCLUSIVE)
-        )
+        """The findings whose measurement is too weak for a verdict."""
+        undecided = (f for f in self.findings if f.holds is None)
+        return tuple(f for f in undecided if f.sentence.startswith(_INCONCLUSIVE))
 
 
 def spread_of(values: Sequence[float]) -> float | None:
-    """The standard deviation over trials, as `Finding.spread` tells it. One trial has none: a 0
-    would be a measurement.
+    """Compute the standard deviation over trials for `Finding.spread`.
+
+    It is None for one trial: a 0 would be a measurement.
     """
     return statistics.stdev(values) if len(values) > 1 else None
 
 
 def apply_threshold(f: Finding, threshold: float | None) -> Finding:
-    """A finding that fails where its value has gone further than this share of the way from its
-    floor to its ceiling.
+    """Return a finding with a verdict by a threshold.
+
+    It fails if its value exceeds this share of the distance from its floor to its ceiling. Findings
+    with a verdict, without one of these numbers, or without a threshold are returned unchanged.
     """
     if (
         f.holds is not None
@@ -127,7 +146,7 @@ def apply_threshold(f: Finding, threshold: float | None) -> Finding:
 
 
 def to_json(results: Results) -> str:
-    """The whole of it as text. Numbers that JSON has no word for (nan, inf) become their names."""
+    """Serialize results; nan and inf, which JSON lacks, are written as strings."""
     return json.dumps(
         {"regauge": "results", "version": VERSION, **_to_plain(asdict(results))},
         indent=1,
@@ -137,13 +156,21 @@ def to_json(results: Results) -> str:
 
 
 def from_json(text: str | bytes, where: str = "the text") -> Results:
-    """What `to_json` wrote, here or in an older version; anything else is refused by name."""
+    """Parse the output of `to_json`.
+
+    Args:
+        text: The JSON.
+        where: The name of its source, for errors.
+
+    Raises:
+        FindingsError: The text is not a results file, is damaged, or of an unsupported version.
+    """
     document = parse_json(
         text, where, FindingsError, "give the file that --json wrote", surrogates=True
     )
     if not isinstance(document, dict) or document.get("regauge") != "results":
         raise FindingsError(
-            f"{where} holds no results of regauge", hint="give the file that --json wrote"
+            f"{where} is not a results file of regauge", hint="give the file that --json wrote"
         )
     if document.get("version") != VERSION:
         raise FindingsError(
@@ -177,7 +204,7 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
 
 
 def load_results(path: Path | str) -> Results:
-    """The results in a file that `--json` wrote."""
+    """Load the results of a file that `--json` wrote."""
     try:
         data = read_document(Path(path), RESULTS_BYTES, FindingsError)
     except CheckpointError as error:
@@ -189,15 +216,17 @@ _NUMBERS = {"value", "floor", "ceiling", "spread"}
 
 
 def _build(kind: Any, values: Mapping[str, Any]) -> Any:
+    """Construct a dataclass from its JSON; strings of nan and inf become numbers again."""
     unknown = values.keys() - {f.name for f in fields(kind)}
     if unknown:
-        raise ValueError(f'"{min(unknown)}" is no field of a {kind.__name__}')
+        raise ValueError(f'unknown field "{min(unknown)}" of a {kind.__name__}')
     return kind(
         **{k: float(v) if k in _NUMBERS and v is not None else v for k, v in values.items()}
     )
 
 
 def _to_plain(value: Any) -> Any:
+    """Replace tuples by lists, keys by strings, and numbers that are not finite by their names."""
     if isinstance(value, Mapping):
         return {str(k): _to_plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):

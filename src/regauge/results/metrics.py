@@ -1,9 +1,7 @@
-"""How near a reconstruction is to the image that it is of. Every number is of one image; whoever
-shows them takes means, and the worst.
+"""Similarity of reconstructed images to their originals, one number for each image.
 
-Images are [images, channels, height, width] in a range that is declared: the same pair has another
-PSNR and SSIM if its range is another. PSNR and SSIM are torchmetrics'; LPIPS is made of weights
-that are given by path.
+Images are [images, channels, height, width] in a declared range, on which PSNR and SSIM depend.
+PSNR and SSIM are torchmetrics'; the weights of LPIPS are loaded from a file.
 """
 
 from __future__ import annotations
@@ -23,48 +21,53 @@ class MetricError(RegaugeError):
     """Images that cannot be compared."""
 
 
-def _require_comparable(found: Tensor, true: Tensor) -> None:
-    if found.shape != true.shape or found.dim() != 4 or not len(found):
+def _require_comparable(reconstructed: Tensor, true: Tensor) -> None:
+    if reconstructed.shape != true.shape or reconstructed.dim() != 4 or not len(reconstructed):
         raise MetricError(
-            f"images of shape {list(found.shape)} are compared with {list(true.shape)}",
-            hint="[images, channels, height, width], both",
+            "images must have the same shape [images, channels, height, width], got "
+            f"{list(reconstructed.shape)} and {list(true.shape)}",
         )
-    if not bool(torch.isfinite(found).all() and torch.isfinite(true).all()):
-        raise MetricError("an image holds NaN or Inf", hint="did the attack diverge?")
+    if not bool(torch.isfinite(reconstructed).all() and torch.isfinite(true).all()):
+        raise MetricError("images must be finite, got NaN or Inf", hint="did the attack diverge?")
 
 
-def mse(found: Tensor, true: Tensor) -> Tensor:
-    """The mean squared difference of each image's values."""
-    _require_comparable(found, true)
-    return (found.double() - true.double()).square().flatten(1).mean(1)
+def mse(reconstructed: Tensor, true: Tensor) -> Tensor:
+    """Compute the mean squared error of each image."""
+    _require_comparable(reconstructed, true)
+    return (reconstructed.double() - true.double()).square().flatten(1).mean(1)
 
 
-def psnr(found: Tensor, true: Tensor, span: float) -> Tensor:
-    """10 log10(span^2 / MSE) of each image, in dB; `span` is the width of the range of values (1
-    for 0..1, 2 for -1..1).
+def psnr(reconstructed: Tensor, true: Tensor, span: float) -> Tensor:
+    """Compute 10 log10(span^2 / MSE) of each image, in dB.
+
+    Args:
+        reconstructed: The reconstructions.
+        true: The originals.
+        span: The width of the range of values: 1 for 0..1, 2 for -1..1.
     """
     need("torchmetrics", "audit")
     from torchmetrics.functional.image import peak_signal_noise_ratio
 
-    _require_comparable(found, true)
+    _require_comparable(reconstructed, true)
     out: Tensor = peak_signal_noise_ratio(
-        found.double(), true.double(), data_range=span, dim=(1, 2, 3), reduction="none"
+        reconstructed.double(), true.double(), data_range=span, dim=(1, 2, 3), reduction="none"
     )
     return out
 
 
-def ssim(found: Tensor, true: Tensor, span: float) -> Tensor:
-    """Structural similarity of each image, with Gaussian windows of 11 (smaller where the image
-    is): 1 is the same.
+def ssim(reconstructed: Tensor, true: Tensor, span: float) -> Tensor:
+    """Compute the structural similarity of each image, 1 for equal images.
+
+    Windows are Gaussian, of 11 pixels, or uniform and smaller for smaller images.
     """
     need("torchmetrics", "audit")
     from torchmetrics.functional.image import structural_similarity_index_measure
 
-    _require_comparable(found, true)
-    window = min(11, 2 * ((min(found.shape[-2:]) - 1) // 2) + 1)
+    _require_comparable(reconstructed, true)
+    window = min(11, 2 * ((min(reconstructed.shape[-2:]) - 1) // 2) + 1)
     out = (
         structural_similarity_index_measure(
-            found.double(),
+            reconstructed.double(),
             true.double(),
             data_range=span,
             reduction="none",
@@ -73,32 +76,32 @@ def ssim(found: Tensor, true: Tensor, span: float) -> Tensor:
         )
         if window < 11
         else structural_similarity_index_measure(
-            found.double(), true.double(), data_range=span, reduction="none"
+            reconstructed.double(), true.double(), data_range=span, reduction="none"
         )
     )
     assert isinstance(out, Tensor)
     return out.reshape(-1)
 
 
-def spectral_distance(found: Tensor, true: Tensor) -> Tensor:
-    """1 less the cosine between the two-dimensional Fourier transforms of each pair: 0 is the same
-    up to a factor.
+def spectral_distance(reconstructed: Tensor, true: Tensor) -> Tensor:
+    """Compute the cosine distance of 2-D Fourier transforms: 0 for images equal up to a factor.
 
-    002's FFT2D, with the conjugate that its script leaves out. By Parseval it is the cosine
-    distance of the pixels, and so says nothing of its own.
+    This is 002's FFT2D, with the conjugate that its script omits. By Parseval's theorem it equals
+    the cosine distance of the pixels.
     """
-    _require_comparable(found, true)
-    a, b = (torch.fft.fft2(v.double()).flatten(1) for v in (found, true))
-    alike: Tensor = (a * b.conj()).sum(1).real / (
+    _require_comparable(reconstructed, true)
+    a, b = (torch.fft.fft2(v.double()).flatten(1) for v in (reconstructed, true))
+    cosine: Tensor = (a * b.conj()).sum(1).real / (
         a.abs().square().sum(1).sqrt() * b.abs().square().sum(1).sqrt()
     ).clamp(min=1e-300)
-    return 1 - alike
+    return 1 - cosine
 
 
 class Lpips:
-    """Learned perceptual distance (Zhang et al. 2018), version 0.1 on AlexNet, from a safetensors
-    file with `conv0..4` and `lin0..4`. Images are in `low` to `high`; grey ones are taken for
-    colour.
+    """Learned perceptual distance (Zhang et al. 2018), version 0.1 on AlexNet.
+
+    The weights are in a safetensors file with `conv0..4` and `lin0..4`. Grey images are repeated
+    over three channels.
     """
 
     _STRIDE, _PADDING = (4, 1, 1, 1, 1), (2, 2, 1, 1, 1)
@@ -106,16 +109,15 @@ class Lpips:
     def __init__(self, path: Path | str) -> None:
         from regauge.checkpoints.reader import open_checkpoint
 
-        held = open_checkpoint(path)
-        self.state = {name: held[name].float() for name in held}
+        checkpoint = open_checkpoint(path)
+        self.state = {name: checkpoint[name].float() for name in checkpoint}
         if not all(f"{kind}{i}.weight" in self.state for kind in ("conv", "lin") for i in range(5)):
             raise MetricError(
-                f"{path} holds no AlexNet with the heads of LPIPS",
-                hint="conv0..4 and lin0..4 are needed",
+                f"{path} must hold conv0..4 and lin0..4, AlexNet and the heads of LPIPS",
             )
 
     def features(self, x: Tensor, low: float, high: float) -> list[Tensor]:
-        """What the five layers of AlexNet say of images."""
+        """Compute the activations of AlexNet's five layers, for images in `low` to `high`."""
         x = 2 * (x.float() - low) / (high - low) - 1
         x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
         shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
@@ -135,45 +137,49 @@ class Lpips:
             out.append(x)
         return out
 
-    def __call__(self, found: Tensor, true: Tensor, low: float, high: float) -> Tensor:
-        """The distance of each pair: 0 is the same."""
-        _require_comparable(found, true)
-        if min(found.shape[-2:]) < 32:
+    def __call__(self, reconstructed: Tensor, true: Tensor, low: float, high: float) -> Tensor:
+        """Compute the distance of each pair of images in `low` to `high`: 0 for equal images."""
+        _require_comparable(reconstructed, true)
+        if min(reconstructed.shape[-2:]) < 32:
             raise MetricError(
-                f"images of {list(found.shape[-2:])} are too small for AlexNet",
-                hint="it needs 32 x 32",
+                "images must be at least 32 x 32 pixels for AlexNet, got "
+                f"{list(reconstructed.shape[-2:])}",
             )
-        total = torch.zeros(len(found))
+        total = torch.zeros(len(reconstructed))
         with torch.no_grad():
             for i, (a, b) in enumerate(
-                zip(self.features(found, low, high), self.features(true, low, high), strict=True)
+                zip(
+                    self.features(reconstructed, low, high),
+                    self.features(true, low, high),
+                    strict=True,
+                )
             ):
                 a, b = (v / (v.square().sum(1, keepdim=True).sqrt() + 1e-10) for v in (a, b))
                 total += conv2d((a - b).square(), self.state[f"lin{i}.weight"]).mean((1, 2, 3))
         return total
 
 
-def feature_similarity(found: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-    """The absolute cosine of what a network makes of each pair (000's F-SIM, with the network that
-    one has).
-    """
-    _require_comparable(found, true)
+def feature_similarity(
+    reconstructed: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Compute the absolute cosine similarity of embeddings (000's F-SIM, with any network)."""
+    _require_comparable(reconstructed, true)
     with torch.no_grad():
-        a, b = (embed(v).flatten(1).double() for v in (found, true))
+        a, b = (embed(v).flatten(1).double() for v in (reconstructed, true))
     return torch.nn.functional.cosine_similarity(a, b).abs()
 
 
-def is_identified(found: Tensor, true: Tensor) -> Tensor:
-    """Is each reconstruction nearest to its own original, of all of them? Images are taken less
-    their mean, so that what all share says nothing.
+def is_identified(reconstructed: Tensor, true: Tensor) -> Tensor:
+    """Return whether each reconstruction is nearer to its original than to any other.
+
+    The mean image is subtracted, so that common structure does not count.
     """
-    _require_comparable(found, true)
-    a, b = (v.flatten(1).double() for v in (found, true))
+    _require_comparable(reconstructed, true)
+    a, b = (v.flatten(1).double() for v in (reconstructed, true))
     a, b = a - a.mean(0), b - b.mean(0)
     if len(a) < 2:
-        raise MetricError("one image is always nearest to itself", hint="give more")
-    alike = torch.nn.functional.normalize(a, dim=1) @ torch.nn.functional.normalize(b, dim=1).T
-    best = alike.max(1).values
-    return (alike.diagonal() >= best) & (
-        best > alike.min(1).values
-    )  # what is equally near to all is of none
+        raise MetricError("identification needs at least 2 images, got 1")
+    cosine = torch.nn.functional.normalize(a, dim=1) @ torch.nn.functional.normalize(b, dim=1).T
+    best = cosine.max(1).values
+    # a reconstruction that is equally near to all originals identifies none
+    return (cosine.diagonal() >= best) & (best > cosine.min(1).values)

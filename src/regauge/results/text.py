@@ -1,4 +1,4 @@
-"""Results as plain text, as a terminal shows them."""
+"""Results as plain text for a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def format_results(results: Results) -> str:
-    """Results as a terminal shows them: the tables, then what was claimed."""
+    """Format results as text: the tables, then the findings."""
     from regauge.models.summary import format_columns
     from regauge.results.report import format_number
 
@@ -30,9 +30,9 @@ def format_results(results: Results) -> str:
             ),
             "",
         ]
-    found = [("", "finding", "value", "floor", "ceiling", "")]
+    findings = [("", "finding", "value", "floor", "ceiling", "")]
     for f in results.findings:
-        found.append(
+        findings.append(
             (
                 format_verdict(f),
                 f.id,
@@ -42,19 +42,17 @@ def format_results(results: Results) -> str:
                 "" if f.holds else f.sentence,
             )
         )
-    held, told = (
-        sum(f.holds is True for f in results.findings),
-        sum(f.holds is not None for f in results.findings),
-    )
+    held = sum(f.holds is True for f in results.findings)
+    checked = sum(f.holds is not None for f in results.findings)
     lines += [
-        format_columns(found, right=(2, 3, 4)),
+        format_columns(findings, right=(2, 3, 4)),
         "",
         *(f"not checked: {text}" for text in results.unchecked),
     ]
     return "\n".join(
         [
             *lines,
-            f"{held} of {told} findings hold"
+            f"{held} of {checked} findings hold"
             + (f"; {len(results.failed)} FAILED" if results.failed else ""),
         ]
     )
@@ -71,4 +69,5 @@ def _format_value(value: float | None) -> str:
 
 
 def format_verdict(f: Finding) -> str:
+    """Return the verdict of a finding as one word, or "-" without one."""
     return {True: "holds", False: "FAILS", None: "-"}[f.holds]

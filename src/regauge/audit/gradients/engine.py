@@ -44,7 +44,8 @@ from regauge.audit.split.engine import denormalize
 from regauge.audit.split.scores import OTHERS, LeakageError, Scores, best_assignment, mean_score
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import NONE, Plan, parse_plan
+from regauge.defences.gradients import Plan, parse_plan
+from regauge.defences.parser import NONE
 from regauge.errors import UpdateError, need
 from regauge.jigsaw.layers import Layers, find_layers
 from regauge.results.findings import Results, apply_threshold

@@ -14,7 +14,7 @@ from regauge.audit.gradients.attempts import Attack
 from regauge.audit.gradients.scores import LEAK, METRICS, Case, Row, average
 from regauge.audit.split.report import to_pictures
 from regauge.audit.split.scores import OTHERS, mean_score, worst_score
-from regauge.defences.gradients import NONE
+from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
 NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: up to chance; clearly more

@@ -28,7 +28,8 @@ from regauge.audit.split.scores import LeakageError
 from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import NONE, parse_plan
+from regauge.defences.gradients import parse_plan
+from regauge.defences.parser import NONE
 from regauge.errors import UpdateError
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 

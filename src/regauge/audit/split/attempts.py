@@ -24,7 +24,6 @@ from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.audit.split.victims import (
-    NONE,
     Pair,
     defend_images,
     drop_shuffles,
@@ -33,6 +32,7 @@ from regauge.audit.split.victims import (
     parse_combination,
     split_batches,
 )
+from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
 

@@ -33,13 +33,13 @@ from regauge.audit.split.scores import (
     score_images,
 )
 from regauge.audit.split.victims import (
-    NONE,
     drop_singleton_batch,
     make_split_pair,
     parse_combination,
 )
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
+from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips

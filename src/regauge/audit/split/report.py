@@ -14,8 +14,8 @@ import torch
 
 from regauge.audit.split.attempts import Attack
 from regauge.audit.split.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
-from regauge.audit.split.victims import NONE
-from regauge.defences.split import DEFENCES, split_combination
+from regauge.defences.parser import NONE, split_combination
+from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Finding, Results, Table
 
 LEAK = "SSIM"

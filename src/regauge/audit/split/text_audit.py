@@ -21,7 +21,6 @@ from regauge.audit.split.engine import SplitCase, chance_accuracy, measure_label
 from regauge.audit.split.report import CAVEAT, build_glossary
 from regauge.audit.split.scores import LeakageError
 from regauge.audit.split.victims import (
-    NONE,
     Pair,
     drop_shuffles,
     is_shuffled,
@@ -30,6 +29,7 @@ from regauge.audit.split.victims import (
 )
 from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
+from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 

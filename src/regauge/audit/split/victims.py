@@ -21,13 +21,13 @@ import torch
 
 from regauge.attacks.views import ServerPass
 from regauge.data.tasks import Examples, logits_of
-from regauge.defences.split import BatchShuffle, Defence, Rows, parse_defences, split_combination
+from regauge.defences.parser import NONE, split_combination
+from regauge.defences.split import BatchShuffle, Defence, Rows, parse_defences
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, connect
 from regauge.split.client.train import Run, measure, train
 from regauge.split.protocol.frames import Frame, Kind
 
 Tensor = torch.Tensor
-NONE = "none"
 
 
 def parse_combination(combination: str) -> tuple[Defence, ...]:

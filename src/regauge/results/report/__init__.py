@@ -1,7 +1,7 @@
-"""The report: results in, one HTML page out, which opens from disk and needs no network.
+"""The report: one HTML page of results, which opens from disk without a network.
 
-The page is a function of the results' JSON alone: the same JSON gives the same bytes. Every text in
-it is foreign: jinja escapes it, and the page forbids scripts altogether.
+The page is a function of the results' JSON: the same JSON gives the same bytes. Every text is
+untrusted: jinja escapes it, and the page forbids scripts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ _MAX_DEPTH = 4  # facts nested deeper than this are shown as one line
 
 
 def page(results: Results) -> str:
-    """One self-contained HTML page: the verdict first, then what it rests on, and last how to
-    repeat it.
+    """Render results as a self-contained HTML page: verdict, evidence, and how to reproduce it.
+
+    Raises:
+        FindingsError: The results are not plain data, or a finding or figure is invalid.
     """
     need("jinja2", "report")
     from jinja2 import Environment, StrictUndefined
@@ -37,11 +39,9 @@ def page(results: Results) -> str:
             sections.setdefault(section_name(finding), []).append((i, finding))
     facts = dict(results.facts)
     command = facts.pop("command", None)
-    told = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
-    if (
-        told and colour == "none"
-    ):  # an audit checks nothing: it measures, and says in words what that comes to
-        words, told = str(told[0]), told[1:]
+    summary = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
+    if summary and colour == "none":  # an audit only measures, and summarizes in words
+        words, summary = str(summary[0]), summary[1:]
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
     )
@@ -64,14 +64,14 @@ def page(results: Results) -> str:
         figures=[(f, *draw_figure(f, f"f{i}-")) for i, f in enumerate(results.figures)],
         command=shlex.join(map(str, command)) if isinstance(command, list) else command,
         facts=facts,
-        told=told,
+        summary=summary,
     )
 
 
 def verdict(results: Results) -> tuple[str, str]:
-    """What the banner says: good, bad or none, and the words."""
+    """Return the colour of the banner ("good", "bad" or "none") and its words."""
     checked, failed = sum(f.holds is not None for f in results.findings), len(results.failed)
-    inconclusive = f"; {len(results.inconclusive)} cannot be told" if results.inconclusive else ""
+    inconclusive = f"; {len(results.inconclusive)} inconclusive" if results.inconclusive else ""
     if not checked:
         return "none", f"Measured: nothing here passes or fails{inconclusive}"
     if failed:
@@ -85,24 +85,22 @@ def verdict(results: Results) -> tuple[str, str]:
 
 
 def section_name(finding: Finding) -> str:
-    """What a finding is listed under: its id up to the first slash."""
+    """Return the section of a finding: its id up to the first slash."""
     return finding.id.split("/")[0]
 
 
 def format_amount(value: float | None, finding: Finding) -> str:
-    """A number of a finding: errors with two digits, and a power of ten where they are small; all
-    else plainly.
-    """
-    small = value is not None and "error" in finding.measure and 0 < abs(value) < 0.1
+    """Format a number of a finding: errors with two digits, small ones as powers of ten."""
+    is_small = value is not None and "error" in finding.measure and 0 < abs(value) < 0.1
     return (
         _format_power(value)
-        if value is not None and small
+        if value is not None and is_small
         else format_number(value, 2 if "error" in finding.measure else 4)
     )
 
 
 def format_number(value: Any, digits: int = 4) -> str:
-    """A cell as text: numbers with the digits that say something; nan and inf as words."""
+    """Format a cell: numbers with their significant digits, nan and inf as words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
@@ -125,7 +123,7 @@ def _is_numeric(table: Table, column: int) -> bool:
 
 
 def _format_fact(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """A fact as the template shows it: (key, value) pairs, or one line of text."""
+    """Format a fact for the template: (key, value) pairs, or one line of text."""
     if isinstance(value, Mapping) and value and depth < _MAX_DEPTH:
         return list(value.items())
     if isinstance(value, list) and not any(isinstance(v, Mapping | list) for v in value):
@@ -142,9 +140,7 @@ def _format_fact(value: Any, depth: int = _MAX_DEPTH) -> Any:
 
 
 def _to_plain(results: Results) -> Results:
-    """The results as their JSON says them, so that nothing else can show on the page; what is no
-    finding is refused.
-    """
+    """Return results after a round trip through JSON, and reject invalid findings."""
     try:
         plain = from_json(to_json(results).encode("utf-8", "replace"), "the results")
     except (TypeError, ValueError, RecursionError) as error:
@@ -162,14 +158,11 @@ def _to_plain(results: Results) -> Results:
 
 
 def _find_fault(finding: Finding) -> str:
-    if not any(finding.holds is known for known in (True, False, None)):
-        return f"holds is {finding.holds!r}, and not true, false or null"
+    """Return why a finding cannot be shown, or an empty text."""
+    if not any(finding.holds is value for value in (True, False, None)):
+        return f"holds must be true, false or null, got {finding.holds!r}"
     texts: Sequence[str] = ("id", "statement", "sentence", "source", "measure", "where")
     wrong = [name for name in texts if not isinstance(getattr(finding, name), str)]
-    return (
-        f"{', '.join(wrong)} is no text"
-        if wrong
-        else ""
-        if isinstance(finding.trials, int)
-        else "trials is no whole number"
-    )
+    if wrong:
+        return f"{', '.join(wrong)} must be text"
+    return "" if isinstance(finding.trials, int) else "trials must be an integer"

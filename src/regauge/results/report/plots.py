@@ -1,9 +1,8 @@
-"""Plots: findings as dots between what is allowed and a control, and the kinds of figures that
-results can hold.
+"""Plots: findings as dots between a baseline and a control, and all kinds of figures.
 
-Findings are drawn in percentages, so that they follow the width of the page. The charts are
-matplotlib's SVG without its global state: colours are stand-ins that become the page's own, which
-follow its light and dark, and ids get a prefix, since many charts share one page.
+Dots are placed in percent, so that they follow the width of the page. Charts are SVG of matplotlib,
+without its global state. Their placeholder colours are replaced by variables of the page, which
+follow its light and dark themes, and ids get a prefix, since many charts share one page.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from regauge.errors import FindingsError, need
 from regauge.results.findings import Figure, Finding
 from regauge.results.report import format_number, section_name
 
-# stand-ins in matplotlib's SVG, and what they become on the page
+# placeholders in matplotlib's SVG, and the colours of the page that replace them
 _INK, _RULE = "#010101", "#010102"
 _SERIES = tuple(f"#0101{16 + i:02d}" for i in range(6))
 _COLOURS = {
@@ -35,14 +34,12 @@ _DASHES, _MARKS, _HATCHES = (
     "osD^vP",
     ("", "////", "....", "\\\\\\\\", "xxxx", "----"),
 )
-_HUGE = 1e300  # from here on sums overflow
-# units; the text is 12 of them, so that it can be read on a phone that shows the whole in 330
-# pixels
-_WIDTH = 440
+_HUGE = 1e300  # sums of larger numbers overflow
+_WIDTH = 440  # the text has 12 of these units, readable on a phone that is 330 pixels wide
 
 
 class Dot(NamedTuple):
-    """A finding's place in its panel, in percent; None where there is no such number."""
+    """The coordinates of a finding in its panel, in percent; None for a missing number."""
 
     number: int
     finding: Finding
@@ -52,16 +49,19 @@ class Dot(NamedTuple):
 
 
 class Panel(NamedTuple):
+    """The findings of one section and measure, on one axis."""
+
     section: str
     measure: str
-    start: float  # of what is allowed
+    start: float  # of the allowed range
     ticks: list[tuple[float, str]]
     dots: list[Dot]
 
 
 def build_panels(findings: Sequence[Finding]) -> list[Panel]:
-    """The findings that have something to stand between, by section and measure: errors on a log
-    axis, all else on a linear one.
+    """Group findings with a floor or a ceiling by section and measure.
+
+    Errors are on a logarithmic axis, all other measures on a linear one.
     """
     groups: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
     for i, f in enumerate(findings):
@@ -93,24 +93,24 @@ def _panel(name: str, measure: str, group: list[tuple[int, Finding]]) -> Panel:
     )
     first, last = 10 if left else 4, 90 if right else 96
 
-    def along(t: float) -> float:
+    def to_percent(t: float) -> float:
         return round(first + (last - first) * (t - low) / (high - low), 2)
 
     def place(x: float) -> float:
-        """On the axis; zero on a log axis stands left of it, what is not finite right of it."""
+        """Place a number: zero left of a log axis, infinite and missing numbers right of it."""
         if not math.isfinite(x) or (log and x <= 0):
             return 97.0 if math.isnan(x) or x > 0 else 3.0
-        return along(math.log10(x) if log else max(min(x, _HUGE), -_HUGE))
+        return to_percent(math.log10(x) if log else max(min(x, _HUGE), -_HUGE))
 
     if log:
         ticks = [
-            (along(k), f"1e{k}" if k else "1")
+            (to_percent(k), f"1e{k}" if k else "1")
             for k in range(int(low), int(high) + 1)
             if k % step == 0
         ]
     else:
         ticks = [
-            (along(k * step), f"{k * step:.4g}")
+            (to_percent(k * step), f"{k * step:.4g}")
             for k in range(round(low / step), round(high / step) + 1)
         ]
     ticks += [(3.0, "0" if log else "−∞")] * left + [(97.0, "∞")] * right
@@ -127,8 +127,18 @@ def _tick_step(size: float) -> float:
 
 
 def draw_figure(figure: Figure, prefix: str) -> tuple[Any, int]:
-    """A figure's markup, and how many of its numbers could not be drawn (nan, inf; on a log axis
-    also what is not positive).
+    """Draw a figure.
+
+    Args:
+        figure: The figure.
+        prefix: The prefix of all ids in its markup.
+
+    Returns:
+        The markup, and the number of values that could not be drawn: nan, inf, and on a log axis
+        values that are not positive.
+
+    Raises:
+        FindingsError: The kind is unknown, or the data do not fit it.
     """
     from markupsafe import Markup
 
@@ -143,16 +153,16 @@ def draw_figure(figure: Figure, prefix: str) -> tuple[Any, int]:
     }
     if not isinstance(figure.kind, str) or figure.kind not in kinds:
         raise FindingsError(
-            f'the figure "{figure.title}" is of the unknown kind {figure.kind!r}',
+            f'the figure "{figure.title}" has the unknown kind {figure.kind!r}',
             hint=f"known kinds: {', '.join(sorted(kinds))}",
         )
     try:
         markup, skipped = kinds[figure.kind](figure, prefix)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-        said = f'"{error.args[0]}" is missing' if isinstance(error, KeyError) else str(error)
+        reason = f'"{error.args[0]}" is missing' if isinstance(error, KeyError) else str(error)
         raise FindingsError(
-            f'the figure "{figure.title}" ({figure.kind}) cannot be drawn: {said}',
-            hint="regauge.results.findings.Figure says what each kind holds",
+            f'the figure "{figure.title}" ({figure.kind}) cannot be drawn: {reason}',
+            hint="regauge.results.findings.Figure documents the data of each kind",
         ) from error
     return Markup(markup), skipped
 
@@ -160,14 +170,14 @@ def draw_figure(figure: Figure, prefix: str) -> tuple[Any, int]:
 def _lines(figure: Figure, prefix: str) -> tuple[str, int]:
     data, log = figure.data, bool(figure.data.get("log"))
     x, skipped = _numbers(data["x"])
-    few = len(x) <= 30
+    has_markers = len(x) <= 30
 
     def paint(axes: Any) -> None:
         nonlocal skipped
         for i, (label, values) in enumerate(data["y"].items()):
             y, missing = _numbers(values, log)
             skipped += missing
-            mark = _MARKS[i % 6] if few else None
+            mark = _MARKS[i % 6] if has_markers else None
             axes.plot(
                 x[: len(y)],
                 y,
@@ -189,13 +199,13 @@ def _lines(figure: Figure, prefix: str) -> tuple[str, int]:
 
 
 def _points(figure: Figure, prefix: str) -> tuple[str, int]:
-    """Named points, those of a series joined in their order."""
+    """Draw named points, joined in order within a series."""
     data, skipped = figure.data, 0
 
     def paint(axes: Any) -> None:
         nonlocal skipped
         for i, (label, points) in enumerate(data["series"].items()):
-            places, missing = _numbers([point[:2] for point in points])
+            coordinates, missing = _numbers([point[:2] for point in points])
             skipped += missing
             style: dict[str, Any] = {
                 "color": _SERIES[i % 6],
@@ -203,14 +213,13 @@ def _points(figure: Figure, prefix: str) -> tuple[str, int]:
                 "markersize": 7,
                 "linewidth": 1.5,
             }
-            style["marker"] = _MARKS[
-                (i + i // 6) % 6
-            ]  # the seventh has the first's colour, and another mark
-            axes.plot(places[:, 0], places[:, 1], label=_label(label), **style)
-            for place, point in zip(places, points, strict=True):
+            # the seventh series has the colour of the first, and another marker
+            style["marker"] = _MARKS[(i + i // 6) % 6]
+            axes.plot(coordinates[:, 0], coordinates[:, 1], label=_label(label), **style)
+            for position, point in zip(coordinates, points, strict=True):
                 axes.annotate(
                     _label(point[2], 12),
-                    place,
+                    position,
                     xytext=(6, 5),
                     textcoords="offset points",
                     fontsize=10,
@@ -225,7 +234,7 @@ def _points(figure: Figure, prefix: str) -> tuple[str, int]:
 
 
 def _net(figure: Figure, prefix: str) -> tuple[str, int]:
-    """Points of a plane, joined as they are given: a line for each series, all alike."""
+    """Draw one line for each series of points, all in the same style."""
     skipped = 0
 
     def paint(axes: Any) -> None:
@@ -249,7 +258,7 @@ def _net(figure: Figure, prefix: str) -> tuple[str, int]:
 def _bars(figure: Figure, prefix: str) -> tuple[str, int]:
     data, skipped = figure.data, 0
     labels, series = [_label(x, 26) for x in data["labels"]], data["y"]
-    tall = 0.8 / max(1, len(series))
+    thickness = 0.8 / max(1, len(series))
 
     def paint(axes: Any) -> None:
         nonlocal skipped
@@ -258,11 +267,11 @@ def _bars(figure: Figure, prefix: str) -> tuple[str, int]:
             skipped += missing
             if y.shape != (len(labels),):
                 raise ValueError(f'"{label}" has {y.size} values for {len(labels)} labels')
-            places = [k - 0.4 + tall * (i + 0.5) for k in range(len(labels))]
+            centres = [k - 0.4 + thickness * (i + 0.5) for k in range(len(labels))]
             bars = axes.barh(
-                places,
+                centres,
                 y,
-                tall * 0.9,
+                thickness * 0.9,
                 color=_SERIES[i % 6],
                 hatch=_HATCHES[i % 6],
                 edgecolor=_INK,
@@ -300,22 +309,22 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
             f"the values are {' x '.join(map(str, values.shape))}, the labels {len(rows)} x "
             f"{len(columns)}"
         )
-    written = len(columns) <= 14 and len(rows) <= 40
-    cell, longest = 46 if written else min(20, 640 / max(values.shape)), max(map(len, columns))
-    size = (max(_WIDTH, 150 + cell * len(columns)), 110 + (26 if written else cell) * len(rows))
+    has_numbers = len(columns) <= 14 and len(rows) <= 40
+    cell, longest = 46 if has_numbers else min(20, 640 / max(values.shape)), max(map(len, columns))
+    size = (max(_WIDTH, 150 + cell * len(columns)), 110 + (26 if has_numbers else cell) * len(rows))
 
     def paint(axes: Any) -> None:
         import numpy as np
         from matplotlib import colormaps
         from matplotlib.colors import LogNorm, Normalize
 
-        known = values[values == values]
-        low, high = (float(known.min()), float(known.max())) if known.size else (1.0, 10.0)
+        valid = values[values == values]
+        low, high = (float(valid.min()), float(valid.max())) if valid.size else (1.0, 10.0)
         norm = (LogNorm if log else Normalize)(
             low, high if high > low else low + (abs(low) / 10 or 1)
         )
         image = axes.imshow(values, cmap="cividis", norm=norm, aspect="auto", interpolation="none")
-        for (i, j), value in ((p, float(v)) for p, v in np.ndenumerate(values) if written):
+        for (i, j), value in ((p, float(v)) for p, v in np.ndenumerate(values) if has_numbers):
             shade = sum(colormaps["cividis"](norm(value))[:3]) if value == value else -1
             raw = data["values"][i][j]
             colour = _INK if shade < 0 else "#000000" if shade > 1.35 else "#ffffff"
@@ -328,20 +337,20 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
                 fontsize=10,
                 color=colour,
             )
-        steep = longest * 7 > cell if written else longest > 3
+        is_slanted = longest * 7 > cell if has_numbers else longest > 3
         slanted: dict[str, Any] = (
-            {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if steep else {}
+            {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if is_slanted else {}
         )
-        for axis, names, room, how in (
-            (axes.xaxis, columns, 14 if steep else 9 * longest, slanted),
+        for axis, names, room, style in (
+            (axes.xaxis, columns, 14 if is_slanted else 9 * longest, slanted),
             (axes.yaxis, rows, 14, {}),
         ):
-            every = 1 if written else math.ceil(room / cell)
-            axis.set_ticks(range(0, len(names), every), names[::every], **how)
+            every = 1 if has_numbers else math.ceil(room / cell)
+            axis.set_ticks(range(0, len(names), every), names[::every], **style)
         axes.grid(False)
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        if not written:
+        if not has_numbers:
             bar = axes.figure.colorbar(image, ax=axes, fraction=0.05, pad=0.03)
             bar.outline.set_visible(False)
             if log:
@@ -351,29 +360,30 @@ def _matrix(figure: Figure, prefix: str) -> tuple[str, int]:
 
 
 def _plane(figure: Figure, prefix: str) -> tuple[str, int]:
-    """A landscape as filled contours, with named places. The contours stand closer where it is low,
-    for that is where the models are.
+    """Draw a landscape as filled contours, with named points.
+
+    Contours are denser at low values, where the models are.
     """
     data = figure.data
-    x, skipped = _numbers(data["x"])
-    y, more = _numbers(data["y"])
-    values, most = _numbers(data["values"])
+    x, skipped_x = _numbers(data["x"])
+    y, skipped_y = _numbers(data["y"])
+    values, skipped = _numbers(data["values"])
     if values.shape != (len(y), len(x)) or min(len(x), len(y)) < 2:
         raise ValueError(
             f"the values are {' x '.join(map(str, values.shape))}, the grid {len(y)} x {len(x)}"
         )
-    places = {
-        _label(name, 22): _numbers(place)[0] for name, place in data.get("points", {}).items()
+    points = {
+        _label(name, 22): _numbers(point)[0] for name, point in data.get("points", {}).items()
     }
 
     def paint(axes: Any) -> None:
         import numpy as np
 
-        known = values[values == values]
-        low, high = (float(known.min()), float(known.max())) if known.size else (0.0, 1.0)
+        valid = values[values == values]
+        low, high = (float(valid.min()), float(valid.max())) if valid.size else (0.0, 1.0)
         levels = low + (high - low if high > low else 1.0) * np.linspace(0, 1, 15) ** 1.5
         filled = axes.contourf(x, y, np.ma.masked_invalid(values), levels=levels, cmap="cividis")
-        for name, (px, py) in places.items():
+        for name, (px, py) in points.items():
             axes.plot([px], [py], "o", color="#ffffff", markeredgecolor="#000000", markersize=8)
             axes.annotate(
                 name,
@@ -384,8 +394,8 @@ def _plane(figure: Figure, prefix: str) -> tuple[str, int]:
                 fontsize=12,
                 fontweight="bold",
             )
-        for one, other in data.get("joined", ()):
-            (ax, ay), (bx, by) = places[_label(one, 22)], places[_label(other, 22)]
+        for start, end in data.get("joined", ()):
+            (ax, ay), (bx, by) = points[_label(start, 22)], points[_label(end, 22)]
             axes.plot([ax, bx], [ay, by], color="#ffffff", linewidth=1.5, linestyle=(0, (4, 3)))
         axes.set_aspect("equal")
         axes.grid(False)
@@ -401,10 +411,10 @@ def _plane(figure: Figure, prefix: str) -> tuple[str, int]:
         )
         bar.outline.set_visible(False)
 
-    tall = (y[-1] - y[0]) / (x[-1] - x[0])
-    return _chart(
-        figure, prefix, (_WIDTH, min(620.0, max(220.0, 90 + 330 * tall))), paint
-    ), skipped + more + most
+    ratio = (y[-1] - y[0]) / (x[-1] - x[0])
+    height = min(620.0, max(220.0, 90 + 330 * ratio))
+    chart = _chart(figure, prefix, (_WIDTH, height), paint)
+    return chart, skipped_x + skipped_y + skipped
 
 
 def _images(figure: Figure, prefix: str) -> tuple[str, int]:
@@ -426,8 +436,8 @@ def _images(figure: Figure, prefix: str) -> tuple[str, int]:
                 or not pixels.size
             ):
                 raise ValueError(
-                    f"an image has the shape {pixels.shape}; it is [height, width] or [height, "
-                    "width, 3]"
+                    "an image must have the shape [height, width] or [height, width, 3], got "
+                    f"{pixels.shape}"
                 )
             data = _png(np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8))
             head = heads[i] if i < len(heads) else ""
@@ -446,7 +456,7 @@ def _images(figure: Figure, prefix: str) -> tuple[str, int]:
 
 
 def _png(pixels: Any) -> bytes:
-    """Bytes [height, width] or [height, width, 3] as a PNG."""
+    """Encode bytes [height, width] or [height, width, 3] as a PNG."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return (
@@ -466,7 +476,7 @@ def _png(pixels: Any) -> bytes:
 
 
 def _chart(figure: Figure, prefix: str, size: tuple[float, float], paint: Any) -> str:
-    """What `paint` draws on one pair of axes, as SVG that takes its colours from the page."""
+    """Render what `paint` draws on a pair of axes as SVG with the colours of the page."""
     need("matplotlib", "report")
     import io
 
@@ -475,38 +485,35 @@ def _chart(figure: Figure, prefix: str, size: tuple[float, float], paint: Any) -
     from matplotlib.figure import Figure as Canvas
 
     out = io.StringIO()
-    # the defaults first: a matplotlibrc of the user's must not show on the page
+    # the defaults first: the user's matplotlibrc must not change the page
     style: dict[Any, Any] = {
         k: v
         for k, v in matplotlib.rcParamsDefault.items()
         if not k.startswith(("backend", "interactive"))
     } | _STYLE
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # on glyphs that matplotlib's font lacks: the browser draws the text
+        warnings.simplefilter("ignore")  # on missing glyphs: the browser draws the text
         canvas = Canvas(figsize=(size[0] / 72, size[1] / 72), layout="constrained")
         FigureCanvasSVG(canvas)
         paint(canvas.subplots())
         canvas.savefig(
             out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
-    whole = out.getvalue()
+    svg = out.getvalue()
 
     def adapt(tag: re.Match[str]) -> str:
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", tag[0])
         return re.sub(r"#0101\d\d", lambda colour: _COLOURS.get(colour[0], colour[0]), text)
 
-    inner = re.sub(r"<[^>]+>", adapt, whole[whole.index(">", whole.index("<svg")) + 1 :])
-    wide = size[0] > 1.3 * _WIDTH  # it then scrolls in its own box
-    shown = (
-        f"width:100%;max-width:{size[0] * 1.15:.0f}px" + f";min-width:{size[0] * 0.7:.0f}px" * wide
-    )
+    inner = re.sub(r"<[^>]+>", adapt, svg[svg.index(">", svg.index("<svg")) + 1 :])
+    is_wide = size[0] > 1.3 * _WIDTH  # it then scrolls in its own box
+    style_width = f"width:100%;max-width:{size[0] * 1.15:.0f}px"
+    style_width += f";min-width:{size[0] * 0.7:.0f}px" * is_wide
     head = (
         f'<svg role="img" aria-labelledby="{prefix}title" viewBox="0 0 {size[0]:g} '
-        f'{size[1]:g}" style="{shown}">'
+        f'{size[1]:g}" style="{style_width}">'
     )
-    box = '<div class="scroll" tabindex="0" role="group">' if wide else '<div class="scroll">'
+    box = '<div class="scroll" tabindex="0" role="group">' if is_wide else '<div class="scroll">'
     return f'{box}{head}<title id="{prefix}title">{html.escape(figure.title)}</title>{inner}</div>'
 
 
@@ -562,13 +569,14 @@ def _log_labels(axis: Any) -> None:
 
 def _label(value: Any, longest: int = 60) -> str:
     text = "".join(c if c.isprintable() else " " for c in str(value))
-    text = f"\u200b{text}" if text.startswith("_") else text  # matplotlib leaves such a label out
+    text = f"\u200b{text}" if text.startswith("_") else text  # matplotlib omits such labels
     return text if len(text) <= longest else text[: longest - 1] + "…"
 
 
 def _numbers(values: Any, log: bool = False) -> tuple[Any, int]:
-    """Values as an array where what cannot be drawn is nan, and how many those are. JSON has nan
-    and inf as their names.
+    """Return values as an array with nan for numbers that cannot be drawn, and their count.
+
+    In JSON nan and inf are strings.
     """
     import numpy as np
 

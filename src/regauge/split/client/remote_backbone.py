@@ -23,10 +23,10 @@ import torch
 
 from regauge.core.element import Element
 from regauge.core.rng import secret_of
+from regauge.defences.parser import DefenceError
 from regauge.defences.split import (
     BatchShuffle,
     Defence,
-    DefenceError,
     KeyedRandom,
     Rows,
     apply_defences,

@@ -375,12 +375,12 @@ def measure_plane(
     return Plane(xs, ys, tuple(rows), points_by_name)
 
 
-def _gram(one: State, other: State, origin: State) -> tuple[float, float, float]:
-    """Return the inner products of u and v, where u = one - origin and v = other - origin."""
+def _gram(first: State, second: State, origin: State) -> tuple[float, float, float]:
+    """Return <u, u>, <u, v> and <v, v>, where u = first - origin and v = second - origin."""
     uu = uv = vv = 0.0
-    for name, zero in origin.items():
-        if zero.is_floating_point():
-            u, v = (x[name].double() - zero.double() for x in (one, other))
+    for name, origin_tensor in origin.items():
+        if origin_tensor.is_floating_point():
+            u, v = (x[name].double() - origin_tensor.double() for x in (first, second))
             uu, uv, vv = (
                 uu + float((u * u).sum()),
                 uv + float((u * v).sum()),

@@ -58,10 +58,10 @@ def product_cosines(y: tuple[Floats, Floats], x: tuple[Floats, Floats]) -> Float
         Cosines [members of y, inner of y, members of x, inner of x].
     """
 
-    def inner(one: tuple[Floats, Floats], other: tuple[Floats, Floats]) -> Floats:
+    def inner(first: tuple[Floats, Floats], second: tuple[Floats, Floats]) -> Floats:
         parts = [
             np.einsum("iraf,jsbf->irjsab", u, v, optimize=True)
-            for u, v in zip(one, other, strict=True)
+            for u, v in zip(first, second, strict=True)
         ]
         return np.asarray((parts[0] * parts[1]).sum((4, 5)))
 

@@ -77,25 +77,25 @@ def compare(
         progress: the progress callback.
         options: options of `match`.
     """
-    found = match(spec, a, b, rows=rows, progress=progress, **options)
+    result = match(spec, a, b, rows=rows, progress=progress, **options)
     costs = Costs(spec, a, b, rows=rows)
     unmatched, matched = (
         _inner_products(costs, identity(spec)),
-        _inner_products(costs, found.element),
+        _inner_products(costs, result.element),
     )
     shuffled = ShuffledState(a, seed)
     control = match(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
     chance = _total_cosine(_inner_products(Costs(spec, shuffled, b, rows=rows), control.element))
     cosines = (_total_cosine(unmatched), _total_cosine(matched), chance)
-    verdict, words = _decide_verdict(found, cosines)
+    verdict, explanation = _decide_verdict(result, cosines)
     return Comparison(
         verdict,
-        words,
+        explanation,
         cosines,
-        found,
-        _layer_rows(spec, found, unmatched, matched),
+        result,
+        _layer_rows(spec, result, unmatched, matched),
         _relative_invariant_distance(spec, a, b, rows),
-        fixed_shares(found.element),
+        fixed_shares(result.element),
     )
 
 
@@ -175,7 +175,7 @@ def _total_cosine(parts: Mapping[str, tuple[float, float, float]]) -> float:
 
 
 def _layer_rows(
-    spec: Spec, found: Match, unmatched: Mapping[str, Any], matched: Mapping[str, Any]
+    spec: Spec, result: Match, unmatched: Mapping[str, Any], matched: Mapping[str, Any]
 ) -> dict[str, tuple[float, float, float, float]]:
     """Return cosines and distances, each unmatched and matched, by layer; tensors outside of layers
     are one row.
@@ -184,7 +184,7 @@ def _layer_rows(
     names: dict[str, list[str]] = {}
     for pattern, text in spec.tensors.items():
         layers = {layer_by_space[s] for s in ax.spaces(text) if s in layer_by_space}
-        if pattern in found.before and ax.spaces(text):
+        if pattern in result.before and ax.spaces(text):
             names.setdefault(f"layer {min(layers)}" if layers else "edges and norms", []).append(
                 pattern
             )
@@ -201,7 +201,7 @@ def _layer_rows(
             for part in (unmatched, matched)
         ]
         distances = [
-            math.sqrt(sum(part[p] for p in patterns)) for part in (found.before, found.after)
+            math.sqrt(sum(part[p] for p in patterns)) for part in (result.before, result.after)
         ]
         rows[label] = (cosines[0], cosines[1], distances[0], distances[1])
     return rows
@@ -216,18 +216,18 @@ def _relative_invariant_distance(
     return math.sqrt(sum(v[0] for v in compared) / max(sum(v[1] for v in compared), 1e-300))
 
 
-def _decide_verdict(found: Match, alike: tuple[float, float, float]) -> tuple[str, str]:
+def _decide_verdict(result: Match, cosines: tuple[float, float, float]) -> tuple[str, str]:
     """Return the verdict and its explanation."""
-    unmatched, matched, chance = alike
-    size = math.sqrt(max(sum(found.size.values()), 1e-300))
-    if found.distance_before == 0:
+    unmatched, matched, chance = cosines
+    size = math.sqrt(max(sum(result.size.values()), 1e-300))
+    if result.distance_before == 0:
         return "equal", "The two are equal, number for number."
-    if found.distance_before / size < MAX_ROUNDING:
+    if result.distance_before / size < MAX_ROUNDING:
         return (
             "same basis",
             "The two are one model up to rounding. They share a basis without matching.",
         )
-    if found.relative_distance < MAX_ROUNDING:
+    if result.relative_distance < MAX_ROUNDING:
         return "another description", (
             "The two are one model in two bases: the element that was found transforms the one "
             "into the other. Match before merging."

@@ -57,6 +57,7 @@ def align_by_activations(
     """Return an aligner that matches by the activations on these inputs."""
 
     def align(spec: Spec, a: State, b: State) -> Element:
+        """Match by activations."""
         from regauge.matching import match
         from regauge.matching.activations import record
 

@@ -68,15 +68,15 @@ def find_nonfinite(state: State) -> str | None:
 
 
 def invariant_distance(
-    one: Mapping[str, Floats], other: Mapping[str, Floats]
+    first: Mapping[str, Floats], second: Mapping[str, Floats]
 ) -> dict[str, tuple[float, float]]:
     """Return, for each invariant that both have, the squared distance and the squared norm of
     the second.
     """
     return {
-        n: (float(((one[n] - other[n]) ** 2).sum()), float((other[n] ** 2).sum()))
-        for n in other
-        if n in one and one[n].shape == other[n].shape
+        n: (float(((first[n] - second[n]) ** 2).sum()), float((second[n] ** 2).sum()))
+        for n in second
+        if n in first and first[n].shape == second[n].shape
     }
 
 

@@ -278,11 +278,11 @@ class _Path:
         self.a, self.b = (
             _prepare_state(spec, state, model, which) for state, which in ((a, "A"), (b, "B"))
         )
-        known = {
+        module_names = {
             *dict(model.named_parameters(remove_duplicate=False)),
             *dict(model.named_buffers(remove_duplicate=False)),
         }
-        missing = next((n for n in self.a if n not in known), None)
+        missing = next((n for n in self.a if n not in module_names), None)
         if missing is not None:
             raise SpecError(
                 f'the module must have the tensors of the spec "{spec.family}", but lacks '

@@ -234,9 +234,8 @@ def _find_threshold(vector: TaskVector, count: int) -> tuple[float, int | None]:
             is_between &= magnitude < high
         between.append(magnitude[is_between])
     candidates = np.concatenate(between) if between else np.empty(0, dtype)
-    if (
-        above >= count or above + at_high + candidates.size + at_low < count
-    ):  # the sample was misleading
+    total = above + at_high + candidates.size + at_low
+    if above >= count or total < count:  # the sample was misleading
         return _radix_select(vector, count)
     if above + at_high >= count:
         return high, _none_if_all(count - above, at_high)

@@ -99,7 +99,7 @@ def fit_transport(
             default weights are compared.
         rows: the rows that two tables have in common, for models with different vocabularies.
     """
-    blocks = _WritingBlocks(spec, a, b, activations, rows)
+    writers = _WritingBlocks(spec, a, b, activations, rows)
     order = [
         s
         for s, space in spec.spaces.items()
@@ -112,7 +112,7 @@ def fit_transport(
             for name in (space, *children):
                 members.pop(name, None)
             member = _fit_space(
-                blocks,
+                writers,
                 space,
                 Element(spec, members),
                 [s for s in order if s not in members],
@@ -200,7 +200,7 @@ def _fit_space(
     g: Element,
     unknown: list[str],
     children: list[str],
-    soft: float | None,
+    regularization: float | None,
 ) -> Member | None:
     """Fit the member of one space; None if no layer writes it."""
     pairs_by_layer = blocks.writing_pairs(space, g)
@@ -227,7 +227,9 @@ def _fit_space(
         if spans_layers
         else [[p for pairs in pairs_by_layer.values() for p in pairs]]
     )
-    maps = np.mean([_transport_maps(blocks.spec, space, pairs, soft) for pairs in groups], axis=0)
+    maps = np.mean(
+        [_transport_maps(blocks.spec, space, pairs, regularization) for pairs in groups], axis=0
+    )
     parent = blocks.spec.spaces[space].over
     if parent is not None and parent in g.members:  # members are indexed by the place before
         maps = maps[np.argsort(permutation_index(g.members[parent]))]
@@ -238,7 +240,9 @@ def _fit_space(
     return Monomial(index) if is_permutation else Soft(maps)
 
 
-def _transport_maps(spec: Spec, space: str, pairs: list[Pair], soft: float | None) -> Floats:
+def _transport_maps(
+    spec: Spec, space: str, pairs: list[Pair], regularization: float | None
+) -> Floats:
     """Return the maps of a space, one for each member of its parent."""
     ys, xs = [], []
     for y, x in pairs:
@@ -249,7 +253,9 @@ def _transport_maps(spec: Spec, space: str, pairs: list[Pair], soft: float | Non
     targets, sources = (
         np.concatenate([np.asarray(v, np.float64) for v in values], 2) for values in (ys, xs)
     )
-    return np.stack([transport_map(y, x, soft) for y, x in zip(targets, sources, strict=True)])
+    return np.stack(
+        [transport_map(y, x, regularization) for y, x in zip(targets, sources, strict=True)]
+    )
 
 
 def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> Monomial:

@@ -263,7 +263,7 @@ def regmean(inputs: MergeInput) -> TensorOrBlocks:
         return linear(inputs)
     weights, alpha = _require_positive_weights(inputs), float(inputs.shared["alpha"])
     matrices = [_shrink_gram(gram.values, alpha) for gram in grams]
-    rows = [gram.rows(t).double() for gram, t in zip(grams, inputs.tensors, strict=True)]
+    rows = [gram.to_rows(t).double() for gram, t in zip(grams, inputs.tensors, strict=True)]
     if not all(bool(m.isfinite().all()) for m in matrices):
         raise MergeError(
             f'the inputs of "{inputs.name}" must be finite',
@@ -280,7 +280,7 @@ def regmean(inputs: MergeInput) -> TensorOrBlocks:
         (w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)),
         torch.zeros_like(mean),
     )
-    merged: Tensor = grams[0].like(mean + _solve_psd(total, right), inputs.tensors[0])
+    merged: Tensor = grams[0].from_rows(mean + _solve_psd(total, right), inputs.tensors[0])
     return merged.to(inputs.out_dtype)
 
 

@@ -119,7 +119,7 @@ def test_every_method_is_what_its_function_does(
     card = (tmp_path / "out" / "README.md").read_text()
     assert (f"statistics on 12 examples of {text}" in card) is bool(kind)
     assert ("transported to" in card) is method.startswith("ot_")
-    assert ("makes it another function" in card) is method.startswith("ot_")
+    assert ("changes its function" in card) is method.startswith("ot_")
 
 
 def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from regauge.locking.permuted import Permuted as Permuted
     from regauge.locking.seal import open_sealed as open_sealed
     from regauge.locking.seal import seal as seal
-    from regauge.matching import match as match
     from regauge.matching.invariants import invariants as invariants
+    from regauge.matching.search import match as match
     from regauge.merging import merge as merge
     from regauge.models.cut import cut as cut
     from regauge.models.discovery import discover as discover
@@ -77,7 +77,7 @@ _HOME = {
     "load_model": "models.load",
     "load_spec": "checkpoints.spec_files",
     "lock": "locking.lock",
-    "match": "matching",
+    "match": "matching.search",
     "merge": "merging",
     "move_adapter": "checkpoints.adapters",
     "open_checkpoint": "checkpoints.reader",

@@ -268,7 +268,7 @@ def test_what_is_not_finite_is_named() -> None:
     with pytest.raises(AuditError, match="the base must be finite"):
         audit_lock(LockCase(spec, state, "permutation", base=broken))
     for name in ("transformer.h.0.ln_1.weight", "transformer.h.0.mlp.c_fc.weight"):
-        with pytest.raises(CheckpointError, match=f'no fingerprint: "{name}" holds NaN or Inf'):
+        with pytest.raises(CheckpointError, match=f'finite values, but "{name}" has NaN or Inf'):
             fingerprint(spec, {**state, name: state[name] * float("inf")})
 
 

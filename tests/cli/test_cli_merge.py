@@ -58,7 +58,7 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
         "--json",
     )
     assert said.code == 0
-    assert "share a basis as they stand" in said.err
+    assert "share a basis without alignment" in said.err
     x, y, z = (state_of(m) for m in (a, b, c))
     for name, value in state_of(tmp_path / "out").items():
         assert near(value, (x[name] + 0.3 * y[name] + 0.5 * z[name]) / 1.8), name
@@ -203,7 +203,7 @@ slices:
     said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "no")
     assert said.code == 1
     assert "line 4" in said.err
-    assert "has 4 layers" in said.err
+    assert "must end at 4 or before" in said.err
 
 
 def test_a_merge_loads_with_transformers_and_writes_text(run: Run, tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     assert said.code == 1
     assert "error: " in said.err
     assert "does not share a basis with" in said.err
-    assert "share no basis as they stand (cosine " in said.err
+    assert "do not share a basis without alignment (cosine " in said.err
     assert "--align" in said.err
     assert sorted(p.name for p in tmp_path.iterdir()) == before  # nothing is left behind
     said = run("merge", a, moved, "--align", "-o", tmp_path / "out", "--json")
@@ -280,7 +280,7 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     x, out = state_of(a), state_of(tmp_path / "out")
     assert all(near(out[n], x[n], 1e-4) for n in x)
     assert json.loads(said.out)["basis"][0]["verdict"] == "different bases"
-    assert "moved next to" in (tmp_path / "out" / "README.md").read_text()
+    assert "aligned with" in (tmp_path / "out" / "README.md").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*before, "out"])
     forced = run("merge", a, moved, "--force", "-o", tmp_path / "noise")
     assert forced.code == 0
@@ -468,12 +468,12 @@ def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -
     for arguments, words in (
         ((a, gpt2), "is a llama and"),
         ((a, wider), '"model.layers.0.mlp.gate_proj.weight" is [172, 64] in'),
-        ((a, deeper), 'has no "model.layers.4.self_attn.q_proj.weight"'),
+        ((a, deeper), 'lacks "model.layers.4.self_attn.q_proj.weight"'),
         ((a, broken), "is truncated"),
         ((a, tmp_path / "nowhere"), "does not exist"),
         ((a, b, "--method", "ties"), "needs a base model"),
         ((a, b, "--method", "ties", "--base", tmp_path / "nowhere"), "does not exist"),
-        ((a, b, "--method", "tiess"), 'no method "tiess"'),
+        ((a, b, "--method", "tiess"), 'known method, got "tiess"'),
         ((a, b, "--method", "slerp"), 'needs the parameter "t"'),
         ((a, b, "--set", "densty=1"), 'has no "densty"'),
         ((typo,), 'line 4: a model has no "paramters"'),

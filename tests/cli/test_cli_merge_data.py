@@ -117,9 +117,9 @@ def test_every_method_is_what_its_function_does(
         == digests(tmp_path / "out")["model.safetensors"]
     )
     card = (tmp_path / "out" / "README.md").read_text()
-    assert (f"was looked at on 12 examples of {text}" in card) is bool(kind)
-    assert ("transported next to" in card) is method.startswith("ot_")
-    assert ("makes it another function" in card) is method.startswith("ot_")
+    assert (f"statistics on 12 examples of {text}" in card) is bool(kind)
+    assert ("transported to" in card) is method.startswith("ot_")
+    assert ("changes its function" in card) is method.startswith("ot_")
 
 
 def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_transport_needs_no_common_basis(
     said = run("merge", a, tmp_path / "moved", "--method", method, *given, "-o", tmp_path / "out")
     assert said.code == 0, said.err
     assert "exactly" in said.err
-    assert "another function" not in said.err
+    assert "changes its function" not in said.err
     wanted = state_of(a)
     assert all(
         near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
@@ -320,18 +320,18 @@ def test_what_is_missing_or_wrong_is_one_error(
         (tmp_path / f"{name}.yaml").write_text(content)
     before = sorted(p.name for p in tmp_path.iterdir())
     for arguments, words in (
-        ((a, b, "--method", "fisher"), "fisher looks at what"),
+        ((a, b, "--method", "fisher"), "fisher needs data for"),
         ((a, b, "--method", "regmean", "--data", tmp_path / "none.txt"), "none.txt"),
         ((a, b, "--method", "regmean", "--data", text, "--field", "text=words"), "words"),
         ((tmp_path / "typo.yaml",), 'line 5: data has no "sample"'),
         (
             (tmp_path / "none.yaml",),
-            f"line 3: regmean looks at what {a} does on data, and there are none",
+            f"line 3: regmean needs data for {a}",
         ),
-        ((tmp_path / "nowhere.yaml",), "line 5: data: has no uri:"),
-        ((tmp_path / "count.yaml",), "line 5: samples is a whole number from 1 on, not 0.5"),
-        ((tmp_path / "labels.yaml",), "line 5: labels is true or false"),
-        ((tmp_path / "fields.yaml",), "line 5: fields is a mapping"),
+        ((tmp_path / "nowhere.yaml",), "line 5: data: must have uri:"),
+        ((tmp_path / "count.yaml",), "line 5: samples must be an integer >= 1, got 0.5"),
+        ((tmp_path / "labels.yaml",), "line 5: labels must be true or false"),
+        ((tmp_path / "fields.yaml",), "line 5: fields must map"),
         ((tmp_path / "own.yaml",), "has its own"),
     ):
         said = run("merge", *arguments, "-o", tmp_path / "out")
@@ -347,7 +347,7 @@ def test_what_is_missing_or_wrong_is_one_error(
         assert run("merge", *arguments, "-o", tmp_path / "out").code == 2, arguments
     said = run("merge", a, b, "--data", text, "-o", tmp_path / "out")
     assert said.code == 0
-    assert "linear looks at no data" in said.err
+    assert "linear needs no data" in said.err
 
 
 def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Path) -> None:

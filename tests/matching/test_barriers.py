@@ -100,14 +100,14 @@ def test_interpolation_is_in_float32_or_better() -> None:
         ({"w": None}, '"w" is in the first model and not in the second model'),
         ({"more": torch.zeros(1)}, '"more" is in the second model and not in the first model'),
         ({"w": torch.zeros(3)}, r'"w" is \[2\] in the first model and \[3\] in the second model'),
-        ({"n": torch.ones(2, dtype=torch.int64)}, '"n" holds no weights, and differs'),
+        ({"n": torch.ones(2, dtype=torch.int64)}, '"n" is not floating-point and differs'),
         (
             {"w": torch.tensor([1.0, math.nan])},
-            '"w" of the second model holds values that are no numbers',
+            '"w" of the second model has values that are not finite',
         ),
         (
             {"w": torch.tensor([1.0, math.inf])},
-            '"w" of the second model holds values that are no numbers',
+            '"w" of the second model has values that are not finite',
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_the_path_has_its_midpoint_and_temperatures() -> None:
         cool <= warm + 1e-6 for cool, warm in zip(path.calibrated.losses, path.losses, strict=True)
     )  # fitted on the same: it can only help
     assert len(path.temperatures) == 5
-    with pytest.raises(PathError, match="a path of 2 points has none inside"):
+    with pytest.raises(PathError, match="points must be >= 3, got 2"):
         measure_path(model, model.state_dict(), other.state_dict(), examples, points=2)
 
 
@@ -255,7 +255,7 @@ def test_results_of_a_planted_pair() -> None:
     }
     assert list(rows) == [UNALIGNED, FOLDED, "moved"]
     assert rows[UNALIGNED]["barrier"] > 0.1
-    assert rows[UNALIGNED]["of as they stand"] == 1
+    assert rows[UNALIGNED]["of unaligned"] == 1
     assert abs(rows["moved"]["barrier"]) < 1e-3
     assert rows["moved"]["003: range"] < 1e-3
     assert {f.id: f.holds for f in results.findings if f.holds is not None} == {
@@ -265,7 +265,7 @@ def test_results_of_a_planted_pair() -> None:
     assert results.facts["examples"] == 20
     assert results.facts["examples for temperatures"] == 4
     assert results.facts["notes"] == [
-        "norms are folded, and lm_head.weight untied, in what is moved: the same function"
+        "norms are folded, and lm_head.weight untied, before alignment: the same function"
     ]
     assert all("lm_head.weight untied" in f.sentence for f in results.findings if f.holds)
     assert results.unchecked == (
@@ -374,13 +374,13 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     lines = said.out.splitlines()
     assert lines[0] == "GPT2LMHeadModel: the loss on the straight line from A to B"
     assert lines[2].split()[:2] == ["path", "barrier"]
-    assert lines[3].startswith("as they stand ")
+    assert lines[3].startswith("unaligned ")
     assert (
         "the loss, inside the path, over the straight line between the losses of the two ends, "
         "in nats" in said.out
     )
     assert "holds  the ends of the path, moved, compute what A and B compute" in said.out
-    assert "regauge: barrier 2/9: path as they stand: t = 0.5\n" in said.err
+    assert "regauge: barrier 2/9: path unaligned: t = 0.5\n" in said.err
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
@@ -420,11 +420,11 @@ def test_what_the_command_refuses(
         )
 
     a, b, text = str(pair / "a"), str(pair / "b"), str(pair / "said.txt")
-    loaded = ("are of different architectures", '"transformer.ln_f.weight" of')
+    loaded = ("must have the same tensors and shapes", '"transformer.ln_f.weight" of')
     build("llama").float().save_pretrained(tmp_path / "llama")
     build("gpt2-untied").float().save_pretrained(tmp_path / "untied")
-    says(1, "are of different architectures", a, str(tmp_path / "llama"), "--data", text)
-    says(1, "nowhere.txt does not exist", a, b, "--data", "nowhere.txt")
+    says(1, "must have the same tensors and shapes", a, str(tmp_path / "llama"), "--data", text)
+    says(1, "there is no nowhere.txt", a, b, "--data", "nowhere.txt")
     says(2, "Missing option '--data'", a, b)
     says(1, "there is no tokenizer beside it", b, a, "--data", text)
     says(2, "must be NAME=COLUMN, got", a, b, "--data", text, "--field", "text")
@@ -564,6 +564,6 @@ def test_several_answers_to_each_example_have_no_path() -> None:
         lambda rows: ({"pixel_values": inputs[rows]}, torch.ones(len(rows), 5)),
         multi_label=True,
     )
-    with pytest.raises(PathError, match="several answers"):
+    with pytest.raises(PathError, match="one label each"):
         score(model, model.state_dict(), several)
     assert score(model, model.state_dict(), labelled(model, 4)).accuracy == 1

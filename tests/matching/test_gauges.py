@@ -146,7 +146,7 @@ def test_rotations_find_a_general_linear_change_once_both_are_balanced() -> None
 
 
 def test_an_unknown_gauge_is_named() -> None:
-    with pytest.raises(SpecError, match='no gauge "norm"'):
+    with pytest.raises(SpecError, match='among keys, values, balance, got "norm"'):
         fix_gauges(spec_of(build("vit")), build("vit").state_dict(), ["norm"])
 
 

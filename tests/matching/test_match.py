@@ -21,7 +21,7 @@ from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, layers_of, match, select_groups
+from regauge.matching import MatchError, layers_of, match
 from regauge.matching.blocks import split_blocks
 from regauge.matching.closed_forms import (
     assign_two_level,
@@ -34,7 +34,8 @@ from regauge.matching.compare import compare
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 from regauge.matching.many import match_many, nearest_to_mean
-from regauge.matching.search import Solver
+from regauge.matching.preparation import select_groups
+from regauge.matching.solver import Solver
 from regauge.testing import strict_float64
 
 FOLDED = (
@@ -171,7 +172,7 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
             == g.members["ffn.0"].permutation().index
         ).all()
     for more in ({"anchors": ["wpe"]}, {"weights": {"*.wpe": 2.0}}):
-        with pytest.raises(MatchError, match="no tensor that anything acts on is called"):
+        with pytest.raises(MatchError, match="names must match a tensor that something acts on"):
             match(spec, a, b, **more)  # type: ignore[arg-type]
 
 
@@ -266,7 +267,7 @@ def test_only_what_takes_part_moves() -> None:
     assert set(found.element.members) == {"qk.1", "ffn.1"}
     assert layers_of(spec)["vo.1"] == 1
     assert "stream" not in layers_of(spec)
-    with pytest.raises(MatchError, match="no layer 7"):
+    with pytest.raises(MatchError, match="layers must be from 0 to 1, got 7"):
         match(spec, a, b, layers=[7])
     with pytest.raises(RegaugeError, match='no space "nowhere"'):
         match(spec, a, b, spaces=["nowhere"])
@@ -420,7 +421,7 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
 ) -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
     monkeypatch.setattr(
-        "regauge.matching.search.ROWS_PER_COORDINATE", 1000
+        "regauge.matching.solver.ROWS_PER_COORDINATE", 1000
     )  # more than the rows of these tables
     swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
     assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
@@ -459,17 +460,17 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
         n: t + 3 * torch.randn(t.shape, generator=generator, dtype=t.dtype) for n, t in a.items()
     }
     assert nearest_to_mean([far, near[0], near[1]]) in (1, 2)
-    with pytest.raises(MatchError, match="no model 5"):
+    with pytest.raises(MatchError, match="to must be from 0 to 2, got 5"):
         match_many(spec, states, to=5)
     with pytest.raises(MatchError, match="at least two"):
         match_many(spec, states[:1])
-    with pytest.raises(MatchError, match='no "meen" to match to'):
+    with pytest.raises(MatchError, match='"nearest" or "mean", got "meen"'):
         match_many(spec, states, to="meen")  # type: ignore[arg-type]
     with pytest.raises(
-        MatchError, match=r'"lm_head.weight" is \[\d+, \d+\] in model 0 and \[3, \d+\] in model 1'
+        MatchError, match=r'"lm_head.weight" of model 1 must be \[\d+, \d+\] .*, got \[3, \d+\]'
     ):
         match_many(spec, [a, {**a, "lm_head.weight": a["lm_head.weight"][:3]}])
-    with pytest.raises(MatchError, match=r'model 1 has no "lm_head\.weight"'):
+    with pytest.raises(MatchError, match=r'model 1 .*lacks "lm_head\.weight"'):
         match_many(spec, [a, {n: t for n, t in a.items() if n != "lm_head.weight"}])
 
 

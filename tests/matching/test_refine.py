@@ -381,7 +381,7 @@ def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
         parts={},
         fixed={},
     )
-    how = {"steps": 4, "every": 2, "both": True}
+    how = {"steps": 4, "eval_every": 2, "move_both": True}
     model, batches = build("gpt2-untied"), [PICOS["gpt2-untied"].inputs]
     one = refine(spec, a, b, g, model, batches, **how)
     other = refine(spec, a, b, replace(g, spec=aside), model, batches, h=identity(aside), **how)
@@ -414,19 +414,19 @@ def test_bad_input_is_one_clear_error() -> None:
     broken = {n: w.clone() for n, w in a.items()}
     broken["lm_head.weight"][0, 0] = float("nan")
     with pytest.raises(
-        MatchError, match=r'model A has numbers that are not finite in "lm_head\.weight" \(1 such'
+        MatchError, match=r'model A has values that are not finite in "lm_head\.weight" \(1 such'
     ):
         refine(spec, broken, b, g, model, [inputs])
-    with pytest.raises(MatchError, match="no batches"):
+    with pytest.raises(MatchError, match="batches must not be empty"):
         refine(spec, a, b, g, model, [])
     other, _ = folded("llama", 0)
-    with pytest.raises(ElementError, match="belongs to another model"):
+    with pytest.raises(ElementError, match="must have the spaces of the spec"):
         refine(spec, a, b, identity(other), model, [inputs])
-    with pytest.raises(SpecError, match='the module has no "transformer'):
+    with pytest.raises(SpecError, match='but lacks "transformer'):
         refine(spec, a, b, g, build("llama"), [inputs])
     with pytest.raises(SpecError, match="model B does not fit"):
         refine(spec, a, folded("llama", 0)[1], g, model, [inputs])
-    with pytest.raises(MatchError, match=r"between 0\.6 and 0\.4"):
+    with pytest.raises(MatchError, match=r"got 0\.6 and 0\.4"):
         refine(spec, a, b, g, model, [inputs], t_range=(0.6, 0.4))
     with pytest.raises(MatchError, match="not finite at the start"):
         refine(

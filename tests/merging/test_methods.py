@@ -64,7 +64,7 @@ def test_linear_rounds_once() -> None:
     a, b, _ = three(BIG, dtype=torch.bfloat16)
     found = merge_tensors("linear", [a, b], weight=[0.3, 0.7])
     one_unit(found, a.double() * 0.3 + b.double() * 0.7, 0.5)
-    with pytest.raises(MergeError, match="add up to 0"):
+    with pytest.raises(MergeError, match="must not add up to 0"):
         merge_tensors("linear", [a, b], weight=[1, -1], name="x")
 
 
@@ -320,7 +320,7 @@ def test_della_keeps_large_values_more_often() -> None:
         abs(low - 0.26) < 0.02
     )  # the mean chance of the lowest fifth of each row: 0.2 + 0.1 * 0.6
     assert abs(high - 0.74) < 0.02
-    with pytest.raises(DensityError, match="outside of 0 to 1"):
+    with pytest.raises(DensityError, match="must be between 0 and 1"):
         merge_tensors("della_linear", [a], base=base, weight=1, density=0.9, epsilon=0.3)
     assert torch.equal(
         merge_tensors("della_linear", [a[0]], base=base[0], weight=1), a[0]
@@ -383,7 +383,7 @@ def test_passthrough() -> None:
     a, b, _ = three(10, 10)
     assert torch.equal(merge_tensors("passthrough", [a]), a)
     same(merge_tensors("passthrough", [a], scale=0.5), a / 2)
-    with pytest.raises(MergeError, match="one model in each place"):
+    with pytest.raises(MergeError, match="passthrough takes one model, got"):
         merge_tensors("passthrough", [a, b])
 
 
@@ -392,7 +392,7 @@ def test_nothing_is_changed_in_place() -> None:
     before = [t.clone() for t in (base, a, b)]
     for name, method in METHODS.items():
         if method.is_transport:
-            with pytest.raises(MergeError, match="moves whole models"):
+            with pytest.raises(MergeError, match="transports whole models"):
                 merge_tensors(name, [a, b])
             continue
         more: dict[str, Any] = (
@@ -429,23 +429,26 @@ def test_state_dicts() -> None:
 def test_what_cannot_be_is_refused_by_name() -> None:
     a, b, _ = three(4, 5)
     for call, words in (
-        (lambda: merge_tensors("tie", [a, b]), 'no method "tie"'),
+        (lambda: merge_tensors("tie", [a, b]), 'got "tie"'),
         (lambda: merge_tensors("slerp", [a], base=b), 'needs the parameter "t"'),
         (lambda: merge_tensors("linear", [a, b], weight=1, density=0.5), 'no parameter "density"'),
-        (lambda: merge_tensors("linear", [a, b], weight=[1, 2, 3]), "3 values for 2 models"),
-        (lambda: merge_tensors("linear", [a], base=b, weight=1), "knows no base"),
+        (
+            lambda: merge_tensors("linear", [a, b], weight=[1, 2, 3]),
+            "must have 2 values, one for each model, got 3",
+        ),
+        (lambda: merge_tensors("linear", [a], base=b, weight=1), "takes no base"),
         (lambda: merge_tensors("ties", [a, b], weight=1), "needs a base"),
         (lambda: merge_tensors("linear", [a, b[:3]], weight=1, name="x"), "different shapes"),
-        (lambda: merge([{"w": a}, {}], weight=1), 'state 1 has no "w"'),
+        (lambda: merge([{"w": a}, {}], weight=1), 'state 1 lacks "w"'),
         (
             lambda: merge([{"w": a}, {"w": b, "v": b}], weight=1),
-            'state 1 has "v", and state 0 has not',
+            'state 1 has "v", which state 0 lacks',
         ),
         (
             lambda: merge([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1),
-            'state 0 has "v", and the base has not',
+            'state 0 has "v", which the base lacks',
         ),
-        (lambda: merge([]), "no states"),
+        (lambda: merge([]), "states must not be empty"),
     ):
         with pytest.raises(MergeError, match=words):
             call()

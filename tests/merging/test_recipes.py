@@ -102,7 +102,7 @@ def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
         "merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  "
         "t: 0.5\n  int8_mask: true\n"
     )
-    assert recipe.notes == ('line 6: slerp has no parameter "int8_mask", which changes nothing',)
+    assert recipe.notes == ('line 6: slerp has no parameter "int8_mask": it is ignored',)
 
 
 LINEAR = (
@@ -114,24 +114,28 @@ LINEAR = (
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
-        ("", 0, "is empty"),
-        ("- a\n- b", 1, "a recipe is a mapping"),
-        ("merge_method: [", 1, "this is no YAML"),
-        ("models: [{model: a}]", 1, "no merge_method"),
+        ("", 0, "must not be empty"),
+        ("- a\n- b", 1, "a recipe must be a mapping"),
+        ("merge_method: [", 1, "not valid YAML"),
+        ("models: [{model: a}]", 1, "merge_method: is missing"),
         (LINEAR.replace("merge_method", "merge_methd"), 1, 'has no "merge_methd"'),
-        (LINEAR.replace("linear", "liner"), 1, 'no method "liner"'),
+        (LINEAR.replace("linear", "liner"), 1, 'known method, got "liner"'),
         (LINEAR.replace("linear", "nuslerp"), 1, '"nuslerp" of mergekit is not supported'),
         (LINEAR + "out_dtyp: float16", 7, 'has no "out_dtyp"'),
-        (LINEAR + "dtype: int8", 7, 'no dtype "int8"'),
+        (LINEAR + "dtype: int8", 7, 'float64, got "int8"'),
         (LINEAR + "modules: {}", 7, '"modules" is not supported'),
         (LINEAR + "chat_template: auto", 7, '"chat_template" is not supported'),
         (LINEAR + "slices: []", 1, "either models: or slices:"),
-        (LINEAR + "dtype: float16\ndtype: float32", 8, '"dtype" is there twice'),
+        (LINEAR + "dtype: float16\ndtype: float32", 8, '"dtype" must not be repeated'),
         (LINEAR.replace("{weight: 1}", "{wieght: 1}", 1), 4, 'has no "wieght"'),
-        (LINEAR.replace("{weight: 1}", "{weight: heavy}", 1), 4, "'heavy' is no number"),
-        (LINEAR.replace("{weight: 1}", "{weight: .nan}", 1), 4, "is no number"),
-        (LINEAR.replace("{weight: 1}", "{weight: []}", 1), 4, "empty list"),
-        (LINEAR.replace("{weight: 1}", "{weight: [{filter: mlp}]}", 1), 4, "has no value:"),
+        (
+            LINEAR.replace("{weight: 1}", "{weight: heavy}", 1),
+            4,
+            "a number is required, got 'heavy'",
+        ),
+        (LINEAR.replace("{weight: 1}", "{weight: .nan}", 1), 4, "a number is required"),
+        (LINEAR.replace("{weight: 1}", "{weight: []}", 1), 4, "must not be an empty list"),
+        (LINEAR.replace("{weight: 1}", "{weight: [{filter: mlp}]}", 1), 4, "must have a value:"),
         (
             LINEAR.replace("{weight: 1}", "{weight: [{value: [{value: 1}]}]}", 1),
             4,
@@ -139,24 +143,24 @@ LINEAR = (
         ),
         (LINEAR.replace("- model: b", "- model: a"), 5, "a is listed twice"),
         (LINEAR.replace("model: b", "modell: b"), 5, 'has no "modell"'),
-        (LINEAR + "base_model: c", 1, "has no weight in a linear merge"),
-        (LINEAR + "parameters: {normalize: 3}", 7, "is true or false"),
-        (LINEAR + "align: perhaps", 7, "align is true, false or a mapping"),
+        (LINEAR + "base_model: c", 1, "needs a weight in a linear merge"),
+        (LINEAR + "parameters: {normalize: 3}", 7, "must be true or false"),
+        (LINEAR + "align: perhaps", 7, "align must be true, false or a mapping"),
         (LINEAR + "align: {froup: full}", 7, 'align has no "froup"'),
-        (LINEAR + "align: {group: all}", 7, 'no group "all"'),
-        (LINEAR + "align: {fold: perhaps}", 7, "fold is true or false, not 'perhaps'"),
-        (LINEAR + "align: {nearest: [true]}", 7, "nearest is one value"),
-        (LINEAR + "align: {sweeps: 2.5}", 7, "sweeps is a whole number from 0 on, not 2.5"),
-        (LINEAR + "align: {layers: [0, -1]}", 7, "a layer is a whole number from 0 on, not -1"),
+        (LINEAR + "align: {group: all}", 7, ', got "all"'),
+        (LINEAR + "align: {fold: perhaps}", 7, "fold must be true or false, got 'perhaps'"),
+        (LINEAR + "align: {nearest: [true]}", 7, "nearest must be one value"),
+        (LINEAR + "align: {sweeps: 2.5}", 7, "sweeps must be an integer >= 0, got 2.5"),
+        (LINEAR + "align: {layers: [0, -1]}", 7, "a layer must be an integer >= 0, got -1"),
         (
             LINEAR + "tokenizer: {pad_to_multiple_of: 0.5}",
             7,
-            "pad_to_multiple_of is a whole number from 1 on",
+            "pad_to_multiple_of must be an integer >= 1",
         ),
         (LINEAR + "tokenizer: {source: base, tokens: {}}", 7, '"tokens" is not supported'),
         (LINEAR.replace("linear", "ties"), 1, "ties needs a base model"),
-        (LINEAR.replace("linear", "passthrough"), 3, "one model in each place"),
-        (LINEAR.replace("linear", "slerp") + "base_model: c", 1, "2 others are listed"),
+        (LINEAR.replace("linear", "passthrough"), 3, "one model in each slice, got 2"),
+        (LINEAR.replace("linear", "slerp") + "base_model: c", 1, "got 2 others"),
         (
             (
                 "merge_method: ties\nbase_model: a\nmodels:\n- model: b\n  parameters:\n    "
@@ -173,7 +177,7 @@ LINEAR = (
         (
             "merge_method: passthrough\nslices:\n- sources:\n  - model: a\n    layer_range: [3, 3]",
             5,
-            "two whole numbers",
+            "two integers",
         ),
         (
             (
@@ -181,7 +185,7 @@ LINEAR = (
                 "- {model: b, layer_range: [0, 2]}"
             ),
             3,
-            "different numbers",
+            "the same number of layers, got [2, 3]",
         ),
     ],
 )
@@ -197,7 +201,7 @@ def test_hints_say_what_was_meant(tmp_path: Path) -> None:
         parse_recipe(LINEAR.replace("merge_method", "merge_metod"))
     assert caught.value.hint == 'did you mean "merge_method"?'
     (tmp_path / "r.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RecipeError, match="is no text"):
+    with pytest.raises(RecipeError, match="must be UTF-8 text"):
         read_recipe(tmp_path / "r.yaml")
 
 

@@ -1,12 +1,11 @@
-"""What two models are seen to do on the same inputs, for matching by function instead of by
-weights.
+"""Recorded activations of two models on the same inputs, for matching by function.
 
-Recorded are the residual stream where it enters each block and leaves the last, and the second
-moments of what attention reads. The stream is then matched by its own values (covariance
-Procrustes, or assignment by correlation), and heads are compared by what they do to inputs that
-occur: |(W - W') S^1/2| in place of |W - W'|. The inputs may be a user's data, without labels; or,
-for language models, text that the two write themselves (`written`), which needs no data at all; or
-noise of the kind that a model reads (`drawn`).
+`record` stores the residual stream where it enters each block and leaves the last, and the second
+moments of the inputs of attention. The stream is then matched by its own values (covariance
+Procrustes, or assignment by correlation), and heads are compared by their effect on inputs that
+occur: |(W - W') S^1/2| in place of |W - W'|. The inputs may be a user's unlabelled data, text that
+language models generate themselves (`generate_text`, no data needed), or noise in the format of the
+model's inputs (`sample_noise`).
 """
 
 from __future__ import annotations
@@ -27,19 +26,22 @@ from regauge.models.cut import cut
 from regauge.models.families import Boundary
 
 Tensor = torch.Tensor
-MAX_ROWS = (
-    16_384  # rows of the stream that are kept at each place: far more than a stream has coordinates
-)
+# Rows of the stream recorded at each place: far more than a stream has coordinates.
+MAX_ROWS = 16_384
 
 
 class RecordError(RegaugeError):
-    """A model that cannot be watched, or that shows nothing."""
+    """A model whose activations cannot be recorded, or that has none."""
 
 
 @dataclass(frozen=True, eq=False)
 class Activations:
-    """What one model was seen to do: the stream by place, with the axes of each, and second moments
-    by the tensor that reads.
+    """Activations of one model.
+
+    Attributes:
+        streams: the residual stream [rows, width], by place.
+        axes: the axes string of each stream.
+        moments: the second moments of the inputs, by the weight that reads them.
     """
 
     streams: Mapping[str, Tensor]
@@ -55,27 +57,36 @@ def record(
     *,
     max_rows: int = MAX_ROWS,
 ) -> Activations:
-    """Run a model, with this state in place of its own weights if one is given, and keep what it
-    shows.
+    """Run a model on batches and record its activations.
+
+    Args:
+        model: the module to run.
+        state: weights to use in place of the module's own; None for its own.
+        spec: the spec of the model.
+        batches: arguments of forward, by name.
+        max_rows: the number of rows of the stream to record at each place.
+
+    Raises:
+        RecordError: if no block was reached.
     """
     streams: dict[str, list[Tensor]] = {}
     moments: dict[str, Tensor] = {}
     axes: dict[str, str] = {}
-    kept: dict[str, int] = {}
+    row_counts: dict[str, int] = {}
 
-    def stream(name: str, text: str, z: Tensor) -> None:
+    def add_stream(name: str, text: str, z: Tensor) -> None:
         axes[name] = f"_ {text}"
-        room = max_rows - kept.get(name, 0)
+        room = max_rows - row_counts.get(name, 0)
         flat = z.detach().reshape(-1, z.shape[-1])[: max(room, 0)].float().cpu()
         streams.setdefault(name, []).append(flat)
-        kept[name] = kept.get(name, 0) + len(flat)
+        row_counts[name] = row_counts.get(name, 0) + len(flat)
 
-    def moment(name: str, x: Tensor) -> None:
+    def add_moment(name: str, x: Tensor) -> None:
         flat = x.detach().reshape(-1, x.shape[-1]).double().cpu()
         moments[name] = moments.get(name, 0.0) + flat.T @ flat
 
     model.eval()
-    with torch.no_grad(), _recording_hooks(model, spec, stream, moment):
+    with torch.no_grad(), _recording_hooks(model, spec, add_stream, add_moment):
         for batch in batches:
             if state is None:
                 model(**batch)
@@ -83,34 +94,40 @@ def record(
                 functional_call(model, dict(state), (), dict(batch), tie_weights=False)
     if not streams:
         raise RecordError(
-            f"the blocks of this {type(model).__name__} were not seen at work",
-            hint="give at least one batch of inputs",
+            f"no block of this {type(model).__name__} was reached",
+            hint="pass at least one batch of inputs",
         )
     return Activations({n: torch.cat(parts) for n, parts in streams.items()}, axes, moments)
 
 
 @contextmanager
 def _recording_hooks(
-    model: torch.nn.Module, spec: Spec, stream: Any, moment: Any
+    model: torch.nn.Module, spec: Spec, add_stream: Any, add_moment: Any
 ) -> Iterator[None]:
+    """Install hooks that record streams and moments; remove them on exit."""
     handles: list[Any] = []
     try:
         for boundary in cut(model).boundaries:
-            handles += _hook_blocks(model, boundary, spec, stream)
+            handles += _hook_blocks(model, boundary, spec, add_stream)
         for pattern, text in spec.tensors.items():
             module = _find_reader(model, spec, pattern, text)
             if module is not None:
-                handles.append(module.register_forward_pre_hook(_moment_hook(pattern, moment)))
+                handles.append(module.register_forward_pre_hook(_moment_hook(pattern, add_moment)))
         yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _hook_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream: Any) -> list[Any]:
-    found = model.get_submodule(boundary.blocks)
+def _hook_blocks(
+    model: torch.nn.Module, boundary: Boundary, spec: Spec, add_stream: Any
+) -> list[Any]:
+    """Install the hooks of one stack of blocks."""
+    submodule = model.get_submodule(boundary.blocks)
     blocks: Sequence[torch.nn.Module] = (
-        list(found) if isinstance(found, torch.nn.ModuleList | torch.nn.Sequential) else [found]
+        list(submodule)
+        if isinstance(submodule, torch.nn.ModuleList | torch.nn.Sequential)
+        else [submodule]
     )
     enter, leave = (text.split()[-1] for text in (boundary.enter[boundary.stream], boundary.leave))
     if not {enter, leave} <= spec.spaces.keys():
@@ -120,34 +137,42 @@ def _hook_blocks(model: torch.nn.Module, boundary: Boundary, spec: Spec, stream:
         if i == 0 or enter == leave:
             handles.append(
                 block.register_forward_pre_hook(
-                    _input_hook(f"seen.{boundary.name}.{i}", enter, boundary.stream, stream),
+                    _input_hook(f"seen.{boundary.name}.{i}", enter, boundary.stream, add_stream),
                     with_kwargs=True,
                 )
             )
     handles.append(
-        blocks[-1].register_forward_hook(_output_hook(f"seen.{boundary.name}.last", leave, stream))
+        blocks[-1].register_forward_hook(
+            _output_hook(f"seen.{boundary.name}.last", leave, add_stream)
+        )
     )
     return handles
 
 
-def _input_hook(name: str, text: str, argument: str, stream: Any) -> Any:
+def _input_hook(name: str, text: str, argument: str, add_stream: Any) -> Any:
+    """Return a hook that records the stream entering a block."""
+
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stream(name, text, kwargs[argument] if argument in kwargs else args[0])
+        add_stream(name, text, kwargs[argument] if argument in kwargs else args[0])
 
     return hook
 
 
-def _output_hook(name: str, text: str, stream: Any) -> Any:
+def _output_hook(name: str, text: str, add_stream: Any) -> Any:
+    """Return a hook that records the stream leaving a block."""
+
     def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        stream(name, text, output[0] if isinstance(output, tuple) else output)
+        add_stream(name, text, output[0] if isinstance(output, tuple) else output)
 
     return hook
 
 
-def _moment_hook(name: str, moment: Any) -> Any:
+def _moment_hook(name: str, add_moment: Any) -> Any:
+    """Return a hook that adds to the second moments of a module's inputs."""
+
     def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if args:
-            moment(name, args[0])
+            add_moment(name, args[0])
 
     return hook
 
@@ -155,7 +180,7 @@ def _moment_hook(name: str, moment: Any) -> Any:
 def _find_reader(
     model: torch.nn.Module, spec: Spec, pattern: str, text: str
 ) -> torch.nn.Module | None:
-    """The module of a weight by which heads read a space that is nobody's child."""
+    """Return the module of a weight by which heads read a space without a parent, or None."""
     leaves = [leaf for term in ax.parse(text).terms for leaf in ax.leaves(term)]
     reads = {
         leaf.space
@@ -164,8 +189,8 @@ def _find_reader(
         and spec.spaces[leaf.space].over is None
         and spec.spaces[leaf.space].group.is_orthogonal
     }
-    inside = any(spec.spaces[leaf.space].over is not None and not leaf.star for leaf in leaves)
-    if not pattern.endswith(".weight") or "{" in pattern or len(reads) != 1 or not inside:
+    writes_head = any(spec.spaces[leaf.space].over is not None and not leaf.star for leaf in leaves)
+    if not pattern.endswith(".weight") or "{" in pattern or len(reads) != 1 or not writes_head:
         return None
     try:
         return model.get_submodule(pattern.removesuffix(".weight"))
@@ -181,10 +206,22 @@ def generate_text(
     seed: int = 0,
     batch_size: int = 32,
 ) -> list[dict[str, Tensor]]:
-    """Text that language models write themselves, by sampling from a random first token: as many
-    sequences of each, as batches of input ids.
+    """Sample text from language models, starting from a random first token.
+
+    Args:
+        models: the models; each generates the same number of sequences.
+        count: the number of sequences of all models together.
+        length: tokens in a sequence, limited by the positions of the model.
+        seed: the random seed.
+        batch_size: sequences in a batch.
+
+    Returns:
+        Batches of input ids.
+
+    Raises:
+        RecordError: if a model cannot generate.
     """
-    out: list[dict[str, Tensor]] = []
+    batches: list[dict[str, Tensor]] = []
     share = max(1, count // len(models))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -193,7 +230,9 @@ def generate_text(
                 not hasattr(model, "generate")
                 or not getattr(model, "can_generate", lambda: False)()
             ):
-                raise RecordError(f"a {type(model).__name__} writes no text", hint="give data")
+                raise RecordError(
+                    f"a {type(model).__name__} cannot generate text", hint="pass data"
+                )
             config: Any = model.config
             limit = getattr(config, "max_position_embeddings", None) or length
             for start in range(0, share, batch_size):
@@ -211,8 +250,8 @@ def generate_text(
                     max_new_tokens=min(length, limit) - 1,
                     pad_token_id=0,
                 )
-                out.append({"input_ids": ids})
-    return out
+                batches.append({"input_ids": ids})
+    return batches
 
 
 def sample_noise(
@@ -223,11 +262,21 @@ def sample_noise(
     seed: int = 0,
     batch_size: int = 32,
 ) -> list[dict[str, Tensor]]:
-    """Noise of the kind that a model reads, for models that write nothing: no data at all.
+    """Sample noise in the format of a model's inputs, for models that cannot generate text.
 
-    Images whose amplitudes fall with the frequency, as those of photographs do, with much in common
-    between channels; each with the brightness and contrast of standardised data. Or token ids, each
-    as likely as any other.
+    Images have amplitudes that fall with the frequency, as photographs have, and channels that are
+    strongly correlated; their brightness and contrast are those of standardized data. Token ids are
+    uniform.
+
+    Args:
+        model: the model that reads the noise.
+        count: the number of images or sequences.
+        length: tokens in a sequence, limited by the positions of the model.
+        seed: the random seed.
+        batch_size: examples in a batch.
+
+    Raises:
+        RecordError: if the model reads neither images nor token ids.
     """
     random = torch.Generator().manual_seed(seed)
     config: Any = getattr(model, "config", None)
@@ -241,9 +290,7 @@ def sample_noise(
         ids = torch.randint(0, int(config.vocab_size), (count, length), generator=random)
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     else:
-        raise RecordError(
-            f"regauge does not know what a {type(model).__name__} reads", hint="give data"
-        )
+        raise RecordError(f"the inputs of a {type(model).__name__} are unknown", hint="pass data")
     return [
         {name: x[start : start + batch_size] for name, x in inputs.items()}
         for start in range(0, count, batch_size)
@@ -251,15 +298,16 @@ def sample_noise(
 
 
 def _pink_noise(shape: tuple[int, int, int, int], random: torch.Generator) -> Tensor:
-    """Noise with a 1/f spectrum [count, channels, height, width], of mean 0 and variance 1 over all
-    images.
-    """
+    """Return noise with a 1/f spectrum [count, channels, height, width], standardized."""
     count, channels, height, width = shape
     across, down = torch.fft.rfftfreq(width), torch.fft.fftfreq(height)
-    fall = 1 / (across[None] ** 2 + down[:, None] ** 2).sqrt().clamp(min=1 / max(height, width))
-    common, own = (torch.randn(count, n, height, width, generator=random) for n in (1, channels))
-    white = (
-        0.9**0.5 * common + 0.1**0.5 * own
-    )  # nine tenths of the variance of a photograph are brightness
-    field = torch.fft.irfft2(torch.fft.rfft2(white) * fall, s=(height, width))
+    amplitude = 1 / (across[None] ** 2 + down[:, None] ** 2).sqrt().clamp(
+        min=1 / max(height, width)
+    )
+    shared, per_channel = (
+        torch.randn(count, n, height, width, generator=random) for n in (1, channels)
+    )
+    # Nine tenths of the variance of a photograph are brightness.
+    white = 0.9**0.5 * shared + 0.1**0.5 * per_channel
+    field = torch.fft.irfft2(torch.fft.rfft2(white) * amplitude, s=(height, width))
     return torch.div(field - field.mean(), field.std())

@@ -1,8 +1,8 @@
-"""Tensors as blocks: pieces in which every axis is one space, or a plain axis. All that matching
-knows of a model's layout is here.
+"""Tensors as blocks: pieces in which every axis is one space, or a plain axis.
 
 A fused qkv weight "(head.0 qk.0)+(head.0 qk.0*)+(head.0 vo.0) stream*" has three blocks: [head.0,
-qk.0, stream*], [head.0, qk.0*, stream*] and [head.0, vo.0, stream*].
+qk.0, stream*], [head.0, qk.0*, stream*] and [head.0, vo.0, stream*]. Matching uses a model's layout
+only through this module.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Dims = tuple[ax.Leaf | None, ...]
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """One piece of a tensor. `dims` names the space of each axis of `values`, or None where nothing
-    acts.
+    """One piece of a tensor.
+
+    Attributes:
+        dims: the space of each axis of `values`, or None where nothing acts.
+        values: the entries.
     """
 
     dims: Dims
@@ -33,28 +36,31 @@ class Block:
 
     @property
     def spaces(self) -> frozenset[str]:
+        """The spaces that act on the block."""
         return frozenset(d.space for d in self.dims if d is not None)
 
     def axes_of(self, space: str) -> list[int]:
-        """The axes that live in a space."""
+        """Return the axes that live in a space."""
         return [i for i, d in enumerate(self.dims) if d is not None and d.space == space]
 
     def unfold(self, *leading: int | None) -> Values:
-        """These axes first (None: an axis of one), and all others as one last axis of features."""
-        given = [i for i in leading if i is not None]
-        rest = [i for i in range(self.values.ndim) if i not in given]
-        moved = self.values.transpose([*given, *rest])
+        """Move these axes to the front (None: an axis of size 1) and flatten all others into a last
+        axis.
+        """
+        front = [i for i in leading if i is not None]
+        rest = [i for i in range(self.values.ndim) if i not in front]
+        transposed = self.values.transpose([*front, *rest])
         shape = [1 if i is None else self.values.shape[i] for i in leading]
-        return np.ascontiguousarray(moved).reshape(*shape, -1)
+        return np.ascontiguousarray(transposed).reshape(*shape, -1)
 
 
 def split_blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
-    """A tensor with these axes, cut into blocks."""
+    """Cut a tensor with these axes into blocks."""
     terms = ax.parse(axes).terms
     if len(terms) != values.ndim:
         raise SpecError(
-            f"a tensor of shape {list(values.shape)} has {values.ndim} axes, but {axes!r} has "
-            f"{len(terms)}"
+            f"a tensor of axes {axes!r} must have {len(terms)} dimensions, got shape "
+            f"{list(values.shape)}"
         )
     return [
         Block(dims, piece)
@@ -63,7 +69,7 @@ def split_blocks(spec: Spec, axes: str, values: Values) -> list[Block]:
 
 
 def empty_blocks(spec: Spec, axes: str, shape: Sequence[int]) -> list[Block]:
-    """The blocks of a tensor of this shape, without its values."""
+    """Return the blocks of a tensor of this shape, without its values."""
     return split_blocks(spec, axes, np.broadcast_to(np.zeros(()), tuple(shape)))
 
 
@@ -83,10 +89,10 @@ def _expand(
             out = [(v, (leaf, *dims)) for v, dims in _expand(values, dim + 1, rest, sizes)]
         case ax.Sum():
             parts = _part_sizes(term.terms, sizes, values.shape[dim], product=False)
-            for piece, one in zip(
+            for piece, part in zip(
                 np.split(values, np.cumsum(parts)[:-1], axis=dim), term.terms, strict=True
             ):
-                out += _expand(piece, dim, [(one, star), *rest], sizes)
+                out += _expand(piece, dim, [(part, star), *rest], sizes)
         case ax.Product():
             parts = _part_sizes(term.factors, sizes, values.shape[dim], product=True)
             opened = values.reshape(*values.shape[:dim], *parts, *values.shape[dim + 1 :])
@@ -97,10 +103,11 @@ def _expand(
 
 
 def _part_sizes(terms: tuple[ax.Term, ...], sizes: Any, n: int, *, product: bool) -> list[int]:
+    """Return the sizes of the terms of a sum or product, which must fit an axis of size n."""
     parts = ax.block_sizes(terms, sizes, n, product=product)
     if parts is None:
         raise SpecError(
-            f"an axis of size {n} is not "
+            f"an axis of size {n} does not fit "
             f"{' '.join(map(str, terms)) if product else '+'.join(map(str, terms))}"
         )
     return parts

@@ -1,9 +1,8 @@
-"""The basis test: do two models share a basis, as they stand or after a match? To be asked before
-any merge.
+"""The basis test: do two models share a basis, before or after a match? Check this before merging.
 
-Alike is measured by the cosine between matrices (gains and biases point one way in every model, and
-would flatter). What matching makes of models that have nothing in common is the control: the same
-search on a copy whose values are shuffled within each tensor.
+Similarity is the cosine between matrices: gains and biases point the same way in every model and
+would flatter it. The control is the same search on a copy with values shuffled within each tensor:
+what matching finds between unrelated models.
 """
 
 from __future__ import annotations
@@ -22,17 +21,25 @@ from regauge.matching import Match, SharedRows, layers_of, match
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 
-MAX_ROUNDING = (
-    1e-3  # a relative distance below which two descriptions are one: the rounding of half precision
-)
-MIN_COSINE = 0.5  # a cosine above which two models are of one descent
-MIN_COSINE_RATIO = 0.98  # a share of the matched cosine that models in one basis have as they stand
+# Two models at a smaller relative distance are equal: the rounding of half precision.
+MAX_ROUNDING = 1e-3
+MIN_COSINE = 0.5  # a cosine above which two models have a common ancestor
+MIN_COSINE_RATIO = 0.98  # unmatched over matched cosine, for models in one basis
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison found. `alike` are cosines of the matrices: as they stand, after the match,
-    and what chance makes of the match.
+    """The result of a comparison.
+
+    Attributes:
+        verdict: "equal", "same basis", "another description", "related" or "unrelated".
+        explanation: the verdict in sentences.
+        cosines: cosines of the matrices: unmatched, matched, and by chance (matched after
+            shuffling).
+        match: the match.
+        layers: cosines and distances, each unmatched and matched, by layer.
+        relative_invariant_distance: the distance of the invariants, as a share of b's.
+        fixed_shares: the share of each space that stays in place.
     """
 
     verdict: str
@@ -45,7 +52,7 @@ class Comparison:
 
     @property
     def shares_basis(self) -> bool:
-        """Do the two share a basis as they stand?"""
+        """Whether the two share a basis without matching."""
         return self.verdict in ("equal", "same basis")
 
 
@@ -59,31 +66,43 @@ def compare(
     progress: Progress | None = None,
     **options: Any,
 ) -> Comparison:
-    """Compare two states of one spec. `options` are those of `match`."""
-    found = match(spec, a, b, rows=rows, progress=progress, **options)
+    """Compare two states of one spec.
+
+    Args:
+        spec: the spec of both models.
+        a: the first state.
+        b: the second state.
+        seed: the seed of the shuffled control.
+        rows: the rows that two tables have in common, for models with different vocabularies.
+        progress: the progress callback.
+        options: options of `match`.
+    """
+    result = match(spec, a, b, rows=rows, progress=progress, **options)
     costs = Costs(spec, a, b, rows=rows)
-    stand, moved = _inner_products(costs, identity(spec)), _inner_products(costs, found.element)
-    shuffled = ShuffledState(a, seed)
-    chance_found = match(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
-    chance = _total_cosine(
-        _inner_products(Costs(spec, shuffled, b, rows=rows), chance_found.element)
+    unmatched, matched = (
+        _inner_products(costs, identity(spec)),
+        _inner_products(costs, result.element),
     )
-    alike = (_total_cosine(stand), _total_cosine(moved), chance)
-    verdict, words = _decide_verdict(found, alike)
+    shuffled = ShuffledState(a, seed)
+    control = match(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
+    chance = _total_cosine(_inner_products(Costs(spec, shuffled, b, rows=rows), control.element))
+    cosines = (_total_cosine(unmatched), _total_cosine(matched), chance)
+    verdict, explanation = _decide_verdict(result, cosines)
     return Comparison(
         verdict,
-        words,
-        alike,
-        found,
-        _layer_rows(spec, found, stand, moved),
+        explanation,
+        cosines,
+        result,
+        _layer_rows(spec, result, unmatched, matched),
         _relative_invariant_distance(spec, a, b, rows),
-        fixed_shares(found.element),
+        fixed_shares(result.element),
     )
 
 
 class ShuffledState(Mapping[str, Any]):
-    """A state whose values are shuffled within each tensor: the same numbers, and no model. Made
-    anew each time, so that it takes no memory.
+    """A state with the values of each tensor shuffled: the same numbers, but not a model.
+
+    Tensors are computed on access, so it takes no memory.
     """
 
     def __init__(self, state: State, seed: int) -> None:
@@ -96,14 +115,14 @@ class ShuffledState(Mapping[str, Any]):
 
         value = self.state[name]
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self.seed)
-        # Rows, then columns, each in its own order, and turned along the diagonals: no axis keeps
-        # its meaning, at the cost of two gathers.
+        # Rows and columns are permuted, then each row is rotated: no axis keeps its meaning, at the
+        # cost of two gathers.
         flat = value.reshape(len(value) if value.dim() else 1, -1)
         flat = flat[torch.randperm(flat.shape[0], generator=random)][
             :, torch.randperm(flat.shape[1], generator=random)
         ]
-        turn = torch.randint(flat.shape[1], (flat.shape[0], 1), generator=random)
-        return flat.gather(1, (torch.arange(flat.shape[1]) + turn) % flat.shape[1]).view(
+        shift = torch.randint(flat.shape[1], (flat.shape[0], 1), generator=random)
+        return flat.gather(1, (torch.arange(flat.shape[1]) + shift) % flat.shape[1]).view(
             value.shape
         )
 
@@ -118,52 +137,58 @@ class ShuffledState(Mapping[str, Any]):
 
 
 def fixed_shares(g: Element) -> dict[str, float]:
-    """For each space that moves: the share of it that stays where it is. Of a permutation its fixed
-    places, of a matrix the mean of its diagonal.
+    """Return for each space that moves the share of it that stays in place.
+
+    For a permutation these are its fixed points, for a matrix the mean of its diagonal.
     """
     import numpy as np
 
-    out = {}
+    shares = {}
     for name, member in g.members.items():
         matrices = member.matrix() if member.size <= 4096 else None
         order = member.permutation()
         if order is not None:
-            out[name] = float((order.index == np.arange(member.size)).mean())
+            shares[name] = float((order.index == np.arange(member.size)).mean())
         elif matrices is not None:
-            out[name] = float(np.einsum("kii->ki", matrices).mean())
-    return out
+            shares[name] = float(np.einsum("kii->ki", matrices).mean())
+    return shares
 
 
 def _inner_products(costs: Costs, g: Element) -> dict[str, tuple[float, float, float]]:
-    """<b, g a>, |b|^2 and |g a|^2 of every matrix."""
-    out = {}
+    """Return <b, g a>, |b|^2 and |g a|^2 of every matrix."""
+    products = {}
     for pattern in costs.patterns:
         if len(ax.parse(costs.spec.tensors[pattern]).terms) > 1:
             y, x = (t.double() for t in costs.tensor_pair(pattern, g))
-            out[pattern] = (float((y * x).sum()), float(y.square().sum()), float(x.square().sum()))
-    return out
+            products[pattern] = (
+                float((y * x).sum()),
+                float(y.square().sum()),
+                float(x.square().sum()),
+            )
+    return products
 
 
 def _total_cosine(parts: Mapping[str, tuple[float, float, float]]) -> float:
+    """Return the cosine of all matrices together."""
     inner, y, x = (sum(p[i] for p in parts.values()) for i in range(3))
     return inner / math.sqrt(max(y * x, 1e-300))
 
 
 def _layer_rows(
-    spec: Spec, found: Match, stand: Mapping[str, Any], moved: Mapping[str, Any]
+    spec: Spec, result: Match, unmatched: Mapping[str, Any], matched: Mapping[str, Any]
 ) -> dict[str, tuple[float, float, float, float]]:
-    """For each layer, and for what belongs to none: cosines as they stand and matched, and
-    distances as they stand and matched.
+    """Return cosines and distances, each unmatched and matched, by layer; tensors outside of layers
+    are one row.
     """
-    of = layers_of(spec)
+    layer_by_space = layers_of(spec)
     names: dict[str, list[str]] = {}
     for pattern, text in spec.tensors.items():
-        layers = {of[s] for s in ax.spaces(text) if s in of}
-        if pattern in found.before and ax.spaces(text):
+        layers = {layer_by_space[s] for s in ax.spaces(text) if s in layer_by_space}
+        if pattern in result.before and ax.spaces(text):
             names.setdefault(f"layer {min(layers)}" if layers else "edges and norms", []).append(
                 pattern
             )
-    out = {}
+    rows = {}
     for label, patterns in sorted(
         names.items(),
         key=lambda item: (
@@ -172,52 +197,54 @@ def _layer_rows(
         ),
     ):
         cosines = [
-            _total_cosine({p: part[p] for p in patterns if p in part}) for part in (stand, moved)
+            _total_cosine({p: part[p] for p in patterns if p in part})
+            for part in (unmatched, matched)
         ]
         distances = [
-            math.sqrt(sum(part[p] for p in patterns)) for part in (found.before, found.after)
+            math.sqrt(sum(part[p] for p in patterns)) for part in (result.before, result.after)
         ]
-        out[label] = (cosines[0], cosines[1], distances[0], distances[1])
-    return out
+        rows[label] = (cosines[0], cosines[1], distances[0], distances[1])
+    return rows
 
 
 def _relative_invariant_distance(
     spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows] | None
 ) -> float:
-    """How far apart the two are in what no description changes, as a share of the other's."""
+    """Return the distance of the invariants as a share of b's."""
     parts = invariant_distance(invariants(spec, a), invariants(spec, b))
-    kept = [v for n, v in parts.items() if n.split("#")[0] not in (rows or {})]
-    return math.sqrt(sum(v[0] for v in kept) / max(sum(v[1] for v in kept), 1e-300))
+    compared = [v for n, v in parts.items() if n.split("#")[0] not in (rows or {})]
+    return math.sqrt(sum(v[0] for v in compared) / max(sum(v[1] for v in compared), 1e-300))
 
 
-def _decide_verdict(found: Match, alike: tuple[float, float, float]) -> tuple[str, str]:
-    stand, moved, chance = alike
-    size = math.sqrt(max(sum(found.size.values()), 1e-300))
-    if found.distance_before == 0:
+def _decide_verdict(result: Match, cosines: tuple[float, float, float]) -> tuple[str, str]:
+    """Return the verdict and its explanation."""
+    unmatched, matched, chance = cosines
+    size = math.sqrt(max(sum(result.size.values()), 1e-300))
+    if result.distance_before == 0:
         return "equal", "The two are equal, number for number."
-    if found.distance_before / size < MAX_ROUNDING:
+    if result.distance_before / size < MAX_ROUNDING:
         return (
             "same basis",
-            "The two are one model up to rounding. They share a basis as they stand.",
+            "The two are one model up to rounding. They share a basis without matching.",
         )
-    if found.relative_distance < MAX_ROUNDING:
+    if result.relative_distance < MAX_ROUNDING:
         return "another description", (
-            "The two are one model in two descriptions: moved by the element that was found, "
-            "the one is the other. Match before merging."
+            "The two are one model in two bases: the element that was found transforms the one "
+            "into the other. Match before merging."
         )
-    if stand >= MIN_COSINE and stand >= MIN_COSINE_RATIO * moved:
+    if unmatched >= MIN_COSINE and unmatched >= MIN_COSINE_RATIO * matched:
         return "same basis", (
-            f"The two share a basis as they stand (cosine {stand:.3f}; matching finds "
-            f"{moved:.3f}). They merge without matching."
+            f"The two share a basis without matching (cosine {unmatched:.3f}; {matched:.3f} after "
+            "matching). They merge without matching."
         )
-    if moved >= MIN_COSINE:
+    if matched >= MIN_COSINE:
         return "related", (
-            f"The two are of one descent, but in different bases: cosine {stand:.3f} as they "
-            f"stand, {moved:.3f} after matching. Match before merging."
+            f"The two have a common ancestor, but different bases: cosine {unmatched:.3f} before "
+            f"matching, {matched:.3f} after matching. Match before merging."
         )
     return "unrelated", (
-        f"The two do not share a basis, and matching does not find one: cosine {stand:.3f} as "
-        f"they stand, {moved:.3f} after matching, where chance "
-        f"gives {chance:.3f}. They were trained independently. A plain average will not work; "
-        "match first, and measure the barrier (regauge barrier)."
+        f"The two do not share a basis, and matching does not find one: cosine {unmatched:.3f} "
+        f"before matching, {matched:.3f} after matching, {chance:.3f} by chance. They were trained "
+        "independently. A plain average will not work; match first, and measure the barrier "
+        "(regauge barrier)."
     )

@@ -1,8 +1,7 @@
-"""Are two models connected? The paths between them as findings: as they stand, folded, and with A
-moved next to B; and the plane through all three.
+"""Connectivity of two models as findings: the paths between them and the plane through three.
 
-The baseline without alignment is always there, for a small barrier means nothing beside one that
-was small before.
+Paths are measured unaligned, with folded norms, and after A was aligned with B. The unaligned path
+is the baseline of every barrier: a small barrier means nothing if it was small before.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from regauge.results.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
 Aligner = Callable[[Spec, State, State], Element]
-UNALIGNED, FOLDED = "as they stand", "folded, not moved"
-# nats by which moving A may change its loss: rounding in float32 stays far below, a wrong element
-# far above
+UNALIGNED, FOLDED = "unaligned", "folded, not moved"
+# Nats by which the loss of A may change when it is transformed: rounding in float32 stays far
+# below, a wrong element far above.
 MAX_LOSS_CHANGE = 1e-3
 CALIBRATION_STRIDE = 5  # one example in five is for the temperatures
 DEFINITION = (
@@ -46,7 +45,7 @@ DEFINITION = (
 
 
 def align_by_weights(spec: Spec, a: State, b: State) -> Element:
-    """The element that moves A next to B, data-free."""
+    """Return the element that aligns A with B by their weights, without data."""
     from regauge.matching import match
 
     return match(spec, a, b).element
@@ -55,9 +54,10 @@ def align_by_weights(spec: Spec, a: State, b: State) -> Element:
 def align_by_activations(
     first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]
 ) -> Aligner:
-    """A mover that matches by what the two do on these inputs."""
+    """Return an aligner that matches by the activations on these inputs."""
 
-    def move(spec: Spec, a: State, b: State) -> Element:
+    def align(spec: Spec, a: State, b: State) -> Element:
+        """Match by activations."""
         from regauge.matching import match
         from regauge.matching.activations import record
 
@@ -68,7 +68,7 @@ def align_by_activations(
             activations=(record(first, a, spec, batches), record(second, b, spec, batches)),
         ).element
 
-    return move
+    return align
 
 
 def connect(
@@ -88,52 +88,73 @@ def connect(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Results:
-    """Loss and accuracy on the straight lines between two live models of one class, before and
-    after A is moved by what `mover` finds (None: only as they stand). With `fold` the norms of both
-    ends are folded first, which unties heads and keeps the function; `grid` points on a side for
-    the plane through A, B and the moved A. `samples` examples are drawn by the seed; one in five is
-    for the temperatures and for nothing else.
+    """Measure loss and accuracy on the straight lines between two live models of one class.
+
+    Args:
+        first: model A.
+        second: model B.
+        examples: the labelled examples to measure on.
+        aligner: finds the element that aligns A with B; None measures only the unaligned path.
+        label: the name of the path after alignment.
+        fold: fold the norms of both ends before aligning, which unties heads and keeps the
+            function.
+        points: points on a path.
+        grid: points on a side of the plane through A, B and the aligned A; 0 for no plane.
+        samples: the number of examples to sample; None for all.
+        calibrate: fit a temperature for each point, on one example in five that is not measured on.
+        batch_size: examples in a batch.
+        seed: the seed of the sample.
+        device: the device to compute on.
+        progress: the progress callback.
 
     >>> # results = connect(a, b, prepare(task, data)); results.tables[0].rows
     """
     a, b = first.state_dict(), second.state_dict()
     require_interpolable(a, b, ("A", "B"))
-    measured, others = _split(examples, samples, seed, calibrate)
+    measured, held_out = _split(examples, samples, seed, calibrate)
     states: dict[str, tuple[State, State]] = {UNALIGNED: (a, b)}
     notes: list[str] = []
-    tell = progress or (lambda done, total, now: None)
+    report = progress or (lambda done, total, label: None)
     if aligner is not None:
-        tell(0, 1, "moves A")
+        report(0, 1, "align A")
         spec = spec_of(first)
         if fold:
             (folded, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
             if folded is not spec and (spec.norms or spec.scales):
                 states[FOLDED] = (a, b)
                 untied = spec.ties.keys() - folded.ties.keys()
-                what = (
+                steps = (
                     f"norms are folded, and {', '.join(sorted(untied))} untied,"
                     if untied
                     else "norms are folded"
                 )
-                notes.append(f"{what} in what is moved: the same function")
+                notes.append(f"{steps} before alignment: the same function")
             spec = folded
         states[label] = (apply(aligner(spec, a, b), a), b)
-    walk = partial(
-        measure_path, first, points=points, calibration=others, batch_size=batch_size, device=device
+    measure = partial(
+        measure_path,
+        first,
+        points=points,
+        calibration=held_out,
+        batch_size=batch_size,
+        device=device,
     )
     count = points + (points % 2 == 0)
     total = count * len(states) + (grid**2 if len(states) > 1 else 0)
     paths: dict[str, Path] = {}
-    for i, (name, (one, two)) in enumerate(states.items()):
-        paths[name] = walk(
-            one, two, measured, progress=_offset_progress(tell, i * count, total, f"path {name}: ")
+    for i, (name, (start, end)) in enumerate(states.items()):
+        paths[name] = measure(
+            start,
+            end,
+            measured,
+            progress=_offset_progress(report, i * count, total, f"path {name}: "),
         )
     landscape, unchecked = None, []
     if aligner is None:
-        unchecked.append("a path after matching: only the models as they stand were measured")
+        unchecked.append("a path after matching: only the unaligned path was measured")
     elif grid:
         corners = {"A": a, "B": b, f"A, {label}": states[label][0]}
-        told = _offset_progress(tell, count * len(states), total, "plane: ")
+        plane_progress = _offset_progress(report, count * len(states), total, "plane: ")
         try:
             landscape = measure_plane(
                 first,
@@ -142,11 +163,11 @@ def connect(
                 points=grid,
                 batch_size=batch_size,
                 device=device,
-                progress=told,
+                progress=plane_progress,
             )
-        except PathError as error:  # A was moved onto B, or not at all
+        except PathError as error:  # the aligned A equals A or B
             unchecked.append(f"the plane through A, B and the moved A: {error}")
-    tell(total, total, "")
+    report(total, total, "")
     figures = (
         _curve_figure(paths, "losses", "nats"),
         _curve_figure(paths, "accuracies", "accuracy"),
@@ -156,7 +177,7 @@ def connect(
         "parameters": sum(p.numel() for p in first.parameters()),
         "barrier": DEFINITION,
         "examples": len(measured),
-        "examples for temperatures": len(others) if others is not None else 0,
+        "examples for temperatures": len(held_out) if held_out is not None else 0,
         "points": count,
         "notes": notes,
         "paths": {name: _path_to_dict(path) for name, path in paths.items()},
@@ -174,41 +195,44 @@ def connect(
 def _split(
     examples: Examples, samples: int | None, seed: int, calibrate: bool
 ) -> tuple[Examples, Examples | None]:
+    """Return the examples to measure on, and one in five to fit temperatures on."""
     rows = np.arange(len(examples))
     if samples is not None and samples < len(rows):
         rows = np.sort(np.random.default_rng(seed).permutation(len(rows))[:samples])
     if not calibrate:
         return examples.only(rows), None
-    kept = np.arange(len(rows)) % CALIBRATION_STRIDE == CALIBRATION_STRIDE - 1
-    if not kept.any():
+    is_held_out = np.arange(len(rows)) % CALIBRATION_STRIDE == CALIBRATION_STRIDE - 1
+    if not is_held_out.any():
         raise RegaugeError(
-            f"of {len(rows)} examples none is left to fit a temperature on",
-            hint=f"give at least {CALIBRATION_STRIDE}, or --no-calibrate",
+            f"examples must be >= {CALIBRATION_STRIDE} to fit temperatures, got {len(rows)}",
+            hint="pass more examples, or --no-calibrate",
         )
-    return examples.only(rows[~kept]), examples.only(rows[kept])
+    return examples.only(rows[~is_held_out]), examples.only(rows[is_held_out])
 
 
-def _offset_progress(progress: Progress, start: int, total: int, what: str) -> Progress:
-    return lambda done, _, now: progress(start + done, total, what + now)
+def _offset_progress(progress: Progress, start: int, total: int, prefix: str) -> Progress:
+    """Return a progress callback for one part of the whole run."""
+    return lambda done, _, label: progress(start + done, total, prefix + label)
 
 
-def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> list[Finding]:
-    plain = paths[UNALIGNED]
-    out = []
-    for name in (FOLDED, moved):
+def _findings(paths: Mapping[str, Path], label: str, notes: Sequence[str]) -> list[Finding]:
+    """Return the findings: unchanged ends, and barriers with the unaligned path as the control."""
+    unaligned = paths[UNALIGNED]
+    findings = []
+    for name in (FOLDED, label):
         if name in paths:
-            change = max(abs(paths[name].losses[i] - plain.losses[i]) for i in (0, -1))
-            said = f"The ends of the path, {name}, compute what A and B compute"
+            change = max(abs(paths[name].losses[i] - unaligned.losses[i]) for i in (0, -1))
+            statement = f"The ends of the path, {name}, compute what A and B compute"
             sentence = (
                 ". ".join(notes)
                 if change <= MAX_LOSS_CHANGE
-                else "The loss of an end changed: what moved it is no symmetry of the model, or "
-                "was lost to rounding."
+                else "The loss of an end changed: the element is not a symmetry of the model, or "
+                "rounding was too large."
             )
-            out.append(
+            findings.append(
                 Finding(
                     f"ends/{_slug(name)}",
-                    said,
+                    statement,
                     change <= MAX_LOSS_CHANGE,
                     change,
                     MAX_LOSS_CHANGE,
@@ -218,63 +242,64 @@ def _findings(paths: Mapping[str, Path], moved: str, notes: Sequence[str]) -> li
             )
     for name, path in paths.items():
         share = (
-            f"; {path.barrier / plain.barrier:.3g} of what it is as they stand"
-            if name != UNALIGNED and plain.barrier > 0
+            f"; {path.barrier / unaligned.barrier:.3g} of the unaligned barrier"
+            if name != UNALIGNED and unaligned.barrier > 0
             else ""
         )
-        for kind, value, ceiling, unit in (
-            ("loss", path.barrier, plain.barrier, "nats"),
-            ("accuracy", path.accuracy_barrier, plain.accuracy_barrier, "accuracy"),
-            ("calibrated", _calibrated_barrier(path), _calibrated_barrier(plain), "nats"),
-            ("midpoint", path.midpoint, plain.midpoint, "nats"),
+        for kind, value, control, unit in (
+            ("loss", path.barrier, unaligned.barrier, "nats"),
+            ("accuracy", path.accuracy_barrier, unaligned.accuracy_barrier, "accuracy"),
+            ("calibrated", _calibrated_barrier(path), _calibrated_barrier(unaligned), "nats"),
+            ("midpoint", path.midpoint, unaligned.midpoint, "nats"),
         ):
             if value is None:
                 continue
-            said = {
+            statement = {
                 "loss": f"The barrier {name}, at t = {path.peak:g}{share}",
                 "accuracy": f"The largest shortfall of accuracy {name}",
                 "calibrated": f"The barrier {name}, with a temperature fitted for each point",
                 "midpoint": f"The midpoint {name} over the better end",
             }[kind]
-            out.append(
+            findings.append(
                 Finding(
                     f"{kind}/{_slug(name)}",
-                    said,
+                    statement,
                     None,
                     value,
                     0.0,
-                    ceiling if name != UNALIGNED else None,
+                    control if name != UNALIGNED else None,
                     "A number, no verdict.",
                     measure=unit,
                 )
             )
-    return out
+    return findings
 
 
 def _barrier_table(paths: Mapping[str, Path]) -> Table:
-    plain = paths[UNALIGNED].barrier
+    """Return the table of barriers, one row for each path."""
+    unaligned = paths[UNALIGNED].barrier
     rows = []
-    for name, p in paths.items():
-        share = p.barrier / plain if plain > 0 else None
+    for name, path in paths.items():
+        share = path.barrier / unaligned if unaligned > 0 else None
         rows.append(
             (
                 name,
-                p.barrier,
+                path.barrier,
                 share,
-                p.peak,
-                _calibrated_barrier(p),
-                p.rise,
-                p.span,
-                p.midpoint,
-                p.accuracy_barrier,
-                p.losses[0],
-                p.losses[-1],
+                path.peak,
+                _calibrated_barrier(path),
+                path.rise,
+                path.span,
+                path.midpoint,
+                path.accuracy_barrier,
+                path.losses[0],
+                path.losses[-1],
             )
         )
-    heads = (
+    columns = (
         "path",
         "barrier",
-        "of as they stand",
+        "of unaligned",
         "at t",
         "calibrated",
         "003: rise",
@@ -285,25 +310,24 @@ def _barrier_table(paths: Mapping[str, Path]) -> Table:
         "loss of B",
     )
     note = (
-        f"Barrier: {DEFINITION}, in nats; negative where the path lies below that line. "
-        "Calibrated: the same with a temperature for each point, "
+        f"Barrier: {DEFINITION}, in nats; negative if the path lies below that line. "
+        "Of unaligned: its share of the unaligned barrier. "
+        "Calibrated: the same with a temperature for each point, fitted on other examples. "
+        "Rise and range: 003's two wordings, the largest loss above the better end's, and above "
+        "the smallest on the path. "
+        "Midpoint: its loss above the better end's. "
+        "Accuracy: its largest shortfall below the line between the ends."
     )
-    note += (
-        "fitted on other examples. Rise and range: 003's two wordings, the largest loss "
-        "over the better end's, and over the least on the path. "
-    )
-    note += (
-        "Midpoint: its loss over the better end's. Accuracy: its largest shortfall under "
-        "the line between the ends."
-    )
-    return Table("Barriers", heads, tuple(rows), note)
+    return Table("Barriers", columns, tuple(rows), note)
 
 
 def _calibrated_barrier(path: Path) -> float | None:
+    """Return the barrier with fitted temperatures, or None without calibration."""
     return None if path.calibrated is None else path.calibrated.barrier
 
 
 def _path_to_dict(path: Path) -> dict[str, Any]:
+    """Return the points of a path as JSON values."""
     out: dict[str, Any] = {
         "t": list(path.ts),
         "loss": list(path.losses),
@@ -314,10 +338,11 @@ def _path_to_dict(path: Path) -> dict[str, Any]:
     return out
 
 
-def _curve_figure(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
+def _curve_figure(paths: Mapping[str, Path], measure: str, ylabel: str) -> Figure:
+    """Return the figure of losses or accuracies along every path."""
     ts = next(iter(paths.values())).ts
-    y = {name: list(getattr(path, what)) for name, path in paths.items()}
-    if what == "losses":
+    y = {name: list(getattr(path, measure)) for name, path in paths.items()}
+    if measure == "losses":
         y |= {
             f"{name}, calibrated": list(p.calibrated.losses)
             for name, p in paths.items()
@@ -326,22 +351,23 @@ def _curve_figure(paths: Mapping[str, Path], what: str, unit: str) -> Figure:
     title = {
         "losses": "The loss on the way from A to B",
         "accuracies": "The accuracy on the way from A to B",
-    }[what]
+    }[measure]
     return Figure(
         title,
         "lines",
-        {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": unit, "log": False},
+        {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": ylabel, "log": False},
     )
 
 
-def _plane_figure(found: Plane) -> Figure:
+def _plane_figure(plane: Plane) -> Figure:
+    """Return the figure of the plane."""
     data = {
-        "x": list(found.xs),
-        "y": list(found.ys),
-        "values": [list(row) for row in found.losses],
-        "points": {n: list(p) for n, p in found.points.items()},
+        "x": list(plane.xs),
+        "y": list(plane.ys),
+        "values": [list(row) for row in plane.losses],
+        "points": {n: list(p) for n, p in plane.points.items()},
     }
-    names = list(found.points)
+    names = list(plane.points)
     data |= {
         "joined": [[names[1], names[0]], [names[1], names[2]]],
         "xlabel": "distance of weights, from B towards A",
@@ -352,9 +378,12 @@ def _plane_figure(found: Plane) -> Figure:
         "The loss on the plane through A, B and the moved A",
         "plane",
         data,
-        "B is the origin. Lines join what is walked between.",
+        "B is the origin. Lines are the measured paths.",
     )
 
 
 def _slug(name: str) -> str:
+    """Return the part of a finding's id that names its path."""
+    if name == UNALIGNED:
+        return "as-they-stand"  # ids are stored in reports: this one predates the label
     return name.split(",")[0].replace(" ", "-")

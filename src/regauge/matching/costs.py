@@ -1,9 +1,8 @@
-"""What matching compares: the tensors of two models as blocks, each weighted, with the directions
-left out that no function sees.
+"""The tensors of two models as pairs of blocks, weighted, without directions that do not affect the
+function.
 
-A key bias without rotary positions shifts all scores of a query alike, and softmax does not see it:
-it takes no part. That concerns what is compared, and nothing else: what moves in the end is the
-whole model, as it is.
+A key bias without rotary positions shifts all scores of a query alike, and softmax cancels it: it
+is not compared. This concerns only the comparison: the element is applied to the whole model.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ Weights = Mapping[str, float] | Callable[[str, "torch.Tensor"], float]
 
 
 class MatchError(RegaugeError):
-    """Two models that cannot be matched, or a wish that matching cannot fulfil."""
+    """Two models that cannot be matched, or options that contradict the model."""
 
 
 @dataclass(frozen=True)
 class SharedRows:
-    """Which rows of a table two models have in common, where their vocabularies differ: rows `a` of
-    the one are rows `b` of the other.
+    """The rows of a table that two models with different vocabularies have in common.
+
+    Row `a[i]` of the first is row `b[i]` of the second.
     """
 
     a: tuple[int, ...]
@@ -45,8 +45,19 @@ class SharedRows:
 
 
 class Costs:
-    """Two states under one spec, tensor by tensor. Nothing is held: values are read, and moved,
-    each time they are asked for.
+    """Two states under one spec, compared tensor by tensor.
+
+    Nothing is cached: values are read and transformed on each access.
+
+    Attributes:
+        spec: the spec of both states.
+        a: the state that moves.
+        b: the state that stays.
+        rows: the rows that tables have in common.
+        include_key_bias: compare key biases although softmax cancels them.
+        axes: the axes of every compared tensor, recorded streams included.
+        activations: the recorded streams of a and b, centred and of norm one, by place.
+        anchors: the tensors that determine their spaces in the first pass.
     """
 
     def __init__(
@@ -87,13 +98,13 @@ class Costs:
             }
 
     def _add_activations(self, a: Activations, b: Activations) -> None:
-        """What the models were seen to do counts like tensors; each place is centred and has the
-        same weight.
+        """Add recorded streams as tensors to compare; each place is centred and has the same
+        weight.
         """
         for name in a.streams.keys() & b.streams.keys():
             if a.streams[name].shape != b.streams[name].shape:
                 raise MatchError(
-                    "the two were seen at work on different inputs",
+                    "the activations of the two were recorded on different inputs",
                     hint="record both on the same batches",
                 )
             x, y = (s.streams[name] - s.streams[name].mean(0) for s in (a, b))
@@ -109,10 +120,10 @@ class Costs:
     @cached_property
     def layouts(self) -> dict[str, list[Block]]:
         """The blocks of every tensor, without values."""
-        out = {}
+        layouts = {}
         for pattern in self.patterns:
             if pattern in self.activations:
-                out[pattern] = empty_blocks(
+                layouts[pattern] = empty_blocks(
                     self.spec, self.axes[pattern], self.activations[pattern][1].shape
                 )
                 continue
@@ -120,33 +131,34 @@ class Costs:
             shape = tuple(self._read_stored(self.b, names[0], only_shape=True).shape)
             if self._stored[names[0]].parent is not None:
                 shape = (len(names), *shape)
-            out[pattern] = empty_blocks(self.spec, self.spec.tensors[pattern], shape)
-        return out
+            layouts[pattern] = empty_blocks(self.spec, self.spec.tensors[pattern], shape)
+        return layouts
 
     def __getstate__(self) -> dict[str, Any]:
-        """Layouts have shapes and no values, but numpy would send every one of these to another
-        process.
-        """
+        """Drop the layouts: they hold shapes only, but numpy would pickle every value."""
         return {name: value for name, value in self.__dict__.items() if name != "layouts"}
 
     def tensors_in(self, space: str, first: bool = False) -> list[str]:
-        """The tensors that live in a space; of these, for the first time that it is looked for, the
-        anchors, if some are.
+        """Return the tensors that live in a space; in the first pass only its anchors, if it has
+        any.
         """
-        found = self._tensors_by_space.get(space, [])
-        return ([p for p in found if p in self.anchors] if first else []) or found
+        patterns = self._tensors_by_space.get(space, [])
+        return ([p for p in patterns if p in self.anchors] if first else []) or patterns
 
     @cached_property
     def _tensors_by_space(self) -> dict[str, list[str]]:
-        out: dict[str, list[str]] = {}
+        """The tensors of every space."""
+        tensors: dict[str, list[str]] = {}
         for pattern in self.patterns:
             for space in ax.spaces(self.axes[pattern]):
-                out.setdefault(space, []).append(pattern)
-        for space, found in out.items():  # a space that was seen at work is found by that alone
-            out[space] = [p for p in found if p in self.activations] or found
-        return out
+                tensors.setdefault(space, []).append(pattern)
+        # A space with recorded activations is matched by those alone.
+        for space, patterns in tensors.items():
+            tensors[space] = [p for p in patterns if p in self.activations] or patterns
+        return tensors
 
     def weight(self, pattern: str, value: torch.Tensor) -> float:
+        """Return the weight of a tensor in the distance."""
         if self._weights is None:
             return 1.0
         return float(
@@ -156,8 +168,9 @@ class Costs:
         )
 
     def block_pairs(self, pattern: str, g: Element) -> list[tuple[Block, Block]]:
-        """The blocks of one tensor: those of b, and those of a as g moves them. Weighted by the
-        root of the tensor's weight.
+        """Return the blocks of one tensor of b, each with that of a transformed by g.
+
+        Both are scaled by the root of the tensor's weight.
         """
         import torch
 
@@ -172,17 +185,17 @@ class Costs:
                 for v in (y, x)
             )
         root = self.weight(pattern, y) ** 0.5
-        found = (
+        sides = (
             split_blocks(self.spec, axes, (v * root if root != 1 else v).numpy()) for v in (y, x)
         )
         return [
-            (one, other)
-            for one, other in zip(*found, strict=True)
-            if not self._is_softmax_invariant(one)
+            (y_block, x_block)
+            for y_block, x_block in zip(*sides, strict=True)
+            if not self._is_softmax_invariant(y_block)
         ]
 
     def _is_softmax_invariant(self, block: Block) -> bool:
-        """A key bias that no softmax sees."""
+        """Return whether a block is a key bias that softmax cancels."""
         if self.include_key_bias or len(block.dims) != 2:
             return False
         inner = [
@@ -200,34 +213,36 @@ class Costs:
         )
 
     def target_blocks(self, pattern: str) -> list[Block]:
-        """The blocks of one tensor of b."""
-        found = split_blocks(
+        """Return the blocks of one tensor of b."""
+        all_blocks = split_blocks(
             self.spec, self.axes[pattern], self._load_tensor(self.b, pattern).numpy()
         )
-        return [block for block in found if not self._is_softmax_invariant(block)]
+        return [block for block in all_blocks if not self._is_softmax_invariant(block)]
 
     def _load_tensor(self, state: State, pattern: str) -> torch.Tensor:
+        """Return a tensor of a state, stacked if the checkpoint stores it in parts."""
         import torch
 
         names = self._members[pattern]
-        found = [_to_working_dtype(self._read_stored(state, name)) for name in names]
-        return found[0] if self._stored[names[0]].parent is None else torch.stack(found)
+        parts = [_to_working_dtype(self._read_stored(state, name)) for name in names]
+        return parts[0] if self._stored[names[0]].parent is None else torch.stack(parts)
 
     def _read_stored(self, state: State, name: str, only_shape: bool = False) -> Any:
+        """Return a stored tensor, or with `only_shape` its header entry if there is one."""
         source = resolve_tie(self.spec, state, name)
         shapes = getattr(state, "entries", None)
         return shapes[source] if only_shape and shapes is not None else state[source]
 
     def distances(self, g: Element) -> dict[str, tuple[float, float]]:
-        """For each tensor |b - g a|^2 and |b|^2: all of it, unweighted, as it is stored."""
-        out = {}
+        """Return |b - g a|^2 and |b|^2 of each tensor: complete, unweighted, as stored."""
+        distances = {}
         for pattern in (p for p in self.spec.tensors if p not in self.spec.ties):
             y, x = self.tensor_pair(pattern, g)
-            out[pattern] = (_squared_norm(y - x), _squared_norm(y))
-        return out
+            distances[pattern] = (_squared_norm(y - x), _squared_norm(y))
+        return distances
 
     def tensor_pair(self, pattern: str, g: Element) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tensor of b, and that of a as g moves it; of tables only the rows that both have."""
+        """Return a tensor of b, and that of a transformed by g; of tables only the shared rows."""
         import torch
 
         axes = self.axes[pattern]
@@ -245,33 +260,34 @@ class Costs:
     def iter_block_pairs(
         self, space: str, g: Element, usable: Callable[[Block], bool], first: bool = False
     ) -> Iterator[tuple[Block, Block]]:
-        """The pairs of blocks that live in a space and are usable, judged by their layout before
-        anything is read.
+        """Yield the pairs of blocks that live in a space and are usable.
+
+        Usability is decided by the layout, before any tensor is read.
         """
         for pattern in self.tensors_in(space, first):
-            chosen = [space in blk.spaces and usable(blk) for blk in self.layouts[pattern]]
-            if any(chosen):
+            is_usable = [space in b.spaces and usable(b) for b in self.layouts[pattern]]
+            if any(is_usable):
                 for y, x in self.block_pairs(pattern, g):
                     if space in y.spaces and usable(y):
                         yield y, x
 
 
 def _expand_names(patterns: list[str], wanted: Iterable[str]) -> list[str]:
-    """The tensors with these names, which may hold the wildcards of a shell."""
-    out: list[str] = []
+    """Return the tensors with these names, which may hold shell wildcards."""
+    names: list[str] = []
     for name in wanted:
-        found = [p for p in patterns if fnmatchcase(p, name)]
-        if not found:
+        matches = [p for p in patterns if fnmatchcase(p, name)]
+        if not matches:
             raise MatchError(
-                f'no tensor that anything acts on is called "{name}"',
-                hint=f"{patterns[0]}, say; * stands for anything",
+                f'names must match a tensor that something acts on, got "{name}"',
+                hint=f'an example is "{patterns[0]}"; * matches anything',
             )
-        out += found
-    return out
+        names += matches
+    return names
 
 
 def _find_reading_axis(spec: Spec, axes: str, size: int) -> int:
-    """The axis by which a tensor reads a space of this size that is nobody's child."""
+    """Return the axis by which a tensor reads a space of this size without a parent."""
     for dim, term in enumerate(ax.parse(axes).terms):
         if (
             isinstance(term, ax.Leaf)
@@ -280,11 +296,11 @@ def _find_reading_axis(spec: Spec, axes: str, size: int) -> int:
             and spec.spaces[term.space].over is None
         ):
             return dim
-    raise MatchError(f"a tensor with axes {axes} reads no space of size {size}")
+    raise MatchError(f"a tensor with axes {axes} must read a space of size {size}, but does not")
 
 
 def _moment_root(moment: torch.Tensor) -> torch.Tensor:
-    """The symmetric root of a second moment, with a mean square of one."""
+    """Return the symmetric root of a second moment, scaled to a mean square of one."""
     import torch
 
     values, vectors = torch.linalg.eigh(moment)
@@ -294,17 +310,19 @@ def _moment_root(moment: torch.Tensor) -> torch.Tensor:
 
 
 def _find_free_axis(axes: str) -> int:
+    """Return the first axis on which nothing acts."""
     return next(i for i, t in enumerate(ax.parse(axes).terms) if isinstance(t, ax.Hole))
 
 
 def _squared_norm(x: torch.Tensor) -> float:
+    """Return the squared norm, summed in float64."""
     import torch
 
     return float(torch.linalg.vector_norm(x, dtype=torch.float64)) ** 2
 
 
 def _to_working_dtype(x: torch.Tensor) -> torch.Tensor:
-    """float64 stays; everything else is compared in float32."""
+    """Convert to float32, unless it is float64, on the CPU."""
     import torch
 
     x = x.detach()

@@ -1,11 +1,10 @@
-"""What no choice of description changes: numbers of a model that every element of its group leaves
-alone.
+"""Invariants of the weights under every element of the group.
 
 A tensor on whose axes orthogonal members act keeps its singular values. A general linear member
-acts on two sides at once, so that the product of the two is kept: of each head the singular values
+acts on two sides at once, so the product of the two is invariant: of each head the singular values
 of Q^T K and of O V, in any order of heads. A scaled neuron keeps the product of the norms of its
-two sides; a gain keeps its values, in any order. For orthogonal groups the distance of singular
-values is a bound: no description of one model is nearer to the other than that (Mirsky).
+two sides; a gain keeps its values, in any order. For orthogonal groups the distance of the singular
+values is a lower bound (Mirsky): no element brings one model closer to the other.
 """
 
 from __future__ import annotations
@@ -23,38 +22,41 @@ from regauge.matching.costs import Costs
 
 
 def invariants(spec: Spec, state: State) -> dict[str, Floats]:
-    """By a tensor's name (and which of its blocks), or by the name of a space: numbers in an order
-    that does not depend on the description.
+    """Return the invariants, by a tensor's name (and which of its blocks) or by the name of a
+    space.
+
+    The order of the numbers does not depend on the basis.
     """
     costs = Costs(spec, state, state)
-    out: dict[str, Floats] = {}
+    values: dict[str, Floats] = {}
     sides: dict[str, tuple[list[Floats], list[Floats]]] = {}
     for pattern in costs.patterns:
         for i, block in enumerate(costs.target_blocks(pattern)):
-            mixed = [s for s in block.spaces if not _is_orthogonal(spec, s)]
-            if not mixed:
-                out[f"{pattern}#{i}" if len(costs.layouts[pattern]) > 1 else pattern] = _spectrum(
-                    spec, block
+            scaled = [s for s in block.spaces if not _is_orthogonal(spec, s)]
+            if not scaled:
+                values[f"{pattern}#{i}" if len(costs.layouts[pattern]) > 1 else pattern] = (
+                    _spectrum(spec, block)
                 )
                 continue
-            for space in (
-                mixed if len(mixed) == 1 else ()
-            ):  # beside another such space nothing is kept
-                place, over = block.axes_of(space)[0], spec.spaces[space].over
+            # A block of two such spaces has no invariant.
+            for space in scaled if len(scaled) == 1 else ():
+                axis, over = block.axes_of(space)[0], spec.spaces[space].over
                 outer = block.axes_of(over)[0] if over is not None else None
-                leaf = block.dims[place]
+                leaf = block.dims[axis]
                 assert leaf is not None
                 if not leaf.bar:
-                    sides.setdefault(space, ([], []))[leaf.star].append(block.unfold(outer, place))
+                    sides.setdefault(space, ([], []))[leaf.star].append(block.unfold(outer, axis))
     for space, (plain, dual) in sides.items():
         if plain and dual:
             q, k = np.concatenate(plain, axis=2), np.concatenate(dual, axis=2)
-            out[space] = _product_invariants(q, k, spec, space)
-    return out
+            values[space] = _product_invariants(q, k, spec, space)
+    return values
 
 
 def find_nonfinite(state: State) -> str | None:
-    """The name of a tensor with NaN or Inf, which has no singular values, if there is one."""
+    """Return the name of a tensor with NaN or Inf, which has no singular values; None if there
+    is none.
+    """
     return next(
         (
             name
@@ -66,55 +68,58 @@ def find_nonfinite(state: State) -> str | None:
 
 
 def invariant_distance(
-    one: Mapping[str, Floats], other: Mapping[str, Floats]
+    first: Mapping[str, Floats], second: Mapping[str, Floats]
 ) -> dict[str, tuple[float, float]]:
-    """For each invariant that both have: the squared distance, and the squared norm of the
-    other.
+    """Return, for each invariant that both have, the squared distance and the squared norm of
+    the second.
     """
     return {
-        n: (float(((one[n] - other[n]) ** 2).sum()), float((other[n] ** 2).sum()))
-        for n in other
-        if n in one and one[n].shape == other[n].shape
+        n: (float(((first[n] - second[n]) ** 2).sum()), float((second[n] ** 2).sum()))
+        for n in second
+        if n in first and first[n].shape == second[n].shape
     }
 
 
 def _is_orthogonal(spec: Spec, space: str) -> bool:
+    """Return whether the group of a space is orthogonal."""
     return spec.spaces[space].group.is_orthogonal
 
 
 def _spectrum(spec: Spec, block: Block) -> Floats:
-    """Sorted values of gains and vectors; otherwise singular values, with a space and those that
-    lie over it, or beside it, as one axis.
+    """Return the sorted values of gains and vectors, otherwise singular values.
+
+    For these a space, its parent and its siblings are one axis.
     """
-    orders = all(
-        isinstance(spec.spaces[s].group, Permutation) for s in block.spaces
-    )  # with signs, or without
-    if (block.values.ndim == 1 and orders) or any(d is not None and d.bar for d in block.dims):
+    # Permutations with signs are included.
+    is_permuted = all(isinstance(spec.spaces[s].group, Permutation) for s in block.spaces)
+    if (block.values.ndim == 1 and is_permuted) or any(d is not None and d.bar for d in block.dims):
         return np.sort(np.abs(np.asarray(block.values, np.float64)).reshape(-1))
     roots = [None if d is None else spec.spaces[d.space].over or d.space for d in block.dims]
     first = next(r for r in roots if r is not None)
     rows = [i for i, r in enumerate(roots) if r == first]
     values = block.unfold(*rows)
     matrix = np.asarray(values.reshape(-1, values.shape[-1]), np.float64)
-    long = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
+    tall = matrix.T if matrix.shape[0] < matrix.shape[1] else matrix
     return np.asarray(
         np.linalg.svd(
-            _triangular_factor(long.T) if long.shape[0] > 2 * long.shape[1] else long,
+            _triangular_factor(tall.T) if tall.shape[0] > 2 * tall.shape[1] else tall,
             compute_uv=False,
         )
     )
 
 
 def _product_invariants(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
-    """Of each member what its product keeps, members in the order of their largest number."""
+    """Return the invariants of the product of both sides, members in the order of their largest
+    value.
+    """
     group = spec.spaces[space].group
     if isinstance(group, GeneralLinear):
-        each = [
+        values = [
             np.linalg.svd(_triangular_factor(a) @ _triangular_factor(b).T, compute_uv=False)
             for a, b in zip(q, k, strict=True)
         ]
     elif isinstance(group, Scaling):
-        each = [
+        values = [
             np.sort(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))[::-1]
             for a, b in zip(q, k, strict=True)
         ]
@@ -124,9 +129,10 @@ def _product_invariants(q: Floats, k: Floats, spec: Spec, space: str) -> Floats:
 
         first, second = planes(q.shape[1], group.layout)
         norms = [np.sqrt((x[:, first] ** 2).sum(2) + (x[:, second] ** 2).sum(2)) for x in (q, k)]
-        each = list(norms[0] * norms[1])
-    return np.stack(sorted(each, key=lambda s: tuple(-np.asarray(s))))
+        values = list(norms[0] * norms[1])
+    return np.stack(sorted(values, key=lambda s: tuple(-np.asarray(s))))
 
 
 def _triangular_factor(x: Floats) -> Floats:
+    """Return R of the QR decomposition of x^T, which has the singular values of x."""
     return np.asarray(np.linalg.qr(np.asarray(x, np.float64).T, mode="r"))

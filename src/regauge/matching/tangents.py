@@ -1,24 +1,25 @@
-"""The tangent space of the group: how a loss changes when an element is followed by a small one,
-and the small one itself.
+"""The tangent space of the group: the gradient of a loss with respect to a small change of an
+element.
 
-The neighbours of an element g are d @ g with d = I + X near the identity. A moved weight w then
-changes by X w along an axis of the space, and by -X^T w along a dual axis. With G the gradient of a
-loss with respect to w, read along the same axis, the loss changes by <G w^T, X> or -<w G^T, X>. So
-the slope of a loss on the group is made of sums of G w^T over the axes of a space: the sums that
-matching takes of the weights of two models, taken of a weight and its gradient. No gradient runs
-through the action, and any spec will do.
+The neighbours of an element g are d @ g with d = I + X near the identity. A transformed weight w
+then changes by X w along an axis of the space, and by -X^T w along a dual axis. With G the gradient
+of a loss with respect to w, read along the same axis, the loss changes by <G w^T, X> or -<w G^T,
+X>. So the gradient on the group is made of sums of G w^T over the axes of a space: the sums that
+matching takes of the weights of two models, taken of a weight and its gradient. No gradient passes
+through the action, and every spec is supported.
 
-What X is in each group (`slope` gives the gradient in these coordinates, `small` the member of one
-such X, by a map that stays in the group):
+X in each group (`tangent_grad` returns the gradient in these coordinates, `retract` the member of
+one such X, by a map that stays in the group):
 
-    orthogonal             a skew matrix; d = (I - X/2)^-1 (I + X/2), Cayley's map
-    orthogonal-ones        a skew matrix whose rows sum to zero: Cayley's map then keeps the ones
-    vector
+    orthogonal             a skew matrix; d = (I - X/2)^-1 (I + X/2), the Cayley map
+    orthogonal-ones        a skew matrix whose rows sum to zero: the Cayley map then fixes the ones
+                           vector
     linear                 any matrix; the same map
     monomial, monomial+    a number for each coordinate; d = exp(X)
     rotary, turns          a complex number for each plane; d = exp(X). Turns: an imaginary one
 
-Permutations and signs are discrete: `votes` gives what a straight-through assignment needs.
+Permutations and signs are discrete: `assignment_scores` returns the scores of a straight-through
+assignment.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ Pair = tuple[Array, Array]
 
 @dataclass
 class Sides:
-    """The weights of one space with their gradients, as pairs (gradient, weight) of stacks [count,
-    size, features]: plain, dual and barred axes.
+    """The weights of one space with their gradients, by plain, dual and barred axes.
+
+    Each pair is (gradient, weight), two stacks [count, size, features].
     """
 
     plain: list[Pair] = field(default_factory=list)
@@ -71,17 +73,19 @@ class Sides:
 def collect_sides(
     spec: Spec, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor], spaces: set[str]
 ) -> dict[str, Sides]:
-    """For each of these spaces, the (moved) weights that live in it and their gradients. What
-    `grads` lacks takes no part.
+    """Return, for each of these spaces, the transformed weights that live in it with their
+    gradients.
+
+    Tensors without a gradient are skipped.
     """
-    found = {name: Sides() for name in spaces}
+    sides = {name: Sides() for name in spaces}
     for pattern, text in spec.tensors.items():
         if not ax.spaces(text) & spaces:
             continue
         g, w = _load_stacked(spec, pattern, grads), _load_stacked(spec, pattern, weights)
         if g is None or w is None:
             continue
-        for slopes, block in zip(
+        for grad_block, block in zip(
             split_blocks(spec, text, g), split_blocks(spec, text, w), strict=True
         ):
             for dim, leaf in enumerate(block.dims):
@@ -89,15 +93,15 @@ def collect_sides(
                     continue
                 parent = spec.spaces[leaf.space].over
                 outer = None if parent is None else block.axes_of(parent)[0]
-                pair = slopes.unfold(outer, dim), block.unfold(outer, dim)
-                side = found[leaf.space]
+                pair = grad_block.unfold(outer, dim), block.unfold(outer, dim)
+                side = sides[leaf.space]
                 (side.bar if leaf.bar else side.dual if leaf.star else side.plain).append(pair)
-    return found
+    return sides
 
 
 def _load_stacked(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Values | None:
-    """A tensor of the spec, or the stack of those that a checkpoint stores one by one; None if the
-    state lacks it.
+    """Return a tensor of the spec, stacked if the checkpoint stores its parts one by one; None if
+    the state lacks it.
     """
     stacked = re.search(r"\{([^{}]+)\}", pattern)
     if not stacked:
@@ -113,8 +117,9 @@ def _load_stacked(spec: Spec, pattern: str, state: Mapping[str, Tensor]) -> Valu
 
 
 def tangent_grad(group: Group, side: Sides) -> Array | None:
-    """The gradient with respect to X, one for each member of the stack; None where the group has no
-    continuous part.
+    """Return the gradient with respect to X, one for each member of the stack.
+
+    None if the group has no continuous part.
     """
     match group:
         case Orthogonal():
@@ -144,8 +149,9 @@ def tangent_grad(group: Group, side: Sides) -> Array | None:
 
 
 def project(group: Group, x: Array) -> Array:
-    """X brought back to the group's tangent space, where an optimizer that treats its entries one
-    by one has left it.
+    """Project X onto the tangent space of the group.
+
+    Optimizers that treat entries one by one leave it.
     """
     match group:
         case OrthogonalFixingOnes():
@@ -159,11 +165,11 @@ def project(group: Group, x: Array) -> Array:
 
 
 def retract(group: Group, x: Array) -> Member:
-    """The member of one X: the identity and X, up to second order."""
+    """Return the member of one X: the identity plus X, up to second order."""
     match group:
         case Orthogonal() | GeneralLinear():
-            one = np.eye(x.shape[1])
-            return Dense(np.asarray(np.linalg.solve(one - x / 2, one + x / 2)))
+            eye = np.eye(x.shape[1])
+            return Dense(np.asarray(np.linalg.solve(eye - x / 2, eye + x / 2)))
         case Scaling():
             return Monomial(np.tile(np.arange(x.shape[1]), (x.shape[0], 1)), np.exp(x))
         case Rotary():
@@ -173,45 +179,45 @@ def retract(group: Group, x: Array) -> Member:
 
 
 def assignment_scores(group: Group, side: Sides) -> tuple[Floats, Floats] | None:
-    """For a straight-through assignment: how alike those who stand here are, and the slope of the
-    loss, both in units of order one.
+    """Return similarities and gradients for a straight-through assignment, both of order one.
 
-    Both are matrices [place, who], of inner products with the weights of each who might stand at a
-    place: of the weights that stand there now, and of their gradient. The one, less a share of the
-    other, scores how well each would do for what the loss wants at that place. For QK-norm: a
-    number for each plane, whose sign is asked for. None where nothing discrete is learnt.
+    Both are matrices [place, candidate] of inner products with the weights of each candidate for a
+    place: of the weights that are there now, and of their gradient. The similarity, less a multiple
+    of the gradient, scores how well a candidate fits what the loss wants at that place. For QK-norm
+    there is one number for each plane, and its sign is assigned. None if the group has no discrete
+    part.
     """
     pairs = [*side.plain, *side.dual, *side.bar]
-    alike = [(w, w) for _, w in pairs]
+    weight_pairs = [(w, w) for _, w in pairs]
     match group:
         case Permutation() | Scaling():
-            scores, slopes = _outer(alike), _outer(pairs)
+            scores, grads = _outer(weight_pairs), _outer(pairs)
             size = np.einsum("kii->", scores) / scores.shape[0] / scores.shape[1]
         case PlaneSigns():
-            scores, slopes = (
-                np.asarray(_plane_products(p, group.layout).real) for p in (alike, pairs)
+            scores, grads = (
+                np.asarray(_plane_products(p, group.layout).real) for p in (weight_pairs, pairs)
             )
             size = scores.mean()
         case _:
             return None
-    return scores / max(size, 1e-300), slopes / max(np.sqrt((slopes**2).mean()), 1e-300)
+    return scores / max(size, 1e-300), grads / max(np.sqrt((grads**2).mean()), 1e-300)
 
 
 def has_signs(group: Group) -> bool:
-    """May the members of a group of permutations flip coordinates?"""
+    """Return whether the members of a group of permutations may flip coordinates."""
     return isinstance(group, SignedPermutation) or (
         isinstance(group, Scaling) and not group.positive
     )
 
 
 def _outer(pairs: list[Pair], like: list[Pair] | None = None) -> Floats:
-    """The sum of G w^T. Without pairs: zeros, of the shape that the other side's sum has."""
+    """Return the sum of G w^T; without pairs zeros, shaped as the sum of the other side."""
     count, size, _ = (pairs or like or [])[0][0].shape
     return np.asarray(sum((g @ w.swapaxes(1, 2) for g, w in pairs), np.zeros((count, size, size))))
 
 
 def _inner(pairs: list[Pair], like: list[Pair]) -> Floats:
-    """The sum of <G, w> for each coordinate."""
+    """Return the sum of <G, w> for each coordinate."""
     return np.asarray(
         sum(
             (np.einsum("knf,knf->kn", g, w) for g, w in pairs),
@@ -221,7 +227,7 @@ def _inner(pairs: list[Pair], like: list[Pair]) -> Floats:
 
 
 def _plane_products(pairs: list[Pair], layout: Layout, like: list[Pair] | None = None) -> Complexes:
-    """The sum of G conj(w) for each plane, its two coordinates as one complex number."""
+    """Return the sum of G conj(w) for each plane, its two coordinates as one complex number."""
     count, size, _ = (pairs or like or [])[0][0].shape
     a, b = planes(size, layout)
     total = np.zeros((count, size // 2), np.complex128)
@@ -231,6 +237,6 @@ def _plane_products(pairs: list[Pair], layout: Layout, like: list[Pair] | None =
 
 
 def _center(x: Floats) -> Floats:
-    """X without what it does to the ones vector, on both sides."""
+    """Project X so that it maps the ones vector to zero from both sides."""
     x = x - x.mean(1, keepdims=True)
     return np.asarray(x - x.mean(2, keepdims=True))

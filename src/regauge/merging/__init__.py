@@ -1,17 +1,23 @@
 """Merging: several models of one architecture into one.
 
-    merge(states, "ties", base=root, weight=[0.5, 0.5], density=0.4)     # state dicts in, a new
-    state dict out
-    merge(states, "regmean", statistics=[grams(module, state, batches) for state in states],
-    alpha=0.9)
-    merge(states, "ot_acts", spec=spec, statistics=[activations(module, state, batches) for state in
-    states])
+    merge(states, "ties", base=base, weight=[0.5, 0.5], density=0.4)
+    merge(states, "regmean", statistics=[grams(module, s, batches) for s in states], alpha=0.9)
+    merge(states, "ot_acts", spec=spec,
+          statistics=[activations(module, s, batches) for s in states])
 
-`methods` has what is done to the tensors of one place, `recipes` what a merge is and `reading`
-mergekit's YAML for it, `layout` says which tensors stand in one place, and `engine` streams
-checkpoints through all of it. `statistics` has what methods learn from data, `transport` the plans
-of optimal transport. Before anything is merged, `basis` asks whether the models share a basis at
-all.
+State dicts go in, a new state dict comes out.
+
+    methods          the merge of one tensor, and the registry of methods
+    sparsify         the selection of task-vector entries (TIES, DARE, DELLA)
+    recipes          a merge as data; `recipe_yaml` parses mergekit's YAML
+    layout           which input tensors each output tensor is made of
+    engine           checkpoints streamed through all of it, from a recipe to a folder
+    basis            the check that models share a basis, and their alignment
+    statistics       Fisher information, Gram matrices and activations; `data_pass` computes them
+    transport        optimal transport between two models
+    tokens           embedding tables of models with different vocabularies
+    state_store      saved state of an interrupted merge
+    card             the model card
 """
 
 from __future__ import annotations
@@ -39,97 +45,117 @@ def merge(
     spec: Spec | None = None,
     **parameters: Any,
 ) -> dict[str, torch.Tensor]:
-    """Merge state dicts that share names, shapes and basis, tensor by tensor. What is no
-    floating-point number is taken from the base, or the first.
+    """Merge state dicts that share names, shapes and basis, tensor by tensor.
 
-    `parameters` are the method's: a number, or for those of each model a list with a number for
-    each state; without weights all count alike. `statistics` is what methods that need data know of
-    each state as it is given here: what `regauge.merging.statistics` has computed of *it*, not of
-    the same model before it was moved. Methods of transport move all states next to the first, and
-    need the `spec`.
+    Tensors that are not floating-point are copied from the base, or from the first state.
+
+    Args:
+        states: the state dicts.
+        method: a key of `regauge.merging.methods.METHODS`.
+        base: the base model, for methods that need one.
+        seed: the random seed.
+        statistics: one mapping for each state, for methods that need data. It must be computed by
+            `regauge.merging.statistics` from the state as passed here, not from the same model in
+            another basis.
+        spec: the spec of the models, for methods of transport, which align all states with the
+            first.
+        parameters: the method's parameters. Per-model ones are a number, or a list with a number
+            for
+            each state; weights are equal by default.
+
+    Raises:
+        MergeError: if names, shapes or parameters do not fit.
     """
     from regauge.merging.methods import METHODS, MergeError
 
     if not states:
-        raise MergeError("there are no states to merge", hint="give at least one")
-    how = METHODS.get(method)
-    if how is not None and how.statistic and (statistics is None or len(statistics) != len(states)):
+        raise MergeError("states must not be empty", hint="pass at least one")
+    chosen = METHODS.get(method)
+    if (
+        chosen is not None
+        and chosen.statistic
+        and (statistics is None or len(statistics) != len(states))
+    ):
         raise MergeError(
-            f"{method} needs to know what data say about each model ({how.statistic}), and "
-            f"{len(statistics or ())} of {len(states)} are given",
-            hint="give statistics= with one mapping for each state, by regauge.merging.statistics",
+            f"{method} needs statistics ({chosen.statistic}) of {len(states)} states, got "
+            f"{len(statistics or ())}",
+            hint="pass statistics= with one mapping for each state, by regauge.merging.statistics",
         )
-    if how is not None and how.is_transport:
+    if chosen is not None and chosen.is_transport:
         states, parameters = _transport_states(method, states, spec, statistics, parameters)
         method, statistics = "linear", None
-    root, called = (states[0], "state 0") if base is None else (base, "the base")
+    reference, reference_name = (states[0], "state 0") if base is None else (base, "the base")
     for i, state in enumerate(states):
-        extra = next((name for name in state if name not in root), None)
+        extra = next((name for name in state if name not in reference), None)
         if extra is not None:
             raise MergeError(
-                f'state {i} has "{extra}", and {called} has not',
-                hint="states that are merged have the same names",
+                f'state {i} has "{extra}", which {reference_name} lacks',
+                hint="all states must have the same tensor names",
             )
-    out = {}
-    for name, value in root.items():
+    merged = {}
+    for name, value in reference.items():
         absent = next((i for i, state in enumerate(states) if name not in state), None)
         if absent is not None:
             raise MergeError(
-                f'state {absent} has no "{name}"', hint="states that are merged have the same names"
+                f'state {absent} lacks "{name}"', hint="all states must have the same tensor names"
             )
         if not value.is_floating_point():
-            out[name] = value.clone()
+            merged[name] = value.clone()
             continue
         tensors = [state[name] for state in states]
-        known = None if statistics is None else [s.get(name) for s in statistics]
-        out[name] = merge_tensors(
+        tensor_statistics = None if statistics is None else [s.get(name) for s in statistics]
+        merged[name] = merge_tensors(
             method,
             tensors,
             base=None if base is None else base[name],
             name=name,
             seed=seed,
-            statistics=known,
+            statistics=tensor_statistics,
             **parameters,
         )
-    return out
+    return merged
 
 
 def _transport_states(
     method: str,
     states: Sequence[State],
     spec: Spec | None,
-    seen: Sequence[Mapping[str, Any]] | None,
+    activations: Sequence[Mapping[str, Any]] | None,
     parameters: dict[str, Any],
 ) -> Any:
-    """The states as transport moves them next to the first, and the parameters of the weighted mean
-    that is left to be made of them.
-    """
+    """Return the states transported to the first, and the parameters of their weighted mean."""
     from regauge.core.action import apply
     from regauge.merging.methods import METHODS, MergeError
     from regauge.merging.transport import fit_transport
 
     if spec is None:
         raise MergeError(
-            f"{method} needs the spec of the models", hint="give spec=regauge.spec_of(model)"
+            f"{method} needs the spec of the models", hint="pass spec=regauge.spec_of(model)"
         )
-    how = METHODS[method]
-    given = {"weight": how.per_model["weight"], **parameters}
-    soft = (
-        given.pop("regularization", how.shared["regularization"])
-        if "regularization" in how.shared
+    chosen = METHODS[method]
+    mean_parameters = {"weight": chosen.per_model["weight"], **parameters}
+    regularization = (
+        mean_parameters.pop("regularization", chosen.shared["regularization"])
+        if "regularization" in chosen.shared
         else None
     )
-    moved = [states[0]]
+    transported = [states[0]]
     for i, state in enumerate(states[1:], 1):
-        pair = (seen[i], seen[0]) if seen is not None and how.statistic else None
-        moved.append(
+        pair = (
+            (activations[i], activations[0])
+            if activations is not None and chosen.statistic
+            else None
+        )
+        transported.append(
             apply(
-                fit_transport(spec, state, states[0], regularization=soft, activations=pair),
+                fit_transport(
+                    spec, state, states[0], regularization=regularization, activations=pair
+                ),
                 state,
                 force=True,
             )
         )
-    return moved, given
+    return transported, mean_parameters
 
 
 def merge_tensors(
@@ -143,68 +169,85 @@ def merge_tensors(
     statistics: Sequence[Any] | None = None,
     **parameters: Any,
 ) -> torch.Tensor:
-    """Merge the tensors of one place. `lambda` may be given as `lambda_`; the result has the dtype
-    of the base, or of the first, unless given. `statistics` has what is known of each tensor, for
-    methods that need it: its Fisher (a tensor like it), or its Gram.
+    """Merge corresponding tensors of several models.
+
+    Args:
+        method: a key of `regauge.merging.methods.METHODS`; not a method of transport.
+        tensors: one tensor of each model.
+        base: the tensor of the base model, for methods that need one.
+        name: the name of the tensor; seeds random choices and appears in errors.
+        seed: the random seed.
+        dtype: the dtype of the result; by default that of the base, or of the first tensor.
+        statistics: for methods that need it, the Fisher of each tensor (of its shape), or its Gram.
+        parameters: the method's parameters; `lambda` may be passed as `lambda_`.
+
+    Raises:
+        MergeError: if the method, shapes or parameters do not fit.
     """
     from regauge.checkpoints.blocks import materialize
     from regauge.merging.methods import METHODS, REQUIRED, MergeError, MergeInput
 
     if method not in METHODS:
-        raise MergeError(f'there is no method "{method}"', hint=f"choose from {', '.join(METHODS)}")
-    how = METHODS[method]
-    if how.is_transport:
         raise MergeError(
-            f"{method} moves whole models, and not the tensors of one place",
-            hint="give whole states and their spec to regauge.merge",
+            f'method must be one of {", ".join(METHODS)}, got "{method}"',
         )
-    given = {key.rstrip("_"): value for key, value in parameters.items()}
-    for key in given:
-        if key not in how.shared and key not in how.per_model:
+    chosen = METHODS[method]
+    if chosen.is_transport:
+        raise MergeError(
+            f"{method} transports whole models and cannot merge single tensors",
+            hint="pass whole states and their spec to regauge.merge",
+        )
+    named = {key.rstrip("_"): value for key, value in parameters.items()}
+    for key in named:
+        if key not in chosen.shared and key not in chosen.per_model:
             raise MergeError(
                 f'{method} has no parameter "{key}"',
-                hint=f"it has {', '.join((*how.shared, *how.per_model)) or 'none'}",
+                hint=f"it has {', '.join((*chosen.shared, *chosen.per_model)) or 'none'}",
             )
-    if how.needs_base and base is None:
-        raise MergeError(f"{method} needs a base", hint="give base=")
-    if not how.needs_base and base is not None:
+    if chosen.needs_base and base is None:
+        raise MergeError(f"{method} needs a base", hint="pass base=")
+    if not chosen.needs_base and base is not None:
         raise MergeError(
-            f"{method} knows no base", hint="give the base as one of the models, or leave it out"
+            f"{method} takes no base", hint="pass the base as one of the models, or leave it out"
         )
-    together = [*tensors] if base is None else [base, *tensors]
-    shapes = {tuple(t.shape) for t in together}
+    inputs = [*tensors] if base is None else [base, *tensors]
+    shapes = {tuple(t.shape) for t in inputs}
     if len(shapes) > 1:
         raise MergeError(
             f'"{name}" has different shapes: {", ".join(str(list(s)) for s in sorted(shapes))}',
-            hint="models of one size are merged",
+            hint="all models must have the same size",
         )
-    shared = {key: given.get(key, default) for key, default in how.shared.items()}
-    each: list[dict[str, Any]] = [{} for _ in tensors]
-    for key, default in how.per_model.items():
-        value = given.get(
-            key, 1.0 if key == "weight" else default
-        )  # a recipe must say it; here all count alike
+    shared = {key: named.get(key, default) for key, default in chosen.shared.items()}
+    per_model: list[dict[str, Any]] = [{} for _ in tensors]
+    for key, default in chosen.per_model.items():
+        # A recipe must state weights; here they are equal by default.
+        value = named.get(key, 1.0 if key == "weight" else default)
         values = list(value) if isinstance(value, list | tuple) else [value] * len(tensors)
         if len(values) != len(tensors):
             raise MergeError(
-                f'"{key}" has {len(values)} values for {len(tensors)} models',
-                hint="give one number, or one for each model",
+                f'"{key}" must have {len(tensors)} values, one for each model, got {len(values)}',
+                hint="or pass one number for all",
             )
-        for place, one in zip(each, values, strict=True):
-            place[key] = one
+        for values_of_model, number in zip(per_model, values, strict=True):
+            values_of_model[key] = number
     missing = next(
         (
             k
-            for k, v in [*shared.items(), *(item for e in each for item in e.items())]
+            for k, v in [
+                *shared.items(),
+                *(item for values_of_one in per_model for item in values_of_one.items()),
+            ]
             if v is REQUIRED
         ),
         None,
     )
     if missing is not None:
-        raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"give {missing}=")
-    every, at = ([*each], None) if base is None else ([{}, *each], 0)
+        raise MergeError(f'{method} needs the parameter "{missing}"', hint=f"pass {missing}=")
+    per_input, base_index = ([*per_model], None) if base is None else ([{}, *per_model], 0)
     return materialize(
-        how.merge(
-            MergeInput(together, shared, every, at, dtype, None, name, seed, statistics or ())
+        chosen.merge(
+            MergeInput(
+                inputs, shared, per_input, base_index, dtype, None, name, seed, statistics or ()
+            )
         )
     )

@@ -1,10 +1,8 @@
-"""Before a merge: do the models share a basis? And if they are to be aligned, the same models next
-to one of them.
+"""The basis check before a merge, and the alignment of models with one of them.
 
-A sample of rows of every matrix settles it in most cases, at the price of reading a few rows: in
-another basis hardly anything of a matrix points the way that the other's does, while fine-tuned
-models of one ancestor do so row by row and column by column. What is in between is for `regauge
-compare`, whose verdict is asked for then.
+A sample of rows of every matrix decides most cases at the cost of reading a few rows. In another
+basis hardly any direction of a matrix agrees with the other's; fine-tuned models of one ancestor
+agree row by row and column by column. Cases in between are decided by `regauge compare`.
 """
 
 from __future__ import annotations
@@ -33,20 +31,28 @@ from regauge.merging.methods import MergeError
 from regauge.merging.recipes import AlignConfig
 from regauge.merging.state_store import MergeStateStore
 
-SAMPLE_ROWS = 48  # rows of a matrix that are looked at
-MAX_UNRELATED_COSINE = (
-    0.1  # a cosine of a matrix that says that the two have nothing in common there
-)
-# a distance after matching, as a share of the norm, at which models have little in common: a cosine
-# of a half
+SAMPLE_ROWS = 48  # rows of a matrix that are compared
+MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have nothing in common
+# The distance after matching, as a share of the norm, above which models have little in common: a
+# cosine of a half.
 MAX_RELATIVE_DISTANCE = 1.0
-MIN_ALIGNED_SHARE = 0.9  # the share of the rows, and of the columns, that must be alike
+MIN_ALIGNED_SHARE = 0.9  # the share of rows, and of columns, that must be similar
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found about a model and the one that it is held against. `shared` is None where it
-    could not be told; `element` is what a comparison found, for a match to go on from.
+    """The result of the basis check of a model and the anchor.
+
+    Attributes:
+        model: the model.
+        anchor: the model that it is compared with.
+        shared: whether they share a basis; None if inconclusive.
+        verdict: the verdict in one or two words.
+        words: the verdict in a sentence.
+        cosine: the cosine of their matrices.
+        seen: what was compared: "a sample" or "a comparison".
+        moved: how the model was aligned, if it was.
+        element: the element that a comparison found, to start a match from.
     """
 
     model: str
@@ -60,6 +66,7 @@ class Verdict:
     element: Element | None = None
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as JSON values."""
         return {key: value for key, value in self.__dict__.items() if key != "element"}
 
 
@@ -70,23 +77,28 @@ def check_basis(
     compare_if_unclear: bool = True,
     progress: Progress | None = None,
 ) -> Verdict:
-    """Do the two share a basis as they stand? By a sample, and where that does not settle it, and a
-    `closer` look is wanted, by a comparison.
+    """Check whether two models share a basis without alignment.
+
+    Args:
+        model: the model.
+        anchor: the model to compare it with.
+        compare_if_unclear: run a comparison if the sample is inconclusive.
+        progress: the progress callback.
     """
-    found = _sample_cosines(model, anchor)
-    told = partial(Verdict, model.key, anchor.key, cosine=found.cosine, seen="a sample")
-    words = (
-        f"as they stand (cosine {found.cosine:.3f}; the least, {found.min_cosine:.3f}, is that "
-        f"of {found.min_tensor})"
+    sample = _sample_cosines(model, anchor)
+    verdict = partial(Verdict, model.key, anchor.key, cosine=sample.cosine, seen="a sample")
+    evidence = (
+        f"without alignment (cosine {sample.cosine:.3f}; the smallest, {sample.min_cosine:.3f}, is "
+        f"that of {sample.min_tensor})"
     )
-    if not found.min_tensor:
-        return told(None, "not told", "cannot be told: they have no matrix in common")
-    if found.min_cosine >= MIN_COSINE and found.is_aligned:
-        return told(True, "same basis", f"share a basis {words}")
-    if found.min_cosine < MAX_UNRELATED_COSINE:
-        return told(False, "different bases", f"share no basis {words}")
+    if not sample.min_tensor:
+        return verdict(None, "inconclusive", "cannot be compared: they have no matrix in common")
+    if sample.min_cosine >= MIN_COSINE and sample.is_aligned:
+        return verdict(True, "same basis", f"share a basis {evidence}")
+    if sample.min_cosine < MAX_UNRELATED_COSINE:
+        return verdict(False, "different bases", f"do not share a basis {evidence}")
     if model.spec is None or anchor.spec is None or not compare_if_unclear:
-        return told(None, "not told", f"may or may not share a basis {words}")
+        return verdict(None, "inconclusive", f"may or may not share a basis {evidence}")
     try:
         compared = compare(
             anchor.spec,
@@ -97,7 +109,7 @@ def check_basis(
             progress=progress,
         )
     except RegaugeError as error:
-        return told(None, "not told", f"cannot be told: {str(error).splitlines()[0]}")
+        return verdict(None, "inconclusive", f"cannot be compared: {str(error).splitlines()[0]}")
     return Verdict(
         model.key,
         anchor.key,
@@ -112,8 +124,13 @@ def check_basis(
 
 @dataclass(frozen=True)
 class _SampleCosines:
-    """The cosine of all matrices, the least of one and which, and whether in every matrix most rows
-    and most columns are alike.
+    """Cosines of sampled rows.
+
+    Attributes:
+        cosine: of all matrices together.
+        min_cosine: the smallest of one matrix.
+        min_tensor: the name of that matrix; empty if there is none.
+        is_aligned: whether most rows and columns of every matrix are similar.
     """
 
     cosine: float
@@ -123,7 +140,8 @@ class _SampleCosines:
 
 
 def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
-    totals, least, where, alike = np.zeros(3), 1.0, "", True
+    """Compare sampled rows of every matrix that both models have."""
+    totals, min_cosine, min_tensor, is_aligned = np.zeros(3), 1.0, "", True
     for name, entry in anchor.checkpoint.entries.items():
         if (
             len(entry.shape) < 2
@@ -136,40 +154,47 @@ def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
             continue
         rows = np.unique(np.linspace(0, entry.shape[0] - 1, SAMPLE_ROWS).astype(np.int64))
         x, y = (_to_float(m.checkpoint[name][rows].reshape(len(rows), -1)) for m in (model, anchor))
-        inner = [x * y, x.square(), y.square()]
-        by_row, by_column = ([p.sum(axis).double() for p in inner] for axis in (1, 0))
+        products = [x * y, x.square(), y.square()]
+        by_row, by_column = ([p.sum(axis).double() for p in products] for axis in (1, 0))
         parts = np.array([float(p.sum()) for p in by_row])
         if not parts[1] and not parts[2]:
             continue
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
-        alike = alike and all(
+        is_aligned = is_aligned and all(
             _mostly_above(sums, cosine / 2)
             for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1]))
             if n >= 16
         )
-        if cosine < least or not where:
-            least, where = cosine, name
+        if cosine < min_cosine or not min_tensor:
+            min_cosine, min_tensor = cosine, name
     return _SampleCosines(
-        float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))), least, where, alike
+        float(totals[0] / math.sqrt(max(totals[1] * totals[2], 1e-300))),
+        min_cosine,
+        min_tensor,
+        is_aligned,
     )
 
 
 def _to_float(x: torch.Tensor) -> torch.Tensor:
+    """Convert to float32, unless it is float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _mostly_above(sums: Sequence[torch.Tensor], least: float) -> bool:
-    """Are most cosines at least this? `sums` are of products and of both squares, by row or by
-    column.
+def _mostly_above(sums: Sequence[torch.Tensor], threshold: float) -> bool:
+    """Return whether most cosines are at least `threshold`.
+
+    `sums` are sums of products and of both squares, by row or by column.
     """
     product, x, y = sums
     cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
-    return float((cosines >= least).double().mean()) >= MIN_ALIGNED_SHARE
+    return float((cosines >= threshold).double().mean()) >= MIN_ALIGNED_SHARE
 
 
 def _is_task_head(model: Model, name: str) -> bool:
-    """Is this a head that every fine-tuned model has of its own, as classifiers are?"""
+    """Return whether a tensor is a head that each fine-tuned model trains anew, such as a
+    classifier.
+    """
     return (
         model.spec is not None
         and model.spec.parts.get(name) == "head"
@@ -178,7 +203,9 @@ def _is_task_head(model: Model, name: str) -> bool:
 
 
 def find_shared_rows(model: Model, anchor: Model) -> dict[str, SharedRows]:
-    """The rows that two models' tables have in common, where their vocabularies differ."""
+    """Return the rows that the tables of two models have in common, if their vocabularies
+    differ.
+    """
     tables = [
         n
         for n in anchor.token_tables
@@ -186,25 +213,33 @@ def find_shared_rows(model: Model, anchor: Model) -> dict[str, SharedRows]:
     ]
     if not tables:
         return {}
-    here, there = read_vocabulary(model.checkpoint.path), read_vocabulary(anchor.checkpoint.path)
-    common = sorted(here.keys() & there.keys(), key=lambda token: there[token])
-    shared = SharedRows(tuple(here[t] for t in common), tuple(there[t] for t in common))
+    rows, anchor_rows = (
+        read_vocabulary(model.checkpoint.path),
+        read_vocabulary(anchor.checkpoint.path),
+    )
+    common = sorted(rows.keys() & anchor_rows.keys(), key=lambda token: anchor_rows[token])
+    shared = SharedRows(tuple(rows[t] for t in common), tuple(anchor_rows[t] for t in common))
     return dict.fromkeys(tables, shared)
 
 
 def require_shared_basis(verdicts: Mapping[str, Verdict]) -> None:
-    """Refuse models that share no basis, or of which that cannot be told."""
-    away = [v for v in verdicts.values() if not v.shared]
-    if away:
-        one = away[0]
-        more = f" (and {len(away) - 1} more models)" if len(away) > 1 else ""
-        what = (
-            "does not share a basis with" if one.shared is False else "may not share a basis with"
+    """Raise unless all models share a basis with the anchor.
+
+    Raises:
+        MergeError: if a model does not, or if that is inconclusive.
+    """
+    failed = [v for v in verdicts.values() if not v.shared]
+    if failed:
+        first = failed[0]
+        others = f" (and {len(failed) - 1} more models)" if len(failed) > 1 else ""
+        relation = (
+            "does not share a basis with" if first.shared is False else "may not share a basis with"
         )
         raise MergeError(
-            f"{one.model} {what} {one.anchor}{more}, and merging would give noise\n  {one.words}",
-            hint="--align (align: true) moves it into the other's basis first, --force merges "
-            "it as it is; regauge compare says more",
+            f"{first.model} {relation} {first.anchor}{others}: merging would give noise"
+            f"\n  {first.words}",
+            hint="--align (align: true) aligns it first, --force merges it unaligned; regauge "
+            "compare shows details",
         )
 
 
@@ -216,47 +251,58 @@ def align_models(
     store: MergeStateStore | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Model], dict[str, Verdict]]:
-    """Every model next to the anchor, and what became of the verdicts. Models that share the
-    anchor's basis stay as they are, unless norms are folded, which all of them are then. What is
-    moved is moved as it is read, in float32.
+    """Align every model with the anchor.
+
+    Models that share the anchor's basis are unchanged, unless norms are folded, which then applies
+    to all. Tensors are transformed when they are read, in float32.
+
+    Args:
+        models: the models, by key.
+        anchor: the model to align with.
+        config: the alignment options of the recipe.
+        verdicts: the results of the basis check.
+        store: saved state of an interrupted merge.
+        progress: the progress callback.
+
+    Returns:
+        The aligned models, and the verdicts with a note on each alignment.
     """
     if anchor.spec is None:
         raise MatchError(
-            f"{anchor.key} is of no family that regauge describes, so that nothing can be "
-            "aligned to it",
+            f"{anchor.key} must be of a known family to align models with it",
             hint="merge with --force",
         )
-    out, told = {}, dict(verdicts)
-    fixed = _prepare(anchor, config.fold)
+    aligned, noted = {}, dict(verdicts)
+    target = _prepare(anchor, config.fold)
     for key, model in models.items():
         if key == anchor.key:
-            out[key] = _transform(fixed, None)
+            aligned[key] = _transform(target, None)
             continue
-        ready = _prepare(model, config.fold)
-        if told[key].shared:
-            out[key] = _transform(ready, None)
+        source = _prepare(model, config.fold)
+        if noted[key].shared:
+            aligned[key] = _transform(source, None)
             continue
-        g = store.load(key, fixed.spec) if store else None
+        g = store.load(key, target.spec) if store else None
         if g is None:
-            start = None if config.fold or config.options else told[key].element
+            start = None if config.fold or config.options else noted[key].element
             options = {"sweeps": 10, **config.options}
-            found = match(
-                fixed.spec,
-                ready.state,
-                fixed.state,
+            result = match(
+                target.spec,
+                source.state,
+                target.state,
                 rows=find_shared_rows(model, anchor),
                 start=start,
                 progress=progress,
                 **options,
             )
             g, note = (
-                found.element,
+                result.element,
                 (
-                    f"moved next to {anchor.key}: distance {found.distance_before:.4g} before, "
-                    f"{found.distance:.4g} after"
+                    f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
+                    f"{result.distance:.4g} after"
                 ),
             )
-            if found.relative_distance > MAX_RELATIVE_DISTANCE:
+            if result.relative_distance > MAX_RELATIVE_DISTANCE:
                 note += (
                     ", which is still far: the two were trained independently, or their "
                     "norms hide a rotation (align: {fold: true})"
@@ -265,14 +311,14 @@ def align_models(
                 store.save(key, g, note)
         else:
             note = store.load_note(key) if store else ""
-        out[key] = _transform(ready, g)
-        told[key] = replace(told[key], moved=note)
-    return out, told
+        aligned[key] = _transform(source, g)
+        noted[key] = replace(noted[key], moved=note)
+    return aligned, noted
 
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A model, as it is or with folded norms."""
+    """A model with its spec and state, folded if required, and the steps that prepared it."""
 
     model: Model
     spec: Spec
@@ -281,40 +327,41 @@ class _Prepared:
 
 
 def _prepare(model: Model, fold: bool) -> _Prepared:
+    """Return a model, with folded norms if required."""
     if model.spec is None:
         raise MatchError(
-            f"{model.key} is of no family that regauge describes, so that it cannot be aligned",
+            f"{model.key} must be of a known family to be aligned",
             hint="merge with --force",
         )
     source = prepare_source(model.checkpoint, model.spec, fold)
     return _Prepared(model, source.state_spec, source.state, source.steps)
 
 
-def _transform(ready: _Prepared, g: Element | None) -> Model:
-    """The model as it will be read: nothing is computed before that."""
-    model = ready.model
-    if g is None and not ready.steps:
+def _transform(source: _Prepared, g: Element | None) -> Model:
+    """Return the model transformed by an element; tensors are computed when they are read."""
+    model = source.model
+    if g is None and not source.steps:
         return model
     from regauge.core.action import apply_lazily
 
-    g = identity(ready.spec) if g is None else g
-    thunks = apply_lazily(g, LazyState(list(ready.state), partial(load_float, ready.state)))
+    g = identity(source.spec) if g is None else g
+    thunks = apply_lazily(g, LazyState(list(source.state), partial(load_float, source.state)))
     shapes = {
-        n: model.shapes[n] if n in model.shapes else tuple(ready.state[n].shape) for n in thunks
+        n: model.shapes[n] if n in model.shapes else tuple(source.state[n].shape) for n in thunks
     }
-    spec = replace(ready.spec, config={})
-    digest = recipe_digest(g, ready.spec, ready.steps, None)
+    spec = replace(source.spec, config={})
+    digest = recipe_digest(g, source.spec, source.steps, None)
     return replace(
         model,
         spec=spec,
         state=LazyState.from_thunks(thunks),
         shapes=shapes,
-        config=dict(ready.spec.config),
+        config=dict(source.spec.config),
         element_digest=digest,
     )
 
 
 def load_float(state: Mapping[str, Any], name: str) -> Any:
-    """A tensor of a state, in float32 where it is stored in less."""
+    """Return a tensor of a state, in float32 if it is stored in less."""
     value = state[name]
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value

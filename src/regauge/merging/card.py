@@ -1,6 +1,4 @@
-"""The model card of a merge: what was merged, by which recipe and versions, and what the basis test
-said.
-"""
+"""The model card of a merge: its models, recipe, versions and the results of the basis check."""
 
 from __future__ import annotations
 
@@ -14,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def model_card(merge: Merge, name: str) -> str:
-    """README.md. There is no date in it: the same merge has the same card."""
+    """Return README.md. It has no date: the same merge has the same card."""
     import numpy
     import torch
 
     from regauge import __version__
 
     recipe = merge.recipe
-    head = [
+    front_matter = [
         "---",
         "library_name: transformers",
         "tags:",
@@ -32,18 +30,23 @@ def model_card(merge: Merge, name: str) -> str:
         f"# {name}",
         "",
     ]
-    about = METHODS[recipe.method].description
-    body = [f"A merge by `{recipe.method}` ({about}), made with regauge.", "", "## Models", ""]
+    description = METHODS[recipe.method].description
+    body = [
+        f"A merge by `{recipe.method}` ({description}), made with regauge.",
+        "",
+        "## Models",
+        "",
+    ]
     for key in merge.models:
-        marks = [
-            word
-            for word, holds in (
+        roles = [
+            role
+            for role, holds in (
                 ("base", key == recipe.base),
                 ("config, tokenizer", key == merge.donor.key),
             )
             if holds
         ]
-        body.append(f"- {key}" + (f" ({', '.join(marks)})" if marks else ""))
+        body.append(f"- {key}" + (f" ({', '.join(roles)})" if roles else ""))
     body += ["", "## Do they share a basis?", ""]
     for verdict in merge.verdicts.values():
         body.append(
@@ -62,7 +65,7 @@ def model_card(merge: Merge, name: str) -> str:
             data = recipe.data_for(key)
             if data is not None:
                 body.append(
-                    f"- {key} was looked at on {data.samples} examples of "
+                    f"- {key}: statistics on {data.samples} examples of "
                     f"{data.uri}{', with their labels' if data.labels else ''}"
                 )
     versions = (
@@ -70,4 +73,4 @@ def model_card(merge: Merge, name: str) -> str:
         f"python {platform.python_version()}; seed {merge.seed}"
     )
     tail = ["", "## Recipe", "", "```yaml", recipe.text.rstrip(), "```", "", versions, ""]
-    return "\n".join([*head, *body, *tail])
+    return "\n".join([*front_matter, *body, *tail])

@@ -1,9 +1,8 @@
-"""Models of a merge, looked at on data before the first tensor is merged: as they will be merged,
-moved into the basis of the merge or as they are.
+"""The pass over data before a merge: statistics of each model as it will be merged.
 
-Each is loaded on its own, with the weights that the merge will read, and what it shows is kept in a
-file beside the output until that is written: one model's statistics are in memory at a time, and a
-merge that was killed looks at no model twice.
+Each model is loaded on its own, with the weights that the merge will read, aligned or not. Its
+statistics are saved beside the output until that is written: one model's statistics are in memory
+at a time, and a merge that was killed computes none twice.
 """
 
 from __future__ import annotations
@@ -44,32 +43,37 @@ OpenedData = Mapping[str, tuple[DataConfig, Data]]
 
 
 def open_samples(merge: Merge) -> OpenedData:
-    """The data of every model that is looked at, so that what cannot be read is refused at once."""
+    """Open the data of every model, so that unreadable data are rejected before any work."""
     if not METHODS[merge.recipe.method].statistic:
         return {}
     if merge.tables is not None and METHODS[merge.recipe.method].is_transport:
         raise MergeError(
-            f"{merge.recipe.method} compares what models do on the same tokens, and their "
-            "vocabularies differ",
+            f"{merge.recipe.method} needs models with one vocabulary: it compares activations on "
+            "the same tokens",
             hint="ot_wts compares weights",
         )
-    out: dict[str, tuple[DataConfig, Data]] = {}
-    known: dict[Any, Data] = {}
+    opened: dict[str, tuple[DataConfig, Data]] = {}
+    data_by_source: dict[Any, Data] = {}
     for key in merge.models:
-        how = merge.recipe.data_for(key)
-        if how is None:
+        config = merge.recipe.data_for(key)
+        if config is None:
             continue
-        if METHODS[merge.recipe.method].is_transport and out and how != next(iter(out.values()))[0]:
+        if (
+            METHODS[merge.recipe.method].is_transport
+            and opened
+            and config != next(iter(opened.values()))[0]
+        ):
             raise MergeError(
-                f"{merge.recipe.method} compares what models do on the same data, and {key} has "
-                "its own",
+                f"{merge.recipe.method} needs the same data for all models, but {key} has its own",
                 hint="write one data: for all",
             )
-        place = (how.uri, how.fields, how.split)
-        if place not in known:
-            known[place] = open_data(how.uri, fields=dict(how.fields) or None, split=how.split)
-        out[key] = how, known[place]
-    return out
+        source = (config.uri, config.fields, config.split)
+        if source not in data_by_source:
+            data_by_source[source] = open_data(
+                config.uri, fields=dict(config.fields) or None, split=config.split
+            )
+        opened[key] = config, data_by_source[source]
+    return opened
 
 
 def collect_statistics(
@@ -79,11 +83,19 @@ def collect_statistics(
     store: MergeStateStore,
     progress: Progress | None = None,
 ) -> Merge:
-    """The merge with what its method needs to know of each model; and for methods of transport,
-    with its models transported.
+    """Return the merge with the statistics that its method needs.
+
+    For methods of transport the models are transported instead.
+
+    Args:
+        merge: the merge.
+        opened: the data of each model.
+        out: the output folder.
+        store: saved state of an interrupted merge.
+        progress: the progress callback.
     """
     method = METHODS[merge.recipe.method]
-    found: dict[str, Mapping[str, Any]] = {}
+    statistics: dict[str, Mapping[str, Any]] = {}
     notes: list[str] = []
     for i, (key, model) in enumerate(merge.models.items()):
         if not method.statistic:
@@ -95,56 +107,61 @@ def collect_statistics(
             path = store.statistics_path(key)
             _save(_model_statistics(merge, model, opened[key], out), path)
             store.mark_statistics(key)
-        found[key] = _load(path)
+        statistics[key] = _load(path)
         if not method.is_transport:
-            blank = [n for n in model.state if n not in found[key] and not model.is_buffer(n)]
-            if method.statistic == "fisher" and blank:
+            unknown = [
+                n for n in model.state if n not in statistics[key] and not model.is_buffer(n)
+            ]
+            if method.statistic == "fisher" and unknown:
                 notes.append(
-                    f"nothing is known of {len(blank)} tensors of {key}, which are averaged: "
-                    f'"{blank[0]}", ...'
+                    f"{len(unknown)} tensors of {key} have no Fisher information and are averaged: "
+                    f'"{unknown[0]}", ...'
                 )
     merge = replace(merge, notes=(*merge.notes, *notes))
     return (
-        _transport_models(merge, found) if method.is_transport else replace(merge, statistics=found)
+        _transport_models(merge, statistics)
+        if method.is_transport
+        else replace(merge, statistics=statistics)
     )
 
 
 def _model_statistics(
     merge: Merge, model: Model, opened: tuple[DataConfig, Data], out: Path
 ) -> dict[str, Any]:
-    how, data = opened
+    """Compute the statistics of one model, by the names of its stored tensors."""
+    config, data = opened
     with _loaded_module(model, model.state, out) as module:
         folder = (
             model.checkpoint.path if model.checkpoint.is_folder else model.checkpoint.path.parent
         )
         anchor = merge.anchor.checkpoint.path
-        beside = (
+        processor = (
             folder
             if (folder / "tokenizer.json").exists()
             or (folder / "preprocessor_config.json").exists()
             else anchor
         )
-        labelled = how.labels and METHODS[merge.recipe.method].statistic == "fisher"
+        labelled = config.labels and METHODS[merge.recipe.method].statistic == "fisher"
         examples, _ = read_examples(
             module,
             data,
-            beside=beside if beside.is_dir() else beside.parent,
-            tokenizer=how.tokenizer,
-            length=how.length,
-            mean=list(how.mean) or None,
-            std=list(how.std) or None,
+            beside=processor if processor.is_dir() else processor.parent,
+            tokenizer=config.tokenizer,
+            length=config.length,
+            mean=list(config.mean) or None,
+            std=list(config.std) or None,
             labelled=labelled,
         )
-        found = compute_statistic(
+        values = compute_statistic(
             METHODS[merge.recipe.method].statistic,
             module,
             examples,
-            how.samples,
+            config.samples,
             seed=merge.seed,
             labelled=labelled,
         )
         names = _stored_names(module, model, out)
-    return {names[n]: value for n, value in found.items() if n in names}
+    return {names[n]: value for n, value in values.items() if n in names}
 
 
 def compute_statistic(
@@ -157,8 +174,16 @@ def compute_statistic(
     seed: int = 0,
     labelled: bool = False,
 ) -> Any:
-    """One statistic of a model, on so many of the examples, drawn by the seed: the same ones for
-    every model.
+    """Compute one statistic of a model.
+
+    Args:
+        statistic: "fisher", "gram" or "activations".
+        module: the model.
+        examples: the examples to sample from.
+        count: the number of examples; the same seed samples the same ones for every model.
+        state: weights to use in place of the module's own.
+        seed: the random seed.
+        labelled: use the labels of the examples for the Fisher information.
     """
     batches = sample_batches(examples, count, seed, BATCH_SIZE)
     inputs = [x for x, _ in batches]
@@ -175,8 +200,9 @@ def compute_statistic(
 
 @contextmanager
 def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
-    """The model, loaded with this state: the library reads it from a folder beside the output, as
-    it would from the checkpoint.
+    """Load the model with this state.
+
+    The library reads it from a temporary folder beside the output, like a checkpoint.
     """
     if state is model.checkpoint and model.checkpoint.as_stored:
         yield load_model(model.checkpoint, "float32")
@@ -197,9 +223,10 @@ def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterato
 
 
 def _stored_names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
-    """For each parameter of the live model the stored tensor that it is. Where the library has
-    other names than the file, a copy is loaded in which every tensor is filled with its own number,
-    and shows where it went. What the library puts together from several tensors is left out.
+    """Return, for each parameter of the live model, the stored tensor that it was loaded from.
+
+    If the library uses other names than the file, a copy is loaded in which every tensor is filled
+    with its own number. Parameters that the library assembles from several tensors are left out.
     """
     live = [name for name, _ in module.named_parameters()]
     if all(model.stored_name(name) is not None for name in live):
@@ -208,27 +235,28 @@ def _stored_names(module: torch.nn.Module, model: Model, out: Path) -> dict[str,
     marked = LazyState(
         stored, lambda name: torch.full(model.shapes[name], float(stored.index(name)))
     )
-    with _loaded_module(model, marked, out) as shown:
+    with _loaded_module(model, marked, out) as marked_module:
         values = {
             name: (float(p.detach().min()), float(p.detach().max()))
-            for name, p in shown.named_parameters()
+            for name, p in marked_module.named_parameters()
             if p.numel()
         }
     return {name: stored[int(low)] for name, (low, high) in values.items() if low == high}
 
 
-def _transport_models(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Merge:
-    """The merge with every model but the anchor transported next to it. Nothing is computed but the
-    plans: tensors are moved as they are read.
+def _transport_models(merge: Merge, activations: Mapping[str, Mapping[str, Any]]) -> Merge:
+    """Return the merge with every model but the anchor transported to it.
+
+    Only the plans are computed: tensors are transformed when they are read.
     """
     from regauge.core.action import apply_lazily
     from regauge.merging.transport import fit_transport
 
     method, anchor, recipe = METHODS[merge.recipe.method], merge.anchor, merge.recipe
     models, verdicts = dict(merge.models), dict(merge.verdicts)
-    soft = None
+    regularization = None
     if "regularization" in method.shared:
-        soft = float(
+        regularization = float(
             recipe.resolve_parameter(
                 "regularization", recipe.slices[0], None, "", 0.0, method.shared["regularization"]
             )
@@ -238,16 +266,16 @@ def _transport_models(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Me
             continue
         if model.spec is None or anchor.spec is None:
             raise MergeError(
-                f"{(model if model.spec is None else anchor).key} is of no family that regauge "
-                "describes, so that nothing can be transported",
-                hint="linear merges it as it is",
+                f"{(model if model.spec is None else anchor).key} must be of a known family to be "
+                "transported",
+                hint="linear merges models of any family",
             )
-        pair = (seen[key], seen[anchor.key]) if method.statistic else None
+        pair = (activations[key], activations[anchor.key]) if method.statistic else None
         g = fit_transport(
             model.spec,
             model.state,
             anchor.state,
-            regularization=soft,
+            regularization=regularization,
             activations=pair,
             rows=find_shared_rows(model, anchor),
         )
@@ -256,14 +284,13 @@ def _transport_models(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Me
         )
         digest = recipe_digest(g, model.spec, (model.element_digest.hex(),), None)
         models[key] = replace(model, state=LazyState.from_thunks(thunks), element_digest=digest)
-        by = "activations" if method.statistic else "weights"
-        mixes = any(
-            isinstance(m, Soft) for m in g.members.values()
-        )  # the stream's map is a mean, and soft even if its plans are exact
+        source = "activations" if method.statistic else "weights"
+        # The stream's map is a mean, and soft even if its plans are exact.
+        mixes = any(isinstance(m, Soft) for m in g.members.values())
         note = (
-            f"transported next to {anchor.key} by {by}, "
-            f"{'softly' if soft else 'exactly'}"
-            f"{', which makes it another function' if mixes else ''}"
+            f"transported to {anchor.key} by {source}, "
+            f"{'softly' if regularization else 'exactly'}"
+            f"{', which changes its function' if mixes else ''}"
         )
         verdicts[key] = replace(
             verdicts[key], moved="; then ".join(t for t in (verdicts[key].moved, note) if t)
@@ -271,20 +298,20 @@ def _transport_models(merge: Merge, seen: Mapping[str, Mapping[str, Any]]) -> Me
     return replace(merge, models=models, donor=models[merge.donor.key], verdicts=verdicts)
 
 
-def _save(found: Mapping[str, Any], path: Path) -> None:
-    """Whole or not at all. A Gram matrix has the number of its axis before its name."""
+def _save(statistics: Mapping[str, Any], path: Path) -> None:
+    """Write the statistics atomically. The name of a Gram matrix is preceded by its axis."""
     write_tensors(
         path,
         {
             f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v
-            for n, v in found.items()
+            for n, v in statistics.items()
         },
         {},
     )
 
 
 def _load(path: Path) -> Mapping[str, Any]:
-    """What was saved, read tensor by tensor when it is asked for."""
+    """Return saved statistics, read tensor by tensor on access."""
     with safe_open(path, framework="pt") as file:
         names = {name.rpartition(" ")[2]: name for name in file.keys()}  # noqa: SIM118 (not a dict)
 

@@ -1,9 +1,8 @@
-"""A merge of checkpoints, from a recipe to a folder: opened, laid out, tested, aligned, and
-streamed tensor by tensor through the writer.
+"""The merge of checkpoints, from a recipe to a folder: opened, laid out, checked, aligned and
+streamed.
 
-Nothing is held but the tensors in flight. What can be refused is refused before the first byte;
-what is written is there whole or not at all, and a merge that was killed goes on where its last
-whole shard ends.
+Only the tensors in flight are in memory. Errors are raised before the first byte is written. The
+output is atomic, and a merge that was killed resumes after its last complete shard.
 """
 
 from __future__ import annotations
@@ -42,20 +41,29 @@ from regauge.merging.state_store import MergeStateStore
 from regauge.merging.tokens import TOKENIZER_FILES, TokenTables, plan_token_tables
 from regauge.models.resolve import spec_of
 
-SHARD_BYTES = 2_000_000_000  # bytes in a file of the output, at most: what a kill may cost
+SHARD_BYTES = 2_000_000_000  # in a file of the output: the most that a kill may cost
 RECIPE_FILE = "recipe.yaml"
-_STALE = (
-    "README.md",
-    RECIPE_FILE,
-    "mergekit_config.yml",
-    "match.json",
-)  # of the donor's files: these speak of the donor alone
+# The donor's files that describe only the donor.
+_STALE = ("README.md", RECIPE_FILE, "mergekit_config.yml", "match.json")
 
 
 @dataclass(frozen=True, eq=False)
 class Merge:
-    """A recipe with its models opened and its tensors laid out. The donor gives config, tokenizer
-    and order: it is the base, or the first model.
+    """A recipe with its models opened and its outputs laid out.
+
+    Attributes:
+        recipe: the recipe.
+        models: the models, by key.
+        donor: the model that gives config, tokenizer and tensor order: the base, or the first
+            model.
+        outputs: the output tensors, in order.
+        tables: the embedding tables of different vocabularies, if the recipe joins them.
+        seed: the random seed.
+        force: merge models of other architectures or bases.
+        verdicts: the results of the basis check.
+        statistics: statistics of each model, for methods that need data.
+        notes: remarks for the user.
+        digests: digests of the data.
     """
 
     recipe: Recipe
@@ -72,31 +80,36 @@ class Merge:
 
     @property
     def anchor(self) -> Model:
-        """The model that the others are held against, and moved next to."""
-        to = self.recipe.align.to if self.recipe.align else None
-        return self.models[to] if to is not None else self.donor
+        """The model that the others are compared and aligned with."""
+        key = self.recipe.align.to if self.recipe.align else None
+        return self.models[key] if key is not None else self.donor
 
 
 def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
-    """Open every model of a recipe and lay the output out. Headers are read, and no tensor."""
+    """Open every model of a recipe and lay out the output. Only headers are read.
+
+    Raises:
+        MergeError: if models do not fit each other, or a required parameter is missing.
+    """
     models = {key: _open_model(key) for key in recipe.models}
-    to = recipe.align.to if recipe.align else None
-    if to is not None and to not in models:
+    anchor = recipe.align.to if recipe.align else None
+    if anchor is not None and anchor not in models:
         raise MergeError(
-            f"align asks for {to}, which is no model of the recipe",
+            f"align: to must be a model of the recipe, got {anchor}",
             hint=f"choose from {', '.join(models)}",
         )
     donor = models[recipe.base or recipe.slices[0].sources[0].model]
-    places = lay_out(recipe, models, donor, force=force)
+    outputs = lay_out(recipe, models, donor, force=force)
     merge = Merge(
-        recipe, models, donor, places, plan_token_tables(recipe, models, donor), seed, force, {}
+        recipe, models, donor, outputs, plan_token_tables(recipe, models, donor), seed, force, {}
     )
-    for place in places:
-        _resolve_parameters(merge, place)  # a parameter that is missing is missed now
+    for output in outputs:
+        _resolve_parameters(merge, output)  # raises if a parameter is missing
     return merge
 
 
 def _open_model(key: str) -> Model:
+    """Open a model; its spec is None if no family describes it."""
     checkpoint = open_adapted(key)
     try:
         spec = spec_of(checkpoint)
@@ -109,22 +122,24 @@ def _open_model(key: str) -> Model:
 def require_basis(
     merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
 ) -> Merge:
-    """The merge with its verdicts. Models that share no basis are refused, unless they are to be
-    aligned, or by force.
+    """Return the merge with the verdicts of the basis check.
+
+    Raises:
+        MergeError: if models do not share a basis, unless they are to be aligned or `force` is set.
     """
     verdicts = {}
     for key, model in merge.models.items():
         if key == merge.anchor.key:
             continue
-        known = store.load_verdict(key) if store else None
+        saved = store.load_verdict(key) if store else None
         verdicts[key] = (
-            Verdict(**known)
-            if known
+            Verdict(**saved)
+            if saved
             else check_basis(
                 model, merge.anchor, compare_if_unclear=not merge.force, progress=progress
             )
         )
-        if store and known is None and merge.recipe.align is not None:
+        if store and saved is None and merge.recipe.align is not None:
             store.save_verdict(key, verdicts[key].to_dict())
     if (
         merge.recipe.align is None
@@ -138,12 +153,12 @@ def require_basis(
 def align(
     merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
 ) -> Merge:
-    """The merge with its models moved, if the recipe asks for it."""
-    how = merge.recipe.align
-    if how is None:
+    """Return the merge with its models aligned, if the recipe requires it."""
+    config = merge.recipe.align
+    if config is None:
         return merge
     models, verdicts = align_models(
-        merge.models, merge.anchor, how, merge.verdicts, store, progress
+        merge.models, merge.anchor, config, merge.verdicts, store, progress
     )
     donor = models[merge.donor.key]
     return replace(
@@ -156,46 +171,58 @@ def align(
 
 
 def serialize_inputs(merge: Merge) -> bytes:
-    """What determines the result: the version, the recipe, the seed, the files, and the elements
-    that move them.
-    """
+    """Return everything that determines the result: version, recipe, seed, files and elements."""
     from regauge import __version__
 
-    r = merge.recipe
+    recipe = merge.recipe
     files = {
-        key: [(n, s.size, s.path.stat().st_mtime_ns) for n, s in m.checkpoint.files.items()]
-        for key, m in merge.models.items()
+        key: [
+            (name, file.size, file.path.stat().st_mtime_ns)
+            for name, file in model.checkpoint.files.items()
+        ]
+        for key, model in merge.models.items()
     }
-    elements = {key: m.element_digest.hex() for key, m in merge.models.items()}
-    said = [
+    elements = {key: model.element_digest.hex() for key, model in merge.models.items()}
+    settings = [
         __version__,
-        r.method,
-        repr(r.slices),
-        r.base,
-        repr(r.parameters),
-        r.dtype,
-        r.out_dtype,
-        repr(r.tokens),
-        repr(r.align),
+        recipe.method,
+        repr(recipe.slices),
+        recipe.base,
+        repr(recipe.parameters),
+        recipe.dtype,
+        recipe.out_dtype,
+        repr(recipe.tokens),
+        repr(recipe.align),
     ]
-    return json.dumps([said, merge.seed, files, elements, repr(r.data), merge.digests]).encode()
+    return json.dumps(
+        [settings, merge.seed, files, elements, repr(recipe.data), merge.digests]
+    ).encode()
 
 
 def plan_merge(
     merge: Merge, out: Path, *, shard_bytes: int = SHARD_BYTES
 ) -> tuple[Plan, dict[str, Callable[[], TensorOrBlocks]]]:
-    """The files of the output and what makes each tensor."""
+    """Return the files of the output, and one thunk per tensor that computes it.
+
+    Args:
+        merge: the merge.
+        out: the output folder.
+        shard_bytes: the largest size of a file.
+
+    Raises:
+        MergeError: if the output cannot be written there.
+    """
     if is_file_name(out):
         raise MergeError(
-            f"the output {out} is named like a file",
-            hint="a merge is written as a folder: name one with -o",
+            f"the output must be a folder, got {out}",
+            hint="name a folder with -o",
         )
     for model in merge.models.values():
         for path in model.checkpoint.sources:
             check_target(out, path)
     tensors = [
-        (place.name, _output_dtype(merge, place), _output_shape(merge, place))
-        for place in merge.outputs
+        (output.name, _output_dtype(merge, output), _output_shape(merge, output))
+        for output in merge.outputs
     ]
     files = _pack_shards(tensors, shard_bytes)
     small = (
@@ -206,129 +233,150 @@ def plan_merge(
     small[RECIPE_FILE] = merge.recipe.text.encode()
     small["README.md"] = model_card(merge, out.name).encode()
     copies: dict[str, Path] = {}
-    left: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
     if merge.donor.checkpoint.is_folder:
         written = {*small, *(f.name for f in files), *merge.donor.checkpoint.files, *_STALE}
-        copies, left = other_files(merge.donor.checkpoint.path, written)
+        copies, skipped = other_files(merge.donor.checkpoint.path, written)
     if merge.tables is not None:
         copies = {
             name: path for name, path in copies.items() if name not in TOKENIZER_FILES
         } | dict(merge.tables.copies)
         small |= merge.tables.files
     thunks: dict[str, Callable[[], TensorOrBlocks]] = {
-        place.name: partial(_merge_output, merge, place) for place in merge.outputs
+        output.name: partial(_merge_output, merge, output) for output in merge.outputs
     }
-    places = {place.name: place for place in merge.outputs}
-    mode = strictest_mode([where] if (where := Path(merge.recipe.origin)).is_file() else [])
+    outputs = {output.name: output for output in merge.outputs}
+    mode = strictest_mode([origin] if (origin := Path(merge.recipe.origin)).is_file() else [])
     for model in merge.models.values():
         mode &= model.checkpoint.mode
     plan = Plan(
         tuple(files),
         small,
         copies,
-        left,
+        skipped,
         serialize_inputs(merge),
-        lambda name: _has_finite_inputs(merge, places[name]),
+        lambda name: _has_finite_inputs(merge, outputs[name]),
         mode=mode,
     )
     return plan, thunks
 
 
 def _resolve_parameters(
-    merge: Merge, place: OutputTensor
+    merge: Merge, output: OutputTensor
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The parameters of one place: those of the merge, and those of each model. The base needs none
-    of its own.
+    """Return the parameters of one output tensor: shared ones, and those of each model.
+
+    The base has no parameters of its own.
     """
     recipe, method = merge.recipe, METHODS[merge.recipe.method]
-    if place.is_copy:
+    if output.is_copy:
         return {}, []
     shared = {
-        name: recipe.resolve_parameter(name, place.slice, None, place.name, place.t, default)
+        name: recipe.resolve_parameter(name, output.slice, None, output.name, output.t, default)
         for name, default in method.shared.items()
     }
-    each = []
-    for i, (source, name) in enumerate(place.inputs):
-        own = method.needs_base and i == place.base
-        each.append(
+    per_model = []
+    for i, (source, name) in enumerate(output.inputs):
+        is_base = method.needs_base and i == output.base
+        per_model.append(
             {
-                p: None
-                if own
-                else recipe.resolve_parameter(p, place.slice, source, name, place.t, default)
-                for p, default in method.per_model.items()
+                parameter: None
+                if is_base
+                else recipe.resolve_parameter(
+                    parameter, output.slice, source, name, output.t, default
+                )
+                for parameter, default in method.per_model.items()
             }
         )
-    return shared, each
+    return shared, per_model
 
 
-def _merge_output(merge: Merge, place: OutputTensor) -> TensorOrBlocks:
-    states = [merge.models[source.model].state for source, _ in place.inputs]
+def _merge_output(merge: Merge, output: OutputTensor) -> TensorOrBlocks:
+    """Compute one output tensor."""
+    states = [merge.models[source.model].state for source, _ in output.inputs]
     tensors: list[torch.Tensor] = [
-        state[name] for state, (_, name) in zip(states, place.inputs, strict=True)
+        state[name] for state, (_, name) in zip(states, output.inputs, strict=True)
     ]
-    if place.is_copy:
+    if output.is_copy:
         return tensors[0]
-    dtype = getattr(torch, DTYPES[_output_dtype(merge, place)][0])
-    kind = (
+    dtype = getattr(torch, DTYPES[_output_dtype(merge, output)][0])
+    compare_dtype = (
         getattr(torch, merge.recipe.dtype)
         if merge.recipe.dtype
-        else getattr(torch, DTYPES[_stored_dtype(merge, place)][0])
+        else getattr(torch, DTYPES[_stored_dtype(merge, output)][0])
     )
-    if merge.tables is not None and place.is_table:
-        tensors = merge.tables.remap([source.model for source, _ in place.inputs], tensors)
-    shared, each = _resolve_parameters(merge, place)
-    base = place.base if METHODS[merge.recipe.method].needs_base else None
-    rewritten = (
-        merge.tables is not None and place.is_table
-    )  # rows that were put elsewhere are not those that were looked at
-    known = (
+    if merge.tables is not None and output.is_table:
+        tensors = merge.tables.remap([source.model for source, _ in output.inputs], tensors)
+    shared, per_model = _resolve_parameters(merge, output)
+    base = output.base if METHODS[merge.recipe.method].needs_base else None
+    # Statistics were computed from the original rows.
+    is_remapped = merge.tables is not None and output.is_table
+    statistics = (
         [
-            None if rewritten else merge.statistics[source.model].get(name)
-            for source, name in place.inputs
+            None if is_remapped else merge.statistics[source.model].get(name)
+            for source, name in output.inputs
         ]
         if merge.statistics
         else ()
     )
     try:
         return METHODS[merge.recipe.method].merge(
-            MergeInput(tensors, shared, each, base, dtype, kind, place.name, merge.seed, known)
+            MergeInput(
+                tensors,
+                shared,
+                per_model,
+                base,
+                dtype,
+                compare_dtype,
+                output.name,
+                merge.seed,
+                statistics,
+            )
         )
     except RegaugeError as error:
-        raise MergeError(f'"{place.name}": {error}', hint=error.hint) from error
+        raise MergeError(f'"{output.name}": {error}', hint=error.hint) from error
 
 
-def _stored_dtype(merge: Merge, place: OutputTensor) -> str:
-    """The dtype in which the base, or the first model, stores a tensor. One that folding has made
-    is as its neighbours are.
+def _stored_dtype(merge: Merge, output: OutputTensor) -> str:
+    """Return the dtype in which the base, or the first model, stores a tensor.
+
+    A tensor that folding created has the dtype of the first stored one.
     """
-    source, name = place.inputs[place.base or 0]
+    source, name = output.inputs[output.base or 0]
     entries = merge.models[source.model].checkpoint.entries
     return entries[name].dtype if name in entries else next(iter(entries.values())).dtype
 
 
-def _output_dtype(merge: Merge, place: OutputTensor) -> str:
-    asked = merge.recipe.out_dtype or merge.recipe.dtype
-    return _stored_dtype(merge, place) if asked is None or place.is_copy else DTYPE_NAMES[asked]
-
-
-def _output_shape(merge: Merge, place: OutputTensor) -> tuple[int, ...]:
+def _output_dtype(merge: Merge, output: OutputTensor) -> str:
+    """Return the dtype of an output tensor."""
+    requested = merge.recipe.out_dtype or merge.recipe.dtype
     return (
-        (merge.tables.rows, *place.shape[1:])
-        if merge.tables is not None and place.is_table
-        else place.shape
+        _stored_dtype(merge, output)
+        if requested is None or output.is_copy
+        else DTYPE_NAMES[requested]
+    )
+
+
+def _output_shape(merge: Merge, output: OutputTensor) -> tuple[int, ...]:
+    """Return the shape of an output tensor."""
+    return (
+        (merge.tables.rows, *output.shape[1:])
+        if merge.tables is not None and output.is_table
+        else output.shape
     )
 
 
 def _pack_shards(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int) -> list[File]:
+    """Distribute the tensors over files of at most `shard` bytes."""
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    held = 0
+    used = 0
     for name, dtype, shape in tensors:
         size = nbytes(dtype, shape)
-        if groups[-1] and held + size > shard:
+        if groups[-1] and used + size > shard:
             groups.append([])
-            held = 0
+            used = 0
         groups[-1].append((name, dtype, shape))
-        held += size
+        used += size
     if len(groups) == 1:
         return [File(WEIGHTS, tuple(groups[0]), {"format": "pt"})]
     return [
@@ -338,23 +386,22 @@ def _pack_shards(tensors: Sequence[tuple[str, str, tuple[int, ...]]], shard: int
 
 
 def _output_config(merge: Merge) -> bytes:
-    """The donor's config.json, with what the merge changed."""
+    """Return the donor's config.json with the changes of the merge."""
     config, changes = dict(merge.donor.checkpoint.config or {}), dict(merge.donor.config)
-    asked = merge.recipe.out_dtype or merge.recipe.dtype
-    if asked is not None:
-        changes |= {key: asked for key in ("dtype", "torch_dtype") if key in config} or {
-            "torch_dtype": asked
+    requested = merge.recipe.out_dtype or merge.recipe.dtype
+    if requested is not None:
+        changes |= {key: requested for key in ("dtype", "torch_dtype") if key in config} or {
+            "torch_dtype": requested
         }
     changes |= sliced_config(
         merge.recipe, merge.donor, max(find_stacks(merge.donor.state).values(), default=0)
     )
     if merge.tables is not None and "vocab_size" in config:
         changes["vocab_size"] = merge.tables.rows
-    names = {place.name for place in merge.outputs}
+    names = {output.name for output in merge.outputs}
     ties = merge.donor.spec.ties if merge.donor.spec else {}
-    if any(
-        alias in names and target in names for alias, target in ties.items()
-    ):  # another model's head is its own
+    # Tied in the donor, but another model has a head of its own.
+    if any(alias in names and target in names for alias, target in ties.items()):
         changes |= {
             "tie_word_embeddings": False,
             **(merge.donor.spec.untied_config if merge.donor.spec else {}),
@@ -364,8 +411,9 @@ def _output_config(merge: Merge) -> bytes:
     return (json.dumps({**config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _has_finite_inputs(merge: Merge, place: OutputTensor) -> bool:
+def _has_finite_inputs(merge: Merge, output: OutputTensor) -> bool:
+    """Return whether all inputs of an output tensor are finite."""
     return all(
         bool(merge.models[source.model].state[name].isfinite().all())
-        for source, name in place.inputs
+        for source, name in output.inputs
     )

@@ -1,9 +1,9 @@
-"""Which tensors of which models stand in one place of the output, and how far along the layers that
-place is.
+"""The layout of a merge: the input tensors of each output tensor, and its position along the
+layers.
 
-Layers are told by names alone: the first number in "model.layers.7.mlp.up_proj.weight" is the
-layer, what stands before it is the stack. That is all that gradients and slices need, so that no
-architecture has to be described for them.
+Layers are recognized by names alone: the first number in "model.layers.7.mlp.up_proj.weight" is the
+layer, the text before it is the stack. Gradients and slices need nothing else, so they work for
+architectures without a spec.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.(.+)")
-_MIN_LAYER_TENSORS = (
-    4  # tensors that a layer has at least: what has fewer is a list of something else
-)
+# A numbered list with fewer tensors each is not a stack of layers.
+_MIN_LAYER_TENSORS = 4
 _DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A model of the recipe: its files, its spec where a family describes it, and its tensors as
-    they are merged: as stored, or moved.
+    """A model of the recipe.
+
+    Attributes:
+        key: its path or hub id in the recipe.
+        checkpoint: its files.
+        spec: its spec; None if no family describes it.
+        state: its tensors as they are merged: as stored, or transformed.
+        shapes: their shapes.
+        config: changes of its config.
+        element_digest: the digest of the element that transforms it.
     """
 
     key: str
@@ -43,7 +50,9 @@ class Model:
     element_digest: bytes = b""
 
     def stored_name(self, name: str) -> str | None:
-        """The tensor that has this name's values: itself, or one that it is tied to."""
+        """Return the stored tensor with this name's values: itself, or one that it is tied to;
+        None if absent.
+        """
         if name in self.state:
             return name
         ties = self.spec.ties if self.spec else {}
@@ -58,6 +67,7 @@ class Model:
         )
 
     def is_buffer(self, name: str) -> bool:
+        """Return whether a tensor is a buffer, which is copied."""
         entry: Entry | None = self.checkpoint.entries.get(name)
         return (self.spec is not None and self.spec.is_buffer(name)) or (
             entry is not None and entry.dtype not in FLOATS
@@ -69,19 +79,28 @@ class Model:
         size = self.config.get("vocab_size", (self.checkpoint.config or {}).get("vocab_size"))
         if self.spec is None or not isinstance(size, int):
             return frozenset()
-        axes = {name: place.axes for name, place in stored_tensors(self.spec).items()}
-        places = ("wpe", "position")
+        axes = {name: entry.axes for name, entry in stored_tensors(self.spec).items()}
+        positions = ("wpe", "position")
         return frozenset(
             n
             for n, text in axes.items()
-            if text.split(" ")[0] == f"_{size}" and not any(p in n for p in places)
+            if text.split(" ")[0] == f"_{size}" and not any(position in n for position in positions)
         )
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """One tensor of the output: what it is made of, each as (source, the name of its tensor), and
-    where it stands.
+    """One tensor of the output.
+
+    Attributes:
+        name: its name.
+        inputs: the sources that it is made of, each with the name of its tensor.
+        slice: the slice of the recipe.
+        base: the index of the base among the inputs.
+        t: the position along the layers, from 0 to 1.
+        shape: its shape.
+        is_copy: copy the first input.
+        is_table: it has a row for each token.
     """
 
     name: str
@@ -95,15 +114,15 @@ class OutputTensor:
 
 
 def find_stacks(names: Iterable[str]) -> dict[str, int]:
-    """The stacks of layers and their depths, by what stands before the number."""
-    found: dict[str, Counter[int]] = {}
+    """Return the stacks of layers and their depths, by the text before the number."""
+    counts_by_prefix: dict[str, Counter[int]] = {}
     for name in names:
         match = _LAYER.fullmatch(name)
         if match:
-            found.setdefault(match[1], Counter())[int(match[2])] += 1
+            counts_by_prefix.setdefault(match[1], Counter())[int(match[2])] += 1
     return {
-        at: len(counts)
-        for at, counts in found.items()
+        prefix: len(counts)
+        for prefix, counts in counts_by_prefix.items()
         if set(counts) == set(range(len(counts))) and min(counts.values()) >= _MIN_LAYER_TENSORS
     }
 
@@ -111,19 +130,25 @@ def find_stacks(names: Iterable[str]) -> dict[str, int]:
 def lay_out(
     recipe: Recipe, models: Mapping[str, Model], donor: Model, *, force: bool = False
 ) -> list[OutputTensor]:
-    """Every tensor of the output, in the donor's order. What does not fit is refused by name."""
+    """Return every tensor of the output, in the donor's order.
+
+    Raises:
+        MergeError: if the models do not fit each other.
+    """
     _require_same_architecture(models, donor, force)
-    places = (
+    outputs = (
         _lay_out_slices(recipe, models)
         if recipe.is_sliced
         else _lay_out_models(recipe, models, donor)
     )
-    if not places:
-        raise MergeError(f"{donor.key} has no tensors", hint="name another model")
-    return places
+    if not outputs:
+        raise MergeError(f"{donor.key} must have tensors, got none", hint="name another model")
+    return outputs
 
 
 def _require_same_architecture(models: Mapping[str, Model], donor: Model, force: bool) -> None:
+    """Raise unless all models have the model type of the donor, or `force` is set."""
+
     def kind(model: Model) -> Any:
         config = model.checkpoint.config or {}
         return config.get("model_type") or config.get("architecture")
@@ -132,13 +157,13 @@ def _require_same_architecture(models: Mapping[str, Model], donor: Model, force:
         if not force and kind(model) != kind(donor):
             raise MergeError(
                 f"{donor.key} is a {kind(donor)} and {model.key} a {kind(model)}",
-                hint="models of one architecture are merged; --force tries anyway",
+                hint="models must have one architecture; --force tries anyway",
             )
 
 
 def _slice_sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int | None]:
-    """The sources of a slice, the base among them where it was only named as such, and the base's
-    place.
+    """Return the sources of a slice, with the base if it is only named as such, and the index of
+    the base.
     """
     base, sources = part.base or recipe.base, part.sources
     if (
@@ -154,48 +179,57 @@ def _slice_sources(recipe: Recipe, part: Slice) -> tuple[tuple[Source, ...], int
 def _lay_out_models(
     recipe: Recipe, models: Mapping[str, Model], donor: Model
 ) -> list[OutputTensor]:
+    """Lay out a merge of whole models."""
     part = recipe.slices[0]
     sources, base = _slice_sources(recipe, part)
     used = [models[s.model] for s in sources]
     names = list(dict.fromkeys(name for model in [donor, *used] for name in model.state))
     depths = find_stacks(names)
-    out = []
+    outputs = []
     for name in names:
         if all(
             name in (m.spec.ties if m.spec else {}) and m.spec and m.spec.ties[name] in names
             for m in used
         ):
-            continue  # tied in all of them: written once
-        found = _LAYER.fullmatch(name)
-        depth = depths.get(found[1], 0) if found else 0
-        t = (int(found[2]) / (depth - 1) if depth > 1 else 1.0) if found and depth else 0.0
+            continue  # tied in all models: written once
+        layer_match = _LAYER.fullmatch(name)
+        depth = depths.get(layer_match[1], 0) if layer_match else 0
+        t = (
+            (int(layer_match[2]) / (depth - 1) if depth > 1 else 1.0)
+            if layer_match and depth
+            else 0.0
+        )
         if donor.is_buffer(name) or any(m.is_buffer(name) for m in used):
             holder = donor if name in donor.state else next(m for m in used if name in m.state)
-            one = next(
+            source = next(
                 (s for s in sources if s.model == holder.key),
                 Source(holder.key, None, {}, part.line),
             )
-            out.append(
-                OutputTensor(name, ((one, name),), part, None, t, holder.shapes[name], is_copy=True)
+            outputs.append(
+                OutputTensor(
+                    name, ((source, name),), part, None, t, holder.shapes[name], is_copy=True
+                )
             )
             continue
-        out.append(
+        outputs.append(
             _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, t)
         )
-    return out
+    return outputs
 
 
 def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputTensor]:
+    """Lay out a merge of slices of layers."""
     first = models[recipe.slices[0].sources[0].model]
     depths = find_stacks(first.state)
     if len(depths) != 1 or first.spec is None:
-        why = (
-            "is of no family that regauge describes"
+        reason = (
+            "is not of a known family"
             if first.spec is None
             else f"has {len(depths)} stacks of layers"
         )
         raise MergeError(
-            f"{first.key} {why}, so that its layers cannot be sliced",
+            f"slices need a model of a known family with one stack of layers, but {first.key} "
+            f"{reason}",
             hint="merge whole models: models: in place of slices:",
         )
     (stack,) = depths
@@ -205,10 +239,10 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
             assert source.layers is not None, "the sources of slices have layers"
             if source.layers[1] > depth:
                 raise MergeError(
-                    f"{recipe.origin}, line {source.line}: {source.model} has {depth} layers, "
-                    f"and layer_range asks for {source.layers[1]}",
-                    hint="layers are counted from 0, and the last number is not included: at "
-                    f"most [0, {depth}]",
+                    f"{recipe.origin}, line {source.line}: layer_range of {source.model} must end "
+                    f"at {depth} or before, got {source.layers[1]}",
+                    hint="layers are counted from 0, and the last number is excluded: at most "
+                    f"[0, {depth}]",
                 )
     parts = {
         name: first.spec.parts.get(place.pattern)
@@ -220,7 +254,7 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
     after = [
         n for n in outside if parts.get(n) != "embed" and not (n in ties and ties[n] in outside)
     ]
-    out = [_edge_tensor(recipe, models, name, recipe.slices[0]) for name in before]
+    outputs = [_edge_tensor(recipe, models, name, recipe.slices[0]) for name in before]
     layer = 0
     for part in recipe.slices:
         sources, base = _slice_sources(recipe, part)
@@ -230,12 +264,12 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
             t = i / (length - 1) if length > 1 else 1.0
             prefix = f"{stack}{starts[0] + i}."
             for name in [n for n in models[sources[0].model].state if n.startswith(prefix)]:
-                rest = name[len(prefix) :]
+                suffix = name[len(prefix) :]
                 if models[sources[0].model].is_buffer(name):
                     shape = models[sources[0].model].shapes[name]
-                    out.append(
+                    outputs.append(
                         OutputTensor(
-                            f"{stack}{layer}.{rest}",
+                            f"{stack}{layer}.{suffix}",
                             ((sources[0], name),),
                             part,
                             None,
@@ -245,28 +279,29 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
                         )
                     )
                     continue
-                named = [
-                    (s, f"{stack}{start + i}.{rest}")
+                inputs = [
+                    (s, f"{stack}{start + i}.{suffix}")
                     for s, start in zip(sources, starts, strict=True)
                 ]
-                out.append(
-                    _output_tensor(recipe, models, f"{stack}{layer}.{rest}", named, part, base, t)
+                outputs.append(
+                    _output_tensor(
+                        recipe, models, f"{stack}{layer}.{suffix}", inputs, part, base, t
+                    )
                 )
             layer += 1
-    return out + [_edge_tensor(recipe, models, name, recipe.slices[-1]) for name in after]
+    return outputs + [_edge_tensor(recipe, models, name, recipe.slices[-1]) for name in after]
 
 
 def _in_stack(name: str, stack: str) -> bool:
-    found = _LAYER.fullmatch(name)
-    return found is not None and found[1] == stack
+    """Return whether a tensor belongs to a stack of layers."""
+    layer_match = _LAYER.fullmatch(name)
+    return layer_match is not None and layer_match[1] == stack
 
 
 def _edge_tensor(
     recipe: Recipe, models: Mapping[str, Model], name: str, part: Slice
 ) -> OutputTensor:
-    """A tensor outside of the layers: of the first slice's models if it comes before them, of the
-    last one's if after.
-    """
+    """Return a tensor outside of the layers, made of the models of one slice."""
     sources, base = _slice_sources(recipe, part)
     return _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, 0.0)
 
@@ -275,51 +310,54 @@ def _output_tensor(
     recipe: Recipe,
     models: Mapping[str, Model],
     name: str,
-    named: Sequence[tuple[Source, str]],
+    wanted_names: Sequence[tuple[Source, str]],
     part: Slice,
     base: int | None,
     t: float,
 ) -> OutputTensor:
-    parts = []
-    for source, wanted in named:
-        found = models[source.model].stored_name(wanted)
-        if found is None:
-            holder = next(s.model for s, n in named if models[s.model].stored_name(n) is not None)
-            raise MergeError(
-                f'{source.model} has no "{wanted}", which {holder} has',
-                hint="models of one architecture and one depth are merged",
+    """Return an output tensor, after checking its inputs."""
+    inputs = []
+    for source, wanted in wanted_names:
+        stored = models[source.model].stored_name(wanted)
+        if stored is None:
+            holder = next(
+                s.model for s, n in wanted_names if models[s.model].stored_name(n) is not None
             )
-        parts.append((source, found))
-    shapes = [models[s.model].shapes[n] for s, n in parts]
-    table = any(n in models[s.model].token_tables for s, n in parts)
+            raise MergeError(
+                f'{source.model} lacks "{wanted}", which {holder} has',
+                hint="models must have one architecture and one depth",
+            )
+        inputs.append((source, stored))
+    shapes = [models[s.model].shapes[n] for s, n in inputs]
+    table = any(n in models[s.model].token_tables for s, n in inputs)
     if len(set(shapes)) > 1 and not (
         table and recipe.tokens is not None and len({s[1:] for s in shapes}) == 1
     ):
         i = next(i for i, shape in enumerate(shapes) if shape != shapes[0])
-        here, there = parts[0][0].model, parts[i][0].model
+        first, other = inputs[0][0].model, inputs[i][0].model
         if table and shapes[0][1:] == shapes[i][1:]:
             raise MergeError(
-                f'the vocabularies differ: "{name}" has {shapes[0][0]} rows in {here} and '
-                f"{shapes[i][0]} in {there}",
+                f'the vocabularies differ: "{name}" has {shapes[0][0]} rows in {first} and '
+                f"{shapes[i][0]} rows in {other}",
                 hint="write tokenizer_source: union (or base) into the recipe; on the command "
                 "line --tokenizer union",
             )
         raise MergeError(
-            f'"{name}" is {list(shapes[0])} in {here} and {list(shapes[i])} in {there}',
-            hint="models of one architecture and one width are merged",
+            f'"{name}" is {list(shapes[0])} in {first} and {list(shapes[i])} in {other}',
+            hint="models must have one architecture and one width",
         )
-    return OutputTensor(name, tuple(parts), part, base, t, shapes[0], is_table=table)
+    return OutputTensor(name, tuple(inputs), part, base, t, shapes[0], is_table=table)
 
 
 def sliced_config(recipe: Recipe, donor: Model, depth: int) -> dict[str, Any]:
-    """What config.json says of layers that were sliced: their number, and every list with a value
-    for each.
+    """Return the config entries of sliced layers: their number, and every list with a value for
+    each.
     """
     if not recipe.is_sliced:
         return {}
     config = donor.checkpoint.config or {}
     layers = [i for part in recipe.slices for i in range(*(part.sources[0].layers or (0, 0)))]
-    out: dict[str, Any] = {key: len(layers) for key in _DEPTH_KEYS if key in config}
+    changes: dict[str, Any] = {key: len(layers) for key in _DEPTH_KEYS if key in config}
     for key, value in config.items():
         if (
             isinstance(value, list)
@@ -327,5 +365,5 @@ def sliced_config(recipe: Recipe, donor: Model, depth: int) -> dict[str, Any]:
             and depth > 1
             and all(i < depth for i in layers)
         ):
-            out[key] = [value[i] for i in layers]
-    return out
+            changes[key] = [value[i] for i in layers]
+    return changes

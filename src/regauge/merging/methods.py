@@ -1,12 +1,12 @@
-"""The methods: each a pure function of the tensors that stand in one place of several models, and
-of what data said about each where it needs that.
+"""Merge methods: pure functions of corresponding tensors of several models, and of their
+statistics.
 
-All arithmetic is in float32 (float64 where an input is), block by block, and the result is rounded
-once, to the dtype that is asked for. Formulas, defaults and edge cases are mergekit's, so that its
-recipes mean the same here. Where a method looks at angles and lengths alone (slerp, Karcher mean,
-model stock) the result is a combination of its inputs, and the coefficients follow from their inner
-products: two passes, whatever the method iterates. Methods of transport are the weighted mean of
-models that `transport` has moved before.
+All arithmetic is in float32 (float64 if an input is), block by block, and the result is rounded
+once, to the output dtype. Formulas, defaults and edge cases are mergekit's, so its recipes mean the
+same here. Methods that depend on angles and lengths alone (slerp, Karcher mean, model stock) return
+a combination of their inputs with coefficients that follow from the inner products: two passes,
+however many iterations the method has. Methods of transport are the weighted mean of models that
+`transport` has transformed before.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from regauge.merging.sparsify import (
 )
 
 Tensor = torch.Tensor
-TensorOrBlocks = Tensor | Blocks  # a whole tensor, or what makes one
-BLOCK_SIZE = 1 << 17  # values in a block: what the cache holds of a few float32 arrays
+TensorOrBlocks = Tensor | Blocks  # a whole tensor, or its blocks as they are computed
+BLOCK_SIZE = 1 << 17  # values: a few float32 arrays of this size fit into the cache
 
 
 class MergeError(RegaugeError):
-    """Models that cannot be merged as asked."""
+    """Models that cannot be merged by this recipe."""
 
 
 class Required:
-    """The default of a parameter that has none."""
+    """The default of a parameter that must be passed."""
 
     def __repr__(self) -> str:
         return "needed"
@@ -53,12 +53,19 @@ REQUIRED = Required()
 
 @dataclass(frozen=True)
 class MergeInput:
-    """What a method is given: the tensors in the recipe's order, which of them is the base model's,
-    and the parameters, of all and of each.
+    """The input of a method for one output tensor.
 
-    `dtype` is that of the result, `kind` the one in which mergekit would have computed: what is
-    selected or voted on is compared in it. `name` and `seed` determine what is drawn. `statistics`
-    has one of each model, or None where nothing is known of a tensor.
+    Attributes:
+        tensors: the tensors, in the recipe's order.
+        shared: the parameters of the merge.
+        per_model: the parameters of each model.
+        base: the index of the base model's tensor.
+        dtype: the dtype of the result.
+        compare_dtype: the dtype in which mergekit would compute: values are selected and voted on
+            in it.
+        name: the name of the tensor; with `seed` it determines random choices.
+        seed: the random seed.
+        statistics: a statistic of each tensor, or None if there is none.
     """
 
     tensors: Sequence[Tensor]
@@ -73,26 +80,35 @@ class MergeInput:
 
     @property
     def out_dtype(self) -> torch.dtype:
+        """The dtype of the result: by default that of the base, or of the first tensor."""
         return self.dtype or self.tensors[self.base or 0].dtype
 
     @property
     def base_tensor(self) -> Tensor:
+        """The base model's tensor."""
         assert self.base is not None, "a method that needs a base is not called without"
         return self.tensors[self.base]
 
     @property
     def others(self) -> list[int]:
+        """The indices of all tensors but the base."""
         return [i for i in range(len(self.tensors)) if i != self.base]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, whether it needs a base model, and its parameters with their defaults: those of the
-    whole merge, and those of each model.
+    """A merge method.
 
-    `statistic` is what it needs to know from data of every model ("fisher", "gram" or
-    "activations"); `transport` says that the models are moved next to the first (or the base)
-    before, by what is known or else by their weights.
+    Attributes:
+        merge: the function.
+        needs_base: whether it needs a base model.
+        shared: the parameters of the merge, with their defaults.
+        per_model: the parameters of each model, with their defaults.
+        description: one line about it.
+        statistic: the statistic of each model that it needs: "fisher", "gram", "activations" or
+            none.
+        is_transport: whether models are first transported to the first one (or the base), by the
+            statistic or else by their weights.
     """
 
     merge: Callable[[MergeInput], TensorOrBlocks]
@@ -107,41 +123,43 @@ class Method:
 def blockwise(
     tensors: Sequence[Tensor], dtype: torch.dtype, make: Callable[[Sequence[Tensor], slice], Tensor]
 ) -> Blocks:
-    """A tensor of this shape and dtype whose blocks are made of the blocks of others, in the
-    working precision: copies, which may be used up.
+    """Return a tensor whose blocks are computed from the blocks of others.
+
+    `make` gets copies in the working precision and may overwrite them.
     """
 
     def blocks() -> Iterator[Any]:
-        out, at = torch.empty(min(BLOCK_SIZE, tensors[0].numel()), dtype=dtype), 0
+        out, start = torch.empty(min(BLOCK_SIZE, tensors[0].numel()), dtype=dtype), 0
         bits = bits_of(out)
-        for parts in _iter_blocks(tensors, working_dtype(tensors)):
-            size = parts[0].numel()
-            made = make(parts, slice(at, at + size))
-            (out if size == bits.size else out[:size]).copy_(made)
+        for inputs in _iter_blocks(tensors, working_dtype(tensors)):
+            size = inputs[0].numel()
+            block = make(inputs, slice(start, start + size))
+            (out if size == bits.size else out[:size]).copy_(block)
             yield bits if size == bits.size else bits[:size]
-            at += size
+            start += size
 
     return Blocks(tuple(tensors[0].shape), dtype, blocks)
 
 
 def _iter_blocks(tensors: Sequence[Tensor], work: torch.dtype) -> Iterator[list[Tensor]]:
-    """The blocks of tensors, all at once, in the working precision. The next blocks take the place
-    of the last.
+    """Yield the blocks of all tensors in the working precision. Buffers are reused for the next
+    block.
     """
-    held = [torch.empty(min(BLOCK_SIZE, t.numel()), dtype=work) for t in tensors]
+    buffers = [torch.empty(min(BLOCK_SIZE, t.numel()), dtype=work) for t in tensors]
     for parts in zip(*(torch.split(t.reshape(-1), BLOCK_SIZE) for t in tensors), strict=True):
         yield [
-            (h if h.numel() == p.numel() else h[: p.numel()]).copy_(p)
-            for h, p in zip(held, parts, strict=True)
+            (buffer if buffer.numel() == part.numel() else buffer[: part.numel()]).copy_(part)
+            for buffer, part in zip(buffers, parts, strict=True)
         ]
 
 
 def working_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
+    """Return float64 if any tensor has it, otherwise float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
 def combine(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dtype) -> Blocks:
-    """The sum of tensors times factors."""
+    """Return the sum of tensors times factors."""
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
         total = parts[0].mul_(factors[0])
@@ -155,96 +173,101 @@ def combine(tensors: Sequence[Tensor], factors: Sequence[float], dtype: torch.dt
 def inner_products(
     tensors: Sequence[Tensor], work: torch.dtype, minus: Tensor | None = None
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """The inner products of tensors with each other, all less another one if that is given."""
+    """Return the inner products of the tensors with each other, after subtracting `minus` from
+    each.
+    """
     n = len(tensors)
-    out = np.zeros((n, n))
+    gram = np.zeros((n, n))
     for parts in _iter_blocks([*tensors, *([] if minus is None else [minus])], work):
         for i, x in enumerate(parts[:n]):
             if minus is not None:
                 x.sub_(parts[n])
             for j in range(i + 1):
-                out[i, j] += float(x.dot(parts[j]))
-    return np.tril(out) + np.tril(out, -1).T
+                gram[i, j] += float(x.dot(parts[j]))
+    return np.tril(gram) + np.tril(gram, -1).T
 
 
-def linear(g: MergeInput) -> TensorOrBlocks:
-    """The weighted mean, or with normalize off the weighted sum. A weighted mean of equal weights
-    is a model soup.
+def linear(inputs: MergeInput) -> TensorOrBlocks:
+    """Return the weighted mean, or without `normalize` the weighted sum.
+
+    The mean with equal weights is a model soup.
     """
-    weights = [float(p["weight"]) for p in g.per_model]
+    weights = [float(p["weight"]) for p in inputs.per_model]
     total = (
-        float(torch.tensor(weights, dtype=working_dtype(g.tensors)).sum())
-        if g.shared.get("normalize", True)
+        float(torch.tensor(weights, dtype=working_dtype(inputs.tensors)).sum())
+        if inputs.shared.get("normalize", True)
         else None
     )
     if total == 0:
         raise MergeError(
-            f'the weights of "{g.name}" add up to 0, and normalize would divide by that',
+            f'the weights of "{inputs.name}" must not add up to 0 with normalize, got {weights}',
             hint="change a weight, or set normalize: false",
         )
 
-    def block(
-        parts: Sequence[Tensor], _: slice
-    ) -> Tensor:  # rounded where mergekit rounds: a value that is almost 0 depends on it
+    def block(parts: Sequence[Tensor], _: slice) -> Tensor:
+        # Rounded where mergekit rounds: values close to 0 depend on it. addcmul_ rounds once if the
+        # processor fuses the two operations, otherwise twice.
         added = parts[0].mul_(weights[0])
         for part, weight in zip(parts[1:], weights[1:], strict=True):
-            added.addcmul_(
-                part, torch.tensor(weight, dtype=part.dtype)
-            )  # one rounding where the processor fuses the two, two where it does not
+            added.addcmul_(part, torch.tensor(weight, dtype=part.dtype))
         return added if total is None else added.div_(total)
 
-    return blockwise(g.tensors, g.out_dtype, block)
+    return blockwise(inputs.tensors, inputs.out_dtype, block)
 
 
-def fisher(g: MergeInput) -> TensorOrBlocks:
-    """The mean of every value, weighted by what the diagonal Fisher says that it matters: sum w F x
-    / sum w F (Matena and Raffel 2022). No Fisher counts as less than `floor` times the mean over
-    the tensor and the models, so that what matters nowhere is averaged.
+def fisher(inputs: MergeInput) -> TensorOrBlocks:
+    """Return the mean of every value, weighted by the diagonal Fisher information.
+
+    sum w F x / sum w F (Matena and Raffel 2022). Each F is at least `floor` times the mean over the
+    tensor and the models, so values without information are averaged.
     """
-    known = _complete_statistics(g)
-    if known is None:
-        return linear(g)
-    weights = _require_positive_weights(g)
+    fishers = _complete_statistics(inputs)
+    if fishers is None:
+        return linear(inputs)
+    weights = _require_positive_weights(inputs)
     mean = (
-        sum(float(f.double().mean()) for f in known) / len(known) if g.tensors[0].numel() else 0.0
+        sum(float(f.double().mean()) for f in fishers) / len(fishers)
+        if inputs.tensors[0].numel()
+        else 0.0
     )
     if not math.isfinite(mean):
         raise MergeError(
-            f'a Fisher information of "{g.name}" is not finite',
-            hint="is a model broken, or the data not its own?",
+            f'the Fisher information of "{inputs.name}" must be finite',
+            hint="check the weights and the data of each model",
         )
-    n, floor = len(known), float(g.shared["floor"]) if mean else 1.0
+    n, floor = len(fishers), float(inputs.shared["floor"]) if mean else 1.0
 
     def block(parts: Sequence[Tensor], _: slice) -> Tensor:
-        above, below = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
+        numerator, denominator = torch.zeros_like(parts[0]), torch.zeros_like(parts[0])
         for x, f, w in zip(parts[:n], parts[n:], weights, strict=True):
             share = f.div(mean or 1.0).clamp_(min=floor).mul_(w)
-            above.addcmul_(share, x)
-            below.add_(share)
-        return above.div_(below)
+            numerator.addcmul_(share, x)
+            denominator.add_(share)
+        return numerator.div_(denominator)
 
-    return blockwise([*g.tensors, *known], g.out_dtype, block)
+    return blockwise([*inputs.tensors, *fishers], inputs.out_dtype, block)
 
 
-def regmean(g: MergeInput) -> TensorOrBlocks:
-    """The weight whose layer does what each model's layer did to its own inputs, as nearly as can
-    be in squares (Jin et al. 2023):
+def regmean(inputs: MergeInput) -> TensorOrBlocks:
+    """Return the weight whose layer best reproduces each model's layer on its own inputs.
+
+    In least squares (Jin et al. 2023), computed in float64:
 
         W = (sum w G)^-1 sum w G W_i,     G = X^T X with its off-diagonal multiplied by `alpha`
 
-    In float64. Of what the inputs do not determine, W is what the weighted mean is. Tensors without
-    a Gram (tables, norms, biases) are averaged.
+    Directions that the inputs do not determine are those of the weighted mean. Tensors without a
+    Gram matrix (tables, norms, biases) are averaged.
     """
-    known = _complete_statistics(g)
-    if known is None:
-        return linear(g)
-    weights, alpha = _require_positive_weights(g), float(g.shared["alpha"])
-    matrices = [_shrink_gram(k.values, alpha) for k in known]
-    rows = [k.to_rows(t).double() for k, t in zip(known, g.tensors, strict=True)]
+    grams = _complete_statistics(inputs)
+    if grams is None:
+        return linear(inputs)
+    weights, alpha = _require_positive_weights(inputs), float(inputs.shared["alpha"])
+    matrices = [_shrink_gram(gram.values, alpha) for gram in grams]
+    rows = [gram.to_rows(t).double() for gram, t in zip(grams, inputs.tensors, strict=True)]
     if not all(bool(m.isfinite().all()) for m in matrices):
         raise MergeError(
-            f'the inputs of "{g.name}" are not finite',
-            hint="is a model broken, or the data not its own?",
+            f'the inputs of "{inputs.name}" must be finite',
+            hint="check the weights and the data of each model",
         )
     total = sum(
         (w * m for w, m in zip(weights, matrices, strict=True)), torch.zeros_like(matrices[0])
@@ -253,88 +276,92 @@ def regmean(g: MergeInput) -> TensorOrBlocks:
         (w / sum(weights) * x for w, x in zip(weights, rows, strict=True)),
         torch.zeros_like(rows[0]),
     )
-    left = sum(
+    right = sum(
         (w * (m @ (x - mean)) for w, m, x in zip(weights, matrices, rows, strict=True)),
         torch.zeros_like(mean),
     )
-    found: Tensor = known[0].from_rows(mean + _solve_psd(total, left), g.tensors[0])
-    return found.to(g.out_dtype)
+    merged: Tensor = grams[0].from_rows(mean + _solve_psd(total, right), inputs.tensors[0])
+    return merged.to(inputs.out_dtype)
 
 
 def _shrink_gram(gram: Tensor, alpha: float) -> Tensor:
-    """A Gram matrix with its off-diagonal multiplied."""
+    """Multiply the off-diagonal of a Gram matrix by alpha."""
     return alpha * gram + (1 - alpha) * torch.diag(gram.diagonal())
 
 
 def _solve_psd(matrix: Tensor, right: Tensor) -> Tensor:
-    """The least solution of a positive semi-definite system: by Cholesky, or where that is not
-    safe, on the span of its eigenvectors.
+    """Return the least-norm solution of a positive semi-definite system.
+
+    By Cholesky, or if that is not safe, on the span of the eigenvectors.
     """
     factor, failed = torch.linalg.cholesky_ex(matrix)
     pivots = factor.diagonal().square()
     if not int(failed) and float(pivots.min()) > 1e-12 * float(pivots.max()):
         return torch.cholesky_solve(right, factor)
     values, vectors = torch.linalg.eigh(matrix)
-    kept = values > 1e-12 * float(values.max().clamp(min=1e-300))
-    basis = vectors[:, kept]
-    found: Tensor = (basis / values[kept]) @ (basis.T @ right)
-    return found
+    is_positive = values > 1e-12 * float(values.max().clamp(min=1e-300))
+    basis = vectors[:, is_positive]
+    solution: Tensor = (basis / values[is_positive]) @ (basis.T @ right)
+    return solution
 
 
-def _complete_statistics(g: MergeInput) -> Sequence[Any] | None:
-    """What is known of each of the tensors; None where nothing is, or not of all."""
-    if len(g.statistics) != len(g.tensors):
+def _complete_statistics(inputs: MergeInput) -> Sequence[Any] | None:
+    """Return the statistics of all tensors; None if a tensor has none."""
+    if len(inputs.statistics) != len(inputs.tensors):
         raise MergeError(
-            f"there are {len(g.statistics)} statistics for the {len(g.tensors)} models of "
-            f'"{g.name}"',
-            hint="give statistics= with one mapping for each model, by regauge.merging.statistics",
+            f'"{inputs.name}" needs {len(inputs.tensors)} statistics, one for each model, got '
+            f"{len(inputs.statistics)}",
+            hint="pass statistics= with one mapping for each model, by regauge.merging.statistics",
         )
-    return None if any(s is None for s in g.statistics) else g.statistics
+    return None if any(s is None for s in inputs.statistics) else inputs.statistics
 
 
-def _require_positive_weights(g: MergeInput) -> list[float]:
-    weights = [float(p["weight"]) for p in g.per_model]
+def _require_positive_weights(inputs: MergeInput) -> list[float]:
+    """Return the weights, which must not be negative nor all 0."""
+    weights = [float(p["weight"]) for p in inputs.per_model]
     if min(weights) < 0 or not sum(weights):
         raise MergeError(
-            f'the weights of "{g.name}" are {weights}',
-            hint="this method divides by them: none may be negative, nor all 0",
+            f'the weights of "{inputs.name}" must be >= 0 and not all 0, got {weights}',
+            hint="this method divides by their sum",
         )
     return weights
 
 
-def slerp(g: MergeInput) -> TensorOrBlocks:
-    """Along the great circle from the base to the other model. Where the two point almost one way
-    (or opposite ways), along the line.
+def slerp(inputs: MergeInput) -> TensorOrBlocks:
+    """Interpolate along the great circle from the base to the other model.
+
+    If the two are almost parallel (or opposite), along the line.
     """
-    t = float(g.shared["t"])
-    if len(g.tensors) == 1:
-        return g.tensors[0].to(g.out_dtype)
-    pair = [g.base_tensor, g.tensors[g.others[0]]]
+    t = float(inputs.shared["t"])
+    if len(inputs.tensors) == 1:
+        return inputs.tensors[0].to(inputs.out_dtype)
+    pair = [inputs.base_tensor, inputs.tensors[inputs.others[0]]]
     inner = inner_products(pair, working_dtype(pair))
     norms = [n if n > 1e-8 else 1.0 for n in np.sqrt(np.diag(inner))]
     dot = float(inner[0, 1] / (norms[0] * norms[1]))
     if abs(dot) > 0.9995:
-        return combine(pair, (1 - t, t), g.out_dtype)
+        return combine(pair, (1 - t, t), inputs.out_dtype)
     angle = math.acos(dot)
     return combine(
         pair,
         (math.sin(angle * (1 - t)) / math.sin(angle), math.sin(angle * t) / math.sin(angle)),
-        g.out_dtype,
+        inputs.out_dtype,
     )
 
 
-def karcher(g: MergeInput) -> TensorOrBlocks:
-    """The mean on the sphere of the directions, with the mean of the lengths. The mean direction
-    lies in the span of the inputs, so that it is sought among their coefficients.
+def karcher(inputs: MergeInput) -> TensorOrBlocks:
+    """Return the Karcher mean of the directions on the sphere, with the mean of the lengths.
+
+    The mean direction lies in the span of the inputs, so the iteration runs on their coefficients.
     """
-    tol, count = float(g.shared["tol"]), len(g.tensors)
+    tol, count = float(inputs.shared["tol"]), len(inputs.tensors)
     if count == 1:
-        return g.tensors[0].to(g.out_dtype)
-    inner = inner_products(g.tensors, torch.float64)
+        return inputs.tensors[0].to(inputs.out_dtype)
+    inner = inner_products(inputs.tensors, torch.float64)
     norms = np.sqrt(np.diag(inner))
     valid = [i for i in range(count) if norms[i] > tol]
     if not valid:
-        return torch.zeros(g.tensors[0].shape, dtype=g.out_dtype)
+        return torch.zeros(inputs.tensors[0].shape, dtype=inputs.out_dtype)
     gram = inner[np.ix_(valid, valid)] / np.outer(norms[valid], norms[valid])
     alpha = 1 / len(valid)
 
@@ -343,7 +370,7 @@ def karcher(g: MergeInput) -> TensorOrBlocks:
 
     u = np.full(len(valid), alpha)
     u = np.eye(len(valid))[0] if size(u) < tol else u / size(u)
-    for _ in range(int(g.shared["max_iter"])):
+    for _ in range(int(inputs.shared["max_iter"])):
         step = np.zeros(len(valid))
         for i in range(len(valid)):
             dot = min(max(float(gram[i] @ u), -1.0), 1.0)
@@ -357,36 +384,39 @@ def karcher(g: MergeInput) -> TensorOrBlocks:
         u = u / size(u) if size(u) > tol else u
     factors = np.zeros(count)
     factors[valid] = norms.mean() * u / norms[valid]
-    return combine(g.tensors, factors.tolist(), g.out_dtype)
+    return combine(inputs.tensors, factors.tolist(), inputs.out_dtype)
 
 
-def model_stock(g: MergeInput) -> TensorOrBlocks:
-    """Between the base and the mean of the others, nearer to the mean the smaller the angles
-    between what they learned.
+def model_stock(inputs: MergeInput) -> TensorOrBlocks:
+    """Interpolate between the base and the mean of the others (Model Stock).
+
+    The smaller the angles between the task vectors, the closer to the mean.
     """
-    others = [g.tensors[i] for i in g.others]
+    others = [inputs.tensors[i] for i in inputs.others]
     if not others:
-        return g.base_tensor.to(g.out_dtype)
+        return inputs.base_tensor.to(inputs.out_dtype)
     if len(others) < 2:
         raise MergeError(
-            "model_stock needs two models besides the base", hint="add a model, or use linear"
+            f"model_stock needs two models besides the base, got {len(others)}",
+            hint="add a model, or use linear",
         )
-    if g.shared["filter_wise"]:
+    if inputs.shared["filter_wise"]:
         rows = [
             t.reshape(t.shape[0], -1) if t.dim() > 1 else t.reshape(1, -1)
-            for t in (g.base_tensor, *others)
+            for t in (inputs.base_tensor, *others)
         ]
-        made = [
-            _stock_average([r[i] for r in rows], g.out_dtype).tensor()
+        merged_rows = [
+            _stock_average([r[i] for r in rows], inputs.out_dtype).tensor()
             for i in range(rows[0].shape[0])
         ]
-        return torch.stack(made).view(g.base_tensor.shape)
-    return _stock_average([g.base_tensor, *others], g.out_dtype)
+        return torch.stack(merged_rows).view(inputs.base_tensor.shape)
+    return _stock_average([inputs.base_tensor, *others], inputs.out_dtype)
 
 
 def _stock_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
-    root, *others = tensors
-    inner, n = inner_products(others, working_dtype(tensors), minus=root), len(others)
+    """Return the Model Stock average of one tensor or row."""
+    base, *others = tensors
+    inner, n = inner_products(others, working_dtype(tensors), minus=base), len(others)
     norms = np.sqrt(np.diag(inner))
     pairs = [(i, j) for i in range(n) for j in range(i + 1, n)]
     cosine = sum(
@@ -396,57 +426,70 @@ def _stock_average(tensors: Sequence[Tensor], dtype: torch.dtype) -> Blocks:
     return combine(tensors, (1 - t, *[t / n] * n), dtype)
 
 
-def passthrough(g: MergeInput) -> TensorOrBlocks:
-    """The tensor as it is, or scaled."""
-    if len(g.tensors) != 1:
+def passthrough(inputs: MergeInput) -> TensorOrBlocks:
+    """Return the tensor unchanged, or scaled."""
+    if len(inputs.tensors) != 1:
         raise MergeError(
-            f"passthrough takes one model in each place, and here are {len(g.tensors)}",
+            f"passthrough takes one model, got {len(inputs.tensors)}",
             hint="give each slice one source, or use linear",
         )
-    scale = g.per_model[0]["scale"]
+    scale = inputs.per_model[0]["scale"]
     return (
-        g.tensors[0].to(g.out_dtype)
+        inputs.tensors[0].to(inputs.out_dtype)
         if scale is None
-        else combine(g.tensors, [float(scale)], g.out_dtype)
+        else combine(inputs.tensors, [float(scale)], inputs.out_dtype)
     )
 
 
-def task_vectors(g: MergeInput, sparse: Sparsifier, vote: bool) -> TensorOrBlocks:
-    """The base plus what the others learned (their differences from it), weighted: all of it, or
-    what `sparse` keeps; all of it, or with a `vote` only what has the sign of the weighted sum.
+def task_vectors(inputs: MergeInput, sparse: Sparsifier, vote: bool) -> TensorOrBlocks:
+    """Return the base plus the weighted task vectors of the others (their differences from it).
+
+    Args:
+        inputs: the tensors and parameters.
+        sparse: selects the values of each task vector.
+        vote: keep only values with the sign of the weighted sum.
     """
-    root, others = g.base_tensor, g.others
+    base_tensor, others = inputs.base_tensor, inputs.others
     if not others:
-        return root.to(g.out_dtype)
-    work, kind = working_dtype(g.tensors), (g.compare_dtype or root.dtype)
-    # What is selected or voted on is compared as mergekit stores it: else equal values of a half
-    # precision would not be equal here.
+        return base_tensor.to(inputs.out_dtype)
+    work, compare_dtype = working_dtype(inputs.tensors), (inputs.compare_dtype or base_tensor.dtype)
+    # Values are selected and voted on in the dtype of mergekit: otherwise values that are equal in
+    # half precision would not be equal here.
     rounding = (
-        kind
-        if (sparse is not keep_all or vote) and kind in (torch.float16, torch.bfloat16)
+        compare_dtype
+        if (sparse is not keep_all or vote) and compare_dtype in (torch.float16, torch.bfloat16)
         else None
     )
-    kept: list[Selection] = []
-    for place, i in enumerate(
-        others
-    ):  # what is drawn for a model does not depend on where the base is listed
-        deltas = TaskVector(g.tensors[i], root, work, rounding, BLOCK_SIZE)
-        kept.append(
-            sparse(deltas, g.per_model[i], bool(g.shared["rescale"]), f"{g.name}/{place}", g.seed)
+    selections: list[Selection] = []
+    # Random choices for a model do not depend on the position of the base in the list.
+    for number, i in enumerate(others):
+        deltas = TaskVector(inputs.tensors[i], base_tensor, work, rounding, BLOCK_SIZE)
+        selections.append(
+            sparse(
+                deltas,
+                inputs.per_model[i],
+                bool(inputs.shared["rescale"]),
+                f"{inputs.name}/{number}",
+                inputs.seed,
+            )
         )
-    weights = [float(g.per_model[i]["weight"]) for i in others]
-    factors = [w * k.scale for w, k in zip(weights, kept, strict=True)]
-    total, normalize, amount = sum(weights), bool(g.shared["normalize"]), float(g.shared["lambda"])
-    even = 1.0 if abs(total) < 1e-8 else total
+    weights = [float(inputs.per_model[i]["weight"]) for i in others]
+    factors = [w * selection.scale for w, selection in zip(weights, selections, strict=True)]
+    total, normalize, scale = (
+        sum(weights),
+        bool(inputs.shared["normalize"]),
+        float(inputs.shared["lambda"]),
+    )
+    divisor = 1.0 if abs(total) < 1e-8 else total
 
     def block(parts: Sequence[Tensor], at: slice) -> Tensor:
         base, *xs = parts
         deltas = []
-        for x, keep, factor in zip(xs, kept, factors, strict=True):
+        for x, selection, factor in zip(xs, selections, factors, strict=True):
             delta = x.sub_(base)
             if rounding is not None:
                 delta = delta.to(rounding).to(work)
-            deltas.append(keep.apply(delta, at).mul_(factor))
+            deltas.append(selection.apply(delta, at).mul_(factor))
         if vote:
             mixed = _elect_signs(deltas, weights, normalize)
         else:
@@ -454,17 +497,19 @@ def task_vectors(g: MergeInput, sparse: Sparsifier, vote: bool) -> TensorOrBlock
             for delta in deltas[1:]:
                 mixed.add_(delta)
             if normalize:
-                mixed.div_(even)
-        return base.add_(mixed, alpha=amount)
+                mixed.div_(divisor)
+        return base.add_(mixed, alpha=scale)
 
-    return blockwise([root, *(g.tensors[i] for i in others)], g.out_dtype, block)
+    return blockwise([base_tensor, *(inputs.tensors[i] for i in others)], inputs.out_dtype, block)
 
 
 def _elect_signs(deltas: Sequence[Tensor], weights: Sequence[float], normalize: bool) -> Tensor:
-    """The sum of what has the sign of the sum of all, 0 counting as positive; with normalize,
-    divided by the weights of what was added up. The deltas are used up.
+    """Return the sum of the values with the sign of the total; 0 counts as positive.
+
+    With `normalize` it is divided by the weights of the values that were added. The deltas are
+    overwritten.
     """
-    total = deltas[0] + 0.0  # a copy, in which -0 has become 0
+    total = deltas[0] + 0.0  # a copy, in which -0 becomes 0
     for delta in deltas[1:]:
         total += delta
     sign = torch.copysign(torch.ones((), dtype=total.dtype), total)
@@ -476,7 +521,7 @@ def _elect_signs(deltas: Sequence[Tensor], weights: Sequence[float], normalize: 
             divisor.add_(delta.sign_(), alpha=weight)
     mixed.mul_(sign)
     if divisor is not None and min(weights) >= 0:
-        mixed.div_(divisor.clamp_(min=1e-30))  # where it is 0, so is what it divides
+        mixed.div_(divisor.clamp_(min=1e-30))  # where it is 0, so is the numerator
     elif divisor is not None:
         mixed.div_(torch.where(divisor == 0, 1.0, divisor))
     return mixed
@@ -485,6 +530,7 @@ def _elect_signs(deltas: Sequence[Tensor], weights: Sequence[float], normalize: 
 def _task_method(
     sparse: Sparsifier, vote: bool, normalize: bool, rescale: bool, about: str, **each: Any
 ) -> Method:
+    """Return a method of task vectors."""
     shared = {"normalize": normalize, "rescale": rescale, "lambda": 1.0, "int8_mask": False}
     return Method(
         partial(task_vectors, sparse=sparse, vote=vote),
@@ -496,12 +542,13 @@ def _task_method(
 
 
 def _transport_method(about: str, statistic: str = "", **shared: Any) -> Method:
+    """Return a method of transport."""
     return Method(
         linear, False, {"normalize": True, **shared}, {"weight": 1.0}, about, statistic, True
     )
 
 
-# int8_mask is how mergekit stores its masks: it changes no result there, and none here.
+# mergekit's int8_mask sets the storage of masks: it changes no result there or here.
 METHODS: dict[str, Method] = {
     "linear": Method(linear, False, {"normalize": True}, {"weight": REQUIRED}, "the weighted mean"),
     "slerp": Method(
@@ -570,7 +617,7 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-# Methods of mergekit that are not here yet, to be refused by name and not as a typo.
+# Methods of mergekit that are not supported: the error names them as such, not as a typo.
 UNSUPPORTED = (
     "nuslerp",
     "multislerp",
@@ -585,5 +632,5 @@ UNSUPPORTED = (
 
 
 def parameter_names() -> frozenset[str]:
-    """Every parameter that some method has."""
+    """Return every parameter that some method has."""
     return frozenset(name for m in METHODS.values() for name in (*m.shared, *m.per_model))

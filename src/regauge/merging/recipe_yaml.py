@@ -1,17 +1,18 @@
-"""Recipes: mergekit's YAML, and `align:` and `data:`. What is not understood is refused by name and
-line, never ignored.
+"""Parser of recipes: mergekit's YAML, and `align:` and `data:`.
 
-merge_method: ties
-base_model: base
-models:
-  - model: one
-    parameters: {weight: [0, 0.5, 1], density: 0.5}                        # from the first layer to
-    the last
-  - model: other
-    parameters: {weight: [{filter: mlp, value: 0.5}, {value: 0}]}          # the first filter that
-    is in the tensor's name
-dtype: float32 out_dtype: bfloat16 align: true data: {uri: dev.tsv, samples: 256}
-# for fisher, regmean and ot_acts; a model may have its own
+Unknown keys raise an error with the name and the line; none is ignored.
+
+    merge_method: ties
+    base_model: base
+    models:
+      - model: one
+        parameters: {weight: [0, 0.5, 1], density: 0.5}         # from the first layer to the last
+      - model: other
+        parameters: {weight: [{filter: mlp, value: 0.5}, {value: 0}]}   # the first filter that fits
+    dtype: float32
+    out_dtype: bfloat16
+    align: true
+    data: {uri: dev.tsv, samples: 256}       # for fisher, regmean and ot_acts; per model or for all
 """
 
 from __future__ import annotations
@@ -62,23 +63,31 @@ _UNSUPPORTED = {
 }
 _ALIGN_KEYS = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
 _DATA_KEYS = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
-_MAX_CHARS = 10_000  # characters of one value
-_MAX_NODES = 100_000  # values of a recipe, with those that aliases (*name) repeat
+_MAX_CHARS = 10_000  # in one value
+_MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
 _BOOLEANS = ("normalize", "rescale", "int8_mask", "filter_wise")
 
 
 def read_recipe(path: Path) -> Recipe:
-    """The recipe in a file."""
+    """Read a recipe from a file."""
     try:
         return parse_recipe(read_document(path, RECIPE_BYTES, RecipeError).decode(), str(path))
     except UnicodeDecodeError as error:
         raise RecipeError(
-            f"{path} is no text: {error}", hint="a recipe is YAML in UTF-8"
+            f"{path} must be UTF-8 text: {error}", hint="a recipe is YAML in UTF-8"
         ) from error
 
 
 def parse_recipe(text: str, origin: str = "the recipe") -> Recipe:
-    """The recipe in a text."""
+    """Parse a recipe.
+
+    Args:
+        text: the YAML.
+        origin: the file, for error messages.
+
+    Raises:
+        RecipeError: with the line of the first error.
+    """
     if len(text) > RECIPE_BYTES:
         raise RecipeError(
             f"{origin} must have at most {RECIPE_BYTES:,} characters, got {len(text):,}",
@@ -89,22 +98,24 @@ def parse_recipe(text: str, origin: str = "the recipe") -> Recipe:
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise RecipeError(
-            f"{origin}{line}: this is no YAML: {error.problem}",
+            f"{origin}{line}: not valid YAML: {error.problem}",
             hint="check indentation, colons and quotes there",
         ) from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise RecipeError(
-            f"{origin} is no YAML: "
+            f"{origin} is not valid YAML: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}",
             hint="a recipe is YAML in UTF-8",
         ) from error
     if node is None:
-        raise RecipeError(f"{origin} is empty", hint="a recipe has merge_method: and models:")
+        raise RecipeError(
+            f"{origin} must not be empty", hint="a recipe has merge_method: and models:"
+        )
     return _Parser(origin, text).recipe(node)
 
 
 class _Parser:
-    """One recipe, read node by node, so that every error has its line."""
+    """The parser of one recipe. It visits YAML nodes, so that every error has its line."""
 
     def __init__(self, origin: str, text: str) -> None:
         self.origin, self.text, self.method = origin, text, ""
@@ -112,7 +123,7 @@ class _Parser:
         self.nodes_left = _MAX_NODES
 
     def count_node(self, node: Any) -> None:
-        """Count a node: aliases within aliases repeat a short text a billion times."""
+        """Count a node: nested aliases repeat a short text a billion times."""
         self.nodes_left -= 1
         if self.nodes_left < 0:
             raise self.error(
@@ -121,69 +132,71 @@ class _Parser:
                 "write out what its aliases (*name) repeat",
             )
 
-    def error(self, node: Any, what: str, hint: str | None = None) -> RecipeError:
-        return RecipeError(f"{self.origin}, line {_line(node)}: {what}", hint=hint)
+    def error(self, node: Any, message: str, hint: str | None = None) -> RecipeError:
+        """Return an error with the line of a node."""
+        return RecipeError(f"{self.origin}, line {_line(node)}: {message}", hint=hint)
 
     def recipe(self, node: Any) -> Recipe:
-        top = self.mapping(node, _RECIPE_KEYS, "a recipe")
-        if "merge_method" not in top:
-            raise self.error(node, "there is no merge_method:", f"choose from {', '.join(METHODS)}")
-        self.method = self.method_name(top["merge_method"])
-        if ("models" in top) == ("slices" in top):
-            raise self.error(node, "a recipe has either models: or slices:")
-        parameters = self.settings(top.get("parameters"))
+        """Parse the whole recipe."""
+        keys = self.mapping(node, _RECIPE_KEYS, "a recipe")
+        if "merge_method" not in keys:
+            raise self.error(node, "merge_method: is missing", f"choose from {', '.join(METHODS)}")
+        self.method = self.method_name(keys["merge_method"])
+        if ("models" in keys) == ("slices" in keys):
+            raise self.error(node, "a recipe must have either models: or slices:")
+        parameters = self.settings(keys.get("parameters"))
         base = (
-            self.model(top["base_model"])
-            if "base_model" in top and not _is_null(top["base_model"])
+            self.model(keys["base_model"])
+            if "base_model" in keys and not _is_null(keys["base_model"])
             else None
         )
-        if "slices" in top:
-            slices = tuple(self.slice(n) for n in self.sequence(top["slices"], "slices"))
+        if "slices" in keys:
+            slices = tuple(self.slice(n) for n in self.sequence(keys["slices"], "slices"))
         else:
-            entries = self.sequence(top["models"], "models")
+            entries = self.sequence(keys["models"], "models")
             slices = (
                 Slice(
                     tuple(self.source(n, sliced=False) for n in entries),
                     None,
                     {},
-                    _line(top["models"]),
+                    _line(keys["models"]),
                 ),
             )
-        data = self.data(top.get("data"))
+        data = self.data(keys.get("data"))
         if not slices or not all(part.sources for part in slices):
             raise self.error(
                 node,
-                "there is no model to merge",
+                "a recipe must have at least one model",
                 "list at least one under models:, or under the sources: of each slice",
             )
-        out = Recipe(
+        recipe = Recipe(
             self.method,
             slices,
-            "slices" in top,
+            "slices" in keys,
             base,
             parameters,
-            self.dtype(top.get("dtype")),
-            self.dtype(top.get("out_dtype")),
-            self.tokens(top),
-            self.align(top.get("align")),
+            self.dtype(keys.get("dtype")),
+            self.dtype(keys.get("out_dtype")),
+            self.tokens(keys),
+            self.align(keys.get("align")),
             self.text,
             self.origin,
             tuple(self.notes),
             data,
         )
-        self.check_models(out, node)
-        return out
+        self.check_models(recipe, node)
+        return recipe
 
     def check_models(self, recipe: Recipe, node: Any) -> None:
-        """What a method asks of the models: a base, or a number of them."""
+        """Raise unless the models fit the method: a base, a number of models, data."""
         for part in recipe.slices:
             names = [s.model for s in part.sources]
             base = part.base or recipe.base
             first = {s.model: s for s in reversed(part.sources)}
-            twice = next((s for s in part.sources if first[s.model] is not s), None)
-            if twice is not None:
+            duplicate = next((s for s in part.sources if first[s.model] is not s), None)
+            if duplicate is not None:
                 raise RecipeError(
-                    f"{self.origin}, line {twice.line}: {twice.model} is listed twice",
+                    f"{self.origin}, line {duplicate.line}: {duplicate.model} is listed twice",
                     hint="list each model once, with the sum of its weights",
                 )
             if METHODS[recipe.method].needs_base and base is None:
@@ -194,22 +207,21 @@ class _Parser:
                 )
             if METHODS[recipe.method].needs_base and recipe.is_sliced and base not in names:
                 raise RecipeError(
-                    f"{self.origin}, line {part.line}: no source of this slice is of the base "
-                    f"{base}",
+                    f"{self.origin}, line {part.line}: the sources of a slice must include the "
+                    f"base {base}",
                     hint="list the base's layers among its sources",
                 )
             if recipe.method == "passthrough" and len(names) > 1:
                 raise RecipeError(
-                    f"{self.origin}, line {part.line}: passthrough takes one model in each "
-                    f"place, and here are {len(names)}",
+                    f"{self.origin}, line {part.line}: passthrough takes one model in each slice, "
+                    f"got {len(names)}",
                     hint="give each slice one source, or use linear",
                 )
             others = len(set(names) - {base})
             if recipe.method == "slerp" and others != 1:
                 raise self.error(
                     node,
-                    f"slerp is between the base and one other model, and here {others} others "
-                    "are listed",
+                    f"slerp takes the base and one other model, got {others} others",
                     "list the base and one more under models:",
                 )
             method = METHODS[recipe.method]
@@ -222,28 +234,29 @@ class _Parser:
             ):
                 raise self.error(
                     node,
-                    f"the base {base} has no weight in a {recipe.method} merge",
+                    f"the base {base} needs a weight in a {recipe.method} merge",
                     "list it under models:, or leave base_model: out",
                 )
             if method.is_transport and recipe.is_sliced:
                 raise RecipeError(
                     f"{self.origin}, line {part.line}: {recipe.method} transports whole models, "
-                    "and no slices of them",
+                    "not slices",
                     hint="list the models under models:",
                 )
-            blind = next(
+            without_data = next(
                 (s for s in part.sources if method.statistic and recipe.data_for(s.model) is None),
                 None,
             )
-            if blind is not None:
+            if without_data is not None:
                 raise RecipeError(
-                    f"{self.origin}, line {blind.line}: {recipe.method} looks at what "
-                    f"{blind.model} does on data, and there are none",
+                    f"{self.origin}, line {without_data.line}: {recipe.method} needs data for "
+                    f"{without_data.model}",
                     hint="write data: FILE into the recipe (on the command line: --data FILE), "
-                    "or take a method without data",
+                    "or use a method without data",
                 )
 
     def method_name(self, node: Any) -> str:
+        """Parse the merge method."""
         name = str(self.scalar(node, "merge_method"))
         if name in UNSUPPORTED:
             raise self.error(
@@ -254,253 +267,268 @@ class _Parser:
         if name not in METHODS:
             raise self.error(
                 node,
-                f'there is no method "{name}"',
+                f'merge_method must be a known method, got "{name}"',
                 _suggest(name, METHODS) or f"choose from {', '.join(METHODS)}",
             )
         return name
 
     def slice(self, node: Any) -> Slice:
-        top = self.mapping(node, ("sources", "base_model", "parameters"), "a slice")
-        if "sources" not in top:
-            raise self.error(node, "a slice has sources:")
+        """Parse a slice."""
+        keys = self.mapping(node, ("sources", "base_model", "parameters"), "a slice")
+        if "sources" not in keys:
+            raise self.error(node, "a slice must have sources:")
         sources = tuple(
-            self.source(n, sliced=True) for n in self.sequence(top["sources"], "sources")
+            self.source(n, sliced=True) for n in self.sequence(keys["sources"], "sources")
         )
         lengths = {b - a for a, b in (s.layers for s in sources if s.layers)}
         if len(lengths) > 1:
             raise self.error(
                 node,
-                "the sources of one slice have different numbers of layers",
-                "give each the same length in layer_range",
+                "the sources of one slice must have the same number of layers, got "
+                f"{sorted(lengths)}",
+                "use the same length in each layer_range",
             )
-        base = self.model(top["base_model"]) if "base_model" in top else None
-        return Slice(sources, base, self.settings(top.get("parameters")), _line(node))
+        base = self.model(keys["base_model"]) if "base_model" in keys else None
+        return Slice(sources, base, self.settings(keys.get("parameters")), _line(node))
 
     def source(self, node: Any, *, sliced: bool) -> Source:
-        known = (
+        """Parse a model of the recipe or of a slice."""
+        allowed = (
             ("model", "layer_range", "parameters", "data")
             if sliced
             else ("model", "parameters", "data")
         )
-        top = self.mapping(node, known, "a model")
-        if "model" not in top:
+        keys = self.mapping(node, allowed, "a model")
+        if "model" not in keys:
             raise self.error(node, "model: is missing here")
         layers = None
         if sliced:
-            if "layer_range" not in top:
+            if "layer_range" not in keys:
                 raise self.error(
                     node, "layer_range: is missing here", "write layer_range: [first, last + 1]"
                 )
-            found = [self.number(n) for n in self.sequence(top["layer_range"], "layer_range")]
-            if len(found) != 2 or any(n != int(n) for n in found) or not 0 <= found[0] < found[1]:
+            bounds = [self.number(n) for n in self.sequence(keys["layer_range"], "layer_range")]
+            if (
+                len(bounds) != 2
+                or any(n != int(n) for n in bounds)
+                or not 0 <= bounds[0] < bounds[1]
+            ):
                 raise self.error(
-                    top["layer_range"],
-                    "layer_range is [first, last + 1], two whole numbers",
-                    "as in layer_range: [0, 16]",
+                    keys["layer_range"],
+                    "layer_range must be [first, last + 1], two integers",
+                    "for example layer_range: [0, 16]",
                 )
-            layers = (int(found[0]), int(found[1]))
+            layers = (int(bounds[0]), int(bounds[1]))
         return Source(
-            self.model(top["model"]),
+            self.model(keys["model"]),
             layers,
-            self.settings(top.get("parameters")),
+            self.settings(keys.get("parameters")),
             _line(node),
-            self.data(top.get("data")),
+            self.data(keys.get("data")),
         )
 
     def model(self, node: Any) -> str:
+        """Parse the path or hub id of a model."""
         if isinstance(node, yaml.MappingNode):
             raise self.error(
-                node, "a model is a path or a hub id", "with an adapter: model+adapter"
+                node, "a model must be a path or a hub id", "with an adapter: model+adapter"
             )
         return str(self.scalar(node, "a model"))
 
     def settings(self, node: Any) -> Settings:
+        """Parse parameters by name."""
         if node is None or _is_null(node):
             return {}
-        top = self.mapping(node, tuple(sorted(parameter_names())), "parameters")
-        out = {}
-        for name, value in top.items():
+        keys = self.mapping(node, tuple(sorted(parameter_names())), "parameters")
+        settings = {}
+        for name, value in keys.items():
             method = METHODS[self.method]
             if name not in method.shared and name not in method.per_model:
                 self.notes.append(
-                    f'line {_line(value)}: {self.method} has no parameter "{name}", which '
-                    "changes nothing"
+                    f'line {_line(value)}: {self.method} has no parameter "{name}": it is ignored'
                 )
-            out[name] = Setting(self.setting(name, value), _line(value))
-        return out
+            settings[name] = Setting(self.setting(name, value), _line(value))
+        return settings
 
     def setting(self, name: str, node: Any) -> Any:
+        """Parse the value of a parameter: a number, a list along the layers, or conditions."""
         if isinstance(node, yaml.MappingNode):
             return (self.condition(name, node),)
         if not isinstance(node, yaml.SequenceNode):
             return self.value(name, node)
         if not node.value:
-            raise self.error(node, f'"{name}" is an empty list')
+            raise self.error(node, f'"{name}" must not be an empty list')
         if any(isinstance(n, yaml.MappingNode) for n in node.value):
             return tuple(self.condition(name, n) for n in node.value)
         return tuple(self.value(name, n) for n in node.value)
 
     def condition(self, name: str, node: Any) -> Condition:
-        top = self.mapping(node, ("filter", "value"), f'a condition of "{name}"')
-        if "value" not in top:
-            raise self.error(node, f'a condition of "{name}" has no value:')
-        value = top["value"]
+        """Parse a value with a filter."""
+        keys = self.mapping(node, ("filter", "value"), f'a condition of "{name}"')
+        if "value" not in keys:
+            raise self.error(node, f'a condition of "{name}" must have a value:')
+        value = keys["value"]
         values = value.value if isinstance(value, yaml.SequenceNode) else [value]
         if any(not isinstance(n, yaml.ScalarNode) for n in values):
-            raise self.error(value, f'the value of "{name}" is a number, or a list of numbers')
-        asked = (
+            raise self.error(value, f'the value of "{name}" must be a number, or a list of numbers')
+        pattern = (
             None
-            if "filter" not in top or _is_null(top["filter"])
-            else str(self.scalar(top["filter"], "filter"))
+            if "filter" not in keys or _is_null(keys["filter"])
+            else str(self.scalar(keys["filter"], "filter"))
         )
-        return Condition(None if asked == "*" else asked, self.setting(name, value))
+        return Condition(None if pattern == "*" else pattern, self.setting(name, value))
 
     def value(self, name: str, node: Any) -> Any:
+        """Parse one number or boolean of a parameter."""
         if name in _BOOLEANS:
             return self.boolean(node, name)
         number = self.number(node)
         if name == "density" and not 0 <= number <= 1:
-            raise self.error(node, f"a density is from 0 to 1, not {number:g}")
+            raise self.error(node, f"density must be from 0 to 1, got {number:g}")
         return number
 
     def number(self, node: Any) -> float:
-        found = self.scalar(node, "a number")
+        """Parse a finite number."""
+        value = self.scalar(node, "a number")
         try:
-            number = float(found)  # YAML takes 1e-5 for a text
+            number = float(value)  # YAML parses 1e-5 as text
         except (TypeError, ValueError, OverflowError):
             number = math.nan
-        if isinstance(found, bool) or not math.isfinite(number):
-            raise self.error(node, f"{found!r} is no number")
+        if isinstance(value, bool) or not math.isfinite(number):
+            raise self.error(node, f"a number is required, got {value!r}")
         return number
 
     def integer(self, node: Any, what: str, least: int) -> int:
+        """Parse an integer of at least `least`."""
         number = self.number(node)
         if number < least or number != int(number):
-            raise self.error(node, f"{what} is a whole number from {least} on, not {number:g}")
+            raise self.error(node, f"{what} must be an integer >= {least}, got {number:g}")
         return int(number)
 
     def boolean(self, node: Any, what: str) -> bool:
-        found = self.scalar(node, what)
-        if not isinstance(found, bool) and found not in (0, 1):
-            raise self.error(node, f"{what} is true or false, not {found!r}")
-        return bool(found)
+        """Parse true or false."""
+        value = self.scalar(node, what)
+        if not isinstance(value, bool) and value not in (0, 1):
+            raise self.error(node, f"{what} must be true or false, got {value!r}")
+        return bool(value)
 
     def dtype(self, node: Any) -> str | None:
+        """Parse a dtype."""
         if node is None or _is_null(node):
             return None
         name = str(self.scalar(node, "dtype")).removeprefix("torch.")
         if name not in DTYPES:
-            raise self.error(
-                node, f'there is no dtype "{name}" here', f"choose from {', '.join(DTYPES)}"
-            )
+            raise self.error(node, f'dtype must be one of {", ".join(DTYPES)}, got "{name}"')
         return name
 
-    def tokens(self, top: Mapping[str, Any]) -> TokenizerConfig | None:
-        if "tokenizer_source" in top and "tokenizer" in top:
+    def tokens(self, keys: Mapping[str, Any]) -> TokenizerConfig | None:
+        """Parse tokenizer: or tokenizer_source:."""
+        if "tokenizer_source" in keys and "tokenizer" in keys:
             raise self.error(
-                top["tokenizer"], "a recipe has either tokenizer: or tokenizer_source:"
+                keys["tokenizer"], "a recipe must not have both tokenizer: and tokenizer_source:"
             )
-        if "tokenizer_source" in top:
-            node = top["tokenizer_source"]
+        if "tokenizer_source" in keys:
+            node = keys["tokenizer_source"]
             return None if _is_null(node) else TokenizerConfig(self.model(node), None, _line(node))
-        if "tokenizer" not in top or _is_null(top["tokenizer"]):
+        if "tokenizer" not in keys or _is_null(keys["tokenizer"]):
             return None
-        node = top["tokenizer"]
+        node = keys["tokenizer"]
         inner = self.mapping(node, ("source", "pad_to_multiple_of"), "tokenizer")
-        multiple = None
+        pad_multiple = None
         if "pad_to_multiple_of" in inner and not _is_null(inner["pad_to_multiple_of"]):
-            multiple = self.integer(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
+            pad_multiple = self.integer(inner["pad_to_multiple_of"], "pad_to_multiple_of", 1)
         return TokenizerConfig(
-            self.model(inner["source"]) if "source" in inner else "union", multiple, _line(node)
+            self.model(inner["source"]) if "source" in inner else "union", pad_multiple, _line(node)
         )
 
     def align(self, node: Any) -> AlignConfig | None:
+        """Parse align:."""
         if node is None or _is_null(node):
             return None
         if not isinstance(node, yaml.MappingNode):
-            found = self.scalar(node, "align")
-            if not isinstance(found, bool):
+            value = self.scalar(node, "align")
+            if not isinstance(value, bool):
                 raise self.error(
                     node,
-                    f"align is true, false or a mapping, not {found!r}",
+                    f"align must be true, false or a mapping, got {value!r}",
                     f"it may hold {', '.join(_ALIGN_KEYS)}",
                 )
-            return AlignConfig() if found else None
-        top = self.mapping(node, _ALIGN_KEYS, "align")
+            return AlignConfig() if value else None
+        keys = self.mapping(node, _ALIGN_KEYS, "align")
         options: dict[str, Any] = {}
-        if "spaces" in top:
+        if "spaces" in keys:
             options["spaces"] = [
-                str(self.scalar(n, "a space")) for n in self.sequence(top["spaces"], "spaces")
+                str(self.scalar(n, "a space")) for n in self.sequence(keys["spaces"], "spaces")
             ]
-        if "layers" in top:
+        if "layers" in keys:
             options["layers"] = [
-                self.integer(n, "a layer", 0) for n in self.sequence(top["layers"], "layers")
+                self.integer(n, "a layer", 0) for n in self.sequence(keys["layers"], "layers")
             ]
-        if "group" in top:
-            options["within"] = str(self.scalar(top["group"], "group"))
+        if "group" in keys:
+            options["within"] = str(self.scalar(keys["group"], "group"))
             if options["within"] not in get_args(Kind):
                 raise self.error(
-                    top["group"],
-                    f'there is no group "{options["within"]}"',
-                    f"choose from {', '.join(get_args(Kind))}",
+                    keys["group"],
+                    f'group must be one of {", ".join(get_args(Kind))}, got "{options["within"]}"',
                 )
-        if "sweeps" in top:
-            options["sweeps"] = self.integer(top["sweeps"], "sweeps", 0)
-        if "nearest" in top:
-            options["nearest"] = self.boolean(top["nearest"], "nearest")
+        if "sweeps" in keys:
+            options["sweeps"] = self.integer(keys["sweeps"], "sweeps", 0)
+        if "nearest" in keys:
+            options["nearest"] = self.boolean(keys["nearest"], "nearest")
         return AlignConfig(
-            self.model(top["to"]) if "to" in top else None,
-            "fold" in top and self.boolean(top["fold"], "fold"),
+            self.model(keys["to"]) if "to" in keys else None,
+            "fold" in keys and self.boolean(keys["fold"], "fold"),
             options,
         )
 
     def data(self, node: Any) -> DataConfig | None:
+        """Parse data:."""
         if node is None or _is_null(node):
             return None
         if not METHODS[self.method].statistic:
-            self.notes.append(
-                f"line {_line(node)}: {self.method} looks at no data, so that data: changes nothing"
-            )
+            self.notes.append(f"line {_line(node)}: {self.method} needs no data: data: is ignored")
         if isinstance(node, yaml.ScalarNode):
             return DataConfig(str(self.scalar(node, "data")))
-        top = self.mapping(node, _DATA_KEYS, "data")
-        if "uri" not in top:
+        keys = self.mapping(node, _DATA_KEYS, "data")
+        if "uri" not in keys:
             raise self.error(
-                node, "data: has no uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
+                node, "data: must have uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
             )
-        given: dict[str, Any] = {
-            name: str(self.scalar(top[name], name))
+        fields: dict[str, Any] = {
+            name: str(self.scalar(keys[name], name))
             for name in ("uri", "split", "tokenizer")
-            if name in top
+            if name in keys
         }
-        given |= {
-            name: self.integer(top[name], name, 1) for name in ("samples", "length") if name in top
+        fields |= {
+            name: self.integer(keys[name], name, 1)
+            for name in ("samples", "length")
+            if name in keys
         }
         for name in ("mean", "std"):
-            if name in top:
+            if name in keys:
                 values = (
-                    top[name].value if isinstance(top[name], yaml.SequenceNode) else [top[name]]
+                    keys[name].value if isinstance(keys[name], yaml.SequenceNode) else [keys[name]]
                 )
-                given[name] = tuple(self.number(n) for n in values)
-        if "fields" in top:
-            if not isinstance(top["fields"], yaml.MappingNode):
+                fields[name] = tuple(self.number(n) for n in values)
+        if "fields" in keys:
+            if not isinstance(keys["fields"], yaml.MappingNode):
                 raise self.error(
-                    top["fields"],
-                    "fields is a mapping of text, image or label to their names in the data",
+                    keys["fields"],
+                    "fields must map text, image or label to their names in the data",
                 )
-            given["fields"] = tuple(
-                (str(k.value), str(self.scalar(v, "a field"))) for k, v in top["fields"].value
+            fields["fields"] = tuple(
+                (str(k.value), str(self.scalar(v, "a field"))) for k, v in keys["fields"].value
             )
-        if "labels" in top:
-            given["labels"] = self.boolean(top["labels"], "labels")
-        return DataConfig(**given)
+        if "labels" in keys:
+            fields["labels"] = self.boolean(keys["labels"], "labels")
+        return DataConfig(**fields)
 
     def mapping(self, node: Any, keys: Sequence[str], what: str) -> dict[str, Any]:
-        """The values of a mapping by their keys, which must all be known, each once."""
+        """Return the values of a mapping by key; all keys must be known and unique."""
         if not isinstance(node, yaml.MappingNode):
-            raise self.error(node, f"{what} is a mapping with {', '.join(keys)}")
+            raise self.error(node, f"{what} must be a mapping with {', '.join(keys)}")
         self.count_node(node)
-        out: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key, value in node.value:
             name = str(key.value)
             if name in _UNSUPPORTED and name not in keys:
@@ -511,20 +539,22 @@ class _Parser:
                     f'{what} has no "{name}"',
                     _suggest(name, keys) or f"known here: {', '.join(keys)}",
                 )
-            if name in out:
-                raise self.error(key, f'"{name}" is there twice')
-            out[name] = value
-        return out
+            if name in values:
+                raise self.error(key, f'"{name}" must not be repeated')
+            values[name] = value
+        return values
 
     def sequence(self, node: Any, what: str) -> list[Any]:
+        """Return the nodes of a list."""
         if not isinstance(node, yaml.SequenceNode):
-            raise self.error(node, f"{what} is a list")
+            raise self.error(node, f"{what} must be a list")
         self.count_node(node)
         return list(node.value)
 
     def scalar(self, node: Any, what: str) -> Any:
+        """Return a single value."""
         if not isinstance(node, yaml.ScalarNode):
-            raise self.error(node, f"{what} is one value, not a list or a mapping")
+            raise self.error(node, f"{what} must be one value, not a list or a mapping")
         if len(node.value) > _MAX_CHARS:
             raise self.error(
                 node, f"{what} must have at most {_MAX_CHARS:,} characters, got {len(node.value):,}"
@@ -540,13 +570,16 @@ class _Parser:
 
 
 def _line(node: Any) -> int:
+    """Return the line of a node, counted from 1."""
     return int(node.start_mark.line) + 1
 
 
 def _is_null(node: Any) -> bool:
+    """Return whether a node is null."""
     return bool(node.tag == "tag:yaml.org,2002:null")
 
 
 def _suggest(name: str, known: Any) -> str | None:
-    found = difflib.get_close_matches(name, list(known), 1)
-    return f'did you mean "{found[0]}"?' if found else None
+    """Return a hint with the closest known name, if any."""
+    matches = difflib.get_close_matches(name, list(known), 1)
+    return f'did you mean "{matches[0]}"?' if matches else None

@@ -1,5 +1,6 @@
-"""Recipes: what is merged, how, and what a parameter is for each tensor.
-`regauge.merging.recipe_yaml` reads them.
+"""Recipes: the models and method of a merge, and the value of each parameter for every tensor.
+
+`regauge.merging.recipe_yaml` parses them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from regauge.merging.methods import REQUIRED
 
 
 class RecipeError(RegaugeError):
-    """A recipe that cannot be followed. The message has the file and the line."""
+    """An invalid recipe. The message has the file and the line."""
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A value for the tensors whose names have `filter` in them; None stands for all."""
+    """A value for the tensors with `filter` in their names; None stands for all."""
 
     filter: str | None
     value: Any
@@ -26,16 +27,21 @@ class Condition:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a recipe says a parameter is: a number, a tuple of numbers along the layers, or
-    conditions of which the first that fits counts.
+    """The value of a parameter in a recipe.
+
+    It is a number, a tuple of numbers along the layers, or conditions, of which the first that fits
+    counts.
     """
 
     value: Any
     line: int
 
     def evaluate(self, name: str, t: float) -> Any:
-        """The value for a tensor of this name, t of the way from the first layer (0) to the last
-        (1); None if no condition fits.
+        """Return the value for a tensor; None if no condition fits.
+
+        Args:
+            name: the tensor's name.
+            t: the position along the layers, from 0 (first) to 1 (last).
         """
         return _evaluate(self.value, name, t)
 
@@ -45,9 +51,9 @@ Settings = Mapping[str, Setting]
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data that models are looked at on: where they come from, how many examples, and how a
-    model reads them. With `labels` a Fisher information is the empirical one, of the data's own
-    labels.
+    """The data that statistics of a model are computed on, and how the model reads them.
+
+    With `labels` the Fisher information is the empirical one, of the data's labels.
     """
 
     uri: str
@@ -63,8 +69,14 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Source:
-    """One model of a slice, with its layers (from, to, the last one not included; None: all of
-    them), and the data that are its own.
+    """One model of a slice.
+
+    Attributes:
+        model: its path or hub id.
+        layers: the first layer, and the one after the last; None for all.
+        parameters: its parameters.
+        line: its line in the recipe.
+        data: its own data, if any.
     """
 
     model: str
@@ -76,6 +88,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Slice:
+    """A range of layers of the output, and the models that it is made of."""
+
     sources: tuple[Source, ...]
     base: str | None
     parameters: Settings
@@ -84,8 +98,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class TokenizerConfig:
-    """Which tokens the output has: those of the base, of a model, or the union of all; and what its
-    tables are padded to.
+    """The tokens of the output: "base", "union" or those of a model.
+
+    Tables are padded to a multiple of `pad_multiple` rows.
     """
 
     source: str
@@ -95,8 +110,9 @@ class TokenizerConfig:
 
 @dataclass(frozen=True)
 class AlignConfig:
-    """How models are moved next to the base, or to the model `to`, before they are merged: the
-    options of the matcher.
+    """The alignment of models with the base, or with the model `to`, before the merge.
+
+    `options` are options of `match`.
     """
 
     to: str | None = None
@@ -106,8 +122,9 @@ class AlignConfig:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A merge. With `models:` there is one slice of whole models; `text` is the recipe as it was
-    written.
+    """A merge. With `models:` there is one slice of whole models.
+
+    `text` is the recipe as written, `origin` its file.
     """
 
     method: str
@@ -125,16 +142,16 @@ class Recipe:
     data: DataConfig | None = None
 
     def data_for(self, model: str) -> DataConfig | None:
-        """The data that a model is looked at on: its own, or those of all."""
-        own = next(
+        """Return the data of a model: its own, or those of all."""
+        own_data = next(
             (s.data for part in self.slices for s in part.sources if s.model == model and s.data),
             None,
         )
-        return own or self.data
+        return own_data or self.data
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Every model, each once, the base first if there is one."""
+        """Every model once, the base first if there is one."""
         named = [s.model for part in self.slices for s in part.sources]
         return tuple(
             dict.fromkeys(
@@ -149,27 +166,31 @@ class Recipe:
     def resolve_parameter(
         self, name: str, part: Slice, source: Source | None, tensor: str, t: float, default: Any
     ) -> Any:
-        """A parameter's value: the source's own, else the slice's, else the recipe's, else the
-        default. Needed ones are refused by name.
+        """Return the value of a parameter: the source's, else the slice's, the recipe's, or the
+        default.
+
+        Raises:
+            RecipeError: if it is required and missing.
         """
         for settings in ([source.parameters] if source else []) + [
             part.parameters,
             self.parameters,
         ]:
-            found = settings[name].evaluate(tensor, t) if name in settings else None
-            if found is not None:
-                return found
+            value = settings[name].evaluate(tensor, t) if name in settings else None
+            if value is not None:
+                return value
         if default is REQUIRED:
-            of = f"the model {source.model}" if source else "the merge"
+            owner = f"the model {source.model}" if source else "the merge"
             raise RecipeError(
                 f"{self.origin}, line {(source or part).line}: {self.method} needs the parameter "
-                f'"{name}" of {of}, for "{tensor}"',
+                f'"{name}" of {owner}, for "{tensor}"',
                 hint=f"write {name}: under parameters:",
             )
         return default
 
 
 def _evaluate(value: Any, name: str, t: float) -> Any:
+    """Evaluate a value, list or conditions for a tensor."""
     if not isinstance(value, tuple):
         return value
     if isinstance(value[0], Condition):

@@ -1,19 +1,18 @@
-"""Optimal transport between two models: OT-Fusion (Singh and Jaggi 2020), for Transformers as
-Imfeld et al. 2024 have it ("Transformer Fusion with Optimal Transport"): OT-WTS, OT-ACTS,
-OT-ACTS-EMD.
+"""Optimal transport between two models: OT-Fusion (Singh and Jaggi 2020) for Transformers.
 
-Coordinates of a space are compared by what writes them: the rows of the weights and biases, or the
-activations on data. The plan between those of b and those of a, with uniform marginals, times their
-number is a map that moves a next to b. Exact transport (`soft` = None) ends in a vertex, which is a
-permutation, and so a true element. Sinkhorn's plan, at `soft` times the mean cost, mixes
-coordinates: it is *no element*, and the moved model is another function.
+After Imfeld et al. 2024 ("Transformer Fusion with Optimal Transport"): OT-WTS, OT-ACTS and
+OT-ACTS-EMD. Coordinates of a space are compared by what writes them: the rows of the weights and
+biases, or the activations on data. The plan between those of b and those of a, with uniform
+marginals, times their number is a map that moves a towards b. Exact transport (no regularization)
+ends in a vertex, which is a permutation, and so an element. Sinkhorn's plan, at `regularization`
+times the mean cost, mixes coordinates: it is *not an element*, and changes the function.
 
-A space that runs through layers, the residual stream, has one plan for each layer that writes it;
-they are averaged, Imfeld's policy for residuals. There the maps of successive layers differ; here
+A space that runs through layers, the residual stream, has one plan for each layer that writes it.
+They are averaged, Imfeld's policy for residuals. There the maps of successive layers differ; here
 the stream is one space with one map, the mean of all. Such a mean is soft, even if its plans are
-exact, unless they agree. Heads (and experts) change places as wholes, by exact transport of exact
-transports, and channels are transported within them; Imfeld et al. mix channels across heads, which
-keeps no function even if it is exact.
+exact, unless they agree. Heads (and experts) are permuted as wholes, by exact transport of exact
+transports, and channels are transported within them. Imfeld et al. mix channels across heads, which
+does not keep the function even if it is exact.
 """
 
 from __future__ import annotations
@@ -49,8 +48,14 @@ class TransportError(RegaugeError):
 
 
 def transport_map(y: Floats, x: Floats, regularization: float | None = None) -> Floats:
-    """The map [n, n] that brings the rows of x next to those of y: n times the transport plan
-    between them, by their Euclidean distances.
+    """Return the map [n, n] that brings the rows of x to those of y.
+
+    It is n times the transport plan between them, by their Euclidean distances.
+
+    Args:
+        y: the target rows.
+        x: the rows to transport.
+        regularization: of Sinkhorn, as a share of the mean cost; None or 0 for exact transport.
     """
     need("ot", "transport")
     import ot
@@ -61,10 +66,9 @@ def transport_map(y: Floats, x: Floats, regularization: float | None = None) -> 
         return np.asarray(n * ot.emd(uniform, uniform, cost, numItermax=1_000_000), np.float64)
     amount = regularization * float(cost.mean())
     if amount == 0:
-        return np.eye(n)  # all rows are one
-    method = (
-        "sinkhorn" if float(cost.max()) < 200 * amount else "sinkhorn_log"
-    )  # else the kernel underflows
+        return np.eye(n)  # all rows are equal
+    # With large costs the kernel underflows.
+    method = "sinkhorn" if float(cost.max()) < 200 * amount else "sinkhorn_log"
     return np.asarray(
         n * ot.sinkhorn(uniform, uniform, cost, amount, method=method, numItermax=5000, warn=False),
         np.float64,
@@ -80,15 +84,22 @@ def fit_transport(
     activations: tuple[LayerOutputs, LayerOutputs] | None = None,
     rows: Mapping[str, SharedRows] | None = None,
 ) -> Element:
-    """The map that brings a next to b, on every space that allows permutations: by weights, or by
-    what the layers of both write on the same inputs (`activations` of a and of b). To be applied by
-    `apply(g, a, force=True)`: where it is soft it is no element.
+    """Return the map that brings a to b, on every space that allows permutations.
 
-    By weights, a layer's rows are compared after what it reads has been moved: first the spaces
-    that stand next to what both models share (tokens, pixels), then those behind them; then all
-    again, with everything else in its place.
+    Apply it by `apply(g, a, force=True)`: if it is soft it is not an element. By weights, the rows
+    of a layer are compared after its inputs were transported: first the spaces next to what both
+    models share (tokens, pixels), then those behind them; then all again, given all others.
+
+    Args:
+        spec: the spec of both models.
+        a: the state to transport.
+        b: the target state.
+        regularization: of Sinkhorn, as a share of the mean cost; None for exact transport.
+        activations: layer outputs of a and of b on the same inputs (`statistics.activations`); by
+            default weights are compared.
+        rows: the rows that two tables have in common, for models with different vocabularies.
     """
-    sides = _WritingBlocks(spec, a, b, activations, rows)
+    writers = _WritingBlocks(spec, a, b, activations, rows)
     order = [
         s
         for s, space in spec.spaces.items()
@@ -100,77 +111,81 @@ def fit_transport(
             children = [s for s in spec.children(space) if s in order]
             for name in (space, *children):
                 members.pop(name, None)
-            found = _fit_space(
-                sides,
+            member = _fit_space(
+                writers,
                 space,
                 Element(spec, members),
                 [s for s in order if s not in members],
                 children,
                 regularization,
             )
-            if found is not None:
-                members[space] = found
+            if member is not None:
+                members[space] = member
     return Element(spec, members)
 
 
 class _WritingBlocks:
-    """What is compared: for a space, the pieces of the tensors (or activations) of b and of a that
-    write it, by layer.
-    """
+    """The blocks of the tensors (or activations) of b and of a that write a space, by layer."""
 
     def __init__(
         self,
         spec: Spec,
         a: State,
         b: State,
-        seen: tuple[LayerOutputs, LayerOutputs] | None,
+        activations: tuple[LayerOutputs, LayerOutputs] | None,
         rows: Mapping[str, SharedRows] | None,
     ) -> None:
         self.spec, self.activations, self.costs = (
             spec,
-            seen,
+            activations,
             Costs(spec, a, b, rows=rows, include_key_bias=True),
         )
         self.axes = dict(spec.tensors)
-        if seen is not None:
+        if activations is not None:
             self.axes = {
                 n: f"_ {written}"
-                for n in seen[1]
+                for n in activations[1]
                 if n in spec.tensors and (written := _output_term(spec.tensors[n]))
             }
             missing = next(
-                (n for n in self.axes if n not in seen[0] or seen[0][n].shape != seen[1][n].shape),
+                (
+                    n
+                    for n in self.axes
+                    if n not in activations[0] or activations[0][n].shape != activations[1][n].shape
+                ),
                 None,
             )
             if missing is not None or not self.axes:
                 raise TransportError(
-                    f'the two were not seen at work on the same inputs: "{missing}"'
+                    f'activations of both models must be of the same inputs: "{missing}" differs'
                     if missing
-                    else "no layer was seen at work",
+                    else "activations must have at least one layer of the spec",
                     hint="record the activations of both on the same batches",
                 )
 
     def writing_pairs(self, space: str, g: Element) -> dict[str, list[Pair]]:
-        """The pieces that write a space, by the layer that they belong to. A layer with nothing but
-        a bias or a gain there writes nothing.
+        """Return the pairs of blocks that write a space, by layer.
+
+        A layer with only a bias or a gain there writes nothing.
         """
-        out: dict[str, list[Pair]] = {}
-        wide: set[str] = set()
+        pairs_by_layer: dict[str, list[Pair]] = {}
+        weighted_layers: set[str] = set()
         for pattern, text in self.axes.items():
             if space not in ax.spaces(text) or pattern in self.spec.ties:
                 continue
             layer = pattern.rpartition(".")[0]
-            found = [
+            writing = [
                 (y, x)
                 for y, x in self._pairs(pattern, text, g)
                 if _writing_axis(self.spec, y, space) is not None
             ]
-            if found:
-                out.setdefault(layer, []).extend(found)
-                wide |= {layer} if len(ax.parse(text).terms) > 1 else set()
-        return {layer: pairs for layer, pairs in out.items() if layer in wide}
+            if writing:
+                pairs_by_layer.setdefault(layer, []).extend(writing)
+                weighted_layers |= {layer} if len(ax.parse(text).terms) > 1 else set()
+        return {layer: pairs for layer, pairs in pairs_by_layer.items() if layer in weighted_layers}
 
     def _pairs(self, pattern: str, text: str, g: Element) -> Iterator[Pair]:
+        """Yield the blocks of one tensor of b, each with that of a transformed by g."""
         if self.activations is None:
             y, x = self.costs.tensor_pair(pattern, g)
         else:
@@ -180,58 +195,71 @@ class _WritingBlocks:
 
 
 def _fit_space(
-    sides: _WritingBlocks,
+    blocks: _WritingBlocks,
     space: str,
     g: Element,
     unknown: list[str],
     children: list[str],
-    soft: float | None,
+    regularization: float | None,
 ) -> Member | None:
-    found = sides.writing_pairs(space, g)
-    free = set(unknown) - {space, *children}
-    ready = {
-        layer: kept
-        for layer, pairs in found.items()
+    """Fit the member of one space; None if no layer writes it."""
+    pairs_by_layer = blocks.writing_pairs(space, g)
+    others = set(unknown) - {space, *children}
+    complete = {
+        layer: usable
+        for layer, pairs in pairs_by_layer.items()
         if (
-            kept := [(y, x) for y, x in pairs if not y.spaces & free and len(y.axes_of(space)) == 1]
+            usable := [
+                (y, x) for y, x in pairs if not y.spaces & others and len(y.axes_of(space)) == 1
+            ]
         )
     }
-    found = ready or found
-    if not found:
+    pairs_by_layer = complete or pairs_by_layer
+    if not pairs_by_layer:
         return None
-    if sides.spec.children(space):
+    if blocks.spec.children(space):
         return _assign_parents(
-            sides.spec, space, [p for pairs in found.values() for p in pairs], children
+            blocks.spec, space, [p for pairs in pairs_by_layer.values() for p in pairs], children
         )
-    through = len({tuple(_NUMBER.findall(f".{layer}.")) for layer in found}) > 1
-    groups = list(found.values()) if through else [[p for pairs in found.values() for p in pairs]]
-    maps = np.mean([_transport_maps(sides.spec, space, pairs, soft) for pairs in groups], axis=0)
-    parent = sides.spec.spaces[space].over
-    if parent is not None and parent in g.members:  # members are told by the place before the move
+    spans_layers = len({tuple(_NUMBER.findall(f".{layer}.")) for layer in pairs_by_layer}) > 1
+    groups = (
+        list(pairs_by_layer.values())
+        if spans_layers
+        else [[p for pairs in pairs_by_layer.values() for p in pairs]]
+    )
+    maps = np.mean(
+        [_transport_maps(blocks.spec, space, pairs, regularization) for pairs in groups], axis=0
+    )
+    parent = blocks.spec.spaces[space].over
+    if parent is not None and parent in g.members:  # members are indexed by the place before
         maps = maps[np.argsort(permutation_index(g.members[parent]))]
     index = maps.argmax(2)
-    hard = bool(np.allclose(np.take_along_axis(maps, index[:, :, None], 2), 1, atol=1e-6)) and bool(
-        (np.sort(index, 1) == np.arange(maps.shape[1])).all()
-    )
-    return Monomial(index) if hard else Soft(maps)
+    is_permutation = bool(
+        np.allclose(np.take_along_axis(maps, index[:, :, None], 2), 1, atol=1e-6)
+    ) and bool((np.sort(index, 1) == np.arange(maps.shape[1])).all())
+    return Monomial(index) if is_permutation else Soft(maps)
 
 
-def _transport_maps(spec: Spec, space: str, pairs: list[Pair], soft: float | None) -> Floats:
-    """The maps of a space, one for each place of its parent."""
+def _transport_maps(
+    spec: Spec, space: str, pairs: list[Pair], regularization: float | None
+) -> Floats:
+    """Return the maps of a space, one for each member of its parent."""
     ys, xs = [], []
     for y, x in pairs:
-        place, parent = _writing_axis(spec, y, space), spec.spaces[space].over
+        axis, parent = _writing_axis(spec, y, space), spec.spaces[space].over
         outer = None if parent is None else y.axes_of(parent)[0]
-        ys.append(y.unfold(outer, place))
-        xs.append(x.unfold(outer, place))
-    there, here = (
+        ys.append(y.unfold(outer, axis))
+        xs.append(x.unfold(outer, axis))
+    targets, sources = (
         np.concatenate([np.asarray(v, np.float64) for v in values], 2) for values in (ys, xs)
     )
-    return np.stack([transport_map(y, x, soft) for y, x in zip(there, here, strict=True)])
+    return np.stack(
+        [transport_map(y, x, regularization) for y, x in zip(targets, sources, strict=True)]
+    )
 
 
 def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[str]) -> Monomial:
-    """The permutation of a parent: wholes are as far from each other as the exact transport between
+    """Return the permutation of a parent: the cost of a pair is the exact transport between
     their parts.
     """
     from scipy.optimize import linear_sum_assignment
@@ -239,21 +267,29 @@ def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[st
     size = spec.spaces[space].size
     cost = np.zeros((size, size))
     for y, x in pairs:
-        inside = [c for c in children if c in y.spaces]
-        if len(inside) > 1:
+        inner_spaces = [c for c in children if c in y.spaces]
+        if len(inner_spaces) > 1:
             continue
-        place, inner = _writing_axis(spec, y, space), y.axes_of(inside[0])[0] if inside else None
-        there, here = (np.asarray(v.unfold(place, inner), np.float64) for v in (y, x))
+        axis, inner_axis = (
+            _writing_axis(spec, y, space),
+            y.axes_of(inner_spaces[0])[0] if inner_spaces else None,
+        )
+        targets, sources = (np.asarray(v.unfold(axis, inner_axis), np.float64) for v in (y, x))
         for i in range(size):
             for j in range(size):
-                apart = _squared_distances(there[i], here[j])
-                cost[i, j] += apart[linear_sum_assignment(apart)].sum() if inside else apart.sum()
+                distances = _squared_distances(targets[i], sources[j])
+                cost[i, j] += (
+                    distances[linear_sum_assignment(distances)].sum()
+                    if inner_spaces
+                    else distances.sum()
+                )
     return Monomial(np.asarray(linear_sum_assignment(cost)[1], np.int64)[None])
 
 
 def _writing_axis(spec: Spec, block: Block, space: str) -> int | None:
-    """The axis along which a piece writes a space: one without a star, or the inside of one (keys
-    carry the dual of what queries do).
+    """Return the axis along which a block writes a space; None if it does not.
+
+    It has no star, or lies inside a space without one (keys carry the dual of queries).
     """
     parent = spec.spaces[space].over
     for i in block.axes_of(space):
@@ -265,7 +301,7 @@ def _writing_axis(spec: Spec, block: Block, space: str) -> int | None:
 
 
 def _output_term(axes: str) -> str | None:
-    """The term of a layer's weight that says what its outputs are, if one does."""
+    """Return the term of a weight's axes that names the outputs of its layer, if any."""
     terms = ax.parse(axes).terms
     for term in terms:
         first = next(iter(ax.leaves(term)), None)
@@ -275,6 +311,6 @@ def _output_term(axes: str) -> str | None:
 
 
 def _squared_distances(y: Floats, x: Floats) -> Floats:
-    """Squared distances between rows."""
-    apart = np.square(y).sum(1)[:, None] + np.square(x).sum(1)[None] - 2 * (y @ x.T)
-    return np.asarray(np.maximum(apart, 0), np.float64)
+    """Return squared distances between rows."""
+    squares = np.square(y).sum(1)[:, None] + np.square(x).sum(1)[None] - 2 * (y @ x.T)
+    return np.asarray(np.maximum(squares, 0), np.float64)

@@ -273,22 +273,26 @@ def _split(results: Results) -> str:
     ]
     lines += [
         (
-            "the share of images that are told apart by it; accuracy is the task's ([Table "
+            "the share of images that it re-identifies; accuracy is the task's ([Table "
             "6](experiments.md), `regauge audit split` for your own):"
         ),
         "",
     ]
     rows = []
     for table in (t for t in results.tables if t.title.startswith("Utility and privacy: ")):
-        place = {head: i for i, head in enumerate(table.columns)}
+        # Stored results have the column's former name.
+        place = {
+            "re-identified" if head == "told apart" else head: i
+            for i, head in enumerate(table.columns)
+        }
         for row in table.rows:
             cells = [
                 row[place[head]]
-                for head in ("accuracy", "the paper's decoder", "best attack", "told apart")
+                for head in ("accuracy", "the paper's decoder", "best attack", "re-identified")
             ]
             shown = ["" if not isinstance(c, int | float) else f"{c:.3f}" for c in cells]
             rows.append([table.title.removeprefix("Utility and privacy: "), str(row[0]), *shown])
     lines += _table(
-        ["data", "defences", "accuracy", "the paper's decoder", "best attack", "told apart"], rows
+        ["data", "defences", "accuracy", "the paper's decoder", "best attack", "re-identified"], rows
     )
     return "\n".join([*lines, "", *(f"- {line}" for line in results.facts["verdict"]), ""])

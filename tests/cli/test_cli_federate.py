@@ -141,7 +141,7 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
     config = found["tool"]["flwr"]["app"]["config"]
     assert read_settings(json.loads(config["settings"])) == settings
     assert json.loads(config["source"]) == {"model": 'a "quoted" \\ path'}
-    assert (config["wait"], config["gather"], config["spy"], config["folder"]) == (
+    assert (config["wait"], config["gather"], config["record"], config["folder"]) == (
         60.0,
         5.0,
         True,

@@ -101,7 +101,7 @@ def read_defences(texts: Sequence[str]) -> tuple[Any, ...]:
             "defences must not have both clip and private, which clips itself",
             hint="leave out clip; set the norm by private=1.0,norm=0.5",
         )
-    return defences
+    return made
 
 
 def frozen_names(model: torch.nn.Module, defences: Sequence[Any]) -> set[str]:

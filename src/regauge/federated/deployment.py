@@ -90,7 +90,7 @@ clientapp = "regauge_app:client"
 {chr(10).join(lines)}
 wait = {float(wait)}
 gather = {float(gather)}
-spy = {str(record).lower()}
+record = {str(record).lower()}
 """
     write_bytes(folder / "pyproject.toml", text.encode())
     write_bytes(folder / "regauge_app.py", APP_MODULE.encode())

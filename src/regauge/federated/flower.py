@@ -447,7 +447,7 @@ def merge_defences(settings: Settings, context: Context) -> tuple[Any, ...]:
     own = [text for text in split_combination(str(context.node_config.get("defences", ""))) if text]
     kinds = {text.partition("=")[0] for text in own}
     return read_defences(
-        [*texts, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]
+        [*own, *(text for text in settings.defences if text.partition("=")[0] not in kinds)]
     )
 
 
@@ -656,7 +656,7 @@ def server_app() -> ServerApp:
             settings,
             Path(str(config["folder"])),
             on_round=on_round,
-            record=bool(config["spy"]),
+            record=bool(config["record"]),
             **timeouts,
         )
         count = len(completed_rounds(result.run_state.history))

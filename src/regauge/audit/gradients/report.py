@@ -179,7 +179,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
         "best PSNR",
         "worst",
         "SSIM",
-        "told apart",
+        "re-identified",
         *(a.title for a in used),
     ]
     columns += [

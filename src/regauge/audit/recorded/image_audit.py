@@ -272,7 +272,7 @@ IMAGES = LeakFormat(
     "images",
     "PSNR, dB",
     "the mean image, dB",
-    {"AUC": "patches, AUC", "labels": "labels told", "mask": "mask told"},
+    {"AUC": "patches, AUC", "labels": "labels recovered", "mask": "mask recovered"},
     _describe_round,
     lambda leak, floor: leak > floor + PLAIN_DB,
 )

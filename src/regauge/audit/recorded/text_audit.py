@@ -153,7 +153,7 @@ TEXTS = LeakFormat(
     "texts",
     "ROUGE-L",
     "another text",
-    {"exact": "texts exactly", "words": "words told", "labels": "labels told"},
+    {"exact": "texts exactly", "words": "words recovered", "labels": "labels recovered"},
     _describe_round,
     lambda leak, floor: leak >= PLAIN_ROUGE,
 )

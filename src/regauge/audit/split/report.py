@@ -133,7 +133,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
         "defences",
         "accuracy",
         "best attack",
-        "told apart",
+        "re-identified",
         *(("labels",) if has_labels else ()),
         *(a.title for a in used),
     )

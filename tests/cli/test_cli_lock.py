@@ -257,7 +257,7 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
             "other spaces than its config declares",
         ),
         (["rekey", tmp_path / "locked", "-k", key, "--to", key], "already"),
-        (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "nothing would be locked"),
+        (["lock", llama, "-k", key, "--spaces", "ffn,vo"], "the lock would have no effect"),
         (["lock", llama, "-k", llama / "inside"], "would be published with it"),
         (["move", tmp_path / "locked", "--random"], "would no longer fit"),
     ):

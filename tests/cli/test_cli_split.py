@@ -373,7 +373,7 @@ def test_who_may_come_and_what_is_said_to_others(
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
         assert run(*ask, *certs, "--client-name", "ann").code == 0
         for wrong, words in (
-            ([*certs, "--client-name", "bob"], "this server does not know you"),
+            ([*certs, "--client-name", "bob"], "this client is not on the server's list"),
             ([*certs], "got those of ann, bob"),
             ([*certs, "--client-name", "cid"], "cid.pem does not exist"),
             (
@@ -440,7 +440,7 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
             "requires --lr R, without which nothing is trained",
             2,
         ),
-        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "ends after its warm-up", 1),
+        (["serve", model, "--lr", 0.1, "--schedule", "linear"], "must be more than its warmup", 1),
         (["serve", model, "--listen", "0.0.0.0:0"], "without TLS anyone on the way reads", 1),
         (["serve", model, "--listen", "7000"], "is no address", 1),
         (["serve", model, "--clients", tmp_path / "book.txt"], "requires --tls", 2),

@@ -293,6 +293,7 @@ def _split(results: Results) -> str:
             shown = ["" if not isinstance(c, int | float) else f"{c:.3f}" for c in cells]
             rows.append([table.title.removeprefix("Utility and privacy: "), str(row[0]), *shown])
     lines += _table(
-        ["data", "defences", "accuracy", "the paper's decoder", "best attack", "re-identified"], rows
+        ["data", "defences", "accuracy", "the paper's decoder", "best attack", "re-identified"],
+        rows,
     )
     return "\n".join([*lines, "", *(f"- {line}" for line in results.facts["verdict"]), ""])

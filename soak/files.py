@@ -233,7 +233,7 @@ def locked(folder: Path, where: str) -> list[Kind]:
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key
-    from regauge.locking.lock_files import plan_lock, plan_unlock
+    from regauge.locking.locked_checkpoints import plan_lock, plan_unlock
     from regauge.models.resolve import spec_of
 
     secret = Key(seed_key(1))

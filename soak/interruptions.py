@@ -22,7 +22,7 @@ from regauge.core.rng import seed_key
 from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.errors import TamperedModelError
 from regauge.locking.keys import Key, save_key
-from regauge.locking.lock_files import plan_lock, plan_unlock
+from regauge.locking.locked_checkpoints import plan_lock, plan_unlock
 from regauge.locking.seal import seal
 from regauge.models.resolve import spec_of
 from soak.harness import HANG_SECONDS, Counter, Outcome

@@ -27,7 +27,7 @@ from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelE
 from regauge.locking import lock as locking
 from regauge.locking.authorize import is_authorized, save_trained
 from regauge.locking.lock import FIELD
-from regauge.locking.lock_files import plan_lock, plan_unlock, reseal
+from regauge.locking.locked_checkpoints import plan_lock, plan_unlock, reseal
 from regauge.matching.fingerprint import fingerprint
 from regauge.models.resolve import spec_of as stored_spec
 from regauge.results.findings import Finding, apply_threshold, load_results

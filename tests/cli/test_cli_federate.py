@@ -92,7 +92,10 @@ def test_a_run_its_model_and_going_on(
             ["--clients", "2", "--rounds", "1", "--optimizer", "adamw", "--weight-decay", "-1"],
             "decay",
         ),
-        (["--clients", "2", "--rounds", "1", "--clip", "-1"], "clip must be finite and at least 0, got -1"),
+        (
+            ["--clients", "2", "--rounds", "1", "--clip", "-1"],
+            "clip must be finite and at least 0",
+        ),
         (
             ["--clients", "2", "--rounds", "1", "--max-examples", "-1"],
             "max_examples must be >= 0, got -1",

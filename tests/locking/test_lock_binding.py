@@ -22,11 +22,11 @@ from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.rng import seed_key
 from regauge.demo.move import GPT2, LLAMA, _shapes, make_checkpoint
 from regauge.errors import EdgeError, TamperedModelError
-from regauge.locking import lock_files
+from regauge.locking import locked_checkpoints
 from regauge.locking.authorize import save_trained
 from regauge.locking.keys import Key
 from regauge.locking.lock import UNKNOWN, record_of
-from regauge.locking.lock_files import (
+from regauge.locking.locked_checkpoints import (
     bound_files,
     check_files,
     is_unbound,
@@ -58,7 +58,7 @@ def locked(plain: Path, out: Path, group: str = "signed") -> Path:
     return out
 
 
-def job(command: str, folder: Path, out: Path) -> lock_files.Job:
+def job(command: str, folder: Path, out: Path) -> locked_checkpoints.Job:
     opened = open_checkpoint(folder)
     match command:
         case "lock":
@@ -381,8 +381,8 @@ def test_a_live_model_of_another_class(tmp_path: Path) -> None:
     folder = locked(tmp_path / "plain", tmp_path / "in")
     model = transformers.AutoModel.from_pretrained(folder)
     checkpoint = open_checkpoint(folder)
-    lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
+    locked_checkpoints.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
     with torch.no_grad():
         model.h[0].mlp.c_fc.weight[0, 0] += 1
     with pytest.raises(TamperedModelError, match="in memory differs from"):
-        lock_files.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)
+        locked_checkpoints.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)

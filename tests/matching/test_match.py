@@ -399,7 +399,7 @@ def _end(task: object) -> None:
 def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     monkeypatch.setattr("regauge.matching.search._solve_unit", _end)
-    with pytest.raises(MatchError, match="ended from outside, most likely because memory ran out"):
+    with pytest.raises(MatchError, match="killed, most likely because memory ran out"):
         match(spec, a, b, workers=2, sweeps=0)
 
 

@@ -510,7 +510,7 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(
 def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_path: Path) -> None:
     import transformers as T
 
-    from regauge.models.discovery.models import build, example_inputs
+    from regauge.models.discovery.twins import build, example_inputs
 
     config = T.Starcoder2Config(
         num_hidden_layers=3,
@@ -580,7 +580,7 @@ WITHOUT_MEMORY = {
 def test_without_memory_as_much_is_found(name: str) -> None:
     import transformers as T
 
-    from regauge.models.discovery.models import build, example_inputs
+    from regauge.models.discovery.twins import build, example_inputs
 
     kind, sizes = WITHOUT_MEMORY[name]
     config = {
@@ -622,7 +622,7 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
 
 
 def test_what_timm_cannot_build_is_told() -> None:
-    from regauge.models.discovery.models import build
+    from regauge.models.discovery.twins import build
 
     with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):
         build({"architecture": "vit_of_no_kind"}, "meta")

@@ -163,7 +163,7 @@ def _build_case(
     from regauge.cli.model import open_model
     from regauge.core.fold import fold_norms
     from regauge.locking.lock import LOCKS, element_spec, locked_element, require_locked
-    from regauge.locking.lock_files import check_files
+    from regauge.locking.locked_checkpoints import check_files
     from regauge.models.load import load_model
     from regauge.models.resolve import spec_of
 

@@ -16,7 +16,7 @@ from regauge.cli.console import info, print_json
 from regauge.cli.run import set_threads
 
 if TYPE_CHECKING:
-    from regauge.locking.lock_files import Job
+    from regauge.locking.locked_checkpoints import Job
 
 VERSION = 1
 _NOT_ENCRYPTION = (
@@ -92,7 +92,7 @@ def lock(
 
     from regauge.cli.keygen import read_key, require_outside
     from regauge.cli.model import open_model
-    from regauge.locking import lock_files
+    from regauge.locking import locked_checkpoints
     from regauge.locking.lock import DEFAULT_GROUP, LOCKS
 
     secret = read_key(key, "lock", passphrase_file)
@@ -100,9 +100,13 @@ def lock(
     require_outside(key, checkpoint.path, *([] if out is None else [out]))
     if reseal:
         if out is not None:
-            job = lock_files.plan_reseal(checkpoint, model_spec, out, secret, threads=threads)
+            job = locked_checkpoints.plan_reseal(
+                checkpoint, model_spec, out, secret, threads=threads
+            )
             return _write_job(job, "lock --reseal", started, resume, dry_run, json, threads)
-        record = lock_files.reseal(checkpoint, model_spec, secret, threads=threads, dry_run=dry_run)
+        record = locked_checkpoints.reseal(
+            checkpoint, model_spec, secret, threads=threads, dry_run=dry_run
+        )
         action = "dry run: this would renew" if dry_run else "renewed"
         info(f"{action} the commitment of {checkpoint.path}, locked by the key {record.key}")
         if json:
@@ -122,7 +126,7 @@ def lock(
     )
     if LOCKS[group_name].fold:
         set_threads(threads)
-    job = lock_files.plan_lock(
+    job = locked_checkpoints.plan_lock(
         checkpoint, model_spec, out, secret, group=group_name, spaces=space_names, threads=threads
     )
     if LOCKS[group_name].fold:
@@ -159,11 +163,11 @@ def unlock(
     started = time.monotonic()
     from regauge.cli.keygen import read_key
     from regauge.cli.model import open_model
-    from regauge.locking import lock_files
+    from regauge.locking import locked_checkpoints
 
     secret = read_key(key, "lock", passphrase_file)
     checkpoint, model_spec = open_model(model, spec)
-    job = lock_files.plan_unlock(
+    job = locked_checkpoints.plan_unlock(
         checkpoint, model_spec, out, secret, retrained=retrained, threads=threads
     )
     if job.record.files is None:
@@ -204,14 +208,14 @@ def rekey(
     started = time.monotonic()
     from regauge.cli.keygen import read_key, require_outside
     from regauge.cli.model import open_model
-    from regauge.locking import lock_files
+    from regauge.locking import locked_checkpoints
 
     old_key = read_key(key, "lock", passphrase_file)
     new_key = read_key(new_key_file, "lock", to_passphrase_file)
     checkpoint, model_spec = open_model(model, spec)
     require_outside(key, out)
     require_outside(new_key_file, checkpoint.path, out)
-    job = lock_files.plan_rekey(
+    job = locked_checkpoints.plan_rekey(
         checkpoint, model_spec, out, old_key, new_key, retrained=retrained, threads=threads
     )
     if job.record.group == "rotation":

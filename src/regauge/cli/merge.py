@@ -161,8 +161,8 @@ def merge(
         )
     from dataclasses import replace
 
+    from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
-    from regauge.checkpoints.memory import reuse_memory
     from regauge.checkpoints.plan import check_new
     from regauge.cli.model import require_unlocked
     from regauge.cli.run import set_threads

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from regauge.demo.context import DemoContext, OpenProgressBar
 from regauge.demo.digits import show_training
 from regauge.demo.gradients import show_gradients
 from regauge.demo.jigsaw import show_jigsaw
@@ -18,7 +19,6 @@ from regauge.demo.lock import show_lock
 from regauge.demo.merge import show_merge
 from regauge.demo.move import show_symmetry, show_transforms
 from regauge.demo.split import show_split
-from regauge.demo.stage import DemoContext, OpenProgressBar
 from regauge.results.findings import Results
 
 Chapter = Callable[[DemoContext], Results]

@@ -8,7 +8,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from regauge.core.progress import Progress
-from regauge.demo.stage import DemoContext
+from regauge.demo.context import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Figure, Finding, Results, Table
 

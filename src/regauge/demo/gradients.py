@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from regauge.demo.context import DemoContext
 from regauge.demo.digits import load_images, make_vit
-from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results
 

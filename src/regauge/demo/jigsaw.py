@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from regauge.demo.context import DemoContext
 from regauge.demo.digits import accuracy, load_images, make_vit, train
-from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Figure, Finding, Results, Table
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 
+from regauge.demo.context import DemoContext
 from regauge.demo.digits import accuracy, load_images, make_vit, train
 from regauge.demo.merge import SPLIT
 from regauge.demo.output import save_model
-from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 

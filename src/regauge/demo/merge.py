@@ -7,9 +7,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from regauge.demo.context import DemoContext
 from regauge.demo.digits import EPOCHS, accuracy, load_images, make_vit, train
 from regauge.demo.output import save_images, save_model, save_pickled
-from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from regauge.core.rng import Stream, seed_key
-from regauge.demo.stage import DemoContext
+from regauge.demo.context import DemoContext
 from regauge.results.findings import Finding, Results, Table
 
 LLAMA: dict[str, Any] = {

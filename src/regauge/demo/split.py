@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
+from regauge.demo.context import DemoContext
 from regauge.demo.digits import BATCH, LR, accuracy, load_images, make_vit, train
 from regauge.demo.merge import SPLIT
-from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 

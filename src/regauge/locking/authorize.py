@@ -274,7 +274,7 @@ def authorize(
     element = locked_element(spec_of(model), record, key)
     if files is not None:
         from regauge.checkpoints.reader import open_checkpoint
-        from regauge.locking.lock_files import verify_loaded
+        from regauge.locking.locked_checkpoints import verify_loaded
 
         checkpoint = open_checkpoint(files)
         if require_locked(checkpoint, files) != record:
@@ -301,7 +301,7 @@ def save_trained(model: Module, folder: Path | str, key: Key) -> None:
     """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.locking.lock import locked_element, require_locked
-    from regauge.locking.lock_files import reseal
+    from regauge.locking.locked_checkpoints import reseal
     from regauge.models.resolve import spec_of
 
     # Raises for a wrong key before anything is written.

@@ -18,8 +18,8 @@ The record also lists the other files of the locked folder with their SHA-256 (`
 digest of the plain weights that unlocking must reproduce (`plain`). Records of version 1 have
 neither.
 
-The functions here are pure functions of states; `regauge.locking.lock_files` reads and writes
-checkpoints.
+The functions here are pure functions of states; `regauge.locking.locked_checkpoints` reads and
+writes checkpoints.
 """
 
 from __future__ import annotations

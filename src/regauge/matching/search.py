@@ -214,8 +214,8 @@ def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> l
                 solver.save(solver.g, sorted(solver.known & solver.groups.keys()))
     except BrokenProcessPool as error:
         raise MatchError(
-            "a worker was ended from outside, most likely because memory ran out",
-            hint="use fewer workers; --resume keeps what was found",
+            "a worker process was killed, most likely because memory ran out",
+            hint="use fewer workers; --resume continues from the saved progress",
         ) from error
     return order
 

@@ -27,8 +27,8 @@ from regauge.models.families import Boundary
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Finding, Results
 from regauge.verification import checks
+from regauge.verification.initialization import fresh_initialization
 from regauge.verification.inputs import example_inputs
-from regauge.verification.scratch import fresh_initialization
 from regauge.verification.subject import Subject, run
 
 DRAWS = 3

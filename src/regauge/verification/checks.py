@@ -20,7 +20,7 @@ from regauge.core.element import Element, element
 from regauge.core.spec import stored_tensors
 from regauge.results.findings import INCONCLUSIVE, Finding
 from regauge.verification.faults import first_fault
-from regauge.verification.paper import head_columns
+from regauge.verification.head_columns import head_columns
 from regauge.verification.subject import (
     EXACT,
     MULTIPLE,

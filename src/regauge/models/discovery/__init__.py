@@ -31,7 +31,10 @@ from regauge.models.discovery.cache import Discovery, cache_key, default_folder,
 from regauge.models.discovery.explain import Reason, collect_reasons
 from regauge.models.discovery.graph import DiscoveryError, trace
 from regauge.models.discovery.infer_groups import GroupInference
-from regauge.models.discovery.models import (
+from regauge.models.discovery.proof import Proof, prove, randomized_copy, to_float64, transfer_proof
+from regauge.models.discovery.stored_names import stored_spec
+from regauge.models.discovery.terms import Atom
+from regauge.models.discovery.twins import (
     MAX_PARAMETERS,
     buffers_of,
     build,
@@ -40,9 +43,6 @@ from regauge.models.discovery.models import (
     is_on_meta,
     make_twin,
 )
-from regauge.models.discovery.proof import Proof, prove, randomized_copy, to_float64, transfer_proof
-from regauge.models.discovery.stored_names import stored_spec
-from regauge.models.discovery.terms import Atom
 from regauge.models.discovery.walk import walk
 from regauge.models.families.family import Boundary
 from regauge.models.load import require_numel

@@ -1,5 +1,5 @@
-"""From a walk to the group of each kind of coordinate, its starred and barred occurrences, and its
-parent.
+"""The symmetry group of each space, inferred from a walk of the graph, with its parent and its
+starred (dual) and barred (permutation only) occurrences.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from regauge.checkpoints.memory import reuse_memory
+from regauge.checkpoints.allocator import reuse_memory
 
 
 def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

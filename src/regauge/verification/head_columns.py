@@ -1,5 +1,5 @@
-"""The paper's own columns as an element: one permutation P on both sides of every projection, Z P
-and P^-1 W P.
+"""The column permutation of paper 000 as an element: one permutation P on both sides of every
+projection, Z P and P^-1 W P.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from regauge.demo.stage import DemoContext
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
-LABELS = (200,)
+LABELS, STEPS = (200,), 100  # labelled images of the attacker; steps of its training
 
 
 def show_lock(stage: DemoContext) -> Results:
@@ -100,7 +100,7 @@ def show_lock(stage: DemoContext) -> Results:
         audit = audit_lock(
             case,
             labels=LABELS,
-            budget=Budget(steps=100, lrs=(3e-3,), seed=stage.seed),
+            budget=Budget(steps=STEPS, lrs=(3e-3,), seed=stage.seed),
             seed=stage.seed,
             progress=tick,
         )

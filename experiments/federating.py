@@ -88,7 +88,7 @@ TRAINING = {
         "momentum": 0.9,
         "rate": 0.05,
     },
-    "pico": {"clients": 3, "rounds": 3, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
+    "pico": {"clients": 2, "rounds": 2, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
 }
 FUSION = {
     "small": {

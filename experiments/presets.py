@@ -275,7 +275,7 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
         "none", "low-pass=0.05", "low-pass=0.1", "low-pass=0.2", "noise=0.3", "noise=1"
     )
     if pico:
-        budget = {"hidden": 32, "depth": 1, "epochs": 8, "patience": 3, "rate": 5e-3, "batch": 32}
+        budget = {"hidden": 32, "depth": 1, "epochs": 4, "patience": 3, "rate": 5e-3, "batch": 32}
         digits = Subject(
             "digits",
             {

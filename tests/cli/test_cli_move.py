@@ -14,6 +14,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -742,16 +743,26 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo as it is, but for the number of epochs and of optimizers."""
-    from regauge.demo import jigsaw, leakage, show_training
+    """Every chapter as it is, with fewer epochs, images, updates and optimizers; then the text
+    output, of the chapters on checkpoints.
+    """
+    from regauge import demo
+    from regauge.demo import gradients, jigsaw, leakage, lock, merge, show_training, split
     from regauge.verification import general
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys.modules[show_training.__module__], "EPOCHS", 3)
-    monkeypatch.setattr(leakage, "EPOCHS", 1)
-    monkeypatch.setattr(leakage, "DECODER_EPOCHS", 2)
-    monkeypatch.setattr(jigsaw, "BASE_EPOCHS", 5)
-    monkeypatch.setattr(jigsaw, "TUNING_EPOCHS", 3)
+    for module, smaller in (
+        (sys.modules[show_training.__module__], {"EPOCHS": 3}),
+        (merge, {"STEPS": 10, "GRID": 3}),
+        (lock, {"STEPS": 10}),
+        (split, {"EPOCHS": 1}),
+        (leakage, {"TRAIN": 300, "PUBLIC": 200, "ATTACKED": 10}),
+        (leakage, {"EPOCHS": 1, "DECODER_EPOCHS": 1}),
+        (gradients, {"UPDATES": 2, "PUBLIC": 100, "PRACTICE": 10}),
+        (jigsaw, {"BASE_EPOCHS": 2, "TUNING_EPOCHS": 2}),
+    ):
+        for name, value in smaller.items():
+            monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(
         general,
         "optimizer_matrix",
@@ -761,10 +772,10 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Figure("f", "lines", {"x": [0], "y": {"a": [1]}}),
         ),
     )
-    said = run("demo", "--output", tmp_path / "demo")
+    said = run("demo", "--output", tmp_path / "demo", "--json")
     assert said.code == 0, said.err
-    assert "bit for bit" in said.out
-    assert "moved, but given plain features" in said.out
+    assert "moved, but given plain features" in said.err
+    assert "the server has the images under 3 of 3" in said.err
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [
         "BASE",
         "IMAGES",
@@ -788,21 +799,24 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert accuracy.code == 0, accuracy.err
     assert "All " in (tmp_path / "regauge-demo.html").read_text()
-    again = run("demo", "--json", "--report", "other.html")
-    assert again.code == 0, again.err
-    results = from_json(again.out)
+    results = from_json(said.out)
     assert {f.id for f in results.findings if f.holds} >= {
         "watched/adaptive",
         "watched/noise",
         "puzzled/consistency",
     }
-    assert "the server has the images under 3 of 3" in said.out
     moves = [f for f in results.findings if f.id.startswith("moving/")]
     assert len(moves) == 6
     for move in moves:
         assert move.holds
         assert move.value < 1e-4 < 0.1 < move.ceiling
         assert ("bit for bit" in move.sentence) == ("permutation" in move.id)
+    checkpoints = demo.CHAPTERS[:2]
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, chapters=checkpoints))
+    again = run("demo", "--report", "other.html")
+    assert again.code == 0, again.err
+    assert "bit for bit" in again.out
+    assert "All " in (tmp_path / "other.html").read_text()
 
 
 def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None:

@@ -113,7 +113,8 @@ def test_a_process_that_hangs(run: Run, which: str) -> None:
         run.client.pipe.send(
             EACH * (fault + 1) + 1
         )  # so that there is a step that it must be found in
-        time.sleep(10.0 if IS_SOAK else (5.5, 0.5)[fault % 2])
+        # a ping is sent after 1 s and given up after 3 s more
+        time.sleep(10.0 if IS_SOAK else (4.5, 0.5)[fault % 2])
         hung.signal(signal.SIGCONT)
         back = time.monotonic()
         if IS_SOAK and which == "server":

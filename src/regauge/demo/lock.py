@@ -13,7 +13,7 @@ from regauge.demo.output import save_model
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
-LABELS = (200,)
+LABELS, STEPS = (200,), 100  # labelled images of the attacker; steps of its training
 
 
 def show_lock(context: DemoContext) -> Results:
@@ -101,7 +101,7 @@ def show_lock(context: DemoContext) -> Results:
         audit = audit_lock(
             case,
             labels=LABELS,
-            budget=Budget(steps=100, lrs=(3e-3,), seed=context.seed),
+            budget=Budget(steps=STEPS, lrs=(3e-3,), seed=context.seed),
             seed=context.seed,
             progress=progress,
         )

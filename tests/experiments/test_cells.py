@@ -187,14 +187,15 @@ KILLED = f"""
     from pathlib import Path
     from regauge.data.datasets import open_data
     from experiments import cells, training
+    from regauge.checkpoints import resume
 
-    cells.KEEP_EVERY = 0
-    kept = cells.Work.save
+    resume.SAVE_INTERVAL = 0
+    original_save = resume.ResumeState.save
     def save(self, values, tensors):
-        kept(self, values, tensors)
+        original_save(self, values, tensors)
         if values["step"] == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-    cells.Work.save = save
+    resume.ResumeState.save = save
     data = {{"train": open_data("digits").take(128)}}
     cells.run(training.TRAIN, {LONG!r}, Path(sys.argv[1]), data)
 """

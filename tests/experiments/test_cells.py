@@ -189,7 +189,7 @@ KILLED = f"""
     from experiments import cells, training
     from regauge.checkpoints import resume
 
-    resume.SAVE_INTERVAL = 0
+    cells.SAVE_INTERVAL = 0
     original_save = resume.ResumeState.save
     def save(self, values, tensors):
         original_save(self, values, tensors)

@@ -384,7 +384,7 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
-    stand = results.facts["paths"][UNALIGNED]["loss"]
+    stand = results.facts["paths"]["as they stand"]["loss"]
     assert stand[1] > stand[0] + 0.1
     assert results.facts["A"] == str(pair / "a")
     assert "The loss on the way from A to B" in (pair / "page.html").read_text()
@@ -395,15 +395,17 @@ def test_the_command_finds_the_element_itself(
 ) -> None:
     assert run(pair, "--json", "-", "--no-calibrate") == 0
     found = json.loads(capsys.readouterr().out)["facts"]["paths"]
-    assert list(found) == [UNALIGNED, FOLDED, "matched"]
-    assert found["matched"]["loss"] == pytest.approx([found[UNALIGNED]["loss"][0]] * 3, abs=1e-3)
+    assert list(found) == ["as they stand", FOLDED, "matched"]
+    assert found["matched"]["loss"] == pytest.approx(
+        [found["as they stand"]["loss"][0]] * 3, abs=1e-3
+    )
     assert "calibrated" not in found["matched"]
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(pair, "--no-match", "--no-calibrate", "--samples", "8", "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["facts"]["paths"]) == [UNALIGNED]
+    assert list(found["facts"]["paths"]) == ["as they stand"]
     assert found["facts"]["examples"] == 8
     assert found["unchecked"]
 

@@ -281,7 +281,7 @@ def _half_frames(count: int, size: int) -> Bomb:
                 await stream.write(piece)
 
         async def flood(network: Any) -> None:
-            streams = [network._open() for _ in range(count)]
+            streams = [network._open_stream() for _ in range(count)]
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.gather(*map(send, streams)), 5)
             for stream in streams:

@@ -384,7 +384,7 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
-    stand = results.facts["paths"][UNALIGNED]["loss"]
+    stand = results.facts["paths"]["as they stand"]["loss"]
     assert stand[1] > stand[0] + 0.1
     assert results.facts["A"] == str(pair / "a")
     assert "The loss on the way from A to B" in (pair / "page.html").read_text()
@@ -395,15 +395,17 @@ def test_the_command_finds_the_element_itself(
 ) -> None:
     assert run(pair, "--json", "-", "--no-calibrate") == 0
     found = json.loads(capsys.readouterr().out)["facts"]["paths"]
-    assert list(found) == [UNALIGNED, FOLDED, "matched"]
-    assert found["matched"]["loss"] == pytest.approx([found[UNALIGNED]["loss"][0]] * 3, abs=1e-3)
+    assert list(found) == ["as they stand", FOLDED, "matched"]
+    assert found["matched"]["loss"] == pytest.approx(
+        [found["as they stand"]["loss"][0]] * 3, abs=1e-3
+    )
     assert "calibrated" not in found["matched"]
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(pair, "--no-match", "--no-calibrate", "--samples", "8", "--json", "-") == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found["facts"]["paths"]) == [UNALIGNED]
+    assert list(found["facts"]["paths"]) == ["as they stand"]
     assert found["facts"]["examples"] == 8
     assert found["unchecked"]
 
@@ -424,9 +426,9 @@ def test_what_the_command_refuses(
     build("llama").float().save_pretrained(tmp_path / "llama")
     build("gpt2-untied").float().save_pretrained(tmp_path / "untied")
     says(1, "must have the same tensors and shapes", a, str(tmp_path / "llama"), "--data", text)
-    says(1, "there is no nowhere.txt", a, b, "--data", "nowhere.txt")
+    says(1, "nowhere.txt does not exist", a, b, "--data", "nowhere.txt")
     says(2, "Missing option '--data'", a, b)
-    says(1, "there is no tokenizer beside it", b, a, "--data", text)
+    says(1, "needs a tokenizer, and its folder contains none", b, a, "--data", text)
     says(2, "must be NAME=COLUMN, got", a, b, "--data", text, "--field", "text")
     says(2, "must be comma-separated numbers", a, b, "--data", text, "--mean", "x")
     (tmp_path / "t.tsv").write_text("sentence\tlabel\nw3 w4\t1\n")

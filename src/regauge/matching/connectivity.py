@@ -34,6 +34,7 @@ from regauge.results.findings import Figure, Finding, Results, Table
 Tensor = torch.Tensor
 Aligner = Callable[[Spec, State, State], Element]
 UNALIGNED, FOLDED = "unaligned", "folded, not moved"
+_STORED_UNALIGNED = "as-they-stand"  # in ids and facts of `--json`, which predate the label
 # Nats by which the loss of A may change when it is transformed: rounding in float32 stays far
 # below, a wrong element far above.
 MAX_LOSS_CHANGE = 1e-3
@@ -180,7 +181,7 @@ def connect(
         "examples for temperatures": len(held_out) if held_out is not None else 0,
         "points": count,
         "notes": notes,
-        "paths": {name: _path_to_dict(path) for name, path in paths.items()},
+        "paths": {_stored_name(name): _path_to_dict(path) for name, path in paths.items()},
     }
     return Results(
         "The path between two models",
@@ -385,5 +386,10 @@ def _plane_figure(plane: Plane) -> Figure:
 def _slug(name: str) -> str:
     """Return the part of a finding's id that names its path."""
     if name == UNALIGNED:
-        return "as-they-stand"  # ids are stored in reports: this one predates the label
+        return _STORED_UNALIGNED
     return name.split(",")[0].replace(" ", "-")
+
+
+def _stored_name(name: str) -> str:
+    """Return the key of a path in the facts of `--json`."""
+    return _STORED_UNALIGNED.replace("-", " ") if name == UNALIGNED else name

@@ -4,9 +4,9 @@ its outcome is kept and never computed twice.
 An outcome is known by the hash of the cell's name and version, its parameters and the digests of
 its data, and lies in one safetensors file of that name: values in the metadata, tensors (a trained
 checkpoint) as they are, and a digest of both. A file that does not match its digest is computed
-again. While a long cell works it leaves its state beside it (`ResumeState.save`), and goes on from there
-after an interruption. Files appear whole or not at all, so that processes may share a cache; where
-the system has file locks, the second waits for the first and reads what it found.
+again. While a long cell works it leaves its state beside it (`ResumeState.save`), and goes on from
+there after an interruption. Files appear whole or not at all, so that processes may share a cache;
+where the system has file locks, the second waits for the first and reads what it found.
 
     outcome = run(TRAIN, {"seed": 0, "steps": 200}, cache, {"train": data})
 """

@@ -166,7 +166,7 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
                     model(pixel_values=images[rows]).logits, labels[rows]
                 )
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             slope = outputs[0].grad
             assert slope is not None

@@ -189,7 +189,7 @@ def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
         inputs, labels = used.batch(draw.integers(0, len(used), 32))
         loss = loss_of(used, logits_of(model, inputs), labels)
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
     return Outcome(
         {

@@ -283,7 +283,7 @@ def _descend(
         inputs, labels = examples.batch(some)
         optimizer.zero_grad()
         loss = loss_of(examples, logits_of(model, inputs), labels)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
         if after is not None:

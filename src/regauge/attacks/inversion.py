@@ -252,7 +252,7 @@ def position_scores(
             loss: Tensor = nn.functional.cross_entropy(
                 logits.flatten(0, 1), labels.repeat(len(rows))
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
         with torch.no_grad():
             heldout_loss = float(

@@ -177,6 +177,6 @@ def _train(
             rows = generator.choice(len(examples), min(budget.batch, len(examples)), replace=False)
             inputs, labels = examples.batch(np.sort(rows))
             optimizer.zero_grad()
-            loss_of(examples, logits_of(model, inputs), labels).backward()  # type: ignore[no-untyped-call]
+            loss_of(examples, logits_of(model, inputs), labels).backward()
             optimizer.step()
         model.eval()

@@ -501,7 +501,7 @@ def train_snapshots(
             labels.to(like.device),
         )
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         optimizer.step()
         if step in snapshot_steps:
             snapshots[step] = copy.deepcopy(trained).eval()

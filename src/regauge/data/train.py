@@ -101,7 +101,7 @@ def train_model(
                 logits, extra = logits_and_extra_loss(model, inputs)
                 loss = loss_of(examples, logits, labels) + (0.0 if extra is None else extra)
                 optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             if "clip" in recipe:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), recipe["clip"])
             optimizer.step()

@@ -278,7 +278,7 @@ class Private(_OnStream):
     def apply_to_crossing(self, crossing: Crossing, rng: KeyedRandom) -> tuple[Crossing, Undo]:
         def protect_grad(z: Tensor) -> Tensor:
             if z.requires_grad:
-                z.register_hook(lambda grad: self._clip_and_add_noise(grad, rng, "private/back"))  # type: ignore[no-untyped-call]
+                z.register_hook(lambda grad: self._clip_and_add_noise(grad, rng, "private/back"))
             return z
 
         private = self._clip_and_add_noise(crossing.stream, rng, "private")

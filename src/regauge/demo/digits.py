@@ -189,12 +189,12 @@ def train(
     model.train()
     epochs = epochs or EPOCHS
     for epoch in range(epochs):
-        for batch in torch.randperm(len(images), generator=generator).split(BATCH):  # type: ignore[no-untyped-call]
+        for batch in torch.randperm(len(images), generator=generator).split(BATCH):
             out = model(pixel_values=images[batch])
             extra = getattr(out, "extra", None) or 0.0  # of a wrapped model
             loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + extra
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             losses.append(loss.item())
         progress(epoch, epochs, f"loss {losses[-1]:.3f}")

@@ -165,7 +165,7 @@ def _train(
         with batch_rng(settings.seed, ((number * settings.clients + client) << 24) + step):
             logits, extra = logits_and_extra_loss(model, cast)
             loss = loss_of(examples, logits, labels.to(parameter.device))
-            (loss if extra is None else loss + extra).backward()  # type: ignore[no-untyped-call]
+            (loss if extra is None else loss + extra).backward()
         if settings.proximal:
             with torch.no_grad():
                 for name, p in trained.items():

@@ -450,8 +450,7 @@ class _BlockStubs:
         )
         self.recorded = threading.local()
         self.stubs: list[Any] = [
-            torch.compiler.disable(_make_stub(self, i))  # type: ignore[no-untyped-call]
-            for i in range(len(blocks))
+            torch.compiler.disable(_make_stub(self, i)) for i in range(len(blocks))
         ]
         # torch.compile bypasses `__call__`, and with it the stubs, unless the instance has its own
         # forward.

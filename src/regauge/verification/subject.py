@@ -209,7 +209,7 @@ def train(
         for n, p in parameters.items()
     }
     handles = [
-        p.register_post_accumulate_grad_hook(_make_step_hook(masters[n], optimizer, lr))  # type: ignore[no-untyped-call]
+        p.register_post_accumulate_grad_hook(_make_step_hook(masters[n], optimizer, lr))
         for n, p in parameters.items()
         if p.requires_grad
     ]
@@ -272,7 +272,7 @@ def compare_with_exact(exact: Subject, plain: Pass) -> tuple[Pass, dict[str, flo
             )
             sizes[name] = float(gradient.norm()) / math.sqrt(gradient.numel())
 
-        handles.append(p.register_post_accumulate_grad_hook(compare))  # type: ignore[no-untyped-call]
+        handles.append(p.register_post_accumulate_grad_hook(compare))
     try:
         result = run(exact, backward=True)
     finally:
@@ -332,7 +332,7 @@ def run(
         if not backward:
             return Pass({k: v.detach() for k, v in outputs.items()})
         model.zero_grad()
-        loss(outputs, subject.targets).backward()  # type: ignore[no-untyped-call]
+        loss(outputs, subject.targets).backward()
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()  # sets them to None; the tensors above stay
     return Pass(
@@ -420,7 +420,7 @@ def relative_error(got: Tensor, want: Tensor, start: Tensor | None = None) -> fl
     """Return ||got - want|| / ||want||, or / ||want - start||, in float64, computed in pieces."""
     if got.shape != want.shape:
         return math.inf
-    parts = [t.reshape(-1).split(_PIECE) for t in (got, want, want if start is None else start)]  # type: ignore[no-untyped-call]
+    parts = [t.reshape(-1).split(_PIECE) for t in (got, want, want if start is None else start)]
     error = size = 0.0
     for x, y, z in zip(*parts, strict=True):
         y = y.double()

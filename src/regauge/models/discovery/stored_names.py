@@ -132,7 +132,7 @@ def _find_origins(module: torch.nn.Module, live: Sequence[str]) -> dict[str, Ori
     }
 
 
-class _NoClone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoClone(TorchDispatchMode):
     """A mode in which clones return views: a clone of an expanded view would allocate the full
     tensor.
     """

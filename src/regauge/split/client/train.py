@@ -148,7 +148,7 @@ def train(
                     loss_of(examples, logits_of(model, on_device), labels.to(device))
                     / config.accumulate
                 )
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             optimizer.collect_gradients()
             total += float(loss.detach())
         optimizer.step(step)

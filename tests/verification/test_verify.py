@@ -661,7 +661,7 @@ def test_a_model_is_wrapped_once() -> None:
 
 
 def test_rows_of_a_windowed_model_are_refused() -> None:
-    with pytest.raises(CutError, match="look at neighbours"):
+    with pytest.raises(CutError, match="depend on neighbouring positions"):
         Permuted(build("swin"))
 
 

@@ -182,7 +182,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
     given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
     for more, text in (
         (["--defence", "fog"], 'unknown defence "fog"'),
-        (["--defence", "batch=99"], "takes 99 images"),
+        (["--defence", "batch=99"], "must have >= 99 images"),
         (["--attacks", "fog"], "fog"),
         (["--budget", "1"], "STEPS,RESTARTS"),
         (["--batches", "x"], "numbers"),

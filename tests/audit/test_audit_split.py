@@ -514,7 +514,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--defence", "noise=-1"), "noise must be positive and finite, got -1"),
         (("--defence", "fog"), 'unknown defence "fog"'),
         (("--radii", "0"), "radius must be in (0, 0.5], got 0"),
-        (("--defence", "batch-shuffle", "--batch-size", "1"), "batches have one"),
+        (("--defence", "batch-shuffle", "--batch-size", "1"), "the batch size must be >= 2"),
         (
             ("--model", "swin", "--data", "colours.npz", "--defence", "rows"),
             "the rows of a SwinForImageClassification cannot be permuted",

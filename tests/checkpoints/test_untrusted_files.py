@@ -187,7 +187,7 @@ def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
     assert len(parse_recipe(f"{recipe}  - {{model: m, parameters: *p}}").models) == 1
     rejected(
         lambda: parse_recipe(f"{recipe}  - {{model: m, parameters: {{weight: {'1' * 400}}}}}"),
-        "is no number",
+        "a number is required",
     )
 
 

@@ -94,7 +94,7 @@ def test_a_damaged_outcome_is_computed_again(tmp_path: Path, damage: str) -> Non
 
 @pytest.mark.parametrize("bad", [math.nan, {1, 2}, torch.zeros(1), Path("x")])
 def test_parameters_are_plain_json(tmp_path: Path, bad: Any) -> None:
-    with pytest.raises(CacheError, match="plain JSON"):
+    with pytest.raises(CacheError, match="must be JSON"):
         run(CELL, {"x": bad}, tmp_path)
     assert not CALLS
 

@@ -581,7 +581,9 @@ def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> Non
         "find_spec",
         lambda name, *rest: None if name == missing else found(name, *rest),
     )
-    with pytest.raises(MissingExtraError, match=f"{missing} is needed") as raised:
+    with pytest.raises(
+        MissingExtraError, match=f"{missing} is required but not installed"
+    ) as raised:
         page(RESULTS)
     assert raised.value.hint == "pip install 'regauge[report]'"
     if missing == "matplotlib":

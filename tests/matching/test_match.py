@@ -24,6 +24,7 @@ from regauge.errors import RegaugeError
 from regauge.matching import MatchError, layers_of, match
 from regauge.matching.blocks import split_blocks
 from regauge.matching.closed_forms import (
+    assign_factors,
     assign_two_level,
     procrustes,
     product_cosines,
@@ -372,6 +373,26 @@ def test_two_levels_of_assignment_find_a_planted_wreath() -> None:
     found = assign_two_level(np.einsum("irf,jsf->irjs", there, features))
     assert_allclose(found[0], outer)
     assert_allclose(found[1], inner)
+
+
+def test_two_factors_that_share_one_inner_order_are_assigned_together() -> None:
+    """The members resemble each other, so that single pairs prefer wrong orders."""
+    random = np.random.default_rng(6)
+    common = random.normal(size=(1, 5, 4))
+    features = common + 0.3 * random.normal(size=(4, 5, 4))
+    outer, inner = random.permutation(4), random.permutation(5)
+    there = features[outer][:, inner]
+    found = assign_factors(np.einsum("irf,jsf->irjs", there, features))
+    assert_allclose(found[0], outer)
+    assert_allclose(found[1], inner)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heads_wait_for_more_than_their_biases(seed: int) -> None:
+    """A cosine of one feature, such as that of a head's biases alone, tells no heads apart."""
+    spec, a = state_of("deberta-v2-xlarge-groups")
+    b = apply(element(spec, seed), a)
+    assert match(spec, a, b).distance < 1e-9
 
 
 def test_layers_are_searched_in_processes_to_the_same_end() -> None:

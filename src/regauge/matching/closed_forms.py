@@ -130,3 +130,36 @@ def assign_two_level(scores: Floats) -> tuple[Ints, Ints]:
     pair_scores = np.take_along_axis(pairs, inner[:, :, None], 2).sum((1, 2)).reshape(n, n)
     outer = assign(pair_scores[None])[0]
     return outer, inner.reshape(n, n, r)[np.arange(n), outer]
+
+
+def assign_factors(scores: Floats) -> tuple[Ints, Ints]:
+    """Return the two permutations of a product that reach the best total score together.
+
+    Unlike `assign_two_level`, all members share one inner permutation. Alternate from the inner
+    assignment that each pair of members prefers on its own, and keep the best end point: a single
+    start is misled when two members resemble each other.
+
+    Args:
+        scores: [outer, inner, outer, inner], the first two axes of y and the last two of x.
+
+    Returns:
+        The outer and the inner index.
+    """
+    n, r = scores.shape[:2]
+    starts = assign(scores.transpose(0, 2, 1, 3).reshape(n * n, r, r))
+    best: tuple[float, Ints, Ints] | None = None
+    for inner in np.unique(starts, axis=0):
+        total = -np.inf
+        while True:
+            by_outer = scores[:, np.arange(r), :, inner].sum(0)
+            outer = assign(by_outer[None])[0]
+            by_inner = scores[np.arange(n), :, outer, :].sum(0)
+            inner = assign(by_inner[None])[0]
+            reached = float(by_inner[np.arange(r), inner].sum())
+            if reached <= total:
+                break
+            total = reached
+        if best is None or total > best[0]:
+            best = total, outer, inner
+    assert best is not None
+    return best[1], best[2]

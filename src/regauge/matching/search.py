@@ -162,9 +162,12 @@ def first_pass(solver: Solver, spaces: Iterable[str] | None = None) -> list[str]
         if len(units) > 1:
             solver.units = units
             return order + solve_units(solver, units, first=True)
-        evidence = {space: solver.evidence(space) for space in unknown}
-        best = max(unknown, key=lambda space: evidence[space])
-        solved = solver.solve(best) if evidence[best] > 0 else solver.solve_factors(unknown)
+        evidence: dict[tuple[str, ...], float] = {(s,): solver.evidence(s) for s in unknown}
+        evidence.update(solver.factors([s for s in unknown if not evidence[(s,)]]))
+        best = max(evidence, key=lambda spaces: evidence[spaces])
+        if evidence[best] <= 0:
+            break
+        solved = solver.solve_factors(*best) if len(best) == 2 else solver.solve(*best)
         if not solved:
             break
         order += solved

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import permutations
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from regauge.core.members import Member, Monomial
 from regauge.core.rng import Floats
 from regauge.matching.blocks import Block
 from regauge.matching.closed_forms import (
+    assign_factors,
     assign_two_level,
     product_cosines,
     rotary_cosines,
@@ -99,12 +100,30 @@ class Solver:
             self._fit_rescaling(space)
         return [space, *(s for s in members if s != space)]
 
-    def solve_factors(self, unknown: Iterable[str]) -> list[str]:
-        """Solve one of two permutations that only occur together, if there are such.
+    def solve_factors(self, outer: str, inner: str) -> list[str]:
+        """Solve the first of two permutations that only occur together (`factors`).
 
-        Examples are the order of channel groups and the order of channels in every group. Each pair
-        of places of the one is scored by the best assignment of the other, which has evidence once
-        the first is known.
+        Both are assigned together. The second has evidence of its own once the first is known.
+        """
+        scores: list[Floats] = []
+        for y, x in self.costs.iter_block_pairs(
+            outer, self.g, partial(self._joins_factors, outer, inner), True
+        ):
+            axes = y.axes_of(outer)[0], y.axes_of(inner)[0]
+            pair = y.unfold(*axes), x.unfold(*axes)
+            scores.append(np.einsum("abf,cdf->abcd", *pair, dtype=np.float64, optimize=True))
+        if not scores:
+            return []
+        index, _ = assign_factors(np.sum(scores, 0))
+        self.g = Element(self.spec, {outer: Monomial(index[None])}) @ self.g
+        return [outer]
+
+    def factors(self, unknown: Iterable[str]) -> dict[tuple[str, ...], float]:
+        """Return the pairs of unknown permutations that share tensors with no third unknown, each
+        with its evidence. The smaller comes first.
+
+        An example is the order of channel groups and the order of the channels in every group. The
+        evidence is that for one permutation of all pairs of places.
         """
         candidates = [
             s
@@ -113,33 +132,26 @@ class Solver:
             and isinstance(self.groups[s], Permutation)
             and not self.spec.children(s)
         ]
-        for outer, inner in permutations(candidates, 2):
-            scores: list[Floats] = []
-            for y, x in self.costs.iter_block_pairs(
-                outer, self.g, partial(self._has_unknowns, {outer, inner}), True
-            ):
-                if len(y.axes_of(outer)) == len(y.axes_of(inner)) == 1:
-                    axes = y.axes_of(outer)[0], y.axes_of(inner)[0]
-                    scores.append(
-                        np.einsum(
-                            "abf,cdf->abcd",
-                            y.unfold(*axes),
-                            x.unfold(*axes),
-                            dtype=np.float64,
-                            optimize=True,
-                        )
-                    )
-            if scores:
-                index, _ = assign_two_level(np.sum(scores, 0))
-                self.g = Element(self.spec, {outer: Monomial(index[None])}) @ self.g
-                return [outer]
-        return []
+        candidates.sort(key=lambda s: self.spec.spaces[s].size)
+        found: dict[tuple[str, ...], float] = {}
+        for outer, inner in combinations(candidates, 2):
+            places = self.spec.spaces[outer].size * self.spec.spaces[inner].size
+            features = sum(
+                block.values.size / places
+                for pattern in self.costs.tensors_in(outer, first=True)
+                for block in self.costs.layouts[pattern]
+                if self._joins_factors(outer, inner, block)
+            )
+            if features:
+                found[outer, inner] = features / math.log(places + 1)
+        return found
 
     def evidence(self, space: str) -> float:
         """Return how well a space is determined by what is known.
 
         For permutations of size n, N independent features count as N / ln n, the squared noise that
-        an assignment tolerates. A dense member needs as many features as coordinates.
+        an assignment tolerates. A dense member needs as many features as coordinates. A cosine is
+        free of scale and so has one feature less: one of a single feature is always 1 or -1.
         """
         size, over = self.spec.spaces[space].size, self.spec.spaces[space].over
         if over is not None and over not in self.known:
@@ -161,7 +173,7 @@ class Solver:
                     plain, dual = sides[child]
                     star = any(d is not None and d.space == child and d.star for d in block.dims)
                     sides[child] = (plain, dual + features) if star else (plain + features, dual)
-        total = direct + sum(p * d for p, d in sides.values())
+        total = direct + sum(max(p * d - 1, 0.0) for p, d in sides.values())
         return (
             total / size
             if isinstance(self.groups[space], Orthogonal)
@@ -221,9 +233,12 @@ class Solver:
             for block in self.costs.layouts[pattern]
         )
 
-    def _has_unknowns(self, unknown: set[str], block: Block) -> bool:
-        """Return whether these are exactly the unknown spaces of a block."""
-        return block.spaces - self.known == unknown
+    def _joins_factors(self, outer: str, inner: str, block: Block) -> bool:
+        """Return whether these two are the only unknown spaces of a block, each on one axis."""
+        return (
+            block.spaces - self.known == {outer, inner}
+            and len(block.axes_of(outer)) == len(block.axes_of(inner)) == 1
+        )
 
     def _is_usable(self, block: Block, space: str, all_tensors: bool = False) -> bool:
         """Return whether every other space on a block is known, or a child of this one."""

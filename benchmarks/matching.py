@@ -65,9 +65,9 @@ def transcribed(layers: list[list[Any]]) -> None:
 
 
 def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
-    from regauge.matching import match
+    from regauge.matching import match_states
 
-    match(spec, a, b, spaces=["qk", "vo", "ffn"], within="orthogonal", whole=True, sweeps=0)
+    match_states(spec, a, b, spaces=["qk", "vo", "ffn"], within="orthogonal", whole=True, sweeps=0)
 
 
 def compare() -> bool:

@@ -23,7 +23,7 @@ from regauge.core.element import identity
 from regauge.core.fold import fold_norms
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.matching import match
+from regauge.matching import match_states
 from regauge.matching.costs import Costs
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Finding, Results, Table
@@ -88,7 +88,7 @@ def _none() -> Examples:
 def _whole_match(module: torch.nn.Module, a: State, b: State) -> None:
     spec = spec_of(module)
     (folded, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
-    match(folded, a, b)
+    match_states(folded, a, b)
 
 
 def _layers(spec: Spec, heads: int, *states: State) -> list[list[rotations.Layer]]:

@@ -21,7 +21,7 @@ from regauge.core.members import Member, Monomial, Soft
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.matching import match
+from regauge.matching import match_states
 from regauge.matching.activations import generate_text, record, sample_noise
 from regauge.matching.costs import Costs
 from regauge.matching.refine import refine
@@ -121,7 +121,7 @@ def _by_match(r: Request) -> Found:
     ):  # a family without heads that move, or without grouped queries, has no such space
         roots = {s.split(".")[0] for s in r.spec.spaces}
         given["spaces"] = [s for s in given["spaces"] if s in roots]
-    found = match(r.spec, r.a, r.b, **given)
+    found = match_states(r.spec, r.a, r.b, **given)
     return Found(found.element, notes=found.notes)
 
 
@@ -158,7 +158,7 @@ def _by_refine(r: Request) -> Found:
 
 def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
     seen = record(r.module, r.a, r.spec, inputs), record(r.module, r.b, r.spec, inputs)
-    return match(
+    return match_states(
         r.spec,
         r.a,
         r.b,

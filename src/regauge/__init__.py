@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     from regauge.locking.permuted import Permuted as Permuted
     from regauge.locking.seal import open_sealed as open_sealed
     from regauge.locking.seal import seal as seal
+    from regauge.matching.api import MatchOptions as MatchOptions
+    from regauge.matching.api import compare as compare
+    from regauge.matching.api import match as match
+    from regauge.matching.fingerprint import fingerprint as fingerprint
     from regauge.matching.invariants import invariants as invariants
-    from regauge.matching.search import match as match
     from regauge.merging import merge as merge
     from regauge.models.cut import cut as cut
     from regauge.models.discovery import discover as discover
@@ -54,6 +57,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Element": "core.element",
     "Key": "locking.keys",
+    "MatchOptions": "matching.api",
     "Permuted": "locking.permuted",
     "RegaugeError": "errors",
     "Space": "core.spec",
@@ -63,11 +67,13 @@ _HOME = {
     "apply_": "core.live",
     "authorize": "locking.authorize",
     "check": "core.check",
+    "compare": "matching.api",
     "cut": "models.cut",
     "deauthorize": "locking.authorize",
     "discover": "models.discovery",
     "dual": "core.axes",
     "element": "core.element",
+    "fingerprint": "matching.fingerprint",
     "fold_norms": "core.fold",
     "generate_key": "locking.keys",
     "identity": "core.element",
@@ -77,7 +83,7 @@ _HOME = {
     "load_model": "models.load",
     "load_spec": "checkpoints.spec_files",
     "lock": "locking.lock",
-    "match": "matching.search",
+    "match": "matching.api",
     "merge": "merging",
     "move_adapter": "checkpoints.adapters",
     "open_checkpoint": "checkpoints.reader",

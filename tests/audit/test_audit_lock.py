@@ -19,16 +19,15 @@ from regauge import apply, authorize, element, generate_key, lock, save_key, unl
 from regauge.attacks.theft import Budget
 from regauge.audit import lock as audit
 from regauge.audit.lock import AuditError, LockCase, _key_share, audit_lock, build_verdict
-from regauge.checkpoints.reader import open_checkpoint
+from regauge.checkpoints.reader import LOCK_FIELD, open_checkpoint
 from regauge.cli import main
 from regauge.core.members import Dense, Monomial
 from regauge.data.tasks import Examples
 from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelError, WrongKeyError
 from regauge.locking import lock as locking
 from regauge.locking.authorize import is_authorized, save_trained
-from regauge.locking.lock import FIELD
 from regauge.locking.locked_checkpoints import plan_lock, plan_unlock, reseal
-from regauge.matching.fingerprint import fingerprint
+from regauge.matching.fingerprint import fingerprint_state
 from regauge.models.resolve import spec_of as stored_spec
 from regauge.results.findings import Finding, apply_threshold, load_results
 from support.locked_models import drifted, model_of
@@ -269,7 +268,7 @@ def test_what_is_not_finite_is_named() -> None:
         audit_lock(LockCase(spec, state, "permutation", base=broken))
     for name in ("transformer.h.0.ln_1.weight", "transformer.h.0.mlp.c_fc.weight"):
         with pytest.raises(CheckpointError, match=f'finite values, but "{name}" has NaN or Inf'):
-            fingerprint(spec, {**state, name: state[name] * float("inf")})
+            fingerprint_state(spec, {**state, name: state[name] * float("inf")})
 
 
 def test_only_what_is_tried_is_told() -> None:
@@ -385,7 +384,9 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(
     assert not (tmp_path / "stolen").exists()
     locked.save_pretrained(tmp_path / "unsealed")
     save_trained(locked, tmp_path / "trained", key)
-    assert json.loads((tmp_path / "trained" / "config.json").read_text())[FIELD]["key"] == key.id
+    assert (
+        json.loads((tmp_path / "trained" / "config.json").read_text())[LOCK_FIELD]["key"] == key.id
+    )
     with pytest.raises(TamperedModelError, match="its data were changed"):
         plan_unlock(
             open_checkpoint(tmp_path / "unsealed"),

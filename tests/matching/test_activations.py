@@ -12,7 +12,7 @@ import torch
 import support.picos as picos
 from regauge import apply, element, fold_norms
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, match
+from regauge.matching import MatchError, match_states
 from regauge.matching.activations import RecordError, generate_text, record, sample_noise
 from regauge.testing import strict_float64
 
@@ -31,7 +31,7 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
     with strict_float64():
         seen = tuple(record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b))
     assert seen[0].streams
-    found = match(spec, a, b, activations=seen, sweeps=1)  # type: ignore[arg-type]
+    found = match_states(spec, a, b, activations=seen, sweeps=1)  # type: ignore[arg-type]
     moved = apply(found.element, a)
     scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
     rows: dict[str, int] = {}
@@ -86,7 +86,7 @@ def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
     one, other = record(model, None, spec, [inputs]), record(model, None, spec, [inputs, inputs])
     b = {n: t + 1 for n, t in a.items()}
     with pytest.raises(MatchError, match="different inputs"):
-        match(spec, a, b, activations=(one, other))
+        match_states(spec, a, b, activations=(one, other))
     assert issubclass(RecordError, RegaugeError)
 
 
@@ -122,7 +122,7 @@ def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
     with strict_float64():
         one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))
     first, kept, swept = (
-        match(spec, a, b, activations=(one, other), **how)  # type: ignore[arg-type]
+        match_states(spec, a, b, activations=(one, other), **how)  # type: ignore[arg-type]
         for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
     )
     streams = [m.element.members["stream"].matrix() for m in (first, kept, swept)]

@@ -8,7 +8,7 @@ import torch
 from regauge.core.action import apply
 from regauge.core.element import element
 from regauge.errors import SpecError
-from regauge.matching import match
+from regauge.matching import match_states
 from regauge.matching.costs import Costs
 from regauge.matching.gauges import balance, fix_gauges
 from regauge.testing import compute_outputs
@@ -136,9 +136,9 @@ def test_rotations_find_a_general_linear_change_once_both_are_balanced() -> None
     model = build("gpt2")
     spec, a = spec_of(model), dict(model.state_dict())
     b = apply(element(spec, 3, spaces=["qk", "vo", "head"]), a)
-    plain = match(spec, a, b, within="orthogonal")
+    plain = match_states(spec, a, b, within="orthogonal")
     one, other = (fix_gauges(spec, s) for s in (a, b))
-    fixed = match(spec, one, other, within="orthogonal")
+    fixed = match_states(spec, one, other, within="orthogonal")
     assert plain.relative_distance > 0.1
     assert fixed.relative_distance < 1e-7
     left = Costs(spec, one, other).distances(fixed.element)

@@ -21,7 +21,7 @@ from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, layers_of, match
+from regauge.matching import MatchError, layers_of, match_states
 from regauge.matching.blocks import split_blocks
 from regauge.matching.closed_forms import (
     assign_factors,
@@ -31,7 +31,7 @@ from regauge.matching.closed_forms import (
     rotary_cosines,
     solve_rescaling,
 )
-from regauge.matching.compare import compare
+from regauge.matching.compare import compare_states
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 from regauge.matching.many import match_many, nearest_to_mean
@@ -75,7 +75,7 @@ def furthest(one: State, other: State) -> float:
 def test_a_planted_element_of_the_full_group_is_found_in_one_call(name: str) -> None:
     spec, a = state_of(name)
     b = apply(element(spec, 3), a)
-    found = match(spec, a, b)
+    found = match_states(spec, a, b)
     moved = apply(found.element, a)
     assert max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point()) < 1e-9
     assert found.distance < 1e-9 < found.distance_before
@@ -110,7 +110,7 @@ def test_with_folded_norms_rotations_of_the_stream_are_found_too(
     spec, a = fold_norms(*state_of(name))
     a = {n: t.to(dtype) if t.is_floating_point() else t for n, t in a.items()}
     b = apply(element(spec, 5), a)
-    found = match(spec, a, b)
+    found = match_states(spec, a, b)
     assert furthest(apply(found.element, a), b) < (1e-9 if dtype == torch.float64 else 1e-4)
 
 
@@ -145,7 +145,7 @@ def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
     )
     noisy = {n: t + sigma * torch.randn_like(t) for n, t in b.items() if n not in spec.ties}
     noisy |= {alias: noisy[target] for alias, target in spec.ties.items()}
-    found = match(spec, a, noisy)
+    found = match_states(spec, a, noisy)
     for space in ("stream", "ffn.0"):
         assert (
             found.element.members[space].permutation().index == g.members[space].permutation().index
@@ -162,9 +162,9 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
     torch.manual_seed(0)
     b |= {n: 5 * torch.randn_like(b[n]) for n in ("transformer.wte.weight", "lm_head.weight")}
     truth = g.members["stream"].permutation().index
-    misled = match(spec, a, b, sweeps=0, spaces=["stream"])
-    found = match(spec, a, b, sweeps=0, anchors=["*wpe*"])
-    weighed = match(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
+    misled = match_states(spec, a, b, sweeps=0, spaces=["stream"])
+    found = match_states(spec, a, b, sweeps=0, anchors=["*wpe*"])
+    weighed = match_states(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
     assert (misled.element.members["stream"].permutation().index != truth).any()
     for one in (found, weighed):
         assert (one.element.members["stream"].permutation().index == truth).all()
@@ -174,7 +174,7 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
         ).all()
     for more in ({"anchors": ["wpe"]}, {"weights": {"*.wpe": 2.0}}):
         with pytest.raises(MatchError, match="names must match a tensor that something acts on"):
-            match(spec, a, b, **more)  # type: ignore[arg-type]
+            match_states(spec, a, b, **more)  # type: ignore[arg-type]
 
 
 def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
@@ -246,17 +246,17 @@ def test_the_papers_own_matcher_is_a_special_case() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     plain, scaled = _paper(a, b, layers=2, heads=3)
     options = {"spaces": ["qk", "vo", "ffn"], "within": "orthogonal", "sweeps": 0, "whole": True}
-    assert match(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)  # type: ignore[arg-type]
-    found = match(spec, a, b, **options, rescale=True)  # type: ignore[arg-type]
+    assert match_states(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)  # type: ignore[arg-type]
+    found = match_states(spec, a, b, **options, rescale=True)  # type: ignore[arg-type]
     assert found.distance == pytest.approx(scaled, abs=1e-6)
     assert scaled < plain < found.distance_before
 
 
 def test_more_of_the_group_is_never_further_away() -> None:
     (spec, a), (_, b) = state_of("llama", 0), state_of("llama", 1)
-    paper = match(spec, a, b, spaces=["qk", "vo", "ffn"])
-    heads = match(spec, a, b, spaces=["qk", "vo", "ffn", "kv", "rep"])
-    everything = match(spec, a, b)
+    paper = match_states(spec, a, b, spaces=["qk", "vo", "ffn"])
+    heads = match_states(spec, a, b, spaces=["qk", "vo", "ffn", "kv", "rep"])
+    everything = match_states(spec, a, b)
     assert everything.distance < heads.distance * 1.02
     assert heads.distance < heads.distance_before
     assert paper.distance < paper.distance_before
@@ -264,19 +264,19 @@ def test_more_of_the_group_is_never_further_away() -> None:
 
 def test_only_what_takes_part_moves() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    found = match(spec, a, b, spaces=["qk", "ffn"], layers=[1])
+    found = match_states(spec, a, b, spaces=["qk", "ffn"], layers=[1])
     assert set(found.element.members) == {"qk.1", "ffn.1"}
     assert layers_of(spec)["vo.1"] == 1
     assert "stream" not in layers_of(spec)
     with pytest.raises(MatchError, match="layers must be from 0 to 1, got 7"):
-        match(spec, a, b, layers=[7])
+        match_states(spec, a, b, layers=[7])
     with pytest.raises(RegaugeError, match='no space "nowhere"'):
-        match(spec, a, b, spaces=["nowhere"])
+        match_states(spec, a, b, spaces=["nowhere"])
 
 
 def test_identical_models_need_nothing() -> None:
     spec, a = state_of("gpt2")
-    found = match(spec, a, {n: t.clone() for n, t in a.items()})
+    found = match_states(spec, a, {n: t.clone() for n, t in a.items()})
     assert not found.element.members
     assert found.distance == found.distance_before == 0
 
@@ -290,15 +290,15 @@ def test_what_cannot_be_matched_is_refused_by_name() -> None:
         match=r"the model that stays does not fit[\s\S]*axis 1 ffn.0 of "
         r'"transformer.h.0.mlp.c_fc.weight"',
     ):
-        match(spec, a, other)
+        match_states(spec, a, other)
     broken = dict(a) | {"transformer.ln_f.weight": a["transformer.ln_f.weight"] * float("nan")}
     with pytest.raises(MatchError, match=r'"transformer\.ln_f\.weight" of the model that moves'):
-        match(spec, broken, a)
+        match_states(spec, broken, a)
     coarse = dict(a) | {
         "transformer.h.0.mlp.c_fc.weight": a["transformer.h.0.mlp.c_fc.weight"].to(torch.int8)
     }
     with pytest.raises(RegaugeError, match="int8"):
-        match(spec, coarse, a)
+        match_states(spec, coarse, a)
 
 
 def test_blocks_of_a_fused_tensor() -> None:
@@ -392,12 +392,12 @@ def test_heads_wait_for_more_than_their_biases(seed: int) -> None:
     """A cosine of one feature, such as that of a head's biases alone, tells no heads apart."""
     spec, a = state_of("deberta-v2-xlarge-groups")
     b = apply(element(spec, seed), a)
-    assert match(spec, a, b).distance < 1e-9
+    assert match_states(spec, a, b).distance < 1e-9
 
 
 def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    alone, apart = (match(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
+    alone, apart = (match_states(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
     assert apart.distance == pytest.approx(alone.distance, rel=1e-9)
     assert apart.element.members.keys() == alone.element.members.keys()
 
@@ -421,15 +421,15 @@ def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch)
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     monkeypatch.setattr("regauge.matching.search._solve_unit", _end)
     with pytest.raises(MatchError, match="killed, most likely because memory ran out"):
-        match(spec, a, b, workers=2, sweeps=0)
+        match_states(spec, a, b, workers=2, sweeps=0)
 
 
 def test_sweeps_may_leave_a_stream_where_tables_put_it() -> None:
     (spec, a), (_, b) = (fold_norms(*state_of("gpt2", seed)) for seed in (0, 1))
     once, swept, nearest = (
-        match(spec, a, b, sweeps=0),
-        match(spec, a, b, sweeps=3, nearest=False),
-        match(spec, a, b, sweeps=3),
+        match_states(spec, a, b, sweeps=0),
+        match_states(spec, a, b, sweeps=3, nearest=False),
+        match_states(spec, a, b, sweeps=3),
     )
     first, second, third = (m.element.members["stream"].matrix() for m in (once, swept, nearest))
     assert_allclose(first, second, rtol=0, atol=0)
@@ -444,18 +444,21 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
     monkeypatch.setattr(
         "regauge.matching.solver.ROWS_PER_COORDINATE", 1000
     )  # more than the rows of these tables
-    swept, nearest = match(spec, a, b, sweeps=3, nearest=False), match(spec, a, b, sweeps=3)
+    swept, nearest = (
+        match_states(spec, a, b, sweeps=3, nearest=False),
+        match_states(spec, a, b, sweeps=3),
+    )
     assert swept.distance == pytest.approx(nearest.distance, rel=1e-12)
-    assert swept.distance < match(spec, a, b, sweeps=0).distance
+    assert swept.distance < match_states(spec, a, b, sweeps=0).distance
 
 
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     seen: list[tuple[Element, list[str]]] = []
-    whole = match(spec, a, b, sweeps=0, save=lambda g, known: seen.append((g, known)))
+    whole = match_states(spec, a, b, sweeps=0, save=lambda g, known: seen.append((g, known)))
     g, known = seen[0]
     assert len(known) < len(whole.element.members)
-    rest = match(spec, a, b, sweeps=0, start=g, known_spaces=known)
+    rest = match_states(spec, a, b, sweeps=0, start=g, known_spaces=known)
     assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
     assert {s for s in rest.element.members if s not in known}
 
@@ -497,9 +500,9 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
 
 def test_models_with_a_single_number_are_compared() -> None:
     spec, a = state_of("clip")  # whose logit_scale has no axes
-    found = compare(spec, a, apply(element(spec, 3), a), sweeps=1)
+    found = compare_states(spec, a, apply(element(spec, 3), a), sweeps=1)
     assert found.verdict == "another description"
-    assert compare(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
+    assert compare_states(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -523,7 +526,7 @@ def test_one_pass_suffices_for_what_was_planted(seed: int) -> None:
     """Sweeps would mend a first pass that goes wrong."""
     spec, a = state_of("llama")
     b = apply(element(spec, seed), a)
-    assert match(spec, a, b, sweeps=0).distance < 1e-9
+    assert match_states(spec, a, b, sweeps=0).distance < 1e-9
 
 
 def test_a_head_is_wholly_like_itself() -> None:

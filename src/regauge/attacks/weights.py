@@ -36,7 +36,7 @@ from regauge.core.groups import Group, Kind, Orthogonal, OrthogonalFixingOnes, S
 from regauge.core.members import Dense, Member, Monomial
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
-from regauge.matching import match
+from regauge.matching import match_states
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 
@@ -103,7 +103,7 @@ def public_base(view: LockedFileWithBase, *, sweeps: int = 5) -> Guess:
     best: Guess | None = None
     for start, stream in initial_guesses(spec, a, b, view.kind).items():
         initial = Element(spec, stream)
-        result = match(
+        result = match_states(
             spec, a, b, sweeps=sweeps, within=view.kind, start=initial, known_spaces=list(stream)
         )
         if best is None or result.relative_distance < best.relative:

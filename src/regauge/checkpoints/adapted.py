@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.adapters import LORA, find_tensor, require_lora, unwrap_name
-from regauge.checkpoints.headers import DTYPES
+from regauge.checkpoints.headers import unsigned_dtype
 from regauge.checkpoints.reader import Checkpoint, open_checkpoint, read_json
 from regauge.core.patterns import compile_pattern
 from regauge.errors import CheckpointError, PatternError
@@ -80,7 +80,7 @@ class AdaptedCheckpoint(Checkpoint):
         return (
             super()._read_bits(name)
             if name not in self.changes
-            else self[name].view(_unsigned_dtype(self.entries[name].dtype)).numpy()
+            else self[name].view(unsigned_dtype(self.entries[name].dtype)).numpy()
         )
 
 
@@ -279,9 +279,3 @@ def _apply_change(base: Tensor, change: Change, adapter: Checkpoint, transposed:
         norms = weight.flatten(1).norm(dim=1).view(-1, *[1] * (weight.dim() - 1))
         weight = weight * lora["lora_magnitude_vector"].view_as(norms) / norms
     return weight.T.contiguous() if flip else weight
-
-
-def _unsigned_dtype(dtype: str) -> Any:
-    import torch
-
-    return {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[DTYPES[dtype][1]]

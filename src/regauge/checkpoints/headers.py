@@ -177,3 +177,10 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(fields) != len(pairs):
         raise ValueError("a name occurs twice")
     return fields
+
+
+def unsigned_dtype(dtype: str) -> Any:
+    """Return torch's unsigned integers of the size of a dtype, to read its bits."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[DTYPES[dtype][1]]

@@ -180,7 +180,9 @@ def plan_checkpoint(
     Raises:
         CheckpointError: The output exists or overlaps the source, or the disk is too small.
     """
-    check_target(out, source.path)
+    for path in source.sources:
+        check_target(out, path)
+    check_new(out)
     plan = replace(
         _build_plan(out, source, thunks, dict(config_changes or {}), recipe),
         was_finite=partial(_was_finite, source, origins or {}),
@@ -276,8 +278,7 @@ def _build_plan(
     )
     files[-1] = File(files[-1].name, files[-1].tensors + new, files[-1].metadata)
     config = _config_bytes(source, changes)
-    stamps = [(n, s.size, s.path.stat().st_mtime_ns) for n, s in source.files.items()]
-    recipe = json.dumps([stamps, changes]).encode() + recipe
+    recipe = json.dumps([source.stamps, changes]).encode() + recipe
     if is_file_name(out):
         if len(files) > 1:
             raise CheckpointError(
@@ -308,9 +309,11 @@ def _describe_tensor(name: str, tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 
 def _config_bytes(source: Checkpoint, changes: Mapping[str, Any]) -> bytes | None:
     """Return config.json byte for byte, unless a field changes."""
-    if source.config is None or source.config_path is None:
+    if source.config is None:
         return None
-    if all(key in source.config and source.config[key] == value for key, value in changes.items()):
+    if source.config_path is not None and all(
+        key in source.config and source.config[key] == value for key, value in changes.items()
+    ):
         return source.config_path.read_bytes()
     return (json.dumps({**source.config, **changes}, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+LOCK_FIELD = "regauge_lock"  # of configs and of file metadata
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _HUB_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "LICENSE*")
 
@@ -179,6 +180,16 @@ class Checkpoint(Mapping[str, "Tensor"]):
         return strictest_mode(
             [*self.sources, *(shard.path for shard in self.files.values()), *config, *index]
         )
+
+    def lock_records(self) -> list[Any]:
+        """Return the lock records, unchecked: a mapping from the config, texts from the files."""
+        records = [(shard.metadata or {}).get(LOCK_FIELD) for shard in self.files.values()]
+        return [r for r in ((self.config or {}).get(LOCK_FIELD), *records) if r is not None]
+
+    @property
+    def stamps(self) -> list[tuple[str, int, Any]]:
+        """Name, size and time of each file, which identify the tensors when a run is resumed."""
+        return [(n, s.size, s.path.stat().st_mtime_ns) for n, s in self.files.items()]
 
     def _map(self, shard: Shard) -> mmap.mmap:
         with self._lock:

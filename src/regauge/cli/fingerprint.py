@@ -15,8 +15,9 @@ def fingerprint(
     """Show a model's invariants: a moved or locked model has the fingerprint of the original, a
     retrained one does not.
     """
-    from regauge.cli.model import open_model, require_fit
-    from regauge.matching.fingerprint import fingerprint as compute
+    from regauge.cli.model import open_model
+    from regauge.matching.fingerprint import fingerprint_state as compute
+    from regauge.models.sources import require_fit
 
     checkpoint, model_spec = open_model(model, spec)
     require_fit(checkpoint, model_spec)

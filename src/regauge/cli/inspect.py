@@ -41,7 +41,8 @@ def inspect(
     """Show a model's symmetry: its parts, its spaces with their groups, and the reasons why the
     groups are not larger.
     """
-    from regauge.cli.model import discover_checkpoint, find_faults, open_model, require_fit
+    from regauge.cli.model import discover_checkpoint, open_model
+    from regauge.models.sources import find_faults, require_fit
     from regauge.models.summary import format_summary, summarize, tensor_rows
 
     discovery: Discovery | None = None

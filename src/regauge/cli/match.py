@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from dataclasses import replace
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,20 +15,13 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.match_results import (
-    format_comparison,
-    format_match,
-    results_of_comparison,
-    results_of_match,
-)
 from regauge.cli.pair import open_pair, parse_layers, parse_names, parse_weights
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.errors import ElementError
 
 if TYPE_CHECKING:
-    from regauge.cli.pair import Pair
     from regauge.core.element import Element
-    from regauge.matching.activations import Activations
+    from regauge.matching.pairs import Pair
     from regauge.matching.refine import Refinement
 
 ModelA = Annotated[
@@ -223,12 +217,11 @@ def match(
     from regauge.checkpoints.element_files import save_element as save
     from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.plan import check_new, check_target
-    from regauge.cli.model import require_unlocked
     from regauge.cli.move import require_outside
     from regauge.cli.write import summary, write_moved
     from regauge.core.element import identity
-    from regauge.matching import match as find_match
-    from regauge.results.findings import to_json
+    from regauge.matching.api import MatchOptions, match_pair
+    from regauge.models.sources import require_unlocked
 
     for new_folder in (out, out_b or out):
         check_new(new_folder)  # before fixing gauges, which reads both models
@@ -264,79 +257,66 @@ def match(
     )
     state = MatchState(out, pair, " ".join(map(str, settings)))
     start, known_spaces = state.load() if resume else (None, None)
-    activations, models, refined = None, None, None
 
-    def make_sample(uri: str | None) -> sample.Sample | None:
-        return (
-            None
-            if uri in (None, "self")
-            else sample.Sample(str(uri), field, split, tokenizer, length, mean, std)
-        )
+    def read_batches(uri: str | None) -> Any:
+        """Read a sample before the search, so that unreadable data fail at once."""
+        if uri is None or uri == "self":
+            return uri
+        source = sample.Sample(uri, field, split, tokenizer, length, mean, std)
+        return _read_batches(pair, source, samples, seed)
 
-    refine_batches: list[dict[str, Any]] = []
-    if self_written or sample_data is not None or refine is not None:
-        # Before the search, so that unreadable data fail at once.
-        to_refine, to_match = (
-            _read_batches(pair, make_sample(uri), samples, seed) for uri in (refine, sample_data)
-        )
-        models = LoadedPair(pair, samples, seed)
-        refine_batches = models.batches_or_generated(to_refine) if refine is not None else []
-        activations = (
-            models.record_activations(models.batches_or_generated(to_match))
-            if self_written or sample_data is not None
-            else None
-        )
+    to_refine = read_batches(refine)
+    to_match: Any = "self" if self_written else read_batches(sample_data)
+    if to_refine is not None or to_match is not None:
+        info("loading both models to record activations")
     if known_spaces:
         info(f"resuming with {len(known_spaces)} spaces that the interrupted run found")
     with step_bar("match") as progress:
-        result = find_match(
-            pair.spec,
-            pair.a.state,
-            pair.b.state,
-            spaces=parse_names(spaces),
-            layers=parse_layers(layers),
-            within=group.value,
-            rows=pair.rows,
-            activations=activations,
-            weights=tensor_weights,
-            anchors=parse_names(anchors),
-            sweeps=sweeps,
-            nearest=nearest,
-            rescale=rescale,
-            workers=workers,
+        result = match_pair(
+            pair,
+            data=to_match,
+            refine=to_refine,
+            refine_steps=refine_steps,
+            samples=samples,
+            seed=seed,
+            options=MatchOptions(
+                spaces=parse_names(spaces),
+                layers=parse_layers(layers),
+                within=group.value,
+                weights=tensor_weights,
+                anchors=parse_names(anchors),
+                sweeps=sweeps,
+                nearest=nearest,
+                rescale=rescale,
+                workers=workers,
+            ),
             start=start,
             known_spaces=known_spaces,
             save=None if dry_run else state.save,
             progress=progress,
         )
-    if models is not None and refine_batches:
-        refined = models.refine(result.element, refine_batches, refine_steps)
-        result = result.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
+    refined = result.refined
+    if refined is not None:
         info(
             f"refined in {refined.best_step} of {refine_steps} steps: divergence from the ends "
             f"{refined.initial_loss:.4f}, now {refined.loss:.4f}"
         )
-    results = results_of_match(
-        pair,
-        result,
-        {
-            **facts_of_run(),
-            "a": a,
-            "b": b,
-            "folded": fold,
-            "fixed": gauges,
-            "group": group.value,
-            "by": _describe_source(sample_data, self_written),
-            **_refinement_facts(refine, refined),
-        },
-        by_weights=activations is None,
-        refined=refined,
-    )
+    facts = {
+        **facts_of_run(),
+        "a": a,
+        "b": b,
+        "folded": fold,
+        "fixed": gauges,
+        "group": group.value,
+        "by": _describe_source(sample_data, self_written),
+        **_refinement_facts(refine, refined),
+    }
+    result = replace(result, facts=facts)
     if not dry_run:
         thunks = pair.a.thunks(result.element)
         mode = pair.a.checkpoint.mode & pair.b.checkpoint.mode
         plan = pair.a.plan(
-            out, result.element, thunks, mode=mode, match_json=to_json(results).encode()
+            out, result.element, thunks, mode=mode, match_json=result.to_json().encode()
         )
         written = write_moved(out, plan, thunks, "matching", resume, threads)
         info(
@@ -360,7 +340,7 @@ def match(
         if save_element is not None:
             save(result.element, save_element, new=True)
         state.delete()
-    return deliver(results, format_match(result, results), json, report)
+    return deliver(result.results, str(result), json, report)
 
 
 def _describe_source(sample_data: str | None, self_written: bool) -> str:
@@ -386,74 +366,12 @@ def _refinement_facts(refine: str | None, refined: Refinement | None) -> dict[st
     }
 
 
-def _read_batches(
-    pair: Pair, source: sample.Sample | None, count: int, seed: int
-) -> list[dict[str, Any]] | None:
+def _read_batches(pair: Pair, source: sample.Sample, count: int, seed: int) -> list[dict[str, Any]]:
     """Read a sample of data, without labels, as inputs of A."""
     from regauge.models.load import load_empty
 
-    if source is None:
-        return None
     examples, _ = source.read(load_empty(pair.a.checkpoint), pair.a.checkpoint, labelled=False)
     return sample.inputs_of(examples, count, seed, batch=8)
-
-
-class LoadedPair:
-    """Both models in memory, with the weights that are matched, folded or not."""
-
-    def __init__(self, pair: Pair, count: int, seed: int) -> None:
-        from regauge.models.load import load_model
-
-        info("loading both models to record activations")
-        self.pair, self.count, self.seed = pair, count, seed
-        self.models = [load_model(side.checkpoint, "float32") for side in (pair.a, pair.b)]
-        self.states = [
-            {n: v.float() if v.is_floating_point() else v for n, v in side.state.items()}
-            for side in (pair.a, pair.b)
-        ]
-
-    def batches_or_generated(self, batches: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-        """Return the batches, or, for None, text that the two models generate."""
-        from regauge.matching.activations import generate_text
-
-        return (
-            generate_text(self.models, count=self.count, seed=self.seed, batch_size=8)
-            if batches is None
-            else batches
-        )
-
-    def record_activations(self, batches: list[dict[str, Any]]) -> tuple[Activations, Activations]:
-        """Record the activations of both models on these batches."""
-        from regauge.matching.activations import record
-
-        of_a, of_b = (
-            record(model, state, self.pair.spec, batches)
-            for model, state in zip(self.models, self.states, strict=True)
-        )
-        return of_a, of_b
-
-    def refine(self, g: Element, batches: list[dict[str, Any]], steps: int) -> Refinement:
-        """Refine an element by gradient descent on these batches."""
-        from regauge.matching.refine import refine
-
-        with step_bar("refine") as progress:
-            return refine(
-                self.pair.spec,
-                self.states[0],
-                self.states[1],
-                g,
-                self.models[0],
-                batches,
-                steps=steps,
-                seed=self.seed,
-                on_mark=lambda mark: progress(
-                    mark.step,
-                    steps,
-                    f"divergence from the ends {mark.held_out_loss:.4f}"
-                    if mark.step < steps
-                    else "",
-                ),
-            )
 
 
 class MatchState:
@@ -462,11 +380,7 @@ class MatchState:
     """
 
     def __init__(self, out: Path, pair: Pair, settings: str) -> None:
-        stamps = [
-            (n, s.size, s.path.stat().st_mtime_ns)
-            for side in (pair.a, pair.b)
-            for n, s in side.checkpoint.files.items()
-        ]
+        stamps = [stamp for side in (pair.a, pair.b) for stamp in side.checkpoint.stamps]
         self.spec = pair.spec
         self.digest = hashlib.sha256(f"{stamps} {settings}".encode()).hexdigest()
         self.path = out.with_name(f".{out.name}.match")
@@ -525,25 +439,23 @@ def compare(
     merging.
     """
     check_outputs(json, report)
-    from regauge.matching.compare import compare as compare_bases
+    from regauge.matching.api import MatchOptions, compare_pair
 
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     set_threads(threads)
     with step_bar("compare") as progress:
-        comparison = compare_bases(
-            pair.spec,
-            pair.a.state,
-            pair.b.state,
+        result = compare_pair(
+            pair,
+            options=MatchOptions(spaces=parse_names(spaces), within=group.value, sweeps=sweeps),
             seed=seed,
-            rows=pair.rows,
+            facts={
+                **facts_of_run(),
+                "a": a,
+                "b": b,
+                "folded": fold,
+                "group": group.value,
+                "seed": seed,
+            },
             progress=progress,
-            spaces=parse_names(spaces),
-            within=group.value,
-            sweeps=sweeps,
         )
-    results = results_of_comparison(
-        pair,
-        comparison,
-        {**facts_of_run(), "a": a, "b": b, "folded": fold, "group": group.value, "seed": seed},
-    )
-    return deliver(results, format_comparison(comparison, results), json, report)
+    return deliver(result.results, str(result), json, report)

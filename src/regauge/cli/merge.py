@@ -164,7 +164,6 @@ def merge(
     from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.plan import check_new
-    from regauge.cli.model import require_unlocked
     from regauge.cli.run import set_threads
     from regauge.cli.write import write_moved
     from regauge.merging.engine import align as align_models
@@ -173,6 +172,7 @@ def merge(
     from regauge.merging.recipe_yaml import read_recipe
     from regauge.merging.recipes import AlignConfig
     from regauge.merging.state_store import MergeStateStore
+    from regauge.models.sources import require_unlocked
 
     recipe = (
         read_recipe(Path(models[0]))

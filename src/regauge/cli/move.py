@@ -90,8 +90,9 @@ def move(
     from regauge.checkpoints.files import format_bytes, strictest_mode
     from regauge.checkpoints.plan import check_target, is_taken
     from regauge.checkpoints.transform import prepare_adapter, prepare_source
-    from regauge.cli.model import open_model, require_fit, require_unlocked
+    from regauge.cli.model import open_model
     from regauge.cli.write import summary, write_moved
+    from regauge.models.sources import require_fit, require_unlocked
 
     checkpoint, unfolded = open_model(model, spec)
     check_target(out, checkpoint.path)

@@ -99,7 +99,7 @@ def verify(
     check_device(device)
     import torch
 
-    from regauge.cli.model import resolve_spec
+    from regauge.cli.model import open_source
     from regauge.models.load import load_model
     from regauge.verification import verify as check
     from regauge.verification.general import add_general_findings
@@ -115,7 +115,7 @@ def verify(
 
         model_spec = load_spec(spec)
     else:
-        model_spec = resolve_spec(module)
+        model_spec = open_source(module).spec
     with step_bar("verify") as progress:
         results = check(
             module,

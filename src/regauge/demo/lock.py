@@ -23,8 +23,9 @@ def show_lock(context: DemoContext) -> Results:
     from regauge import apply, authorize, generate_key, lock, spec_of
     from regauge.attacks.theft import Budget
     from regauge.audit.lock import LockCase, audit_lock
+    from regauge.checkpoints.reader import LOCK_FIELD
     from regauge.data.tasks import Examples
-    from regauge.locking.lock import FIELD, LOCKS, locked_element
+    from regauge.locking.lock import LOCKS, locked_element
     from regauge.models.summary import format_columns
 
     images, labels = load_images()
@@ -53,7 +54,7 @@ def show_lock(context: DemoContext) -> Results:
     locked = lock(spec, plain, key)
     model = copy.deepcopy(tuned)
     model.load_state_dict(locked.state)
-    setattr(model.config, FIELD, locked.record.to_dict())
+    setattr(model.config, LOCK_FIELD, locked.record.to_dict())
     accuracies = {
         "the model": accuracy(tuned, test, test_labels),
         "locked": accuracy(model, test, test_labels),

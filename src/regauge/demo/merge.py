@@ -27,8 +27,9 @@ def show_merge(context: DemoContext) -> Results:
     need("sklearn", "experiments")
     import torch
 
-    from regauge import apply, fold_norms, match, merge, spec_of
+    from regauge import apply, fold_norms, merge, spec_of
     from regauge.data.tasks import Examples
+    from regauge.matching import match_states
     from regauge.matching.connectivity import connect
     from regauge.matching.refine import refine
     from regauge.models.summary import format_columns
@@ -49,7 +50,7 @@ def show_merge(context: DemoContext) -> Results:
     spec = spec_of(models[0])
     a, b = (model.state_dict() for model in models)
     (folded, folded_a), (_, folded_b) = fold_norms(spec, a), fold_norms(spec, b)
-    matched = match(folded, folded_a, folded_b, sweeps=0)
+    matched = match_states(folded, folded_a, folded_b, sweeps=0)
     with context.bar("refine") as progress:
         unlabelled = [{"pixel_values": part} for part in torch.split(images[:SPLIT], 50)]
         refined = refine(

@@ -26,7 +26,7 @@ from regauge.federated.aggregation import weighted_mean
 from regauge.federated.client import unwrap
 from regauge.federated.settings import FederatedError, Settings
 from regauge.federated.states import Contribution, State
-from regauge.matching import match
+from regauge.matching import match_states
 from regauge.matching.activations import RecordError, record, sample_noise
 from regauge.matching.many import apply_to_state
 from regauge.matching.refine import refine
@@ -152,8 +152,8 @@ def _find_element(
     try:
         activations = record(model, state, spec, inputs), record(model, mean, spec, inputs)
     except RecordError:
-        return match(spec, state, mean).element
-    g = match(spec, state, mean, activations=activations).element
+        return match_states(spec, state, mean).element
+    g = match_states(spec, state, mean, activations=activations).element
     t_range = max(share - WINDOW, 0.0), min(share + WINDOW, 1.0)
     return (
         refine(spec, state, mean, g, model, inputs, steps=steps, t_range=t_range, seed=seed).g

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from regauge.checkpoints.headers import DTYPE_NAMES, FLOATS
-from regauge.checkpoints.reader import Checkpoint
+from regauge.checkpoints.reader import LOCK_FIELD, Checkpoint
 from regauge.checkpoints.writer import digests_of
 from regauge.core import axes as ax
 from regauge.core.canonical import canonical_json
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 VERSION = 2
 UNKNOWN = "0" * 64  # in place of a digest that is not known
 SCHEME = "backbone"  # the part that is transformed
-FIELD = "regauge_lock"
 TAGS = ("record", "structure", "data")
 
 
@@ -421,18 +420,14 @@ def record_of(source: Any) -> Record | None:
     None if it is not locked.
     """
     if isinstance(source, Checkpoint):
-        candidates = [(source.config or {}).get(FIELD)]
-        for shard in source.files.values():
-            text = (shard.metadata or {}).get(FIELD)
-            candidates.append(None if text is None else _parse_json(text))
-        records = [value for value in candidates if value is not None]
+        records = [_parse_json(r) if isinstance(r, str) else r for r in source.lock_records()]
         if any(value != records[0] for value in records):
             raise _tampered_error("it has two lock records that differ")
         value = records[0] if records else None
     elif isinstance(source, Mapping):
-        value = source.get(FIELD)
+        value = source.get(LOCK_FIELD)
     else:
-        value = getattr(getattr(source, "config", None), FIELD, None)
+        value = getattr(getattr(source, "config", None), LOCK_FIELD, None)
     return None if value is None else read_record(value)
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoints.files import OWNER, wrap_read_errors, write_bytes
 from regauge.checkpoints.headers import DTYPES
 from regauge.checkpoints.plan import File, Plan, check_target, files_of, is_file_name
-from regauge.checkpoints.reader import INDEX, Checkpoint
+from regauge.checkpoints.reader import INDEX, LOCK_FIELD, Checkpoint
 from regauge.checkpoints.transform import TransformSource, prepare_source
 from regauge.checkpoints.writer import WriteResult, digest_of, digests_of, write_plan
 from regauge.core.action import tensor_transforms
@@ -38,7 +38,6 @@ from regauge.errors import LockError, TamperedModelError
 from regauge.locking.keys import Key
 from regauge.locking.lock import (
     DEFAULT_GROUP,
-    FIELD,
     UNKNOWN,
     VERSION,
     Record,
@@ -301,7 +300,7 @@ def reseal(
     if (
         checkpoint.config is None
         or checkpoint.config_path is None
-        or FIELD not in checkpoint.config
+        or LOCK_FIELD not in checkpoint.config
     ):
         raise LockError(
             f"{checkpoint.path} stores its lock record in the file of the weights, which is not "
@@ -314,7 +313,8 @@ def reseal(
     )
     if not dry_run:
         write_bytes(
-            checkpoint.config_path, _config_bytes({**checkpoint.config, FIELD: resealed.to_dict()})
+            checkpoint.config_path,
+            _config_bytes({**checkpoint.config, LOCK_FIELD: resealed.to_dict()}),
         )
     return resealed
 
@@ -473,7 +473,7 @@ def _json_digest(value: Mapping[str, Any]) -> str:
 
     Not `canonical_json`: configs may hold NaN and Infinity.
     """
-    plain = {name: field for name, field in value.items() if name != FIELD}
+    plain = {name: field for name, field in value.items() if name != LOCK_FIELD}
     return hashlib.sha256(
         json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
     ).hexdigest()
@@ -641,8 +641,8 @@ def _add_record(
     files = tuple(replace(f, metadata=_drop_record(f.metadata)) for f in plan.files)
     config_name = f"{out.stem}.{CONFIG}" if is_file_name(out) else CONFIG
     small = dict(plan.small)
-    if config is not None and FIELD in config:
-        config = {field: value for field, value in config.items() if field != FIELD}
+    if config is not None and LOCK_FIELD in config:
+        config = {field: value for field, value in config.items() if field != LOCK_FIELD}
         small[config_name] = _config_bytes(config)
     if key is None:
         return replace(plan, files=files, small=small)
@@ -667,12 +667,15 @@ def _add_record(
         )
 
     def config_with(final: Record) -> bytes:
-        return _config_bytes({**(config or {}), FIELD: final.to_dict()})
+        return _config_bytes({**(config or {}), LOCK_FIELD: final.to_dict()})
 
     def file_with(final: Record) -> File:
         return replace(
             files[0],
-            metadata={**(files[0].metadata or {}), FIELD: canonical_json(final.to_dict()).decode()},
+            metadata={
+                **(files[0].metadata or {}),
+                LOCK_FIELD: canonical_json(final.to_dict()).decode(),
+            },
         )
 
     def finish(digests: Mapping[str, bytes], copied: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -704,7 +707,7 @@ def _drop_record(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
     return (
         None
         if metadata is None
-        else {name: value for name, value in metadata.items() if name != FIELD}
+        else {name: value for name, value in metadata.items() if name != LOCK_FIELD}
     )
 
 

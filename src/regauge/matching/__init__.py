@@ -1,16 +1,21 @@
 """Matching: the element that aligns one model with another.
 
-    found = match(spec, a, b)            # the element that moves a closest to b
-    aligned = apply(found.element, a)    # the same function as a, in b's basis
+    regauge.match("A", "B").save("A-aligned")   # models: paths, hub ids, modules, state dicts
 
-One algorithm over the spec serves every family. Read `search` first: its `match` is the whole loop.
+    found = match_states(spec, a, b)            # the element that moves a closest to b
+    aligned = apply(found.element, a)           # the same function as a, in b's basis
 
+One algorithm over the spec serves every family. Read `search` first: its `match_states` is the
+whole loop.
+
+    api, pairs       `match` and `compare` of what users hold; two models checked against each other
     search           the loop: first pass, sweeps
     preparation      both states checked, spaces and their groups selected, worker processes
     blocks, costs    tensors cut by their axes, and the pairs of blocks that are compared
     solver           one space given all others, by the closed form of its group's `fit`
     closed_forms     formulas beyond one group: basis-free cosines of heads, two-level assignment,
                      and those of paper 003
+    report           findings, tables and text of a match and of a comparison
     result           the element with distances before, after and at every step
     activations      inputs and recorded activations, for matching by function
     refine, tangents learned steps on the group, towards a low loss between the models
@@ -25,6 +30,6 @@ from __future__ import annotations
 from regauge.matching.costs import MatchError, SharedRows
 from regauge.matching.preparation import layers_of
 from regauge.matching.result import Match
-from regauge.matching.search import match
+from regauge.matching.search import match_states
 
-__all__ = ["Match", "MatchError", "SharedRows", "layers_of", "match"]
+__all__ = ["Match", "MatchError", "SharedRows", "layers_of", "match_states"]

@@ -17,7 +17,7 @@ from regauge.core.action import State
 from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.matching import Match, SharedRows, layers_of, match
+from regauge.matching import Match, SharedRows, layers_of, match_states
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, invariants
 
@@ -56,7 +56,7 @@ class Comparison:
         return self.verdict in ("equal", "same basis")
 
 
-def compare(
+def compare_states(
     spec: Spec,
     a: State,
     b: State,
@@ -77,14 +77,14 @@ def compare(
         progress: the progress callback.
         options: options of `match`.
     """
-    result = match(spec, a, b, rows=rows, progress=progress, **options)
+    result = match_states(spec, a, b, rows=rows, progress=progress, **options)
     costs = Costs(spec, a, b, rows=rows)
     unmatched, matched = (
         _inner_products(costs, identity(spec)),
         _inner_products(costs, result.element),
     )
     shuffled = ShuffledState(a, seed)
-    control = match(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
+    control = match_states(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
     chance = _total_cosine(_inner_products(Costs(spec, shuffled, b, rows=rows), control.element))
     cosines = (_total_cosine(unmatched), _total_cosine(matched), chance)
     verdict, explanation = _decide_verdict(result, cosines)

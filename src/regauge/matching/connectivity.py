@@ -47,9 +47,9 @@ DEFINITION = (
 
 def align_by_weights(spec: Spec, a: State, b: State) -> Element:
     """Return the element that aligns A with B by their weights, without data."""
-    from regauge.matching import match
+    from regauge.matching import match_states
 
-    return match(spec, a, b).element
+    return match_states(spec, a, b).element
 
 
 def align_by_activations(
@@ -59,10 +59,10 @@ def align_by_activations(
 
     def align(spec: Spec, a: State, b: State) -> Element:
         """Match by activations."""
-        from regauge.matching import match
+        from regauge.matching import match_states
         from regauge.matching.activations import record
 
-        return match(
+        return match_states(
             spec,
             a,
             b,

@@ -17,7 +17,8 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +30,10 @@ from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.errors import CheckpointError
 from regauge.matching.invariants import find_nonfinite, invariants
+from regauge.models.sources import require_fit, resolve
+
+if TYPE_CHECKING:
+    from regauge.models.sources import Source
 
 VERSION = 1
 _DIRECTIONS = 8
@@ -67,8 +72,28 @@ class Fingerprint:
         }
 
 
-def fingerprint(spec: Spec, state: State) -> Fingerprint:
+def fingerprint(source: Source, *, spec: Spec | str | Path | None = None) -> Fingerprint:
     """Compute the fingerprint of a model.
+
+    This reads all tensors and computes singular values: seconds to minutes.
+
+    Args:
+        source: a path, a hub id, a checkpoint, a module, or a state dict with `spec`.
+        spec: a spec or spec file; by default that of the model's family.
+
+    Raises:
+        CheckpointError: if a tensor has values that are not finite.
+
+    Example:
+        >>> # regauge.fingerprint("A").is_same(regauge.fingerprint("B"))
+    """
+    model = resolve(source, spec)
+    require_fit(model.checkpoint, model.spec)
+    return fingerprint_state(model.spec, model.checkpoint)
+
+
+def fingerprint_state(spec: Spec, state: State) -> Fingerprint:
+    """Compute the fingerprint of a state.
 
     This reads all tensors and computes singular values: seconds to minutes.
 

@@ -16,7 +16,7 @@ from regauge.checkpoints.reader import LazyState
 from regauge.core.action import State, apply_lazily
 from regauge.core.element import Element, identity
 from regauge.core.spec import Spec
-from regauge.matching import Match, MatchError, match
+from regauge.matching import Match, MatchError, match_states
 
 if TYPE_CHECKING:
     import torch
@@ -74,13 +74,13 @@ def match_many(
     matches: list[Match | None] = [None] * len(states)
     for i, state in enumerate(states):
         if i != anchor:
-            result = match(spec, state, states[anchor], **options)
+            result = match_states(spec, state, states[anchor], **options)
             matches[i], elements[i] = result, result.element
     spreads.append(_spread([apply_to_state(g, s) for g, s in zip(elements, states, strict=True)]))
     for _ in range(rounds if to == "mean" else 0):
         aligned = [apply_to_state(g, s) for g, s in zip(elements, states, strict=True)]
         middle = lazy_mean(aligned)
-        results = [match(spec, state, middle, **options) for state in aligned]
+        results = [match_states(spec, state, middle, **options) for state in aligned]
         proposed = [result.element @ g for result, g in zip(results, elements, strict=True)]
         spread = _spread([apply_to_state(g, s) for g, s in zip(proposed, states, strict=True)])
         if spread >= spreads[-1] * (1 - 1e-6):

@@ -43,7 +43,7 @@ EXACT_TOLERANCE = 1e-13  # of b's squared norm: float32 rounding after an exact 
 MIN_GAIN = 1e-4  # a sweep that gains less than this share of the squared distance is the last
 
 
-def match(
+def match_states(
     spec: Spec,
     a: State,
     b: State,

@@ -24,8 +24,8 @@ from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, SharedRows, match
-from regauge.matching.compare import MIN_COSINE, compare
+from regauge.matching import MatchError, SharedRows, match_states
+from regauge.matching.compare import MIN_COSINE, compare_states
 from regauge.merging.layout import Model
 from regauge.merging.methods import MergeError
 from regauge.merging.recipes import AlignConfig
@@ -100,7 +100,7 @@ def check_basis(
     if model.spec is None or anchor.spec is None or not compare_if_unclear:
         return verdict(None, "inconclusive", f"may or may not share a basis {evidence}")
     try:
-        compared = compare(
+        compared = compare_states(
             anchor.spec,
             model.state,
             anchor.state,
@@ -286,7 +286,7 @@ def align_models(
         if g is None:
             start = None if config.fold or config.options else noted[key].element
             options = {"sweeps": 10, **config.options}
-            result = match(
+            result = match_states(
                 target.spec,
                 source.state,
                 target.state,

@@ -175,13 +175,7 @@ def serialize_inputs(merge: Merge) -> bytes:
     from regauge import __version__
 
     recipe = merge.recipe
-    files = {
-        key: [
-            (name, file.size, file.path.stat().st_mtime_ns)
-            for name, file in model.checkpoint.files.items()
-        ]
-        for key, model in merge.models.items()
-    }
+    files = {key: model.checkpoint.stamps for key, model in merge.models.items()}
     elements = {key: model.element_digest.hex() for key, model in merge.models.items()}
     settings = [
         __version__,

@@ -1,13 +1,13 @@
-"""Results of `regauge match` and `regauge compare`, and their text."""
+"""Results of a match and of a comparison, and their text."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from regauge.cli.pair import Pair
     from regauge.matching import Match
     from regauge.matching.compare import Comparison
+    from regauge.matching.pairs import Pair
     from regauge.matching.refine import Refinement
     from regauge.results.findings import Results, Table
 

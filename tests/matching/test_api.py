@@ -1,0 +1,144 @@
+"""`regauge.match` and `regauge.compare` on what users hold: paths, checkpoints, modules, states."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import regauge
+import support.picos as picos
+from regauge.errors import CheckpointError, LockError, RegaugeError, SpecError, UnknownModelError
+from regauge.locking.locked_checkpoints import plan_lock
+from regauge.matching.api import ModelMatch
+
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model, and the same model moved by an element, as folders."""
+    root = tmp_path_factory.mktemp("models")
+    model = picos.build("gpt2").float()
+    model.save_pretrained(root / "a")
+    spec = regauge.spec_of(model)
+    model.load_state_dict(regauge.apply(regauge.element(spec, 3), model.state_dict()))
+    model.save_pretrained(root / "b")
+    return root / "a", root / "b"
+
+
+def distance(folders: tuple[Path, Path], kind: str) -> ModelMatch:
+    """Match the two as one kind of source."""
+    if kind == "paths":
+        return regauge.match(*folders)
+    if kind == "texts":
+        return regauge.match(*map(str, folders))
+    if kind == "checkpoints":
+        return regauge.match(*map(regauge.open_checkpoint, folders))
+    models = [regauge.load_model(folder) for folder in folders]
+    if kind == "modules":
+        return regauge.match(*models)
+    if kind == "mixed":
+        return regauge.match(folders[0], models[1])
+    states = [model.state_dict() for model in models]
+    return regauge.match(*states, spec=regauge.spec_of(models[0]))
+
+
+@pytest.mark.parametrize(
+    "kind", ["paths", "texts", "checkpoints", "modules", "mixed", "state dicts"]
+)
+def test_every_kind_of_source_is_matched_and_saved(
+    folders: tuple[Path, Path], kind: str, tmp_path: Path
+) -> None:
+    matched = distance(folders, kind)
+    assert matched.distance < 1e-4 < matched.distance_before
+    assert "distance" in repr(matched)
+    matched.save(tmp_path / "aligned")
+    assert json.loads((tmp_path / "aligned" / "match.json").read_text()) == matched.to_dict()
+    saved = regauge.open_checkpoint(tmp_path / "aligned")
+    for name, tensor in regauge.open_checkpoint(folders[1]).items():
+        assert (saved[name] - tensor).abs().max() < 1e-4
+    if kind != "state dicts":  # these have no config to save
+        aligned, original = (
+            regauge.load_model(folder) for folder in (tmp_path / "aligned", folders[0])
+        )
+        with torch.no_grad():
+            outputs = [model(IDS).logits for model in (aligned, original)]
+        assert (outputs[0] - outputs[1]).abs().max() < 1e-4
+
+
+def test_a_module_is_not_changed_by_a_match(folders: tuple[Path, Path]) -> None:
+    a, b = (regauge.load_model(folder) for folder in folders)
+    before = {n: t.clone() for n, t in a.state_dict().items()}
+    moved = regauge.match(a, b).state()
+    assert all(torch.equal(t, before[n]) for n, t in a.state_dict().items())
+    assert any(not torch.equal(moved[n], before[n]) for n in before)
+
+
+def test_results_become_a_page_and_a_cell_of_a_notebook(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    compared = regauge.compare(*folders)
+    assert compared.verdict == "another description"
+    assert compared.verdict in repr(compared)
+    page = compared.to_html(tmp_path / "page.html")
+    assert page == (tmp_path / "page.html").read_text()
+    assert page.startswith("<!doctype html>")
+    cell = compared._repr_html_()
+    assert "<table>" in cell
+    assert "By layer" in cell
+
+
+def test_a_fold_aligns_with_the_folded_b(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    matched = regauge.match(*folders, fold=True, options=regauge.MatchOptions(sweeps=1))
+    matched.save(tmp_path / "a")
+    matched.save_b(tmp_path / "b")
+    matched.save_element(tmp_path / "g.safetensors")
+    a, b = (regauge.open_checkpoint(tmp_path / name) for name in "ab")
+    assert max(float((a[n] - b[n]).abs().max()) for n in b) < 1e-3
+    assert regauge.load_element(tmp_path / "g.safetensors", matched.pair.spec).members
+
+
+def test_generated_text_matches_modules_by_activations(folders: tuple[Path, Path]) -> None:
+    a, b = (regauge.load_model(folder) for folder in folders)
+    matched = regauge.match(a, b, data="self")
+    assert not matched.by_weights
+    assert matched.distance < 1e-3
+
+
+def test_fingerprints_of_all_sources_agree(folders: tuple[Path, Path]) -> None:
+    first = regauge.fingerprint(folders[0])
+    assert first.is_same(regauge.fingerprint(regauge.load_model(folders[0])))
+    assert first.is_same(regauge.fingerprint(folders[1]))
+
+
+def test_what_is_no_model_is_refused_with_a_way_out(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = regauge.load_model(folders[0])
+    with pytest.raises(SpecError, match="no config") as missing:
+        regauge.match(model.state_dict(), model)
+    assert "spec=" in str(missing.value.hint)
+    with pytest.raises(UnknownModelError, match="got int"):
+        regauge.match(3, model)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="must be a tensor"):
+        regauge.match({"x": 1}, model, spec=regauge.spec_of(model))  # type: ignore[dict-item]
+    with pytest.raises(RegaugeError, match='batches of inputs or "self"'):
+        regauge.match(*folders, data="nonsense")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="is the input"):
+        regauge.match(*folders).save(folders[0])
+    with pytest.raises(RegaugeError, match="one family"):
+        regauge.compare(folders[0], picos.build("bert").float())
+
+
+def test_a_locked_model_is_compared_but_not_matched(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    opened = regauge.open_checkpoint(folders[0])
+    locked = tmp_path / "locked"
+    plan_lock(opened, regauge.spec_of(opened), locked, regauge.generate_key()).write()
+    with pytest.raises(LockError, match="is locked by the key"):
+        regauge.match(locked, folders[1])
+    assert regauge.compare(locked, folders[0]).verdict == "another description"

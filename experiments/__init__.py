@@ -3,7 +3,7 @@
     results = EXPERIMENTS["000/table2"](Lab("small", seeds=3))
 
 A `Lab` holds the preset and its seeds, and where to find and keep things. Every number that an
-experiment reports comes from cells (`cells`): what was computed once is not computed again.
+experiment reports comes from cells (`shared.cells`): what was computed once is not computed again.
 """
 
 from __future__ import annotations

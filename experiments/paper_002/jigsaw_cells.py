@@ -31,9 +31,9 @@ How = Mapping[str, Any]
 Parameters = Mapping[str, Any]
 WARMUP = 20 / 300  # epochs of the paper without puzzles
 RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
-# The training ratio of what has no other: Table 3 has several, Table 5 (`updates`) the paper's, and
-# `beyond` both. The paper's 0.1 is 19 of 196 patches; of 64 it is 6, from which the unknown
-# embedding learns little.
+# The default training ratio. Table 3 has several, Table 5 (`gradient_leakage`) has the paper's, and
+# `beyond` has both. The paper's 0.1 is 19 of 196 patches; of 64 patches it is 6, too few to train
+# the unknown embedding.
 TRAINED = {"small": 0.3, "paper": 0.1, "pico": 0.3}
 SHOWN = 1000  # test images that a training looks at on its way
 

@@ -29,7 +29,7 @@ KINDS = {
     "paper": ("gpt2", "llama", "vit"),
     "pico": ("gpt2", "llama", "vit", "bert"),
 }
-# The ways that are compared: what the benchmark calls them, and the entry of `ways.WAYS`.
+# The ways that are compared: what the benchmark calls them, and the entry of `matchers.WAYS`.
 VARIANTS: dict[str, str] = {
     "vanilla": "none",
     "permutations only": "permutations",

@@ -1,8 +1,8 @@
 """Figures 3 to 5 of paper 003: what its matcher does for the average of two models, and which part
 of it does it.
 
-Every figure is measured on the pairs that are there (`ends.look`), in the ways of `ways.WAYS`: the
-paper's own, its rivals, and ours.
+Every figure is measured on the available pairs (`pair_catalog.look`) with the matchers of
+`matchers.WAYS`: the paper's own, its rivals, and ours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A client whose crossings are defended, trained here and attacked: the cell that `recipes` is made
-of.
-"""
+"""A client whose crossings are defended, trained and attacked: the cell of `defence_recipes`."""
 
 from __future__ import annotations
 

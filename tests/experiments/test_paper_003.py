@@ -362,7 +362,7 @@ def test_noise_is_tried_where_models_write_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "variant", "barriers", "holds"),
+    ("kind", "variant", "measured", "holds"),
     [
         ("gpt2", "data-free", [0.05] * 5, True),
         ("gpt2", "data-free", [0.15] * 5, False),
@@ -378,11 +378,11 @@ def test_noise_is_tried_where_models_write_nothing() -> None:
     ],
 )
 def test_goals_are_judged_on_enough_pairs(
-    kind: str, variant: str, barriers: list[float], holds: bool | None
+    kind: str, variant: str, measured: list[float], holds: bool | None
 ) -> None:
     by = {
-        "vanilla": [{"barrier": 1.0}] * len(barriers),
-        variant: [{"barrier": b} for b in barriers],
+        "vanilla": [{"barrier": 1.0}] * len(measured),
+        variant: [{"barrier": b} for b in measured],
     }
     assert barriers._goal(Lab("small"), kind, "models", variant, by).holds is holds
     assert barriers._goal(Lab("pico"), kind, "models", variant, by).holds is None

@@ -2,9 +2,9 @@
 a full sweep on a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
-   the assignment of FFN neurons, by the transcription in `experiments.rotations` (numpy, float32,
-   as in the paper's code; its layers are read before the timing) and by `match`. Interleaved,
-   medians. Goal: not slower, in CPU seconds (wall seconds are printed too).
+   the assignment of FFN neurons, by the transcription in `experiments.paper_003.reference_matcher`
+   (numpy, float32, as in the paper's code; its layers are read before the timing) and by `match`.
+   Interleaved, medians. Goal: not slower, in CPU seconds (wall seconds are printed too).
 2. TinyLlama's shape (22 layers, d 2048, FFN 5632, 32 heads over 4 key-value heads), bf16 on disk,
    with B a transformed A: one full search over the full group, in one process and in two: wall
    seconds, CPU seconds, peak memory of the largest process.
@@ -58,10 +58,10 @@ def gpt2(seed: int) -> dict[str, Any]:
 
 def transcribed(layers: list[list[Any]]) -> None:
     """Match as in paper 003, layer by layer: two SVDs per head, one assignment per layer."""
-    from experiments import rotations
+    from experiments.paper_003 import reference_matcher
 
     for a, b in zip(*layers, strict=True):
-        rotations.matched(a, b, rescale=False)
+        reference_matcher.matched(a, b, rescale=False)
 
 
 def ours(spec: Any, a: dict[str, Any], b: dict[str, Any]) -> None:
@@ -74,7 +74,7 @@ def compare() -> bool:
     """Compare `match` with the transcription. Returns whether it is not slower."""
     import torch
 
-    from experiments import rotations
+    from experiments.paper_003 import reference_matcher
     from regauge import spec_of
 
     config = {
@@ -88,7 +88,7 @@ def compare() -> bool:
     spec = spec_of({**config, "architectures": ["GPT2Model"], "bos_token_id": 0, "eos_token_id": 0})
     a, b = ({n.removeprefix("transformer."): t for n, t in gpt2(seed).items()} for seed in (0, 1))
     prefixed = [{f"transformer.{n}": t for n, t in state.items()} for state in (a, b)]
-    layers = [rotations.read(state, "gpt2", HEADS, np.float32) or [] for state in prefixed]
+    layers = [reference_matcher.read(state, "gpt2", HEADS, np.float32) or [] for state in prefixed]
     times: dict[str, list[tuple[float, float]]] = {"transcription": [], "match": []}
     for _ in range(ROUNDS):
         for name, run in (

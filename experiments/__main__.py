@@ -86,7 +86,7 @@ def reproduce(
     need("transformers", "experiments")
     check_outputs(json, report)
     from experiments import EXPERIMENTS
-    from experiments.lab import Lab, default_assets
+    from experiments.shared.runner import Lab, default_assets
 
     if listed:
         print_result(

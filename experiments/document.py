@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.threats import threat_model
+from experiments.threat_model import threat_model
 from regauge.checkpoints.files import write_bytes
 from regauge.results.findings import Finding, Results, Table, load_results
 from regauge.results.report import format_number

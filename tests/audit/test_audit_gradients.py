@@ -258,7 +258,7 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
-    from experiments.front import PICO
+    from experiments.gradients.defence_tradeoff import PICO
 
     found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
     (table,) = found.tables

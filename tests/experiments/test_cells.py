@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import training
-from experiments.cells import Cell, key_of, run
+from experiments.shared import train_cells
+from experiments.shared.cells import Cell, key_of, run
 from regauge.checkpoints.environment import default_cache
 from regauge.checkpoints.resume import CacheError, Outcome, ResumeState
 from regauge.data import train as loop
@@ -127,7 +127,7 @@ SLOW = """
     import sys, time
     from pathlib import Path
     from regauge.checkpoints.resume import Outcome
-    from experiments.cells import Cell, run
+    from experiments.shared.cells import Cell, run
 
     def slow(p, data, work):
         with Path(sys.argv[2]).open("a") as log:
@@ -186,7 +186,8 @@ KILLED = f"""
     import os, signal, sys
     from pathlib import Path
     from regauge.data.datasets import open_data
-    from experiments import cells, training
+    from experiments.shared import cells
+    from experiments.shared import train_cells
     from regauge.checkpoints import resume
 
     cells.SAVE_INTERVAL = 0
@@ -197,7 +198,7 @@ KILLED = f"""
             os.kill(os.getpid(), signal.SIGKILL)
     resume.ResumeState.save = save
     data = {{"train": open_data("digits").take(128)}}
-    cells.run(training.TRAIN, {LONG!r}, Path(sys.argv[1]), data)
+    cells.run(train_cells.TRAIN, {LONG!r}, Path(sys.argv[1]), data)
 """
 
 
@@ -211,7 +212,7 @@ def test_a_killed_training_goes_on_to_the_same_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)  # sums are the same bits only on the same number of threads
-    whole = run(training.TRAIN, LONG, tmp_path / "whole", digits())
+    whole = run(train_cells.TRAIN, LONG, tmp_path / "whole", digits())
     script, cache = tmp_path / "killed.py", tmp_path / "killed"
     script.write_text(textwrap.dedent(KILLED))
     assert (
@@ -227,7 +228,7 @@ def test_a_killed_training_goes_on_to_the_same_end(
     steps = []
     forward = loop.logits_and_extra_loss
     monkeypatch.setattr(loop, "logits_and_extra_loss", lambda *a: steps.append(1) or forward(*a))
-    resumed = run(training.TRAIN, LONG, cache, digits())
+    resumed = run(train_cells.TRAIN, LONG, cache, digits())
     assert whole.values["steps"] == 12
     assert len(steps) == 12 - 5
     assert resumed.values["losses"] == whole.values["losses"]
@@ -236,8 +237,8 @@ def test_a_killed_training_goes_on_to_the_same_end(
 
 
 def test_a_damaged_state_of_work_is_begun_again(tmp_path: Path) -> None:
-    whole = run(training.TRAIN, LONG, tmp_path / "whole", digits())
-    path = tmp_path / "torn" / f"train-{key_of(training.TRAIN, LONG, digits())[:40]}.working"
+    whole = run(train_cells.TRAIN, LONG, tmp_path / "whole", digits())
+    path = tmp_path / "torn" / f"train-{key_of(train_cells.TRAIN, LONG, digits())[:40]}.working"
     path.parent.mkdir()
     path.write_bytes(b"torn")
-    assert run(training.TRAIN, LONG, tmp_path / "torn", digits()).digest == whole.digest
+    assert run(train_cells.TRAIN, LONG, tmp_path / "torn", digits()).digest == whole.digest

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from experiments import recipes
-from experiments.defended import Client
-from experiments.lab import Lab
-from experiments.leaks import leaks
-from experiments.models import build
+from experiments.shared.models import build
+from experiments.shared.runner import Lab
+from experiments.split import defence_recipes
+from experiments.split.defended_client import Client
+from experiments.split.leakage import leaks
 from regauge.defences.split import parse_defences
 from regauge.models.cut import cut
 
 
 def client(*defences: str, blocks: int = 0) -> Any:
-    model = build(recipes.PICO.model, 0).float().eval()
+    model = build(defence_recipes.PICO.model, 0).float().eval()
     return Client(model, parse_defences(defences), blocks)
 
 
@@ -54,18 +54,18 @@ def test_recipes_are_measured_and_the_best_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = replace(
-        recipes.PICO,
-        recipes=recipes._recipes("", "noise=2 rows=sample", "batch-shuffle=0.5"),
+        defence_recipes.PICO,
+        recipes=defence_recipes._recipes("", "noise=2 rows=sample", "batch-shuffle=0.5"),
         parts=(100, 60, 50),
     )
     scene = replace(scene, attack={**scene.attack, "targets": 50, "passes": 2})
-    monkeypatch.setitem(recipes.SCENES, "pico", (scene,))
-    found = recipes.recipes(Lab("pico", 1, cache=tmp_path))
+    monkeypatch.setitem(defence_recipes.SCENES, "pico", (scene,))
+    found = defence_recipes.recipes(Lab("pico", 1, cache=tmp_path))
     leaks = {f.id: f for f in found.findings if f.id.startswith("leak/")}
     assert leaks["leak/digits/none"].value == 1.0, "without a defence every image comes back"
     assert leaks["leak/digits/none"].value > leaks["leak/digits/batch-shuffle=0.5"].value  # type: ignore[operator]
     assert {f.id for f in found.findings if f.id.startswith("best/")} == {
-        f"best/digits/{b:g}" for b in recipes.BUDGETS
+        f"best/digits/{b:g}" for b in defence_recipes.BUDGETS
     }
     assert [row[0] for row in found.tables[0].rows] == [
         "none",
@@ -73,7 +73,7 @@ def test_recipes_are_measured_and_the_best_is_named(
         "batch-shuffle=0.5",
     ]
     assert "averaged" in str(found.tables[0].rows[1][-1]) or found.tables[0].rows[1][4] is not None
-    again = recipes.recipes(Lab("pico", 1, cache=tmp_path))
+    again = defence_recipes.recipes(Lab("pico", 1, cache=tmp_path))
     assert again.tables == found.tables, "kept, and not computed twice"
 
 

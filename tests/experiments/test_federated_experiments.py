@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from experiments import EXPERIMENTS
-from experiments.federating import FUSED, PARTS, WAYS
-from experiments.lab import Lab
+from experiments.federated.fedavg import FUSED, PARTS, WAYS
+from experiments.shared.runner import Lab
 
 
 def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> None:

@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import (
-    EXPERIMENTS,
-    clocking,
-    ends,
-    fusion,
+from experiments import EXPERIMENTS
+from experiments.paper_003 import (
+    barriers,
+    cost,
+    fusion_figures,
     layers,
+    matchers,
     merges,
-    paired,
-    pairs,
-    rotations,
-    theus,
-    trying,
-    ways,
+    pair_catalog,
+    pair_cells,
+    pair_models,
+    pair_results,
+    reference_matcher,
 )
-from experiments.ends import Ends, NoPairsError, Pair, Ready, look
-from experiments.lab import Lab
-from experiments.models import build
-from experiments.trying import METHODS, Bench
-from experiments.ways import WAYS
+from experiments.paper_003.matchers import WAYS
+from experiments.paper_003.pair_catalog import Ends, NoPairsError, Pair, Ready, look
+from experiments.paper_003.pair_cells import METHODS, Bench
+from experiments.shared.models import build
+from experiments.shared.runner import Lab
 from regauge.checkpoints.element_files import element_of, load_element, save_element
 from regauge.checkpoints.resume import Outcome
 from regauge.core.action import apply
@@ -52,7 +52,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(cache: Path) -> Pair:
     """A pico ViT on digits, and itself."""
     lab = Lab("pico", cache=cache, assets=cache)
-    about = pairs.subject(lab, "vit")
+    about = pair_models.subject(lab, "vit")
     a = lab.train(about, 0, "plain")
     return Pair("vit", "ViT, planted", about, a, a)
 
@@ -101,7 +101,9 @@ def test_what_the_paper_can_undo_it_undoes(lab: Lab, trained: Pair) -> None:
     pair, g = planted(trained, within="orthogonal", spaces=["qk", "vo", "ffn"])
     bench = Bench(lab, pair)
     shares = {
-        way: left(bench, way) for way in fusion.RIVALS if way not in ("folded", "ours", "none")
+        way: left(bench, way)
+        for way in fusion_figures.RIVALS
+        if way not in ("folded", "ours", "none")
     }
     assert shares["paper"] < 1e-5
     assert shares["without rescaling"] < 1e-5
@@ -191,9 +193,9 @@ def run_on(
 ) -> Results:
     """An experiment on one pair, so many times over."""
     found = Ends([Ready(pair.kind, None, pair.about, 0)] * count)
-    for module in (paired, layers, theus):
+    for module in (pair_results, layers, barriers):
         monkeypatch.setattr(module, "look", lambda *given: found)
-    for module in (paired, theus):
+    for module in (pair_results, barriers):
         monkeypatch.setattr(module, "load", lambda lab, ready: pair)
     return EXPERIMENTS[name](lab)
 
@@ -205,11 +207,13 @@ def test_the_order_of_distances_and_a_matcher_that_breaks_it(
     results = run_on("003/figure4", lab, pair, monkeypatch)
     assert not results.failed
     shown = {row[1]: row[2] for row in results.tables[0].rows}
-    said = [shown[ways.SAID[way]] for way in ("paper", "neurons", "none")]
+    said = [shown[matchers.SAID[way]] for way in ("paper", "neurons", "none")]
     assert said == sorted(said)
     assert said[0] < 1e-3 * said[2]
     monkeypatch.setitem(
-        ways.FINDERS, "match", lambda r: ways.Found(element(r.spec, 9, within="permutation"))
+        matchers.FINDERS,
+        "match",
+        lambda r: matchers.Found(element(r.spec, 9, within="permutation")),
     )
     wrong = run_on("003/figure4", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch)
     assert "vit/neurons/none" in {f.id for f in wrong.failed}
@@ -220,13 +224,13 @@ def test_a_moved_end_that_is_another_function_is_noticed(
 ) -> None:
     pair, _ = planted(trained)
     assert not run_on("003/figure5", lab, pair, monkeypatch).failed
-    right = trying.apply
+    right = pair_cells.apply
 
     def wrong(g: Element, state: Any, **more: Any) -> Any:
         out = right(g, state, **more)
         return {n: 1.5 * t if "fc1.weight" in n and g.members else t for n, t in out.items()}
 
-    monkeypatch.setattr(trying, "apply", wrong)
+    monkeypatch.setattr(pair_cells, "apply", wrong)
     other = Lab("pico", cache=tmp_path, assets=tmp_path)
     assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {"vit/ends"}
     assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
@@ -273,7 +277,7 @@ def test_layers_and_times_on_a_planted_pair(
             },
         ),
     )
-    monkeypatch.setitem(trying.EFFORT, "pico", {**trying.EFFORT["pico"], "runs": 2})
+    monkeypatch.setitem(pair_cells.EFFORT, "pico", {**pair_cells.EFFORT["pico"], "runs": 2})
     times = run_on("003/table3", lab, pair, monkeypatch)
     assert not times.failed
     trials = {f.id: f.trials for f in times.findings}
@@ -281,8 +285,10 @@ def test_layers_and_times_on_a_planted_pair(
         2,
         1,
     )  # what takes long is timed once
-    right = rotations.matched
-    monkeypatch.setattr(rotations, "matched", lambda one, two: right(one, two, rescale=False))
+    right = reference_matcher.matched
+    monkeypatch.setattr(
+        reference_matcher, "matched", lambda one, two: right(one, two, rescale=False)
+    )
     assert {
         f.id
         for f in run_on(
@@ -295,15 +301,16 @@ def test_the_transcription_reads_in_the_precision_that_is_asked_for(trained: Pai
     state = trained.a.tensors
     heads = trained.about.model["config"]["num_attention_heads"]
     (fine,), (rough,) = (
-        rotations.read(state, "vit", heads, dtype) or [] for dtype in (np.float64, np.float32)
+        reference_matcher.read(state, "vit", heads, dtype) or []
+        for dtype in (np.float64, np.float32)
     )
     assert {part.dtype for part in fine.parts()} == {np.dtype(np.float64)}
-    assert {part.dtype for part in rotations.matched(rough, rough).parts()} == {
+    assert {part.dtype for part in reference_matcher.matched(rough, rough).parts()} == {
         np.dtype(np.float32)
     }
-    assert rotations.squared(
-        rotations.matched(rough, rough, rescale=False), fine
-    ) < 1e-6 * rotations.squared(fine, replace(fine, q=0 * fine.q))
+    assert reference_matcher.squared(
+        reference_matcher.matched(rough, rough, rescale=False), fine
+    ) < 1e-6 * reference_matcher.squared(fine, replace(fine, q=0 * fine.q))
 
 
 def test_plans_of_layers() -> None:
@@ -328,7 +335,7 @@ def test_plans_of_layers() -> None:
 def test_layers_are_told_apart_beyond_a_share_of_what_all_do(
     trained: Pair, losses: dict[tuple[int, ...], float], told: str
 ) -> None:
-    shown = paired.Rows()
+    shown = pair_results.Rows()
     for chosen, loss in losses.items():
         shown.add(trained, chosen, {"loss": loss, "share": 1.0 - 0.1 * len(chosen)})
     nearer, first = layers._more_layers(shown, "vit", "ViT", layers.layer_plans(2), 2)
@@ -337,25 +344,25 @@ def test_layers_are_told_apart_beyond_a_share_of_what_all_do(
 
 
 def test_the_interval_of_a_mean() -> None:
-    assert theus.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
-    assert theus.interval([1.0]) is None
+    assert barriers.interval([1.0, 2.0, 3.0]) == pytest.approx(4.302653 / 3**0.5, rel=1e-5)
+    assert barriers.interval([1.0]) is None
 
 
 def test_noise_is_tried_where_models_write_nothing() -> None:
-    assert theus.variants("gpt2") == theus.VARIANTS
-    assert {*theus.variants("vit").values()} - {*theus.VARIANTS.values()} == {
+    assert barriers.variants("gpt2") == barriers.VARIANTS
+    assert {*barriers.variants("vit").values()} - {*barriers.VARIANTS.values()} == {
         "refined longer",
         "drawn",
     }
     assert all(
-        way in ways.WAYS and way in ways.SAID
+        way in matchers.WAYS and way in matchers.SAID
         for kind in ("gpt2", "vit")
-        for way in theus.variants(kind).values()
+        for way in barriers.variants(kind).values()
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "variant", "barriers", "holds"),
+    ("kind", "variant", "measured", "holds"),
     [
         ("gpt2", "data-free", [0.05] * 5, True),
         ("gpt2", "data-free", [0.15] * 5, False),
@@ -371,14 +378,14 @@ def test_noise_is_tried_where_models_write_nothing() -> None:
     ],
 )
 def test_goals_are_judged_on_enough_pairs(
-    kind: str, variant: str, barriers: list[float], holds: bool | None
+    kind: str, variant: str, measured: list[float], holds: bool | None
 ) -> None:
     by = {
-        "vanilla": [{"barrier": 1.0}] * len(barriers),
-        variant: [{"barrier": b} for b in barriers],
+        "vanilla": [{"barrier": 1.0}] * len(measured),
+        variant: [{"barrier": b} for b in measured],
     }
-    assert theus._goal(Lab("small"), kind, "models", variant, by).holds is holds
-    assert theus._goal(Lab("pico"), kind, "models", variant, by).holds is None
+    assert barriers._goal(Lab("small"), kind, "models", variant, by).holds is holds
+    assert barriers._goal(Lab("pico"), kind, "models", variant, by).holds is None
 
 
 def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path) -> None:
@@ -416,9 +423,11 @@ def test_only_whole_pairs_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     lab = Lab("small", cache=tmp_path, assets=tmp_path)
     done = {0, 1, 2, 5, 6, 7}
     monkeypatch.setattr(Lab, "is_trained", lambda self, subject, seed, way: seed in done)
-    about = pairs.subject(lab, "gpt2")
-    assert [r.seeds for r in ends._trained(lab, "gpt2", about)] == [(0, 1), (6, 7)]
-    assert [r.seeds for r in ends._trained(replace(lab, seeds=4), "gpt2", about)] == [(0, 1)]
+    about = pair_models.subject(lab, "gpt2")
+    assert [r.seeds for r in pair_catalog._trained(lab, "gpt2", about)] == [(0, 1), (6, 7)]
+    assert [r.seeds for r in pair_catalog._trained(replace(lab, seeds=4), "gpt2", about)] == [
+        (0, 1)
+    ]
 
 
 def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,7 +458,7 @@ def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     known.save(str(tmp_path / "gpt2_pair" / "tokenizer.json"))
     lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
     found = look(lab, ("asset",))
-    pair = ends.load(lab, found.ready[0])
+    pair = pair_catalog.load(lab, found.ready[0])
     assert pair.a.tensors["transformer.wte.weight"].dtype == torch.float32
     assert not torch.equal(
         pair.a.tensors["transformer.wte.weight"], pair.b.tensors["transformer.wte.weight"]
@@ -487,10 +496,10 @@ def test_six_merges_of_a_planted_pair(
     end = next(f for f in results.findings if f.id == "vit/best")
     assert end.value == pytest.approx(end.ceiling)
     for method in ("Simple", "Fisher", "RegMean"):
-        assert losses[method, ways.SAID["ours"]] == pytest.approx(
-            losses["Simple", ways.SAID["ours"]], abs=1e-3
+        assert losses[method, matchers.SAID["ours"]] == pytest.approx(
+            losses["Simple", matchers.SAID["ours"]], abs=1e-3
         )
-        assert losses[method, ways.SAID["none"]] > losses[method, ways.SAID["ours"]] + 0.2
+        assert losses[method, matchers.SAID["none"]] > losses[method, matchers.SAID["ours"]] + 0.2
     monkeypatch.setattr(
         merges, "HARM", -2.0
     )  # so that every gain is too small: on models of another size that would be a failure
@@ -499,20 +508,20 @@ def test_six_merges_of_a_planted_pair(
 
 
 def test_what_takes_long_may_be_timed_less_often() -> None:
-    assert clocking.median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
-    assert clocking.median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
+    assert cost.median_ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    assert cost.median_ratio([3.0, 6.0, 4.0], [2.0]) == 2.0
 
 
 def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(
     lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     read, timed = [], []
-    right = trying.prepare
+    right = pair_cells.prepare
     monkeypatch.setattr(
-        trying, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1]
+        pair_cells, "prepare", lambda *given: (read.append(len(timed)), right(*given))[1]
     )
-    monkeypatch.setattr(clocking.time, "process_time", lambda: float(timed.append(0) or len(timed)))
-    clocking.clocked(Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained))
+    monkeypatch.setattr(cost.time, "process_time", lambda: float(timed.append(0) or len(timed)))
+    cost.clocked(Bench(Lab("pico", cache=tmp_path, assets=tmp_path), trained))
     assert read == [0]
     assert timed
     opened: list[int] = []
@@ -521,8 +530,10 @@ def test_data_are_read_before_the_clock_runs_and_once_in_a_merge(
         spec_of_pair(trained),
         trained.a.tensors,
     )
-    examples = pairs.examples(lab, "vit", "train")
-    given = trying.Merging(module, spec, state, state, lambda: (opened.append(1), examples)[1], 8)
+    examples = pair_models.examples(lab, "vit", "train")
+    given = pair_cells.Merging(
+        module, spec, state, state, lambda: (opened.append(1), examples)[1], 8
+    )
     METHODS["OT-WTS"](given)
     assert not opened
     METHODS["RegMean"](given)

@@ -20,25 +20,19 @@ import numpy as np
 import pytest
 import torch
 
-from experiments import (
-    EXPERIMENTS,
-    jigsaws,
-    locks,
-    models,
-    pairs,
-    positions,
-    recipes,
-    training,
-    trying,
-    tuning,
-)
+from experiments import EXPERIMENTS
 from experiments.__main__ import main
-from experiments.claims import distance, outputs_of
 from experiments.document import ABOUT, document
-from experiments.lab import Lab
-from experiments.presets import PRESETS
-from experiments.tables import PAPER
-from experiments.threats import threat_model
+from experiments.paper_000 import locked_finetune
+from experiments.paper_000.claims import distance, outputs_of
+from experiments.paper_000.permutation import PAPER
+from experiments.paper_002 import accuracy, positions
+from experiments.paper_003 import pair_cells, pair_models
+from experiments.shared import finetune_cells, models, train_cells
+from experiments.shared.presets import PRESETS
+from experiments.shared.runner import Lab
+from experiments.split import defence_recipes
+from experiments.threat_model import threat_model
 from regauge.checkpoints.resume import ResumeState
 from regauge.data import tasks
 from regauge.data.tasks import Examples
@@ -113,9 +107,9 @@ def _here(cache: Path, assets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setenv("REGAUGE_CACHE", str(cache))
     monkeypatch.setenv("REGAUGE_ASSETS", str(assets))
-    monkeypatch.setitem(trying.EFFORT, "pico", {**trying.EFFORT["pico"], "steps": 5})
-    scene = replace(recipes.PICO, recipes=recipes.PICO.recipes[::2])
-    monkeypatch.setitem(recipes.SCENES, "pico", (scene,))
+    monkeypatch.setitem(pair_cells.EFFORT, "pico", {**pair_cells.EFFORT["pico"], "steps": 5})
+    scene = replace(defence_recipes.PICO, recipes=defence_recipes.PICO.recipes[::2])
+    monkeypatch.setitem(defence_recipes.SCENES, "pico", (scene,))
 
 
 def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
@@ -252,7 +246,7 @@ def test_a_part_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
 def test_a_wrong_element_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = models.used
     monkeypatch.setattr(
-        training,
+        train_cells,
         "used",
         lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed),
     )
@@ -268,7 +262,7 @@ def test_training_with_a_wrong_element_ends_with_exit_code_3(
     monkeypatch.setenv("REGAUGE_CACHE", str(tmp_path / "other"))
     right = models.used
     monkeypatch.setattr(
-        training,
+        train_cells,
         "used",
         lambda model, way, seed: right(model, "wrong" if way == "columns" else way, seed),
     )
@@ -298,9 +292,9 @@ def test_training_with_rows_that_are_not_put_back_is_noticed(
 @pytest.fixture
 def wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Edges by another key than the lock's."""
-    right = tuning.locked_element
+    right = finetune_cells.locked_element
     monkeypatch.setattr(
-        tuning,
+        finetune_cells,
         "locked_element",
         lambda spec, record, key: right(spec, replace(record, digest="0" * 64), key, tags=False),
     )
@@ -326,9 +320,9 @@ def test_a_locked_model_stands_between(tmp_path: Path) -> None:
     subject = lab.preset.tables["table7"]["bert"]
     data = {"train": lab.open(subject.train), **lab.begin(subject, 0)}
     states = {}
-    for way in tuning.WAYS:
+    for way in finetune_cells.WAYS:
         p = {"model": subject.model, "way": way, "seed": 0, "fresh": list(subject.fresh)}
-        model, put_back = tuning.begun(p, data, torch.float64, "cpu")
+        model, put_back = finetune_cells.begun(p, data, torch.float64, "cpu")
         states[way] = put_back(dict(model.state_dict()))
     table, inside, head = (
         "bert.embeddings.word_embeddings.weight",
@@ -338,7 +332,7 @@ def test_a_locked_model_stands_between(tmp_path: Path) -> None:
     start = data["start"].tensors
     same = {
         (way, name)
-        for way in tuning.WAYS
+        for way in finetune_cells.WAYS
         for name in (table, inside, head)
         if torch.equal(states[way][name], start[name])
     }
@@ -350,7 +344,9 @@ def test_a_locked_model_stands_between(tmp_path: Path) -> None:
         ("unauthorized", table),
         ("edges", table),
     }
-    assert len({float(states[way][head].sum()) for way in tuning.WAYS}) == 1  # one new head for all
+    assert (
+        len({float(states[way][head].sum()) for way in finetune_cells.WAYS}) == 1
+    )  # one new head for all
     moved, plain = states["unauthorized"][inside], start[inside]
     assert torch.equal(
         moved.flatten().sort().values, plain.flatten().sort().values
@@ -384,8 +380,8 @@ def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.M
         "seed": 0,
     }
     p |= {"validated": {**subject.task, **subject.validated}, "way": "authorized"}
-    whole = tuning.tune(p, data, ResumeState(tmp_path / "a"))
-    right, calls = tuning.mean_loss, []
+    whole = finetune_cells.tune(p, data, ResumeState(tmp_path / "a"))
+    right, calls = finetune_cells.mean_loss, []
 
     def stops(*args: Any) -> float:
         calls.append(1)
@@ -393,17 +389,19 @@ def test_looks_go_on_after_an_interruption(tmp_path: Path, monkeypatch: pytest.M
             raise KeyboardInterrupt
         return right(*args)
 
-    monkeypatch.setattr(tuning, "mean_loss", stops)
+    monkeypatch.setattr(finetune_cells, "mean_loss", stops)
     work = ResumeState(tmp_path / "b", every=0.0)
     with pytest.raises(KeyboardInterrupt):
-        tuning.tune(p, data, work)
-    assert tuning.tune(p, data, work).digest == whole.digest
+        finetune_cells.tune(p, data, work)
+    assert finetune_cells.tune(p, data, work).digest == whole.digest
     assert [step for step, _ in whole.values["seen"]] == [round(i * 40 / 6) for i in range(7)]
     assert len(calls) == 4 + 4  # the three looks that were over are not taken again
 
 
 def test_samples_are_shown_in_one_line() -> None:
-    assert locks.shown("to be,\nor | not\ufffd <b> /x\x00 é") == "to be,¶or · not· ·b· ·x· é"
+    assert (
+        locked_finetune.shown("to be,\nor | not\ufffd <b> /x\x00 é") == "to be,¶or · not· ·b· ·x· é"
+    )
 
 
 def test_a_test_in_float64_sees_differences_in_float64(tmp_path: Path) -> None:
@@ -438,26 +436,26 @@ def test_ends_of_pairs_are_loaded_from_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lab = Lab("pico", cache=tmp_path)
-    assert pairs.finished(lab) == {"gpt2": [], "llama": [], "vit": [], "bert": []}
+    assert pair_models.finished(lab) == {"gpt2": [], "llama": [], "vit": [], "bert": []}
     assert not list(tmp_path.glob("*"))  # asking does not train
-    a, b = (pairs.model(lab, "gpt2", seed) for seed in (0, 1))
-    assert pairs.finished(lab)["gpt2"] == [0, 1]
+    a, b = (pair_models.model(lab, "gpt2", seed) for seed in (0, 1))
+    assert pair_models.finished(lab)["gpt2"] == [0, 1]
     assert not torch.equal(a.lm_head.weight, a.transformer.wte.weight)
     assert not torch.equal(a.lm_head.weight, b.lm_head.weight)
-    pairs.save(lab, "gpt2", 0, tmp_path / "a")
+    pair_models.save(lab, "gpt2", 0, tmp_path / "a")
     again = load_model(tmp_path / "a")
     assert all(torch.equal(x, again.state_dict()[n]) for n, x in a.state_dict().items())
     assert (tmp_path / "a" / "tokenizer.json").exists()
     train, validation, test = (
-        pairs.examples(lab, "gpt2", which) for which in ("train", "validation", "test")
+        pair_models.examples(lab, "gpt2", which) for which in ("train", "validation", "test")
     )
     assert len(train) > 10 * len(test) > 0
     assert len(validation) == pytest.approx(len(test), abs=2)
     scored = lab.score(
-        pairs.subject(lab, "gpt2"),
+        pair_models.subject(lab, "gpt2"),
         0,
         "plain",
-        weights=lab.train(pairs.subject(lab, "gpt2"), 0, "plain"),
+        weights=lab.train(pair_models.subject(lab, "gpt2"), 0, "plain"),
     )
     assert score(a, a.state_dict(), test).loss == pytest.approx(
         scored.values["measures"]["nats"], rel=1e-5
@@ -467,12 +465,14 @@ def test_ends_of_pairs_are_loaded_from_the_cache(
 def test_what_is_kept_for_validation_is_not_trained_on() -> None:
     lab = Lab("pico")
     for name in ("vit", "bert"):
-        train, validation = (pairs.examples(lab, name, which) for which in ("train", "validation"))
-        whole = len(lab.open(pairs.subject(lab, name).train))
+        train, validation = (
+            pair_models.examples(lab, name, which) for which in ("train", "validation")
+        )
+        whole = len(lab.open(pair_models.subject(lab, name).train))
         assert len(train) + len(validation) == whole
         assert len(validation) == pytest.approx(whole / 20, abs=1)
     train, validation = (
-        pairs.examples(lab, "vit", which).batch(np.arange(50))[0]["pixel_values"]
+        pair_models.examples(lab, "vit", which).batch(np.arange(50))[0]["pixel_values"]
         for which in ("train", "validation")
     )
     assert not any(torch.equal(a, b) for a in train for b in validation)
@@ -488,16 +488,16 @@ def test_the_bigram_that_ends_are_compared_with() -> None:
     whole = Examples(len(windows), 8, lambda rows: ({}, windows[rows]), causal=True)
     share = np.bincount(ids, minlength=8) / len(ids)
     true = float(-(share[:, None] * follow * np.log(np.maximum(follow, 1e-300))).sum())
-    assert pairs.bigram(
+    assert pair_models.bigram(
         whole.only(np.arange(1500)), whole.only(np.arange(1500, 2000))
     ) == pytest.approx(true, rel=0.03)
 
 
 def test_windows_may_overlap() -> None:
-    whole = pairs.examples(Lab("pico"), "gpt2", "train").batch(np.arange(3))[0]["input_ids"]
+    whole = pair_models.examples(Lab("pico"), "gpt2", "train").batch(np.arange(3))[0]["input_ids"]
     assert whole.shape == (3, 32)
     assert torch.equal(whole[0, 16:], whole[1, :16])
-    side = pairs.examples(Lab("pico"), "gpt2", "test").batch(np.arange(2))[0]["input_ids"]
+    side = pair_models.examples(Lab("pico"), "gpt2", "test").batch(np.arange(2))[0]["input_ids"]
     assert not torch.equal(side[0, 16:], side[1, :16])
 
 
@@ -624,7 +624,7 @@ def test_make_runs_every_experiment() -> None:
 def test_a_trend_is_told_beyond_the_seeds_spread(
     values: list[float], base: list[float], sign: int, told: str
 ) -> None:
-    assert jigsaws.said(jigsaws.above(values, base, sign), "n") == told
+    assert accuracy.said(accuracy.above(values, base, sign), "n") == told
 
 
 def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:

@@ -14,7 +14,7 @@ import tokenizers
 import torch
 import transformers
 
-from experiments.texts import evaluate, puzzles_of
+from experiments.paper_002.text_jigsaw import evaluate, puzzles_of
 from regauge.data.datasets import DataError
 from regauge.data.tasks import Examples
 from regauge.jigsaw import JigsawError, TextJigsaw

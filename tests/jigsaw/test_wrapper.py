@@ -700,8 +700,8 @@ def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> N
     """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one
     unwrapped, are not.
     """
-    from experiments.lab import Lab
-    from experiments.puzzles import how, score_of, subjects_of
+    from experiments.paper_002.jigsaw_cells import how, score_of, subjects_of
+    from experiments.shared.runner import Lab
 
     lab = Lab("pico", cache=tmp_path)
     found = {
@@ -716,8 +716,8 @@ def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> N
 
 
 def test_a_recipe_has_steps_or_epochs_and_positions_may_be_larger() -> None:
-    from experiments.models import build
-    from experiments.puzzles import subjects_of
+    from experiments.paper_002.jigsaw_cells import subjects_of
+    from experiments.shared.models import build
     from regauge.data.train import count_steps
 
     assert count_steps({"batch": 50, "epochs": 3}, 1020) == 60

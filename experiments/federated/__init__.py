@@ -1,0 +1,1 @@
+"""Federated learning: FedAvg with defences, and fusion of independent clients."""

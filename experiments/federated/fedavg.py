@@ -1,0 +1,530 @@
+"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles, with
+frozen parts and with parts that are each client's own, on even and on unlike data; and clients that
+begin apart, averaged plainly and after a match.
+
+Accuracy is of the averaged model, with the part of its own where a client has one (the mean of
+clients). Leakage is of two kinds, at the first, the middle and the last round: of updates exactly
+as they were sent, and of the worst case, an update of one image and one step from the same state
+with the same defences. The attacker is the server (`federated.auditing`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.shared.cells import Cell
+from experiments.shared.models import build
+from experiments.shared.presets import From, vit_config
+from experiments.shared.runner import Lab
+from regauge.audit.gradients.attempts import QUICK, Budget
+from regauge.audit.gradients.engine import split_own_images
+from regauge.audit.recorded.engine import rebuild_truth
+from regauge.audit.recorded.image_audit import (
+    MAX_OWN_IMAGES,
+    Practice,
+    attack_update,
+    make_practice,
+)
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.core.rng import seed_key
+from regauge.data.tasks import Examples, prepare
+from regauge.federated import (
+    InProcess,
+    Settings,
+    contribute,
+    partition_examples,
+    prepare_model,
+    run,
+    state_of,
+)
+from regauge.federated.client import sample_rows
+from regauge.federated.defences import apply_defences, frozen_names, read_defences
+from regauge.federated.fusion import average_weights, split_test
+from regauge.federated.local_state import LocalState
+from regauge.federated.recorder import RecordedUpdate
+from regauge.federated.rounds import completed_rounds
+from regauge.federated.runs import CLIENT_ACCURACY, make_measure
+from regauge.federated.settings import read_settings
+from regauge.federated.states import Contribution
+from regauge.results.findings import Figure, Finding, Results, Table, spread_of
+
+Parameters = Mapping[str, Any]
+PRACTICE = {"small": 60, "paper": 100, "pico": 10}  # updates of its own that the server learns from
+UPDATES = 4  # attacked at each of three rounds
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "FedAvg": {},
+    "FedAvg + MJP": {"jigsaw": 0.3},
+    "FedAvg + MJP, embedding frozen": {"jigsaw": 0.3, "defences": ["freeze=embedding"]},
+    "FedAvg + MJP, embedding of one's own": {"jigsaw": 0.3, "defences": ["withhold=embedding"]},
+    "FedAvg, embedding and first block frozen": {"defences": ["freeze=embedding,first"]},
+}
+PARTS: Mapping[str, Mapping[str, Any]] = {
+    "even": {"partition": "iid"},
+    "unlike": {"partition": "dirichlet", "alpha": 0.3},
+}
+TRAINING = {
+    "small": {
+        "clients": 8,
+        "rounds": 40,
+        "steps": 8,
+        "batch": 16,
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "rate": 0.05,
+    },
+    "paper": {
+        "clients": 20,
+        "rounds": 100,
+        "steps": 20,
+        "batch": 32,
+        "optimizer": "sgd",
+        "momentum": 0.9,
+        "rate": 0.05,
+    },
+    "pico": {"clients": 2, "rounds": 2, "steps": 2, "batch": 8, "optimizer": "sgd", "rate": 0.05},
+}
+FUSION = {
+    "small": {
+        "clients": 3,
+        "rounds": 2,
+        "epochs": 40,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 2e-3,
+        "decay": 0.01,
+    },
+    "paper": {
+        "clients": 4,
+        "rounds": 6,
+        "epochs": 60,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 2e-3,
+        "decay": 0.01,
+    },
+    "pico": {
+        "clients": 2,
+        "rounds": 2,
+        "epochs": 2,
+        "batch": 50,
+        "optimizer": "adamw",
+        "rate": 5e-3,
+    },
+}
+FUSED: Mapping[str, Mapping[str, Any]] = {
+    "as they stand": {"strategy": "fedavg", "looks": False},
+    "after a match on noise": {"strategy": "matched", "looks": False},
+    "after a match on the server's inputs": {"strategy": "matched", "looks": True},
+}
+DATA = {"train": From("digits"), "test": From("digits", split="test")}
+TASK = {"kind": "images", "classes": 10, "mean": [0.3], "std": [0.38], "size": 8}
+SEEDS = {"small": 3, "paper": 5, "pico": 1}
+CHANCE = 0.1
+
+
+def model_of(preset: str) -> dict[str, Any]:
+    width, layers = {"small": (48, 2), "paper": (48, 4), "pico": (16, 1)}[preset]
+    return {
+        "class": "ViTForImageClassification",
+        "config": vit_config(8, 2, width, layers, num_labels=10),
+    }
+
+
+def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """One run: accuracy of every round, and what updates gave away."""
+    settings = read_settings({**p["settings"], "seed": p["seed"]})
+    examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
+    model = prepare_model(build(p["model"], int(p["seed"])), settings).to(work.device)
+    parts = partition_examples(examples, settings)
+    marks = sorted({0, settings.rounds // 2, settings.rounds - 1})
+    caught: dict[int, tuple[Mapping[str, torch.Tensor], Sequence[Contribution]]] = {}
+
+    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+        if number in marks:
+            caught[number] = (dict(state), list(sent))
+
+    own = LocalState()
+    kept = run(
+        InProcess(model, parts, settings, own),
+        state_of(model),
+        settings,
+        measure=make_measure(model, test, local_state=own),
+        recorder=spy,
+    )
+    leaks = {
+        str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught
+    }
+    accuracies = [
+        r.measures.get(CLIENT_ACCURACY, r.measures["accuracy"])
+        for r in completed_rounds(kept.history)
+    ]
+    return Outcome(
+        {
+            "accuracy": accuracies,
+            "leaks": leaks,
+            "examples": len(examples),
+            "parameters": sum(t.numel() for t in kept.state.values()),
+        }
+    )
+
+
+def _leaks(
+    model: torch.nn.Module,
+    parts: Sequence[Examples],
+    test: Examples,
+    settings: Settings,
+    p: Parameters,
+    number: int,
+    state: Mapping[str, torch.Tensor],
+    sent: Sequence[Contribution],
+) -> dict[str, list[dict[str, Any]]]:
+    mine, apart = split_own_images(test.only(np.arange(min(MAX_OWN_IMAGES, len(test)))))
+    images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
+    units = (p["task"]["mean"], p["task"]["std"])
+    budget = Budget(seed=settings.seed, practice=int(p["practice"]))
+    practice: dict[str, Practice] = {}
+    defences = read_defences(settings.defences)
+    alone = replace(
+        settings,
+        batch=1,
+        steps=1,
+        momentum=0.0,
+        probability=1.0 if settings.jigsaw else settings.probability,
+    )
+    out: dict[str, list[dict[str, Any]]] = {"as sent": [], "one image": []}
+    for c in sent[:UPDATES]:
+        one = contribute(
+            model,
+            state,
+            parts[c.client],
+            alone,
+            number,
+            c.client,
+            frozen=frozen_names(model, defences),
+        )
+        for name, way, made in (
+            ("as sent", settings, c),
+            ("one image", alone, apply_defences(one, model, defences, seed_key(settings.seed))),
+        ):
+            truth = rebuild_truth(
+                model,
+                parts[c.client],
+                sample_rows(c.examples, way, number, c.client),
+                way,
+                number,
+                c.client,
+            )
+            seen = RecordedUpdate(
+                number,
+                c.client,
+                state,
+                made.tensors,
+                made.steps,
+                made.lr,
+                made.batch,
+                made.examples,
+            )
+            if name not in practice:
+                practice[name] = make_practice(model, seen, mine, way)
+            row, _, _ = attack_update(
+                model, seen, truth, images, apart, units, QUICK, budget, practice[name]
+            )
+            out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
+    return out
+
+
+def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """Clients that begin apart: accuracy after each round, by the way in which the first is
+    averaged.
+    """
+    settings = read_settings(
+        {**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]}
+    )
+    examples = prepare(p["task"], data["train"])
+    test, inputs = split_test(prepare(p["task"], data["test"]))
+    model = build(p["model"], int(p["seed"])).to(work.device)
+    alone: list[float] = []
+
+    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+        if number == 0:
+            alone.extend(make_measure(model, test)(c.tensors)["accuracy"] for c in sent)
+
+    engine = InProcess(model, partition_examples(examples, settings), settings)
+    kept = run(
+        engine,
+        state_of(model),
+        settings,
+        measure=make_measure(model, test),
+        recorder=spy,
+        fuse=partial(average_weights, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
+    )
+    return Outcome(
+        {
+            "accuracy": [r.measures["accuracy"] for r in completed_rounds(kept.history)],
+            "alone": alone,
+            "examples": len(examples),
+        }
+    )
+
+
+TRAIN = Cell("federated-train", 3, train)
+FUSE = Cell("federated-fuse", 2, fuse)
+
+
+def training(lab: Lab) -> Results:
+    """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts:
+    accuracy and leakage.
+    """
+    trials = range(lab.seeds or SEEDS[lab.preset_name])
+    lab.total = len(WAYS) * len(PARTS) * len(trials)
+    lab.ahead(_part, [(way, part, trial) for trial in trials for part in PARTS for way in WAYS])
+    found = {
+        (way, part): [_trained(lab, way, part, trial) for trial in trials]
+        for part in PARTS
+        for way in WAYS
+    }
+    rows = [(way, part, *_row(many)) for (way, part), many in found.items()]
+    columns = (
+        "training",
+        "parts",
+        "accuracy",
+        "spread",
+        "one image: PSNR at first, dB",
+        "at last",
+        "the mean image",
+        "one image: AUC of patches at last",
+        "as sent: PSNR at last",
+        "as sent: AUC at last",
+        "labels told, as sent",
+    )
+    note = (
+        "Means over seeds; the spread is the standard deviation. Attacks: all but descents, "
+        "those that practise on updates of their own too."
+    )
+    findings = [
+        f
+        for part in PARTS
+        for f in _claims(part, {way: found[(way, part)] for way in WAYS}, len(trials))
+    ]
+    first = next(iter(found.values()))[0]
+    curves = {f"{way}, {part}": many[0]["accuracy"] for (way, part), many in found.items()}
+    figure = Figure(
+        "Accuracy over rounds, seed 0",
+        "lines",
+        {
+            "x": list(range(1, len(first["accuracy"]) + 1)),
+            "y": curves,
+            "xlabel": "round",
+            "ylabel": "accuracy",
+            "log": False,
+        },
+    )
+    facts = lab.facts("federated/training", len(trials), settings=TRAINING[lab.preset_name])
+    return Results(
+        "Federated training, and what it gives away",
+        tuple(findings),
+        (Table("Accuracy and leakage", columns, tuple(rows), note),),
+        (figure,),
+        facts,
+    )
+
+
+def _part(lab: Lab, item: tuple[str, str, int]) -> None:
+    _trained(lab, *item)
+
+
+def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:
+    settings = {**TRAINING[lab.preset_name], **PARTS[part], **WAYS[way]}
+    parameters = {
+        "model": model_of(lab.preset_name),
+        "task": TASK,
+        "settings": settings,
+        "practice": PRACTICE[lab.preset_name],
+        "seed": trial,
+    }
+    data = {name: lab.open(source) for name, source in DATA.items()}
+    return lab.run(TRAIN, parameters, data, f"{way}, {part} parts, seed {trial}").values
+
+
+def _leak(many: Sequence[Mapping[str, Any]], kind: str, name: str, which: int) -> float | None:
+    values = []
+    for one in many:
+        marks = sorted(one["leaks"], key=int)
+        if marks:
+            values += [
+                row[name] for row in one["leaks"][marks[which]][kind] if row.get(name) is not None
+            ]
+    return statistics.fmean(values) if values else None
+
+
+def _row(many: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
+    last = [one["accuracy"][-1] for one in many]
+    return (
+        statistics.fmean(last),
+        spread_of(last),
+        _leak(many, "one image", "leak", 0),
+        _leak(many, "one image", "leak", -1),
+        _leak(many, "one image", "floor", -1),
+        _leak(many, "one image", "AUC", -1),
+        _leak(many, "as sent", "leak", -1),
+        _leak(many, "as sent", "AUC", -1),
+        _leak(many, "as sent", "labels", -1),
+    )
+
+
+def _claims(
+    part: str, found: Mapping[str, Sequence[Mapping[str, Any]]], trials: int
+) -> list[Finding]:
+    plain = found["FedAvg"]
+    out = []
+    for way, many in found.items():
+        last = [one["accuracy"][-1] for one in many]
+        base = statistics.fmean(one["accuracy"][-1] for one in plain)
+        out.append(
+            Finding(
+                f"{part}/{way}/accuracy",
+                f"{way} on {part} parts: how often the averaged model is right.",
+                None,
+                statistics.fmean(last),
+                CHANCE,
+                base,
+                "the ceiling is FedAvg as it is",
+                measure="accuracy",
+                spread=spread_of(last),
+                trials=trials,
+            )
+        )
+        leak, floor = _leak(many, "one image", "leak", 0), _leak(many, "one image", "floor", 0)
+        ceiling = _leak(plain, "one image", "leak", 0)
+        if ceiling is not None:
+            shown = floor if leak is None else leak
+            told = (
+                "no attack on images could try: what it needs is not sent"
+                if leak is None
+                else "updates of one image in the first round"
+            )
+            out.append(
+                Finding(
+                    f"{part}/{way}/leak",
+                    f"{way} on {part} parts: what a server makes of an update.",
+                    None,
+                    shown,
+                    floor,
+                    ceiling,
+                    told,
+                    measure="PSNR, dB",
+                    spread=spread_of(
+                        [
+                            a
+                            for one in many
+                            if (a := _leak([one], "one image", "leak", 0)) is not None
+                        ]
+                    ),
+                    trials=trials,
+                )
+            )
+    return out
+
+
+def fusion(lab: Lab) -> Results:
+    """Clients that never shared an initialisation: plain FedAvg against averaging after a match."""
+    trials = range(lab.seeds or SEEDS[lab.preset_name])
+    lab.total = len(FUSED) * len(trials)
+    found = {way: [_fused(lab, way, trial) for trial in trials] for way in FUSED}
+    rounds = len(found["as they stand"][0]["accuracy"])
+    alone = statistics.fmean(a for one in found["as they stand"] for a in one["alone"])
+
+    def at(way: str, n: int) -> list[float]:
+        return [one["accuracy"][n] for one in found[way]]
+
+    rows: list[tuple[Any, ...]] = [
+        (way, *(statistics.fmean(at(way, n)) for n in range(rounds)), spread_of(at(way, 0)))
+        for way in FUSED
+    ]
+    columns = (
+        "clients that begin apart, averaged",
+        *(f"round {n + 1}" for n in range(rounds)),
+        "spread of round 1",
+    )
+    note = (
+        "Accuracy on half of the server's examples, means over seeds; the clients "
+        f"themselves have {100 * alone:.1f} %. Inputs are the other half."
+    )
+    plain = statistics.fmean(at("as they stand", 0))
+    findings = [
+        f
+        for way in list(FUSED)[1:]
+        for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)
+    ]
+    told = {"clients alone": alone, "as they stand": plain}
+    facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | told
+    return Results(
+        "Clients that begin apart",
+        tuple(findings),
+        (Table("Accuracy after each round", columns, tuple(rows), note),),
+        (),
+        facts,
+    )
+
+
+def _fusions(
+    lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float], alone: float
+) -> list[Finding]:
+    """What a match must reach."""
+    mean, base = statistics.fmean(matched), statistics.fmean(plain)
+    told = (
+        f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves "
+        f"{100 * alone:.1f} %"
+    )
+    better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
+    works = base < 2 * CHANCE and mean > CHANCE + (alone - CHANCE) / 2
+    judged = lab.preset_name != "pico"  # which trains too little for either
+    more: dict[str, Any] = {
+        "measure": "accuracy",
+        "spread": spread_of(matched),
+        "trials": len(matched),
+    }
+    what = f"Averaged {way}: "
+    return [
+        Finding(
+            f"goal/{way}/better",
+            what + "better than as the clients stand, with every seed.",
+            better if judged else None,
+            mean,
+            base,
+            alone,
+            told,
+            **more,
+        ),
+        Finding(
+            f"goal/{way}/works",
+            what + "at least half of what the clients have above chance, where as they stand the "
+            "average is at chance (below twice of it).",
+            works if judged else None,
+            mean,
+            CHANCE,
+            alone,
+            told,
+            **more,
+        ),
+    ]
+
+
+def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:
+    parameters = {
+        "model": model_of(lab.preset_name),
+        "task": TASK,
+        "settings": FUSION[lab.preset_name],
+        "seed": trial,
+        **FUSED[way],
+    }
+    parameters["steps"] = 5 if lab.preset_name == "pico" else None
+    data = {name: lab.open(source) for name, source in DATA.items()}
+    return lab.run(FUSE, parameters, data, f"clients that begin apart, {way}, seed {trial}").values

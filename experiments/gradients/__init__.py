@@ -1,0 +1,1 @@
+"""Gradient leakage: the cost of defences, and attacks on pre-trained models."""

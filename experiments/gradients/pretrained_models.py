@@ -1,0 +1,386 @@
+"""What updates of real models on real data give away: DINOv2-small on ImageNet's images at 224
+pixels, a ViT that is trained here on faces, before, early and late, and MiniLM on sentences. Only
+numbers are kept: nothing here shows a person.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.paper_002.accuracy import results
+from experiments.paper_002.gradient_leakage import examples_of
+from experiments.paper_002.jigsaw_cells import accuracy
+from experiments.shared.cells import Cell
+from experiments.shared.models import build
+from experiments.shared.presets import From, vit_config
+from experiments.shared.runner import Lab
+from regauge.audit.gradients.attempts import QUICK, Budget, select_attacks
+from regauge.audit.gradients.engine import GradientCase, audit_combination
+from regauge.audit.gradients.scores import LEAK, average
+from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
+from regauge.audit.gradients.text_audit import TextCase, audit_texts
+from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.tasks import logits_of, loss_of, prepare
+from regauge.results.findings import Figure, Finding, Results, Table
+
+DINO = {"class": "Dinov2ForImageClassification", "config": {"num_labels": 10}}
+SEEN = {
+    "kind": "images",
+    "classes": 10,
+    "size": 224,
+    "mean": [0.485, 0.456, 0.406],
+    "std": [0.229, 0.224, 0.225],
+}
+FACES = {
+    "kind": "images",
+    "classes": 2,
+    "size": 64,
+    "mean": [0.5],
+    "std": [0.25],
+    "names": ["neutral", "happiness"],
+}
+MINI = {"class": "BertForSequenceClassification", "config": {"num_labels": 2}}
+SAID = {"kind": "reviews", "classes": 2, "length": 24, "first": 101, "pad": 0}
+HELD = 400  # faces that are not trained on: the attacked, and the attacker's
+ON_IMAGES = ("none", "batch=4", "noise=0.1")
+ON_FACES = ("none", "batch=8", "freeze=embedding,first", "private=1")
+ON_TEXTS = ("none", "noise=0.1")
+STEPS = 20  # of descent, on one update: too few to say what it can do
+STAGES = {"small": (0, 50, 600), "pico": (0, 4)}
+
+
+def real(lab: Lab) -> Results:
+    """Updates of real models, attacked under a few defences; and one model at three times of its
+    training.
+    """
+    preset = "pico" if lab.preset_name == "pico" else "small"
+    stages = STAGES[preset]
+    combinations = ON_FACES if preset == "small" else ("none", "freeze=matrices")
+    lab.total = (
+        1 + len(stages) * len(combinations) + (len(ON_IMAGES) + 2 if preset == "small" else 0)
+    )
+    rows: list[tuple[Any, ...]] = []
+    weights = _trained(lab, preset, stages)
+    curve: dict[str, list[float | None]] = {c: [] for c in combinations}
+    for stage in stages:
+        for combination in combinations:
+            found = _faces(lab, preset, weights, stage, combination).values
+            told = (
+                f"ViT on faces, {stage} steps "
+                f"({100 * weights.values['accuracy'][str(stage)]:.0f} %)"
+            )
+            rows.append(_row(told, combination, found))
+            curve[combination].append(
+                None if found["best"] is None else found["best"] - found["floor"]
+            )
+    texts: tuple[Table, ...] = ()
+    worst, floor = min((r for r in rows if r[1] == "none"), key=lambda r: r[2]), rows[0][3]
+    least = worst[2]
+    findings = [
+        Finding(
+            "real/training",
+            "An undefended update gives its face away at every stage of training: 20 dB above "
+            "the mean image.",
+            least > floor + 20,
+            least,
+            floor,
+            100.0,
+            f"at least {least:.1f} dB",
+            measure=LEAK,
+            trials=worst[-1],
+        )
+    ]
+    if preset == "small":
+        seen = {c: _seen(lab, c).values for c in ON_IMAGES}
+        rows = [
+            *(_row("DINOv2-small, ImageNet at 224 px", c, found) for c, found in seen.items()),
+            *rows,
+        ]
+        rows.append(
+            _row(
+                "DINOv2-small, ImageNet at 224 px",
+                f"none, by {STEPS} steps of GradViT-style descent",
+                _descended(lab).values,
+            )
+        )
+        texts = (_texts(lab),)
+        findings.append(
+            Finding(
+                "real/pretrained",
+                "An undefended update of a pretrained ViT gives a real image away: 60 dB.",
+                seen["none"]["best"] > 60,
+                seen["none"]["best"],
+                seen["none"]["floor"],
+                100.0,
+                f"{seen['none']['best']:.1f} dB of ImageNet's images at 224 pixels",
+                measure=LEAK,
+                trials=int(seen["none"]["updates"]),
+            )
+        )
+    heads = (
+        "model",
+        "defences",
+        "best PSNR",
+        "the mean image",
+        "attack",
+        "patches (AUC)",
+        "labels",
+        "updates",
+    )
+    note = (
+        "PSNR in dB, mean over the images; the mean image is the floor. Faces: 64 x 64, "
+        "trained here, and attacked on faces that it has not seen; "
+    )
+    note += (
+        "accuracy (neutral or happy, held out) in brackets. Empty: no attack had anything "
+        "to work with."
+    )
+    figure = Figure(
+        "Leakage against training: faces",
+        "lines",
+        {
+            "x": list(stages),
+            "y": curve,
+            "xlabel": "steps of training",
+            "ylabel": "dB above the mean image",
+        },
+        "Batch 1 but where it says otherwise. The best attack on images of each.",
+    )
+    tables = (Table("Real models and images", heads, tuple(rows), note), *texts)
+    found_all = results(
+        lab, "gradients/real", "What updates of real models give away", findings, tables, (figure,)
+    )
+    return replace(found_all, facts={**found_all.facts, "seeds": 1})
+
+
+def _row(model: str, combination: str, found: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        model,
+        combination,
+        found["best"],
+        found["floor"],
+        found["attack"],
+        found["auc"],
+        found["labels"],
+        found["updates"],
+    )
+
+
+def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """A ViT on faces, its weights at each stage, and its accuracy on faces that are held out."""
+    examples = prepare(p["task"], data["faces"])
+    order = np.random.default_rng(0).permutation(len(examples))
+    held, used = examples.only(order[: int(p["held"])]), examples.only(order[int(p["held"]) :])
+    model = build(p["model"], 0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.05)
+    draw = np.random.default_rng(0)
+    reached: dict[str, float] = {}
+    state: dict[str, torch.Tensor] = {}
+    for step in range(max(p["stages"]) + 1):
+        if step in p["stages"]:
+            reached[str(step)] = accuracy(model, held)
+            state |= {f"{step}/{n}": t.detach().clone() for n, t in model.state_dict().items()}
+        model.train()
+        inputs, labels = used.batch(draw.integers(0, len(used), 32))
+        loss = loss_of(used, logits_of(model, inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return Outcome(
+        {
+            "accuracy": reached,
+            "parameters": sum(q.numel() for q in model.parameters()),
+            "examples": len(used),
+        },
+        state,
+    )
+
+
+def faces(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """Updates of that ViT at one stage, under one combination, on faces that it has not seen."""
+    model = build(p["model"], 0)
+    lead = f"{p['stage']}/"
+    model.load_state_dict(
+        {n.removeprefix(lead): t for n, t in data["weights"].tensors.items() if n.startswith(lead)}
+    )
+    examples = prepare(p["task"], data["faces"])
+    order = np.random.default_rng(0).permutation(len(examples))[: int(p["held"])]
+    count = int(p["updates"])
+    victims, own = examples.only(order[: count * 8]), examples.only(order[count * 8 :])
+    case = GradientCase(
+        model.eval(), victims, own, p["task"]["mean"], p["task"]["std"], updates=count
+    )
+    return _attacked(
+        case, p["combination"], [a.name for a in QUICK if a.name != "mask"], int(p["practice"])
+    )
+
+
+def seen(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """Updates of a pretrained ViT with a new head, under one combination, of images at its usual
+    size.
+    """
+    model = build(p["model"], 0, data["source"].uri).eval()
+    examples = examples_of(p["task"], data["images"])
+    count = int(p["updates"])
+    case = GradientCase(
+        model,
+        examples.only(np.arange(4 * count)),
+        examples.only(np.arange(4 * count, len(examples))),
+        p["task"]["mean"],
+        p["task"]["std"],
+        updates=count,
+    )
+    return _attacked(
+        case, p["combination"], p["attacks"], int(p["practice"]), int(p.get("steps", 0))
+    )
+
+
+def _attacked(
+    case: GradientCase, combination: str, attacks: list[str], practice: int, steps: int = 0
+) -> Outcome:
+    for q in case.model.parameters():
+        q.requires_grad_(True)
+    budget = Budget(steps or 300, practice=practice)
+    row = audit_combination(
+        case, case.model, combination, select_attacks(attacks), budget, None, 0, lambda now: None, 1
+    )
+    name, best = row.best()
+    values = {"best": best, "attack": name or None, "floor": row.floor, "auc": average(row.patches)}
+    return Outcome(
+        {**values, "labels": average(row.labels), "updates": case.updates, "why": dict(row.reasons)}
+    )
+
+
+def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """Updates of MiniLM with a new head, of sentences."""
+    model = build(p["model"], 0, data["source"].uri).eval()
+    examples = prepare(p["task"], data["texts"], data["tokenizer"].uri)
+    case = TextCase(
+        model,
+        examples.only(np.arange(60)),
+        examples.only(np.arange(60, 120)),
+        int(p["updates"]),
+        name="sentences",
+    )
+    found = audit_texts(case, p["combinations"], attacks=[a for a in TEXT_ATTACKS if not a.is_slow])
+    (table,) = found.tables
+    return Outcome(
+        {
+            "columns": list(table.columns),
+            "rows": [list(r) for r in table.rows],
+            "note": table.note,
+            "why": list(found.unchecked),
+        }
+    )
+
+
+TRAIN = Cell("gradients-faces-train", 1, train)
+ON = Cell("gradients-faces", 1, faces)
+PRETRAINED = Cell("gradients-pretrained", 1, seen)
+TEXTS = Cell("gradients-minilm", 1, texts)
+
+
+def _model(preset: str) -> dict[str, Any]:
+    if preset == "pico":
+        return {
+            "class": "ViTForImageClassification",
+            "config": vit_config(8, 2, 16, 1, num_labels=10),
+        }
+    config = {**vit_config(64, 8, 96, 4, num_channels=1, num_labels=2), "intermediate_size": 192}
+    return {"class": "ViTForImageClassification", "config": config}
+
+
+def _about(preset: str, stages: tuple[int, ...]) -> tuple[dict[str, Any], From]:
+    digits = {"kind": "images", "classes": 10, "size": 8, "mean": [0.3], "std": [0.38]}
+    parameters = {
+        "model": _model(preset),
+        "task": digits if preset == "pico" else FACES,
+        "held": 100 if preset == "pico" else HELD,
+    }
+    source = (
+        From("digits", rows=300)
+        if preset == "pico"
+        else From("faces_2000_gray64.npz", {"image": "X", "label": "emotion"})
+    )
+    return {**parameters, "stages": list(stages)}, source
+
+
+def _trained(lab: Lab, preset: str, stages: tuple[int, ...]) -> Outcome:
+    parameters, source = _about(preset, stages)
+    found = lab.run(TRAIN, parameters, {"faces": lab.open(source)}, "train a ViT on faces")
+    lab.sizes["ViT on faces"] = {
+        "parameters": found.values["parameters"],
+        "trained on": f"{found.values['examples']:,} of {lab.open(source).name}",
+    }
+    return found
+
+
+def _faces(lab: Lab, preset: str, weights: Outcome, stage: int, combination: str) -> Outcome:
+    parameters, source = _about(preset, ())
+    parameters |= {
+        "stage": stage,
+        "combination": combination,
+        "updates": 2 if preset == "pico" else 8,
+        "practice": 10 if preset == "pico" else 100,
+    }
+    return lab.run(
+        ON,
+        parameters,
+        {"faces": lab.open(source), "weights": weights},
+        f"attack faces after {stage} steps: {combination}",
+    )
+
+
+def _seen(lab: Lab, combination: str) -> Outcome:
+    parameters = {
+        "model": DINO,
+        "task": SEEN,
+        "updates": 4,
+        "practice": 10,
+        "combination": combination,
+        "attacks": ["least squares", "span", "labels"],
+    }
+    return lab.run(PRETRAINED, parameters, _imagenet(lab), f"attack DINOv2-small: {combination}")
+
+
+def _descended(lab: Lab) -> Outcome:
+    parameters = {
+        "model": DINO,
+        "task": SEEN,
+        "updates": 1,
+        "practice": 10,
+        "combination": "none",
+        "attacks": ["gradvit"],
+        "steps": STEPS,
+    }
+    return lab.run(PRETRAINED, parameters, _imagenet(lab), "attack DINOv2-small by descent")
+
+
+def _imagenet(lab: Lab) -> dict[str, Any]:
+    images = From("imagenet_sample_1000_224.parquet", {"image": "jpeg"}, size=224, rows=80)
+    return {"images": lab.open(images), "source": lab.source("dinov2-small")}
+
+
+def _texts(lab: Lab) -> Table:
+    parameters = {"model": MINI, "task": SAID, "updates": 3, "combinations": list(ON_TEXTS)}
+    data = {
+        "texts": lab.open(From("sst2_dev.tsv", {"text": "content", "label": "label"}, rows=120)),
+        "source": lab.source("minilm"),
+    }
+    found = lab.run(
+        TEXTS,
+        parameters,
+        {**data, "tokenizer": lab.source("minilm/tokenizer.json")},
+        "attack MiniLM",
+    ).values
+    return Table(
+        "MiniLM on sentences",
+        tuple(found["columns"]),
+        tuple(tuple(r) for r in found["rows"]),
+        found["note"],
+    )

@@ -1,0 +1,1 @@
+"""Paper 003: matching and merging pairs of independently trained models."""

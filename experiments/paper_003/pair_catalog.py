@@ -1,0 +1,281 @@
+"""Which pairs there are to measure on: those whose training is over, and those that lie in the
+assets. Nothing is trained here by surprise.
+
+A preset trains what is missing only where that is cheap (`pico`). Otherwise an experiment takes the
+pairs that `python -m experiments 003/pairs` has finished so far, says how many, and asks for them
+where there is none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from experiments.paper_003.pair_models import CIFAR, KEPT, PAIRS, READ, SEEDS, TOKENIZER
+from experiments.shared.presets import From, Subject
+from experiments.shared.runner import Lab
+from regauge.checkpoints.resume import Outcome
+from regauge.data.datasets import DataError
+from regauge.errors import RegaugeError
+from regauge.models.trust import library_class, without_code
+
+TRAINS = ("pico",)  # presets whose models are trained wherever they are missing
+
+
+class NoPairsError(RegaugeError):
+    """An experiment that needs pairs of trained models, and finds none."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ends: the weights of A, which moves, and of B, which stays. `kind` is what pairs are
+    averaged over.
+    """
+
+    kind: str
+    label: str
+    about: Subject
+    a: Outcome
+    b: Outcome
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A pair that can be loaded. `steps` is how many cells that takes."""
+
+    kind: str
+    seeds: tuple[int, int] | None
+    about: Subject | None = None
+    steps: int = 2
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A pair that someone else trained, in two folders of the assets. `how` tells where it comes
+    from.
+    """
+
+    name: str
+    folders: tuple[str, str]
+    task: Mapping[str, Any]
+    test: From
+    train: From
+    tested: Mapping[str, Any]
+    validated: Mapping[str, Any]
+    how: str
+    tokenizer: str | None = None
+    batch: int = 16
+
+
+def _asset() -> Placed:
+    """The two GPT-2s of the assets, with a context of 128."""
+    text = From("tinyshakespeare.txt")
+    task = {"kind": "text", "classes": 1024, "length": 128, **READ[0]}
+    how = "two folders that lie with the other assets"
+    return Placed(
+        "GPT-2 of the assets",
+        ("gpt2_pair/seed1", "gpt2_pair/seed2"),
+        task,
+        text,
+        text,
+        READ[2],
+        READ[1],
+        how,
+        TOKENIZER,
+    )
+
+
+def _imfeld() -> Placed:
+    """The two ViTs of Imfeld et al. that paper 003 fuses (width 384, 12 heads, patch 4)."""
+    hub = [
+        From("uoft-cs/cifar10", {"image": "img", "label": "label"}, split=split)
+        for split in ("train", "test")
+    ]
+    own = [
+        From("cifar10/cifar10.npz", {"image": f"X_{s}", "label": f"y_{s}"}, otherwise=h)
+        for s, h in zip(("train", "test"), hub, strict=True)
+    ]
+    how = (
+        "the repository graldij/transformer-fusion links to them (a Google Drive folder); put "
+        "them there as Hugging Face folders"
+    )
+    return Placed(
+        "ViT of Imfeld et al.",
+        ("imfeld/vit_a", "imfeld/vit_b"),
+        CIFAR,
+        own[1],
+        own[0],
+        KEPT[2],
+        KEPT[1],
+        how,
+        batch=100,
+    )
+
+
+def _emotion(name: str, folder: str, first: int, pad: int) -> Placed:
+    """A language model fine-tuned on two of the Emotion sets, the first pair of paper 003's
+    five.
+    """
+    task = {"kind": "reviews", "classes": None, "length": 128, "first": first, "pad": pad}
+    fields = {"text": "text", "label": "label"}
+    how = (
+        "no fine-tuned weights were published: fine-tune on dailydialog and on crowdflower "
+        "(20 epochs, rate 1e-5, batch 16, warm-up 0.06), put the "
+    )
+    how += "two folders there, and the sets as emotion_train.tsv and emotion_test.tsv (text, label)"
+    folders = (f"{folder}/dailydialog", f"{folder}/crowdflower")
+    tokenizer = f"{folder}/dailydialog/tokenizer.json"
+    return Placed(
+        name,
+        folders,
+        task,
+        From("emotion_test.tsv", fields),
+        From("emotion_train.tsv", fields),
+        KEPT[2],
+        KEPT[1],
+        how,
+        tokenizer,
+    )
+
+
+PLACED: dict[str, dict[str, Placed]] = {
+    "small": {"asset": _asset()},
+    "paper": {
+        "imfeld": _imfeld(),
+        "roberta": _emotion("RoBERTa, fine-tuned", "roberta-base", 0, 1),
+        "deberta": _emotion("DeBERTa-v3, fine-tuned", "deberta-v3-large", 1, 0),
+    },
+    "pico": {},
+}
+
+
+@dataclass
+class Ends:
+    """The pairs that there are of some kinds, and why there are none of the others."""
+
+    ready: list[Ready] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    most: int | None = None  # pairs of a kind that were asked for: all
+
+    @property
+    def kinds(self) -> list[str]:
+        return list(dict.fromkeys(r.kind for r in self.ready))
+
+    @property
+    def steps(self) -> int:
+        return sum(r.steps for r in self.ready)
+
+    def told(self) -> tuple[str, ...]:
+        """What was not measured, for `Results.unchecked`."""
+        return tuple(f"{kind}: {why}" for kind, why in self.absent.items())
+
+
+def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
+    """The pairs of these kinds, at most so many of each. `--seeds N` restricts them to those of the
+    first N seeds. Asking does not train.
+    """
+    found, subjects, placed = Ends(most=most), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
+    for kind in kinds:
+        try:
+            ready = (
+                _placed(lab, kind, placed[kind])
+                if kind in placed
+                else _trained(lab, kind, subjects[kind])
+                if kind in subjects
+                else []
+            )
+        except DataError as error:
+            found.absent[kind] = str(error).replace(
+                f"{lab.assets}/", ""
+            )  # results say nothing of this machine
+            continue
+        found.ready += ready[:most]
+        if not ready:
+            found.absent[kind] = (
+                "no pair is finished in this cache"
+                if kind in subjects
+                else "this preset has no such pair"
+            )
+    if not found.ready:
+        told = "\n".join(f"  {line}" for line in found.told())
+        hint = (
+            "put the folders that are named above into the assets (--assets DIR or REGAUGE_ASSETS)"
+        )
+        if any(kind in subjects for kind in found.absent):
+            preset = "" if lab.preset_name == "small" else f" --preset {lab.preset_name}"
+            hint = (
+                f"python -m experiments 003/pairs{preset} trains them, one pair of each kind "
+                "first; it may be interrupted, and goes on where it was"
+            )
+        raise NoPairsError(f"there is no pair of models to measure on\n{told}", hint=hint)
+    return found
+
+
+def load(lab: Lab, ready: Ready) -> Pair:
+    """The pair itself."""
+    if ready.seeds is None:
+        assert ready.about is not None
+        return _from_folders(lab, ready.kind, ready.about)
+    about = PAIRS[lab.preset_name]()[ready.kind]
+    a, b = (lab.train(about, seed, "plain") for seed in ready.seeds)
+    return Pair(
+        ready.kind, f"{about.name}, seeds {ready.seeds[0]} and {ready.seeds[1]}", about, a, b
+    )
+
+
+def _trained(lab: Lab, kind: str, about: Subject) -> list[Ready]:
+    count = min(SEEDS[lab.preset_name][kind], lab.seeds or SEEDS[lab.preset_name][kind])
+    pairs = [(seed, seed + 1) for seed in range(0, count - 1, 2)]
+    return [
+        Ready(kind, pair)
+        for pair in pairs
+        if lab.preset_name in TRAINS or all(lab.is_trained(about, seed, "plain") for seed in pair)
+    ]
+
+
+def _placed(lab: Lab, kind: str, placed: Placed) -> list[Ready]:
+    for folder in placed.folders:
+        if not (lab.assets / folder).is_dir():
+            raise DataError(
+                f"{placed.name}: {folder} is not in the assets; {placed.how}",
+                hint="--assets DIR or REGAUGE_ASSETS names the folder",
+            )
+    config = json.loads((lab.assets / placed.folders[0] / "config.json").read_text())
+    task = {**placed.task, "classes": placed.task["classes"] or len(config["id2label"])}
+    name = library_class(config, placed.folders[0]).__name__
+    model = {
+        "class": name,
+        "config": {k: v for k, v in without_code(config).items() if k != "architectures"},
+    }
+    about = Subject(
+        placed.name,
+        model,
+        task,
+        placed.test,
+        placed.train,
+        None,
+        placed.tested,
+        placed.validated,
+        placed.tokenizer,
+        batch=placed.batch,
+    )
+    for source in (about.test, about.train):
+        assert source is not None
+        lab.open(source)
+    return [Ready(kind, None, replace(about, sources=placed.folders), 0)]
+
+
+def _from_folders(lab: Lab, kind: str, about: Subject) -> Pair:
+    from regauge.models.load import load_model
+
+    states = []
+    for folder in about.sources:
+        model = load_model(Path(lab.assets / folder), "float32")
+        states.append({name: t.detach().clone() for name, t in model.state_dict().items()})
+    size = sum(t.numel() for t in model.parameters())
+    lab.sizes.setdefault(about.name, {"parameters": size, "from": "the assets"})
+    a, b = (Outcome({}, state) for state in states)
+    return Pair(kind, about.name, replace(about, sources=()), a, b)

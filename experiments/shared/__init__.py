@@ -1,0 +1,1 @@
+"""Infrastructure of every experiment: cached cells, presets, models and the runner."""

@@ -1,0 +1,1 @@
+"""Split learning: equality with local training, leakage and defences."""

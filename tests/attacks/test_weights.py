@@ -132,10 +132,11 @@ def test_the_base_is_told_from_others_through_any_lock() -> None:
     spec, base = model_of("llama")
     torch.manual_seed(3)
     candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}
-    for kind in ("permutation", "signed", "full"):
-        locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")  # type: ignore[arg-type]
-        found = lineage(LockedFileWithCandidates(spec, locked, kind, candidates=candidates))  # type: ignore[arg-type]
-        assert found["base"] < 0.05 < 0.2 < found["stranger"]
+    kinds: tuple[Kind, ...] = ("permutation", "signed", "full")
+    for kind in kinds:
+        locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")
+        distances = lineage(LockedFileWithCandidates(spec, locked, kind, candidates=candidates))
+        assert distances["base"] < 0.05 < 0.2 < distances["stranger"]
 
 
 def test_products_do_not_depend_on_what_is_inside_a_layer() -> None:

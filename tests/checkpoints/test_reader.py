@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -364,7 +365,8 @@ def test_no_space_is_noticed_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    usage = SimpleNamespace(total=100, used=90, free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     refuse(
         "no space left on the device: .* 10 B free",
         lambda: write_checkpoint(tmp_path / "out", source, copied(source)),
@@ -395,8 +397,12 @@ def test_an_error_midway_leaves_nothing(
 
 def test_a_failing_thunk_leaves_nothing(tmp_path: Path) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
+
+    def fail() -> torch.Tensor:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        write_checkpoint(tmp_path / "out", source, copied(source) | {"d": lambda: 1 / 0})  # type: ignore[dict-item]
+        write_checkpoint(tmp_path / "out", source, copied(source) | {"d": fail})
     with pytest.raises(CheckpointError, match='"d" must have'):
         write_checkpoint(tmp_path / "out", source, copied(source) | {"d": lambda: torch.ones(2, 2)})
     assert [p.name for p in tmp_path.iterdir()] == ["in"]

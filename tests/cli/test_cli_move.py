@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -455,7 +456,8 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
         )
         assert said.code == 1
         assert "no space left on the device while writing" in said.err
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    usage = SimpleNamespace(total=100, used=90, free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
     assert said.code == 1
     assert "has 10 B free, the output needs 862.7 kB" in said.err

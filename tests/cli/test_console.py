@@ -28,10 +28,8 @@ def test_escapes() -> None:
 
 
 def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = (
-        io.TextIOWrapper(io.BytesIO(), "utf-8"),
-        io.TextIOWrapper(io.BytesIO(), "utf-8"),
-    )  # strict: a surrogate would raise
+    buffers = io.BytesIO(), io.BytesIO()
+    out, err = (io.TextIOWrapper(b, "utf-8") for b in buffers)  # strict: a surrogate would raise
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     print_result(NASTY)
@@ -40,7 +38,7 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     print_error(RegaugeError(f"bad {NASTY}", hint=NASTY))
     out.flush()
     err.flush()
-    printed = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    printed = [buffer.getvalue().decode() for buffer in buffers]
     assert printed[1] == f"regauge: {SHOWN}\nregauge: error: bad {SHOWN}\nregauge: hint: {SHOWN}\n"
     assert all(c.isprintable() or c == "\n" for text in printed for c in text)
     assert json.loads(printed[0].split("\n", 1)[1]) == {"name": NASTY}, "JSON says the same name"

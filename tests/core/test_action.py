@@ -230,7 +230,7 @@ def test_permutations_keep_every_bit_of_every_dtype(dtype: torch.dtype) -> None:
     )
     wide = Spec("wide", {"a": Space(300, Permutation()), "b": Space(400, Permutation())}, {})
     w = element(wide, 1)
-    rows, columns = (torch.from_numpy(w.members[s].permutation().index[0]) for s in "ab")  # type: ignore[union-attr]
+    rows, columns = (torch.from_numpy(w.members[s].permutation().index[0]) for s in "ab")
     assert torch.equal(act(w, big, "a b*"), big[rows][:, columns])
 
 

@@ -320,8 +320,10 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
-    how = {"batch": 1, "steps": 1, "lr": 0.1, "defences": ("freeze=embedding,first",)}
-    run_federated(source, Settings(clients=6, rounds=1, **how), run, record=True)  # type: ignore[arg-type]
+    settings = Settings(
+        clients=6, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding,first",)
+    )
+    run_federated(source, settings, run, record=True)
     closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
     assert closed.rows[0][2] is None
     assert closed.rows[0][4] is None

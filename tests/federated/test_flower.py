@@ -306,11 +306,11 @@ def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(
 ) -> None:
     whole = served(source, tmp_path / "whole")
     served(source, tmp_path / "run", replace(SETTINGS, rounds=1))
-    nobody = Nodes(source, 0)
+    without_nodes: Any = Nodes(source, 0)
     with pytest.raises(
         FederatedError, match=r"round 2 had too few contributions 3 times.*no node is connected"
     ):
-        flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
+        flower.serve(without_nodes, source, SETTINGS, tmp_path / "run", gather=0.0)
     again = served(source, tmp_path / "run")
     assert [(r.number, r.void) for r in again.run_state.history] == [
         (0, False),
@@ -448,9 +448,9 @@ def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
 ) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
     here = run_federated(source, settings, tmp_path / "here")
-    nodes = Nodes(source)
+    nodes: Any = Nodes(source)
     nodes.app = flower.client_app(source, local_folder=tmp_path / "own")
-    there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)  # type: ignore[arg-type]
+    there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)
     assert all(
         torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
@@ -481,8 +481,8 @@ def test_a_message_names_a_run_and_no_file() -> None:
 
 def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, rounds=2, secure=True)
-    nodes = Nodes(source)
-    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)  # type: ignore[arg-type]
+    nodes: Any = Nodes(source)
+    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)
     plain = run_federated(source, replace(settings, secure=False), tmp_path / "plain")
     assert [r.contributed for r in secure.run_state.history] == [(0, 1, 2, 3)] * 2
     worst = max(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,9 +246,14 @@ def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
 def test_the_papers_own_matcher_is_a_special_case() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     plain, scaled = _paper(a, b, layers=2, heads=3)
-    options = {"spaces": ["qk", "vo", "ffn"], "within": "orthogonal", "sweeps": 0, "whole": True}
-    assert match(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)  # type: ignore[arg-type]
-    found = match(spec, a, b, **options, rescale=True)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "spaces": ["qk", "vo", "ffn"],
+        "within": "orthogonal",
+        "sweeps": 0,
+        "whole": True,
+    }
+    assert match(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)
+    found = match(spec, a, b, **options, rescale=True)
     assert found.distance == pytest.approx(scaled, abs=1e-6)
     assert scaled < plain < found.distance_before
 

@@ -5,6 +5,7 @@ line.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,8 @@ def test_a_recipe_of_mergekit() -> None:
     part = recipe.slices[0]
     one, two = part.sources
 
-    def at(name: str, source: object, tensor: str, t: float) -> object:
-        return recipe.resolve_parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
+    def at(name: str, source: Any, tensor: str, t: float) -> object:
+        return recipe.resolve_parameter(name, part, source, tensor, t, None)
 
     assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(
         [1, 0.85, 0.7, 0.4, 0.1]
@@ -83,10 +84,12 @@ def test_the_nearest_parameter_counts() -> None:
 def test_tokenizer_and_align() -> None:
     head = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
     assert parse_recipe(head).tokens is None
-    assert parse_recipe(head + "tokenizer_source: union").tokens.source == "union"  # type: ignore[union-attr]
-    found = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
-    assert found is not None
-    assert (found.source, found.pad_multiple) == ("base", 64)
+    tokens = parse_recipe(head + "tokenizer_source: union").tokens
+    assert tokens is not None
+    assert tokens.source == "union"
+    tokens = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
+    assert tokens is not None
+    assert (tokens.source, tokens.pad_multiple) == ("base", 64)
     assert parse_recipe(head + "align: true").align == AlignConfig()
     assert parse_recipe(head + "align: false").align is None
     how = parse_recipe(

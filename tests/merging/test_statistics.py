@@ -142,7 +142,8 @@ def test_what_cannot_be_weighed_is_refused() -> None:
 def test_the_fisher_of_a_logistic_regression() -> None:
     """Against its closed form: sum over classes of p (delta - p)^2 x^2."""
     module = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
-    module.forward = lambda pixel_values: torch.nn.Sequential.forward(module, pixel_values)  # type: ignore[method-assign]
+    call = module.forward
+    module.forward = lambda pixel_values: call(pixel_values)  # type: ignore[method-assign]
     x, state = drawn(8, 5), {n: t.detach().clone() for n, t in build_linear(3, 5).items()}
     found = fisher(module, state, [{"pixel_values": x[:3]}, {"pixel_values": x[3:]}])
     p = (x @ state["0.weight"].T + state["0.bias"]).softmax(-1)
@@ -257,7 +258,8 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
     ):
         if name in ("t5",) and kind == "fisher":
             continue
-        known = [ALL[kind](module, s, [batch]) for s in (a, b)] if kind else None  # type: ignore[operator]
+        compute = ALL[kind] if kind else None
+        known = [compute(module, s, [batch]) for s in (a, b)] if compute else None
         found = merge([a, b], method, statistics=known, spec=spec_of(module))
         assert found.keys() == a.keys()
         assert all(bool(t.isfinite().all()) for t in found.values() if t.is_floating_point())

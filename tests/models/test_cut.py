@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -496,7 +497,11 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(CutError, match='no argument "mask"') as error:
         crossing.run(mask=None)
     assert "attention_mask" in str(error.value.hint)
-    with cut(model).route(lambda c: None), pytest.raises(CutError, match="got NoneType"):  # type: ignore[arg-type, return-value]
+
+    def without_result(crossing: Crossing) -> Any:
+        return None
+
+    with cut(model).route(without_result), pytest.raises(CutError, match="got NoneType"):
         model(**IDS)
     with pytest.raises(CutError, match='"stream", which the element'):
         crossing.transform(element(spec_of(build("swin")), 1))

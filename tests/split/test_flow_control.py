@@ -5,6 +5,7 @@ are no requests.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +186,12 @@ def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
 
 
 def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
-    class Nobody:
-        def exchange(self, request: object) -> bytes:
-            raise TransportError("nobody is there")
+    class Unreachable:
+        def exchange(self, request: Sequence[memoryview]) -> bytes:
+            raise TransportError("no server is listening")
 
     with pytest.raises(TransportError):
-        connect(made("gpt2"), Nobody(), journal=tmp_path / "a", patience=0.01)  # type: ignore[arg-type]
+        connect(made("gpt2"), Unreachable(), journal=tmp_path / "a", patience=0.01)
     assert not list((tmp_path / "a").iterdir())
     host, mine = Host(made("gpt2"), ADAMW), made("gpt2")
     with connect(mine, InProcess(host), journal=tmp_path / "a"):

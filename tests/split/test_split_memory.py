@@ -206,7 +206,12 @@ def test_beams_cannot_multiply_a_cache_past_the_budget() -> None:
         ((name, cache),) = session.caches.items()
         seen: list[Frame] = []
         real = link.log.predict
-        link.log.predict = lambda frame, exact=(): (seen.append(frame), real(frame, exact))[1]  # type: ignore[method-assign, func-returns-value]
+
+        def recorded(frame: Frame, exact: Any = ()) -> Any:
+            seen.append(frame)
+            return real(frame, exact)
+
+        link.log.predict = recorded  # type: ignore[method-assign]
         model(input_ids=torch.full((400, 1), 5), use_cache=True)
         rows = {**seen[0].values, "cache": name, "turn": cache.turn + 1, "rows": [0] * 400}
         with pytest.raises(RefusedError, match="this turn of a generated text needs"):

@@ -53,7 +53,7 @@ def test_a_public_embedding_gives_the_images_back_exactly(width: int) -> None:
         assert float(mse(found, true).max()) < 1e-8
 
 
-def test_the_first_token_is_told_from_patches() -> None:
+def test_the_first_token_is_distinguished_from_patches() -> None:
     embed, true = Embedding(2 * VALUES), pictures(4, 2)
     first = torch.full((2 * VALUES,), 0.3)
     seen = shuffled(torch.cat([first.expand(4, 1, -1), embed(true)], 1))[0]

@@ -128,7 +128,7 @@ def test_a_stranger_as_base_gives_nothing() -> None:
     assert found.relative > 0.5
 
 
-def test_the_base_is_told_from_others_through_any_lock() -> None:
+def test_the_base_is_identified_through_any_lock() -> None:
     spec, base = model_of("llama")
     torch.manual_seed(3)
     candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}

@@ -122,7 +122,7 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert "private=1.0" in said
 
 
-def test_the_accountant_is_asked_for_before_anything_is_attacked(
+def test_a_missing_accountant_is_an_error_before_any_attack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -175,7 +175,7 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
         audit_gradients(case, [], attacks=select_attacks(["labels"]), pictures=0)
 
 
-def test_what_cannot_be_audited_is_refused_by_name(
+def test_unsupported_audits_raise_an_error_that_names_the_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = saved(tmp_path)

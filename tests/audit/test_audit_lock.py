@@ -81,7 +81,7 @@ def test_without_anything_to_try_an_audit_is_refused() -> None:
     assert [f.id for f in only.findings] == ["lock/public edges"]
 
 
-def test_one_example_is_too_few_to_take_apart() -> None:
+def test_one_example_is_too_few_to_split() -> None:
     spec, state = model_of("gpt2")
     model = build("gpt2").float()
     g = element(spec, 5, within="permutation")
@@ -214,7 +214,7 @@ def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyP
     assert failed == {"wrong key", "changed bit", "lost tensor"}
 
 
-def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_common(
+def test_observed_and_reference_features_share_no_example(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Were they the same, the attack by statistics would be the one with known inputs."""
@@ -233,7 +233,7 @@ def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_com
     assert seen[0] | seen[1] == set(range(21))
 
 
-def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
+def test_an_unrelated_model_is_not_reported_as_a_leak() -> None:
     """Any model explains some of another's weights: its gains are near one."""
     spec, state = model_of("gpt2")
     locked = apply(element(spec, 5, within="permutation"), state, "backbone")
@@ -272,7 +272,7 @@ def test_what_is_not_finite_is_named() -> None:
             fingerprint(spec, {**state, name: state[name] * float("inf")})
 
 
-def test_only_what_is_tried_is_told() -> None:
+def test_progress_names_only_the_attacks_that_run() -> None:
     spec, state = model_of("gpt2")
     told: list[str] = []
     audit_lock(

@@ -110,7 +110,7 @@ def examples(count: int, seed: int = 0, multi: bool = False) -> Examples:
     return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, labels[i]))
 
 
-def test_combinations_are_read_and_taken_apart() -> None:
+def test_combinations_are_parsed_and_split() -> None:
     assert parse_combination("none") == ()
     assert [type(d) for d in parse_combination("rows+low-pass=0.1")] == [LowPass, Rows]
     assert is_shuffled("noise=1+rows")
@@ -145,14 +145,14 @@ def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
         )
 
 
-def test_what_is_drawn_can_be_drawn_again() -> None:
+def test_sampling_is_reproducible() -> None:
     pair, x = make_split_pair(vit(), "noise=1+rows"), pictures(4)
     once, again, later = (pair.record_features(x, 2, label) for label in ("a", "a", "b"))
     assert torch.equal(once, again)
     assert not torch.equal(once, later)
 
 
-def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
+def test_gradients_are_recorded_in_the_selected_steps() -> None:
     pair, data = make_split_pair(vit(), "rows", ADAMW), examples(20)
     passes = pair.train(data, Run(5, 4), record_first=3)
     assert len(passes) == 3
@@ -203,7 +203,7 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     assert (mean_score(free["true patches in a random order"], "SSIM") or 0) < 0.5
 
 
-def test_a_best_naming_tells_nobody_apart() -> None:
+def test_a_best_assignment_re_identifies_no_one() -> None:
     """Images of other people, each given to the one that it fits, look as if they were told apart:
     that is a floor, and no attack's success.
     """
@@ -270,7 +270,7 @@ def test_attacks_are_exact_without_a_defence_and_at_the_floor_under_noise() -> N
 
 
 @pytest.mark.parametrize("combination", ["noise=1.5", "noise=1.5+rows"])
-def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
+def test_fresh_noise_is_averaged_away(combination: str) -> None:
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
     views = collect_views(make_split_pair(vit(), combination), own, true, 10, 0)
@@ -290,12 +290,12 @@ def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
     assert collect_views(make_split_pair(vit(), "rows"), own, true, 10, 0).repeated is None
 
 
-def test_seeds_are_told_apart_from_images() -> None:
+def test_seeds_are_distinguished_from_images() -> None:
     one = AttackScores("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
     assert one.by_seed("SSIM") == pytest.approx([0.2, 0.7])
 
 
-def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
+def test_gradients_reveal_labels_and_noise_does_not() -> None:
     data, run = examples(60), Run(12, 10)
     passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, record_first=6)
     assert (measure_label_leak(passes, data, run) or 0) > 0.9
@@ -473,7 +473,7 @@ def test_the_command_says_what_it_comes_to(
     assert json.loads(out.read_text())["facts"]["weights"] == "random"
 
 
-def test_an_audit_fails_where_it_is_told_to(
+def test_an_audit_fails_above_its_threshold(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
@@ -532,7 +532,7 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(
+def test_invalid_options_are_rejected_before_training(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
 ) -> None:
     given = dict(zip(more[::2], more[1::2], strict=True))

@@ -109,12 +109,12 @@ def test_a_causal_model_tells_the_order_by_its_mask() -> None:
     assert "labels" not in found.tables[0].columns
 
 
-def test_an_audit_of_texts_fails_where_it_is_told_to() -> None:
+def test_a_text_audit_fails_above_its_threshold() -> None:
     found = audit_texts(case(bert()), ("rows", "noise=20"), fail_above=0.5)
     assert {f.id for f in found.failed} == {"texts/rows/vocabulary", "texts/rows/regression"}
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(LeakageError, match="got LowPass, which acts on images"):
         audit_texts(case(bert()), ("low-pass=0.1",))
     with pytest.raises(LeakageError, match="it moves tokens between texts"):

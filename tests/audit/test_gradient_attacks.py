@@ -192,7 +192,7 @@ def test_labels_are_counted(name: str, combination: str) -> None:
     assert sorted(truth.labels.tolist()) == expand_counts(label_counts(view)).tolist()
 
 
-def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
+def test_labels_are_revealed_without_the_bias_and_not_without_the_head() -> None:
     view, truth = sent(vit())
     assert int(label_counts(changed(view, classifier__bias=None)).argmax()) == int(truth.labels)
     with pytest.raises(UpdateError, match=r"classifier\.weight"):
@@ -201,7 +201,7 @@ def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
+def test_a_head_without_a_bias_reveals_labels(dtype: torch.dtype) -> None:
     """Their slopes add up to 0 in float64 too: the sign is that of the one number which is
     below.
     """
@@ -213,7 +213,7 @@ def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
         assert int(label_counts(view).argmax()) == label
 
 
-def test_updates_that_are_none_are_refused_by_name() -> None:
+def test_invalid_updates_are_rejected() -> None:
     view, _ = sent(vit())
     model, tensors = view.model, dict(view.update.tensors)
     name = NAMES[0]

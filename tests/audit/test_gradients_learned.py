@@ -127,7 +127,7 @@ def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
     assert int(label_counts(many).sum()) == 4
 
 
-def test_practice_draws_as_often_as_it_is_asked_to() -> None:
+def test_practice_samples_the_requested_number() -> None:
     plan, own = parse_plan("batch=4"), examples(6)
     made = list(sample_rehearsals(vit(), plan, own, 5, 0))
     assert [len(m.inputs) for m in made] == [4] * 5
@@ -137,7 +137,7 @@ def test_practice_draws_as_often_as_it_is_asked_to() -> None:
     )  # never more than there are
 
 
-def test_members_are_told_apart_from_images_that_the_attacker_was_not_given() -> None:
+def test_members_are_distinguished_from_held_out_images() -> None:
     mine, apart = split_own_images(examples(40))
     given = mine.batch(range(len(mine)))[0]["pixel_values"]
     assert len(mine) + len(apart) == 40

@@ -65,7 +65,7 @@ def test_a_trained_module_of_no_library_gives_a_real_image_away() -> None:
         embedding_least_squares(changed(view, patch_embed__proj__weight=None))
 
 
-def test_a_module_whose_patches_are_embedded_otherwise_is_told() -> None:
+def test_a_module_with_another_patch_embedding_is_reported() -> None:
     model, images = given("vit_mnist_preln")
     data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([7, 2, 1, 0])[i]))
     inputs, labels = data.batch([0])

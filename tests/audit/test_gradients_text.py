@@ -152,7 +152,7 @@ def test_more_tokens_than_channels_say_nothing() -> None:
         exact_search(sent(gpt2(n_embd=16).double(), texts(4, 8)))
 
 
-def test_words_of_a_batch_are_told_by_zero_rows_and_hidden_by_a_tied_head_or_noise() -> None:
+def test_zero_rows_reveal_the_words_of_a_batch_unless_the_head_is_tied_or_noisy() -> None:
     ids = texts(3, 8)
     told = token_membership(sent(bert(), ids))
     assert set(told.nonzero()[:, 0].tolist()) == set(ids.flatten().tolist())
@@ -182,7 +182,7 @@ def test_tag_recovers_some_words_and_more_than_a_guess() -> None:
         tag(sent(bert(), ids, length=None))
 
 
-def test_models_without_the_layers_are_refused_by_name() -> None:
+def test_models_without_the_layers_are_rejected() -> None:
     config = transformers.LlamaConfig(
         hidden_size=16,
         num_hidden_layers=1,

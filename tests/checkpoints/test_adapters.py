@@ -218,7 +218,7 @@ def test_experts_on_disk_move_as_a_stack() -> None:
         ("base_model.model.transformer.h.0.attn.c_attn.ia3_l", (36,), "neither a tensor"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(
+def test_unsupported_adapters_raise_an_error_that_names_the_cause(
     name: str, shape: tuple[int, ...], says: str
 ) -> None:
     g = element(spec_of(build("gpt2")), 3)

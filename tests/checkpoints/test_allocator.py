@@ -12,7 +12,7 @@ import pytest
 from regauge.checkpoints.allocator import reuse_memory
 
 
-def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[int, int] = {}
     monkeypatch.setattr(
         ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=asked.__setitem__)

@@ -181,7 +181,7 @@ def refuse(match: str, call: Callable[[], Any]) -> None:
     assert caught.value.hint, "an error shows the way out"
 
 
-def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     shard = "model-00002-of-00003.safetensors"
 
     def case(name: str, change: Callable[[Path], Any], match: str) -> None:
@@ -272,7 +272,7 @@ def test_what_is_not_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> 
     assert "regauge convert" in str(caught.value.hint)
 
 
-def test_other_dtypes_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_rejected(tmp_path: Path) -> None:
     save_file(
         {"w": torch.ones(2).to(torch.float8_e4m3fn), "v": torch.ones(2).to(torch.float8_e4m3fn)},
         tmp_path / "x.safetensors",
@@ -464,9 +464,7 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"]
 )
-def test_a_journal_that_is_none_is_no_reason_to_keep_anything(
-    tmp_path: Path, journal: bytes
-) -> None:
+def test_an_invalid_journal_is_discarded(tmp_path: Path, journal: bytes) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / ".regauge.json").write_bytes(journal)
@@ -474,7 +472,7 @@ def test_a_journal_that_is_none_is_no_reason_to_keep_anything(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_source_that_goes_away_after_the_rename_is_no_error(
+def test_a_source_may_disappear_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = open_checkpoint(sharded(tmp_path / "in"))

@@ -245,7 +245,7 @@ def test_a_federated_run_without_settings(tmp_path: Path) -> None:
     rejected(lambda: load_about(tmp_path / "run"), "is not JSON")
 
 
-def test_a_key_file_whose_id_is_no_text(tmp_path: Path) -> None:
+def test_a_key_file_with_a_non_text_id(tmp_path: Path) -> None:
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key, load_key, save_key
 

@@ -119,7 +119,7 @@ def test_every_option_is_spelled_one_way() -> None:
     "name",
     sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)),
 )
-def test_a_seed_that_cannot_be_is_refused(name: str) -> None:
+def test_an_invalid_seed_is_rejected(name: str) -> None:
     """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move`
     takes any whole number.
     """
@@ -204,7 +204,7 @@ def test_doctor_names_a_vulnerable_torch(
     assert found["healthy"] is safe
 
 
-def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_imports_libraries_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
     )

@@ -512,7 +512,7 @@ def test_a_damaged_file_of_what_was_learned_is_refused(
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_what_is_no_vit_is_told_what_is_left(
+def test_a_model_other_than_a_vit_is_rejected_with_alternatives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A ResNet has the shuffle alone, in patches that may have to be given; a model of texts is

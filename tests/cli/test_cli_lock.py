@@ -581,7 +581,7 @@ def test_key_repr_in_errors() -> None:
     assert str(Key(bytes(32))) == "Key(lock, 35f322c179f8fd31)"
 
 
-def test_a_key_is_kept_apart_from_all_that_is_written(tmp_path: Path) -> None:
+def test_a_key_is_in_no_output_file(tmp_path: Path) -> None:
     from regauge.cli.keygen import require_outside
     from regauge.errors import KeyFileError
 

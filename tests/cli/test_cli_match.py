@@ -205,7 +205,7 @@ def test_compare_says_what_two_models_are_to_each_other(
     assert "do not share a basis" in capsys.readouterr().out
 
 
-def test_what_cannot_be_matched_is_refused_by_name(
+def test_unmatchable_models_raise_an_error_that_names_the_cause(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = pair

@@ -289,7 +289,7 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     assert "by force" in (tmp_path / "noise" / "README.md").read_text()
 
 
-def test_one_moved_layer_is_seen(run: Run, a: Path, tmp_path: Path) -> None:
+def test_one_transformed_layer_is_detected(run: Run, a: Path, tmp_path: Path) -> None:
     """The rest of the model is as it was, so that a look at the whole alone would pass it."""
     assert (
         run("move", a, "--random", "--seed", 3, "--spaces", "ffn.2", "-o", tmp_path / "moved").code
@@ -358,7 +358,7 @@ def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> N
     assert "cosine" in said.err
 
 
-def test_a_head_of_its_own_is_no_other_basis(run: Run, tmp_path: Path) -> None:
+def test_a_different_head_is_not_a_different_basis(run: Run, tmp_path: Path) -> None:
     """Classifiers that were fine-tuned apart have different heads, which says nothing about the
     basis of the rest.
     """
@@ -450,7 +450,7 @@ def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
     assert near(state_of(tmp_path / "aligned")["lm_head.weight"], out, 1e-4)
 
 
-def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -> None:
+def test_incompatible_models_raise_one_error(run: Run, a: Path, tmp_path: Path) -> None:
     b = tuned(a, tmp_path / "b", 1)
     gpt2 = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     wider = make_checkpoint(tmp_path / "wider", {**LLAMA, "intermediate_size": 180}, 0)
@@ -620,7 +620,7 @@ def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -
     assert (partial / "model.safetensors").read_text() == "mine"
 
 
-def test_finished_shards_are_kept(
+def test_finished_shards_are_reused(
     run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     b = tuned(a, tmp_path / "b", 1)

@@ -840,12 +840,12 @@ def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None
     assert contents(tmp_path) == before
 
 
-def test_sizes_are_said_as_people_say_them(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_sizes_are_human_readable(run: Run, tmp_path: Path, llama: Path) -> None:
     assert "1 file, 858.4 kB\n" in run("inspect", llama).out
     assert ": 862.7 kB in " in run("move", llama, "--random", "-o", tmp_path / "out").err
 
 
-def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
+def test_mismatches_of_many_layers_are_reported_once(run: Run, llama: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
         for i in range(4):
             state[f"model.layers.{i}.mlp.up_proj.weight"] = torch.ones(171, 64)
@@ -891,7 +891,7 @@ def test_inspect_knows_a_folded_model(
     assert json.loads(run("inspect", tmp_path / "out", "--json").out)["folds"]["done"] is True
 
 
-def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_invalid_paths(run: Run, tmp_path: Path, llama: Path) -> None:
     for arguments in (
         ["inspect", "z" * 5000],
         ["inspect", "~nobody-of-that-name/model"],
@@ -920,7 +920,7 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     assert (tmp_path / "b.config.json").read_text() == "precious"
 
 
-def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_the_element_is_saved_separately(run: Run, tmp_path: Path, llama: Path) -> None:
     for place in (
         llama / "key",
         tmp_path / "out" / "key",

@@ -353,7 +353,7 @@ def test_a_locked_backbone_and_its_key(
     assert distance(found, expected) < 1e-3
 
 
-def test_who_may_come_and_what_is_said_to_others(
+def test_only_listed_clients_are_admitted(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("certs", "strange"):
@@ -507,7 +507,7 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
     assert not (tmp_path / "o").exists()
 
 
-def test_nothing_is_lost_at_awkward_moments(
+def test_interruptions_lose_no_step(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot

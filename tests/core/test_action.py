@@ -605,7 +605,7 @@ def test_a_stack_with_a_gap_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_only_permutations_move_what_is_no_real_number(dtype: torch.dtype) -> None:
+def test_only_permutations_act_on_non_real_dtypes(dtype: torch.dtype) -> None:
     with pytest.raises(ElementError, match="can only be permuted"):
         act(draw(1), torch.ones(6).to(dtype), "s")
     assert act(draw(1), torch.ones(6).to(dtype), "p").dtype == dtype
@@ -619,12 +619,12 @@ def test_act_composes_with_transforms_of_torch() -> None:
 
 
 @pytest.mark.parametrize("key", [b"", b"short", True, "text", 1.5, None])
-def test_keys_that_are_none_are_refused(key: object) -> None:
+def test_invalid_keys_are_rejected(key: object) -> None:
     with pytest.raises(ElementError, match="a key must be 32 bytes"):
         element(SPEC, key)  # type: ignore[arg-type]
 
 
-def test_a_reason_with_the_word_size_is_no_size() -> None:
+def test_a_reason_with_the_word_size_is_not_a_size_error() -> None:
     spec = Spec("toy", {"p": Space(3, Permutation(), why="the size of the gain")}, {"w": "p"})
     g = Element(spec, {"p": GROUPS["orthogonal"].sample(3, 1, Stream(seed_key(0), "x"))})
     assert g.to(spec).members
@@ -718,7 +718,7 @@ def test_a_wrong_member_names_the_space_and_the_reason() -> None:
     assert apply(g, {"w": torch.ones(3)}, force=True)
 
 
-def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
+def test_an_ill_conditioned_element_is_rejected(tmp_path) -> None:
     g = draw(9)
     wild = Element(
         SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))}

@@ -73,7 +73,7 @@ def test_biases_go_into_the_readers_where_they_have_one() -> None:
     )
 
 
-def test_a_zero_gain_whose_bias_nobody_can_take_is_refused() -> None:
+def test_a_zero_gain_with_a_bias_that_cannot_be_folded_is_rejected() -> None:
     model = build("gpt2")
     state = dict(model.state_dict())
     state["transformer.ln_f.weight"] = state["transformer.ln_f.weight"].clone()
@@ -325,7 +325,7 @@ def test_experts_that_are_stored_one_by_one_take_up_what_each_reads() -> None:
     assert not torch.allclose(folded["e.1.up.bias"], state["e.1.up.bias"])
 
 
-def test_a_folded_spec_is_held_against_shapes_alone() -> None:
+def test_a_folded_spec_is_checked_against_shapes_alone() -> None:
     model = build("llama")
     spec, state = fold_norms(spec_of(model), model.state_dict())
     shapes = {n: Entry("F64", tuple(t.shape), 0, 0) for n, t in state.items()}

@@ -246,7 +246,7 @@ def test_specs_that_contradict_themselves(change, message: str) -> None:
     assert check(wrong, {}) == check_spec(wrong)
 
 
-def test_folded_gains_are_held_to_their_value() -> None:
+def test_folded_gains_are_checked_for_their_value() -> None:
     model = build("llama")
     spec, state = fold_norms(spec_of(model), model.state_dict())
     assert texts(spec, state) == []

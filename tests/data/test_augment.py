@@ -73,7 +73,7 @@ def test_a_change_is_bounded_and_is_one(name: str) -> None:
         "TranslateY",
     ],
 )
-def test_no_strength_is_no_change_and_sides_are_two(name: str) -> None:
+def test_zero_strength_changes_nothing_and_signs_differ(name: str) -> None:
     x = images(1)[0]
     torch.testing.assert_close(TRANSFORMS[name](x, 0.0, 1.0), x, rtol=0, atol=1e-5)
     assert (TRANSFORMS[name](x, 0.9, 1.0) - TRANSFORMS[name](x, 0.9, -1.0)).abs().max() > 0.01

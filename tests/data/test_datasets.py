@@ -159,7 +159,7 @@ def test_digests_stay_what_they_were(tmp_path: Path) -> None:
     )  # cached experiments are found by it
 
 
-def test_a_folder_without_images_is_no_class(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_not_a_class(tmp_path: Path) -> None:
     from PIL import Image
 
     def put(name: str) -> None:
@@ -183,7 +183,7 @@ def test_lines_of_json_end_where_lines_end(tmp_path: Path) -> None:
     assert open_data(tmp_path / "a.jsonl")["text"] == texts
 
 
-def test_digits_are_embedded_and_the_test_is_apart() -> None:
+def test_digits_are_bundled_with_a_separate_test_set() -> None:
     train, test = open_data("digits"), open_data("digits", split="test")
     assert train["image"].shape[1:] == (8, 8)
     assert train["image"].max() == 255

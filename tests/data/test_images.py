@@ -178,7 +178,7 @@ def test_experiments_read_grey_among_colours(tmp_path: Path) -> None:
     assert examples.batch(np.array([1]))[0]["pixel_values"].shape == (1, 3, 8, 8)
 
 
-def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
+def test_a_model_of_any_size_needs_an_explicit_size(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], num_labels=2)
     model, data = (
         transformers.ResNetForImageClassification(config).eval(),
@@ -198,7 +198,7 @@ def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
     assert examples.batch(np.arange(2))[0]["pixel_values"].shape == (2, 3, 9, 9)
 
 
-def test_an_audit_resizes_only_where_it_is_asked_to(
+def test_an_audit_resizes_only_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = photos(tmp_path / "photos", *MIXED)
@@ -249,7 +249,7 @@ def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the images of photos must be 8 x 8, got 4 x 8" in capsys.readouterr().err
 
 
-def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
+def test_images_are_resized_to_the_requested_height_and_width(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, *MIXED), size=(6, 10))
     assert data["image"].to_array().shape == (4, 6, 10, 3)
     assert data.digest != open_data(tmp_path, size=(10, 6)).digest

@@ -123,7 +123,7 @@ def test_compression_keeps_few_numbers_or_few_bits() -> None:
         (["clip=-1"], "norm"),
     ],
 )
-def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
+def test_invalid_defences_are_rejected(texts: list[str], said: str) -> None:
     with pytest.raises(DefenceError, match=said):
         read_defences(texts)
 
@@ -131,7 +131,7 @@ def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> Non
 # The spy
 
 
-def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Path) -> None:
+def test_the_recorder_saves_what_was_sent_and_separately_what_was_not(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     state_store.begin(folder, SETTINGS, "l", {})
     start = state_of(fed.vit())
@@ -155,7 +155,7 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
         recorded_rounds(tmp_path)
 
 
-def test_the_accountant_is_asked_for_before_a_run_begins(
+def test_a_missing_accountant_is_an_error_before_a_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -490,7 +490,7 @@ def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     )
 
 
-def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
+def test_clients_with_different_starts_send_weights_and_are_averaged() -> None:
     settings = Settings(clients=2, rounds=2, batch=8, steps=1, independent=True, strategy="matched")
     model = fed.vit()
     from functools import partial

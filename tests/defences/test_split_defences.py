@@ -56,7 +56,7 @@ def images(count: int = 3, side: int = 16) -> torch.Tensor:
     )
 
 
-def test_the_order_is_stated_and_kept() -> None:
+def test_the_order_of_defences_is_fixed() -> None:
     named = [
         "rows=sample,keep_cls",
         "private=1,norm=2",
@@ -140,7 +140,7 @@ def test_a_hint_is_a_whole_sentence() -> None:
         ("noise=1,2,3", "cannot be parsed"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
+def test_invalid_input_raises_an_error_that_names_it(text: str, said: str) -> None:
     with pytest.raises(DefenceError, match=said) as error:
         parse_defence(text)
     assert error.value.hint
@@ -177,7 +177,7 @@ def test_noise_has_the_size_that_it_says() -> None:
     assert back(z) is z
 
 
-def test_drawn_from_the_secret_and_the_request() -> None:
+def test_noise_depends_on_the_secret_and_the_request() -> None:
     x = images()
     once, again, later, other = (
         PixelNoise(1.0).apply_to_images(x, KeyedRandom(s, n))

@@ -134,7 +134,7 @@ def test_fedprox_stays_nearer() -> None:
     assert moved(replace(settings, strategy="fedprox", proximal=1.0)) < 0.9 * moved(settings)
 
 
-def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
+def test_puzzles_are_sampled_per_client_and_round_and_reproducible() -> None:
     settings = replace(FOUR, jigsaw=0.5, probability=1.0)
     model = prepare_model(fed.vit(), settings)
     assert isinstance(model, MaskedJigsaw)
@@ -147,7 +147,7 @@ def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
     assert not torch.allclose(first.tensors[f"model.{name}"], plain.tensors[name])
 
 
-def test_another_version_of_the_model_and_an_empty_part_are_refused_by_name() -> None:
+def test_another_model_version_and_an_empty_partition_are_rejected() -> None:
     with pytest.raises(
         FederatedError,
         match=r"two versions of a model differ:\n.*classifier.bias.* is float32 \[4\] in the "
@@ -274,7 +274,7 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
         ({"client": 9}, "client: a contribution must come from a client that was selected"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(
+def test_incompatible_contributions_are_rejected_and_the_round_continues(
     bad: dict[str, object], why: str
 ) -> None:
     kept = went(
@@ -289,7 +289,7 @@ def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(
     assert kept.state["w"].tolist() == [2.0] * 3
 
 
-def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
+def test_a_second_reply_does_not_count_and_a_missing_one_is_reported() -> None:
     kept = went(Scripted([sent(0), sent(0, 100.0)]), Settings(clients=2, rounds=1))
     assert kept.state["w"].tolist() == [1.0] * 3
     assert kept.history[0].absent == {
@@ -299,7 +299,7 @@ def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
     assert kept.history[0].rejected == {"0": "duplicate"}
 
 
-def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:
+def test_a_round_with_too_few_clients_is_void_and_repeated(tmp_path: Path) -> None:
     settings = Settings(clients=2, rounds=1, min_clients=2)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
@@ -322,7 +322,7 @@ def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -
     assert [r.number for r in completed_rounds(kept.history)] == [0, 1]
 
 
-def test_clients_are_drawn_for_each_round() -> None:
+def test_clients_are_sampled_for_each_round() -> None:
     settings = Settings(clients=10, rounds=1, participation=0.4)
     drawn = [select_clients(settings, n) for n in range(5)]
     assert all(len(set(d)) == 4 for d in drawn)
@@ -346,7 +346,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
     assert [r.number for r in again.history] == [0, 1, 2, 3]
 
 
-def test_drop_outs_are_told_and_the_same_in_every_run() -> None:
+def test_dropouts_are_reported_and_reproducible() -> None:
     settings = replace(FOUR, drop=0.4)
     one, two = fed.ran(settings), fed.ran(settings)
     assert same(one.state, two.state)
@@ -382,7 +382,7 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
         state_store.begin(other, FOUR, "l", {})
 
 
-def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_process_and_reading_needs_no_lock(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with state_store.hold_folder(folder):
         state_store.begin(folder, FOUR, "l", {})
@@ -400,7 +400,7 @@ def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: P
         assert not under_way.exists()
 
 
-def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_folders_are_rejected(tmp_path: Path) -> None:
     state_store.begin(tmp_path / "run", FOUR, "l", {})
     (tmp_path / "run" / state_store.STATE_FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"global.safetensors cannot be read"):
@@ -414,7 +414,7 @@ def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
         state_store.load_about(tmp_path / "nowhere")
 
 
-def test_settings_travel_and_faults_are_told_all_at_once() -> None:
+def test_settings_round_trip_and_all_faults_are_reported_at_once() -> None:
     settings = replace(FOUR, jigsaw=0.3, defences=("clip=1",))
     assert read_settings(settings.to_dict()) == settings
     with pytest.raises(FederatedError, match='"colour"'):

@@ -149,7 +149,7 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
     )
 
 
-def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
+def test_a_run_continues_after_a_server_crash_without_counting_a_round_twice(
     source: Source, tmp_path: Path
 ) -> None:
     whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
@@ -263,7 +263,7 @@ def chatty(message: Message, reply: Message) -> Message:
         (garbled, "its reply cannot be read"),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(
+def test_an_incompatible_node_is_reported_and_the_run_continues(
     bend: Answer, why: str, source: Source, tmp_path: Path
 ) -> None:
     found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
@@ -443,7 +443,7 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
         flower.make_mod("withhold=head")
 
 
-def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
+def test_withheld_tensors_stay_in_the_nodes_folder_and_equal_the_in_process_run(
     source: Source, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
@@ -479,7 +479,9 @@ def test_a_message_names_a_run_and_no_file() -> None:
 # Secure aggregation
 
 
-def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
+def test_a_secure_sum_is_the_mean_and_reveals_no_contribution(
+    source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, rounds=2, secure=True)
     nodes: Any = Nodes(source)
     secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)

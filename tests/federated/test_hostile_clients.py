@@ -149,7 +149,7 @@ def test_a_bad_contribution_is_rejected_by_its_reason_and_leaves_no_trace(
     assert not same(honest.state, found.state)
 
 
-def test_answers_of_another_type_and_of_nobody_are_rejected() -> None:
+def test_replies_of_another_type_and_of_unknown_clients_are_rejected() -> None:
     for answer in (
         None,
         7,
@@ -218,7 +218,7 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     assert not torch.equal(unlimited.state[name], state[name])
 
 
-def test_norms_are_held_to_the_median_from_three_contributions_on() -> None:
+def test_norms_are_limited_by_the_median_from_three_contributions_on() -> None:
     def grown(c: Contribution) -> Contribution:
         return replace(c, tensors={n: 20 * t for n, t in c.tensors.items()})
 
@@ -247,7 +247,7 @@ def test_a_client_that_takes_more_steps_may_change_more() -> None:
     }
 
 
-def test_zero_changes_of_most_clients_reject_nobody() -> None:
+def test_zero_updates_of_most_clients_reject_no_client() -> None:
     class Still(Scripted):
         def ask(
             self, number: int, clients: Sequence[int], state: State

@@ -54,7 +54,7 @@ def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
     )
 
 
-def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
+def test_a_repeated_round_starts_from_the_same_state(tmp_path: Path) -> None:
     whole, again = LocalState(), LocalState(tmp_path / "own")
     ran(whole)
     ran(again)

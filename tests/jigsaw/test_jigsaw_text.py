@@ -170,7 +170,7 @@ def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
     ).special == (0, 1, 2, 3, 4, 7)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(JigsawError, match="must be a tokenizer, got int"):
         TextJigsaw(bert(), tokenizer=3)
     for name, says in (
@@ -181,7 +181,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
             TextJigsaw(bert(), tokenizer=tmp_path / name)
 
 
-def test_what_is_no_probability_is_refused() -> None:
+def test_a_probability_outside_0_and_1_is_rejected() -> None:
     with pytest.raises(JigsawError, match=r"probability must be in .*got 1\.5"):
         TextJigsaw(bert(), probability=1.5)
 
@@ -274,7 +274,7 @@ def test_labels_of_texts_stay() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
+def test_explicit_positions_are_unchanged_without_a_shuffle(name: str) -> None:
     wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
     ids, mask = texts(wrapped.model.config.pad_token_id)
     ids, mask = ids[:1], mask[:1]
@@ -307,7 +307,7 @@ def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
     )
 
 
-def test_the_unknown_place_cannot_be_given() -> None:
+def test_the_unknown_position_cannot_be_passed() -> None:
     wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
     ids, mask = texts(0)
     with pytest.raises(

@@ -33,7 +33,7 @@ def test_masks_achieve_the_ratio_that_the_reference_achieves(ratio: float) -> No
     assert shares.max() <= int(ratio * 196) / 196  # never more
 
 
-def test_blocks_have_the_sizes_aspects_and_places_that_were_asked_for() -> None:
+def test_blocks_have_the_requested_sizes_aspects_and_positions() -> None:
     top, left, tall, wide = sample_blocks(
         np.full(20_000, 75), 8, (14, 14), 0.3, np.random.default_rng(2)
     )
@@ -150,6 +150,6 @@ def test_a_ratio_outside_is_refused(ratio: float) -> None:
         sample_puzzle(1, (4, 4), ratio, 0)
 
 
-def test_an_image_that_is_no_multiple_of_the_patch_is_refused() -> None:
+def test_an_image_that_is_not_a_multiple_of_the_patch_is_rejected() -> None:
     with pytest.raises(JigsawError, match=r"multiple of the patch.*got 9 x 8 pixels"):
         sample_puzzle(1, (4, 4), 0.5, 0).apply(torch.zeros(1, 3, 9, 8))

@@ -123,7 +123,7 @@ def test_the_table_is_of_patches_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["CLIP", "Siglip"])
-def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> None:
+def test_positions_that_are_looked_up_are_not_reported_missing(name: str) -> None:
     size = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -290,7 +290,7 @@ def test_corruptions_keep_what_they_should() -> None:
     assert not np.array_equal(one, other)  # every image its own draw
 
 
-def test_what_is_no_corruption_is_refused() -> None:
+def test_invalid_corruptions_are_rejected() -> None:
     for given, said in (
         ({"name": "rain", "severity": 1}, "rain"),
         ({"name": "fog", "severity": 6}, "severity must be from 1 to 5, got 6"),
@@ -301,7 +301,7 @@ def test_what_is_no_corruption_is_refused() -> None:
         corrupt(pictures(32, 32) / 255, "fog", 1)
 
 
-def test_errors_are_told_where_the_reference_has_none() -> None:
+def test_errors_are_reported_where_the_reference_has_none() -> None:
     some, none = {"fog": [0.5]}, {"fog": [0.0]}
     (table,), _, missing = report_corruptions({"first": none, "second": some})
     assert [row[0] for row in table.rows] == ["fog", "mean"]

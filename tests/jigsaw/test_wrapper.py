@@ -290,7 +290,7 @@ def test_every_variant_trains_and_unwraps(letter: str) -> None:
     assert torch.allclose(wrapped(IMAGES).logits, before, atol=1e-6)
 
 
-def test_the_regression_is_of_the_kept_positions() -> None:
+def test_the_regression_is_on_the_unmasked_positions() -> None:
     """A table that says its places is without loss, wherever it is kept; a wrong one costs only
     where it is kept.
     """
@@ -368,7 +368,7 @@ def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_without_absolute_positions_the_shuffle_is_left_and_that_is_said(name: str) -> None:
+def test_without_absolute_positions_only_the_shuffle_remains_with_a_warning(name: str) -> None:
     with pytest.warns(
         UserWarning,
         match=r"no absolute position embedding: of MJP only the shuffle of patches applies "
@@ -423,7 +423,7 @@ def test_grids_that_are_not_square_and_other_patches() -> None:
         ({"grid": (9, 9)}, "17 rows"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_rejected(given: dict[str, Any], said: str) -> None:
     with pytest.raises(JigsawError, match=said):
         MaskedJigsaw(vit(), **given)
     with pytest.raises(JigsawError, match="wrapped already"):

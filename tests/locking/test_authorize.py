@@ -590,7 +590,7 @@ def test_taking_it_off_leaves_nothing() -> None:
     assert edge_of(twin) is None
 
 
-def test_a_copy_in_memory_is_authorised_and_apart() -> None:
+def test_a_copy_in_memory_is_authorized_and_independent() -> None:
     model, twin, g = pair("gpt2")
     expected = compute_outputs(model, IDS)
     other = copy.deepcopy(authorize_with_element(twin, g))

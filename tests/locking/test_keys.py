@@ -165,14 +165,14 @@ def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch
     assert file.read_bytes() == before
 
 
-def test_a_key_for_another_purpose_is_refused_by_name(file: Path) -> None:
+def test_a_key_for_another_purpose_is_rejected(file: Path) -> None:
     with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
         load_key(file, "seal")
     with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
         Key(SECRET).require("seal")
 
 
-def test_what_is_no_key_file_is_refused(tmp_path: Path, file: Path) -> None:
+def test_files_without_a_key_are_rejected(tmp_path: Path, file: Path) -> None:
     def refused(path: Path, why: str) -> None:
         with pytest.raises(KeyFileError, match=why):
             load_key(path, "lock")
@@ -266,7 +266,9 @@ def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]
         load_key(rewrite(tmp_path / "key", scrypt=asked), "lock", never)
 
 
-def test_too_little_memory_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.locking import keys
 
     def none_left(*args: object) -> bytes:

@@ -232,7 +232,7 @@ def test_a_changed_record_is_found(field: str) -> None:
         unlock(spec, locked, replace(record, **{field: CHANGES[field]}), KEY)
 
 
-def test_changed_data_is_found_and_training_is_told_from_it() -> None:
+def test_changed_data_is_detected_and_distinguished_from_training() -> None:
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
     g = locked_element(spec, record, KEY)

@@ -105,7 +105,7 @@ def test_a_file_that_is_rewritten_after_the_check(
     job(command, folder, tmp_path / "out").write()
 
 
-def test_every_tensor_is_held_to_its_check(plain: Path, tmp_path: Path) -> None:
+def test_every_tensor_is_compared_with_its_checksum(plain: Path, tmp_path: Path) -> None:
     """Those that are moved and those that are copied, in the middle of the writing."""
     folder = locked(plain, tmp_path / "in")
     for name, entry in open_checkpoint(folder).entries.items():

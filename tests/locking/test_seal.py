@@ -302,7 +302,7 @@ def test_what_could_not_be_opened_again_is_not_sealed(
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_a_killed_process_has_left_is_in_nobodys_way(
+def test_leftovers_of_a_killed_process_are_ignored(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container every process may have the same number."""

@@ -56,7 +56,7 @@ def test_models_write_text_by_themselves() -> None:
         generate_text([picos.build("vit")])
 
 
-def test_noise_is_drawn_for_models_that_write_nothing() -> None:
+def test_noise_is_sampled_for_models_that_generate_no_text() -> None:
     vit, bert = picos.build("vit"), picos.build("bert")
     one, other, strange = (
         torch.cat([b["pixel_values"] for b in sample_noise(vit, count=70, seed=s, batch_size=32)])
@@ -77,7 +77,7 @@ def test_noise_is_drawn_for_models_that_write_nothing() -> None:
         sample_noise(torch.nn.Linear(2, 2))
 
 
-def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
+def test_activations_of_different_inputs_are_rejected() -> None:
     model = picos.build("gpt2")
     spec, a = picos.spec_of(model), dict(model.state_dict())
     with pytest.raises(RecordError, match="no block of this GPT2LMHeadModel was reached"):
@@ -105,7 +105,7 @@ def test_blocks_whose_stream_is_not_described_are_not_watched() -> None:
     assert record(model, None, spec, [picos.PICOS["gpt2"].inputs]).streams
 
 
-def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
+def test_sweeps_continue_from_activations_to_the_nearest_weights() -> None:
     """Two models that are alike only in part: what they do shows where to start, and weights say
     where it ends; `nearest` off keeps what was seen.
     """

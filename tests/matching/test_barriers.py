@@ -298,7 +298,7 @@ def test_the_plane_of_a_pair() -> None:
     assert ">A, moved<" in drawn
 
 
-def test_an_element_that_is_no_symmetry_is_told() -> None:
+def test_an_element_that_is_not_a_symmetry_is_reported() -> None:
     a, b = build("gpt2").float(), build("gpt2", seed=1).float()
     wrong = element(spec_of(a), 4).only("stream")
 

@@ -287,7 +287,7 @@ def test_identical_models_need_nothing() -> None:
     assert found.distance == found.distance_before == 0
 
 
-def test_what_cannot_be_matched_is_refused_by_name() -> None:
+def test_unmatchable_models_raise_an_error_that_names_the_cause() -> None:
     spec, a = state_of("gpt2")
     other = dict(a)
     other["transformer.h.0.mlp.c_fc.weight"] = other["transformer.h.0.mlp.c_fc.weight"][:, :-1]
@@ -510,9 +510,7 @@ def test_models_with_a_single_number_are_compared() -> None:
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", FOLDED)
-def test_invariants_are_the_same_in_every_description_and_tell_models_apart(
-    name: str, folded: bool
-) -> None:
+def test_invariants_agree_in_every_basis_and_differ_between_models(name: str, folded: bool) -> None:
     spec, a = state_of(name)
     _, other = state_of(name, 1)
     if folded:

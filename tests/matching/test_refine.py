@@ -95,7 +95,7 @@ def test_a_small_member_is_the_identity_and_its_tangent(group: Group) -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", "mixtral", "qwen3", "timm-vit-swiglu", "swin", "deberta-v3", "bert"]
 )
-def test_the_slope_is_that_of_finite_differences(name: str) -> None:
+def test_the_gradient_equals_finite_differences(name: str) -> None:
     """For a loss that is linear in the moved weights, on every space at once: products, sums,
     stacks, duals, bars and children.
     """
@@ -132,7 +132,7 @@ def test_the_slope_is_that_of_finite_differences(name: str) -> None:
             ), space
 
 
-def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
+def test_votes_are_the_gradient_of_the_permutation_matrix() -> None:
     """Permuting neurons, or heads, changes a linear loss by what the votes say, in one unit; and by
     likeness alone all stay.
     """
@@ -389,7 +389,7 @@ def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
     assert other.g.spec == spec
 
 
-def test_what_is_held_out_is_not_learnt_from() -> None:
+def test_held_out_batches_are_not_trained_on() -> None:
     spec, a, b, _, g = planted("gpt2-untied", 0.02)
     batches = [{"input_ids": torch.full((1, 4), i)} for i in range(10)]
     seen: dict[bool, set[int]] = {True: set(), False: set()}

@@ -68,7 +68,7 @@ def test_linear_rounds_once() -> None:
         merge_tensors("linear", [a, b], weight=[1, -1], name="x")
 
 
-def test_the_precision_of_a_double_is_kept() -> None:
+def test_the_precision_of_a_double_is_preserved() -> None:
     a, b = drawn(50, seed=1).double(), drawn(50, seed=2).double() * math.pi
     assert torch.equal(merge_tensors("linear", [a, b], weight=[0.5, 0.5]), a / 2 + b / 2)
 
@@ -279,7 +279,7 @@ def test_random_methods_drop_by_chance_and_keep_the_length(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["dare_ties", "della"])
-def test_draws_are_told_by_name_seed_and_model(method: str) -> None:
+def test_samples_depend_on_name_seed_and_model(method: str) -> None:
     base, a, b = three(60, 70)
 
     def run(**more: object) -> torch.Tensor:
@@ -426,7 +426,7 @@ def test_state_dicts() -> None:
     same(merge(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_invalid_input_raises_an_error_that_names_it() -> None:
     a, b, _ = three(4, 5)
     for call, words in (
         (lambda: merge_tensors("tie", [a, b]), 'got "tie"'),

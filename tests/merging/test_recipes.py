@@ -100,7 +100,7 @@ def test_tokenizer_and_align() -> None:
     )
 
 
-def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
+def test_a_parameter_of_another_method_is_reported_and_ignored() -> None:
     recipe = parse_recipe(
         "merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  "
         "t: 0.5\n  int8_mask: true\n"
@@ -192,7 +192,7 @@ LINEAR = (
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name_and_line(text: str, line: int, words: str) -> None:
+def test_errors_name_the_key_and_the_line(text: str, line: int, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, "r.yaml")
     assert words in str(caught.value)
@@ -208,7 +208,7 @@ def test_hints_say_what_was_meant(tmp_path: Path) -> None:
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_layers_are_told_by_names() -> None:
+def test_layers_are_identified_by_names() -> None:
     llama = [f"model.layers.{i}.{x}.weight" for i in range(3) for x in "qkvo"] + [
         "model.norm.weight",
         "classifier.0.weight",

@@ -117,7 +117,7 @@ def test_what_the_inputs_of_regmean_leave_open_is_averaged() -> None:
         assert torch.allclose(twin @ found.T, twin @ ((maps[0] + 4 * maps[1]) / 5).T, rtol=1e-7)
 
 
-def test_what_cannot_be_weighed_is_refused() -> None:
+def test_invalid_statistics_are_rejected() -> None:
     x = drawn(3, 4)
     with pytest.raises(MergeError, match=r"got \[1.0, -1.0\]"):
         merge_tensors("fisher", [x, x], statistics=[x.square(), x.square()], weight=[1, -1])
@@ -160,7 +160,7 @@ def build_linear(out: int, into: int) -> dict[str, Tensor]:
     return {"0.weight": drawn(out, into, seed=7), "0.bias": drawn(out, seed=8)}
 
 
-def test_labels_that_are_drawn_give_the_same_fisher_in_the_mean(
+def test_sampled_labels_give_the_same_fisher_in_the_mean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, a, _ = two("bert-classifier")

@@ -576,7 +576,7 @@ def test_rows_refuse_where_any_block_makes_its_own_mask(kind: str) -> None:
         model(**IDS)
 
 
-def test_rows_refuse_where_there_are_none() -> None:
+def test_rows_need_a_token_axis() -> None:
     model = build("swin")
     rows = element(Spec("rows", {"token": Space(64, Permutation())}, {}), 1)
     with (

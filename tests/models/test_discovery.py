@@ -402,7 +402,7 @@ def test_the_same_number_at_every_channel_takes_nothing_away(way: str) -> None:
     assert str(found.spec.spaces[name].group) == "permutation"
 
 
-def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
+def test_explanations_of_a_groups_limits_name_lines() -> None:
     found = discovery_of(Stream(), IDS)
     told = explain_space(found, stream_of(found) or "")
     norm = next(r for r in told["reasons"] if r["operator"] == "layer_norm" and "mean" in r["does"])
@@ -422,7 +422,7 @@ def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> No
     assert spec.notes == ("no rule for special_bessel_j0: nothing acts on axes that they touch",)
 
 
-def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_inferences_are_dropped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that lies: GELU would keep signs."""
     from regauge.models.discovery import elementwise
     from regauge.models.discovery.rules import RULES
@@ -436,7 +436,7 @@ def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.Monkey
     assert found.spec.spaces == {}
 
 
-def test_inputs_may_be_given_by_place_and_what_cannot_be_traced_is_told() -> None:
+def test_inputs_may_be_positional_and_untraceable_modules_are_reported() -> None:
     assert groups(regauge.discover(Hidden(F.gelu), (ROWS,))) == {"up": "permutation"}
     with pytest.raises(DiscoveryError, match="takes 1 arguments, got 2"):
         regauge.discover(Hidden(F.gelu), (ROWS, ROWS))
@@ -621,7 +621,7 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
     }
 
 
-def test_what_timm_cannot_build_is_told() -> None:
+def test_models_unknown_to_timm_are_reported() -> None:
     from regauge.models.discovery.twins import build
 
     with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):

@@ -87,7 +87,7 @@ def test_what_is_discovered_is_what_the_family_says(name: str, kernel: str) -> N
     assert_symmetry(model, found.spec, element(found.spec, 5), inputs)
 
 
-def test_a_poorer_spec_is_told_from_the_family() -> None:
+def test_a_smaller_spec_than_the_familys_is_reported() -> None:
     """The comparison itself can fail."""
     from dataclasses import replace
 

@@ -185,7 +185,7 @@ def test_a_tokenizer_of_the_library_opens_and_the_code_beside_it_does_not_run(
     assert not marker.exists()
 
 
-def test_the_library_would_have_asked(
+def test_transformers_would_have_prompted(
     good: Path, tmp_path: Path, marker: Path, answers: io.StringIO
 ) -> None:
     """The control: the same folder runs its code if the library is left to ask, and inside
@@ -238,7 +238,7 @@ def test_auto_classes_are_custom_code(name: str) -> None:
         "",
     ],
 )
-def test_what_is_no_model_class_of_the_library(name: str) -> None:
+def test_classes_that_are_not_models_of_transformers(name: str) -> None:
     with pytest.raises(UnknownModelError) as caught:
         library_class({"architectures": [name]}, "MODEL")
     assert not isinstance(caught.value, CustomCodeError)

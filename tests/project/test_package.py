@@ -15,7 +15,7 @@ import regauge
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_exported_name_is_there_and_is_no_module() -> None:
+def test_every_exported_name_exists_and_is_not_a_module() -> None:
     """A module named like a function would take the function's place as soon as it is imported."""
     for path in (ROOT / "src" / "regauge").glob("*.py"):
         importlib.import_module(f"regauge.{path.stem}")

@@ -62,7 +62,7 @@ def test_a_broken_parser_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None
     assert main(["broken"]) == 1
 
 
-def test_an_output_that_a_rejected_file_leaves_behind_is_lost(tmp_path: Path) -> None:
+def test_output_left_by_a_rejected_file_counts_as_lost(tmp_path: Path) -> None:
     def read(data: bytes) -> bool:
         (tmp_path / "partial").touch()
         raise RegaugeError("rejected")

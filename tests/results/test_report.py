@@ -488,9 +488,7 @@ def test_charts_say_what_they_show() -> None:
         ),
     ],
 )
-def test_figures_that_are_none_are_refused_by_name(
-    kind: str, data: dict[str, Any], says: str
-) -> None:
+def test_invalid_figures_are_rejected(kind: str, data: dict[str, Any], says: str) -> None:
     with pytest.raises(FindingsError, match=says) as raised:
         page(Results("t", figures=(Figure("my figure", kind, data),)))
     assert '"my figure"' in str(raised.value)
@@ -530,7 +528,7 @@ def test_figures_that_are_none_are_refused_by_name(
         ),
     ],
 )
-def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
+def test_unusual_charts_are_rendered(kind: str, data: dict[str, Any]) -> None:
     assert 'aria-labelledby="f0-title"' in page(Results("t", figures=(Figure("f", kind, data),)))
 
 
@@ -543,7 +541,7 @@ def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
         ({"trials": "5"}, "trials"),
     ],
 )
-def test_findings_that_are_none_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+def test_invalid_findings_are_rejected(change: dict[str, Any], says: str) -> None:
     with pytest.raises(FindingsError, match="finding 'row/forward'") as raised:
         page(Results("t", (replace(RESULTS.findings[0], **change),)))
     assert says in str(raised.value)

@@ -202,7 +202,7 @@ def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
     assert batch("gpt2", 0)
 
 
-def test_what_is_held_is_of_one_stream() -> None:
+def test_memory_is_counted_per_stream() -> None:
     peer: dict[StreamUsage, int] = {}
     one, other = StreamUsage(peer), StreamUsage(peer)
     one.add(3)

@@ -180,7 +180,7 @@ ROW = ["x", "F32", [2], ""]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_frame_is_refused_by_code(data: bytes, code: str) -> None:
+def test_invalid_frames_are_rejected_with_a_code(data: bytes, code: str) -> None:
     with pytest.raises(FrameError) as caught:
         decode(data)
     assert caught.value.code == code

@@ -182,7 +182,7 @@ def test_a_network_that_is_parted_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frames_that_are_lost_repeated_reordered_or_cut(kind: str) -> None:
+def test_frames_that_are_dropped_repeated_reordered_or_truncated(kind: str) -> None:
     mine = made("gpt2")
     g = columns(mine)
     host = Host(locked(mine, g), ADAMW)

@@ -157,7 +157,7 @@ def full_disk(most: int = 4096) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
+def test_a_failing_checkpoint_does_not_reject_completed_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     mine, calm = made("gpt2"), made("gpt2")
@@ -235,7 +235,7 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
         assert same(server.backbone(), before)
 
 
-def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Path) -> None:
+def test_a_server_that_crashes_again_during_recovery(tmp_path: Path) -> None:
     def fresh(folder: str) -> Host:
         return Host(made("gpt2"), ADAMW, folder=tmp_path / folder, save_every=1000)
 
@@ -275,7 +275,7 @@ def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
     assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
 
 
-def test_who_is_refused_takes_nobodys_place() -> None:
+def test_rejected_clients_take_no_slot() -> None:
     """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes
     her place. A client over a quota that was lowered loses none of its sessions by asking in vain.
     """
@@ -308,7 +308,7 @@ def test_who_is_refused_takes_nobodys_place() -> None:
 # Memory
 
 
-def test_those_who_come_and_go_in_a_round_are_counted() -> None:
+def test_clients_that_join_and_leave_in_a_round_are_counted() -> None:
     host = Host(made("gpt2"), ADAMW, average=3, max_sessions=4)
     slow = made("gpt2")
     with connect(slow, InProcess(host)):
@@ -461,7 +461,7 @@ def test_what_a_server_says_of_itself_is_printable() -> None:
 @pytest.mark.parametrize(
     "told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
 )
-def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_optimizer_config_in_a_frame_is_rejected(told: dict[str, object]) -> None:
     from regauge.cli.split_client import _check_server_config
 
     good = {"trains": True, **ADAMW.to_dict()}
@@ -470,7 +470,7 @@ def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> 
         _check_server_config({**good, **told})
 
 
-def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_frame_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import grpc
 
     from regauge.split.server import network

@@ -157,7 +157,7 @@ def _asked(network: Grpc, data: bytes) -> Any:
     raise AssertionError("no reply")
 
 
-def test_what_is_no_frame_is_refused_by_name_over_the_wire() -> None:
+def test_invalid_frames_are_rejected_over_the_wire() -> None:
     good = bytearray(b"".join(encode(Frame(Kind.HELLO, 0, {}))))
     with Server(Host(made("gpt2"), limits=Limits(payload=1 << 20, table=1 << 10))) as server:
         for at, data, code in (

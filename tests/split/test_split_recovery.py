@@ -95,7 +95,7 @@ def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to
     ],
     ids=["adamw", "sgd"],
 )
-def test_a_server_that_starts_again_is_told_what_it_lost(
+def test_a_restarted_server_receives_its_missing_steps(
     tmp_path: Path, options: OptimizerConfig
 ) -> None:
     mine = made("gpt2", dropout=0.1)
@@ -279,7 +279,7 @@ def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
         train("gpt2", third, optimizer_of(third), range(5, 6))
 
 
-def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
+def test_invalid_requests_are_rejected_and_the_session_continues() -> None:
     mine = made("gpt2")
     host = Host(made("gpt2"), ADAMW, max_length=64)
     link = connect(mine, InProcess(host), journal=known())
@@ -392,7 +392,7 @@ def test_a_session_is_its_owners_and_sessions_are_counted() -> None:
     connect(made("gpt2"), InProcess(host, "bob"))
 
 
-def test_a_lost_checkpoint_is_told_and_not_papered_over(tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     mine = made("gpt2")
     hosts = [Host(made("gpt2"), ADAMW, folder=tmp_path / "a", save_every=1)]
     with connect(mine, Faulty(lambda: hosts[-1], 0, rate=0.0)):

@@ -104,7 +104,7 @@ def test_sessions_of_one_client_are_counted() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_is_near_and_told(precision: str) -> None:
+def test_mixed_precision_is_close_and_reported(precision: str) -> None:
     losses = []
     for chosen in ("", precision):
         mine = made("gpt2", torch.float32)
@@ -218,7 +218,7 @@ def test_copies_become_their_mean_after_steps_of_each() -> None:
         assert [s.backbone.steps_since_mean for s in host.sessions.values() if s.backbone] == [0, 1]
 
 
-def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
+def test_absent_clients_count_by_their_completed_steps() -> None:
     for how in ("leaves", "is away"):
         host = Host(made("gpt2"), ADAMW, average=2, away=0.0 if how == "is away" else 60.0)
         ann, bob = made("gpt2"), made("gpt2")
@@ -330,7 +330,7 @@ def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.T
     return state | network.hosts[-1].backbone(), network.hosts
 
 
-def test_two_clients_and_a_server_that_is_lost_again_and_again(tmp_path: Path) -> None:
+def test_two_clients_and_a_server_that_crashes_repeatedly(tmp_path: Path) -> None:
     calm, hosts = averaged(tmp_path / "calm", 0, at_once=False)
     assert len(hosts) == 1
     for after in (0, 5):
@@ -487,7 +487,7 @@ def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
     assert same(servers[1].host.backbone(), host.backbone())
 
 
-def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
+def test_the_end_of_a_session_is_saved(tmp_path: Path) -> None:
     """A client that is done sends nothing again: what it asked for must outlive the server from
     then on.
     """
@@ -501,7 +501,7 @@ def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
     assert same(again.backbone(), host.backbone())
 
 
-def test_a_training_is_told() -> None:
+def test_optimizer_configs_are_described() -> None:
     told = OptimizerConfig(
         "sgd",
         0.1,
@@ -556,7 +556,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
         ({"accumulate": 0}, "accumulate must be .* got 0"),
     ],
 )
-def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
+def test_an_invalid_optimizer_config_names_the_fault(given: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=words) as caught:
         OptimizerConfig("sgd", **{"lr": 0.1, **given})
     assert "or more" in (caught.value.hint or "")

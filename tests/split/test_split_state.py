@@ -450,7 +450,7 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
     assert same(host.backbone(), other.backbone())
 
 
-def test_nobody_makes_the_server_forget_anothers_ended_session(
+def test_clients_cannot_evict_the_ended_sessions_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise requests of that session, sent again, would be applied a second time."""

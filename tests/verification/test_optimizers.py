@@ -49,7 +49,7 @@ def test_the_whole_matrix_is_as_expected(matrix):
     )
 
 
-def test_what_breaks_is_far_from_what_is_kept(matrix):
+def test_broken_laws_are_far_from_laws_that_hold(matrix):
     for f in matrix[0]:
         assert f.value <= f.floor < f.ceiling
         if f.id != "optimizer/muon-torch":

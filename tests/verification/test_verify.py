@@ -300,7 +300,7 @@ def test_a_convolution_in_the_backbone_is_named() -> None:
     assert found(results, "column/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
 
 
-def test_gradients_that_do_not_follow_are_seen() -> None:
+def test_gradients_that_are_not_equivariant_are_detected() -> None:
     """A forward that is right and a backward that is not: a hook that changes one gradient by its
     place.
     """
@@ -314,7 +314,7 @@ def test_gradients_that_do_not_follow_are_seen() -> None:
     assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
 
 
-def test_nan_fails_and_is_no_pass() -> None:
+def test_nan_fails() -> None:
     model = build("vit")
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = torch.nan
@@ -334,7 +334,7 @@ KINKS = [
 
 
 @pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), KINKS)
-def test_a_unit_at_its_kink_is_no_broken_law(
+def test_a_unit_at_its_kink_does_not_break_a_law(
     ceiling: float, good: int, draws: int, holds: bool
 ) -> None:
     """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is
@@ -438,7 +438,7 @@ class OneRow(torch.nn.LayerNorm):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_single_row_that_is_treated_apart_is_seen(seed: int) -> None:
+def test_special_treatment_of_a_single_row_is_detected(seed: int) -> None:
     def one_row(norm: torch.nn.Module) -> torch.nn.Module:
         out = OneRow(norm.normalized_shape, norm.eps)
         out.load_state_dict(norm.state_dict())
@@ -448,7 +448,7 @@ def test_a_single_row_that_is_treated_apart_is_seen(seed: int) -> None:
     assert found(run(model, steps=0, seed=seed), "row/forward").holds is False
 
 
-def test_one_wrong_gradient_among_many_is_seen() -> None:
+def test_one_wrong_gradient_among_many_is_detected() -> None:
     class Skewed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
@@ -471,7 +471,7 @@ def test_one_wrong_gradient_among_many_is_seen() -> None:
     assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
 
 
-def test_one_tensor_that_is_off_is_told_by_how_much() -> None:
+def test_the_error_of_a_single_wrong_tensor_is_reported() -> None:
     """16 times its own rounding is its share in float32, and four shares are what one tensor may
     have.
     """
@@ -491,7 +491,7 @@ def test_one_tensor_that_is_off_is_told_by_how_much() -> None:
     )
 
 
-def test_a_gradient_that_is_noise_cannot_be_told() -> None:
+def test_a_gradient_of_pure_noise_is_inconclusive() -> None:
     model = tame("vit", torch.float32)
     model.vit.layers[0].mlp.fc1.weight.register_hook(lambda g: g * torch.rand_like(g))
     weights = found(run(model, steps=0), "row/weights")
@@ -523,7 +523,7 @@ def test_frozen_parameters(frozen: str, dtype: torch.dtype) -> None:
     assert [p.requires_grad for p in model.parameters()] == before
 
 
-def test_gradients_of_the_user_are_kept() -> None:
+def test_gradients_of_the_user_are_preserved() -> None:
     model = build("vit")
     model(**PICOS["vit"].inputs).logits.sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
@@ -683,7 +683,7 @@ def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(
     assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in found.sentence) == (holds is True)
 
 
-def test_of_two_draws_the_one_that_fails_is_told() -> None:
+def test_the_failing_one_of_two_samples_is_reported() -> None:
     holds, larger, inconclusive, fails = (
         Finding("x", "", h, v)
         for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10))

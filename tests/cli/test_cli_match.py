@@ -59,9 +59,19 @@ def test_match_writes_a_folder_that_anything_loads(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = pair
-    out, kept = tmp_path / "out", tmp_path / "g.safetensors"
+    out, element_file = tmp_path / "out", tmp_path / "g.safetensors"
     assert (
-        run("match", a, b, "-o", out, "--save-element", kept, "--report", tmp_path / "page.html")
+        run(
+            "match",
+            a,
+            b,
+            "-o",
+            out,
+            "--save-element",
+            element_file,
+            "--report",
+            tmp_path / "page.html",
+        )
         == 0
     )
     here, there = AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(b)
@@ -72,7 +82,7 @@ def test_match_writes_a_folder_that_anything_loads(
     results = json.loads((out / "match.json").read_text())
     assert results["findings"][0]["value"] < 1e-3 < results["findings"][0]["ceiling"]
     assert "Distance by module" in (tmp_path / "page.html").read_text()
-    assert kept.exists()
+    assert element_file.exists()
     assert not list(tmp_path.glob(".out*"))
     assert "distance" in capsys.readouterr().out
 
@@ -263,8 +273,8 @@ def test_different_vocabularies_are_matched_by_the_tokens_of_both(
     assert run("match", a, b, "-o", out) == 1
     assert "--shared-tokens" in capsys.readouterr().err
     assert run("match", a, b, "-o", out, "--shared-tokens") == 0
-    found = json.loads((out / "match.json").read_text())["findings"][0]
-    assert found["value"] < 1e-2 < found["ceiling"]
+    report = json.loads((out / "match.json").read_text())["findings"][0]
+    assert report["value"] < 1e-2 < report["ceiling"]
 
 
 def test_an_interrupted_match_leaves_what_it_found(
@@ -288,9 +298,9 @@ def test_an_interrupted_match_leaves_what_it_found(
     monkeypatch.setattr(finding, "_solve_unit", stop)
     assert run("match", a, b, "-o", out) == 130
     assert (tmp_path / ".out.match").exists()
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2] == "regauge: error: interrupted"
-    assert said[-1].endswith(
+    output = capsys.readouterr().err.splitlines()
+    assert output[-2] == "regauge: error: interrupted"
+    assert output[-1].endswith(
         f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}"
     )  # and how to go on
     assert (tmp_path / ".out.match").stat().st_mode & 0o077 == 0

@@ -47,10 +47,10 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", LLAMA, 0)
     for source in (tmp_path / NASTY, "\udcff\x1b[31m"):
-        said = run("inspect", source)
-        assert said.code == 1
-        assert "\x1b" not in said.err
-        assert r"\udcff" in said.err
+        result = run("inspect", source)
+        assert result.code == 1
+        assert "\x1b" not in result.err
+        assert r"\udcff" in result.err
     named = Path(shutil.copytree(folder, tmp_path / "x\x1b[2J"))
     state = load_file(named / "model.safetensors")
     save_file(
@@ -58,10 +58,10 @@ def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
         named / "model.safetensors",
         {"format": "pt"},
     )
-    said = run("move", named, "--random", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert r"evil\u001b]0;t\u0007" in said.err
+    result = run("move", named, "--random", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert r"evil\u001b]0;t\u0007" in result.err
     (named / "config.json").write_text(json.dumps({**LLAMA, "model_type": "x\x1b[2J\u009b"}))
-    said = run("inspect", named)
-    assert said.code == 1
-    assert not {"\x1b", "\x9b"} & set(said.err + said.out)
+    result = run("inspect", named)
+    assert result.code == 1
+    assert not {"\x1b", "\x9b"} & set(result.err + result.out)

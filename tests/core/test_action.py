@@ -287,14 +287,14 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
         "s": Space(5, GROUPS["signed"]),
     }
     fused = Spec("fused", spaces, {"up": "e |f|+f s*", "down": "e s f*"})
-    apart = Spec(
+    separate = Spec(
         "apart", spaces, {"x.{e}.gate": "e |f| s*", "x.{e}.up": "e f s*", "x.{e}.down": "e s f*"}
     )
     g = element(fused, 3)
     up, down = torch.randn(3, 8, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
     whole = apply(g, {"up": up, "down": down})
     parts = apply(
-        g.to(apart),
+        g.to(separate),
         {f"x.{i}.gate": up[i, :4] for i in range(3)}
         | {f"x.{i}.up": up[i, 4:] for i in range(3)}
         | {f"x.{i}.down": down[i] for i in range(3)},
@@ -384,10 +384,10 @@ def test_restriction() -> None:
 def test_apply_is_pure_and_moves_one_part_alone() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), model.state_dict()
-    kept = {k: v.clone() for k, v in state.items()}
+    original = {k: v.clone() for k, v in state.items()}
     g = element(spec, 1)
     moved = apply(g, state, part="backbone")
-    assert all(torch.equal(state[k], kept[k]) for k in state)
+    assert all(torch.equal(state[k], original[k]) for k in state)
     for name in state:
         assert torch.equal(moved[name], state[name]) == (spec.parts[name] != "backbone"), name
     with pytest.raises(SpecError, match=r'part must be one of .*, got "tail"'):

@@ -150,8 +150,10 @@ def test_norms_and_readers_that_are_no_real_numbers_are_refused(dtype: torch.dty
         state[name] = torch.zeros_like(state[name]).to(dtype)
     with pytest.raises(SpecError, match="does not fit the spec") as refused:
         fold_norms(spec, state)
-    said = [f'  "{name}" must have a floating-point dtype, got {str(dtype)[6:]}' for name in names]
-    assert sorted(str(refused.value).splitlines()[1:]) == sorted(said)
+    lines_ = [
+        f'  "{name}" must have a floating-point dtype, got {str(dtype)[6:]}' for name in names
+    ]
+    assert sorted(str(refused.value).splitlines()[1:]) == sorted(lines_)
 
 
 def test_post_norm_models_have_nothing_to_fold() -> None:
@@ -252,8 +254,8 @@ def test_a_convolution_takes_up_what_it_reads_at_every_place(padding: int) -> No
     assert (norm.readers, norm.padded) == ((("conv.weight", "conv.bias"),), bool(padding))
     expected = compute_outputs(model, {"x": x})["logits"]
 
-    def error(said: Spec) -> float:
-        model.load_state_dict(fold_norms(said, state)[1])
+    def error(config: Spec) -> float:
+        model.load_state_dict(fold_norms(config, state)[1])
         return float((compute_outputs(model, {"x": x})["logits"] - expected).abs().max())
 
     assert error(spec) < 1e-12

@@ -39,7 +39,7 @@ PIECES = (
 QUANTIFIERS = ("", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{2,}", "*?")
 
 
-def drawn(rng: random.Random) -> str:
+def random_pattern(rng: random.Random) -> str:
     parts = []
     for _ in range(rng.randrange(1, 6)):
         piece = rng.choice(PIECES)
@@ -59,7 +59,7 @@ def drawn(rng: random.Random) -> str:
 def test_the_subset_means_what_re_means() -> None:
     rng, matched = random.Random(1), 0
     for _ in range(2000):
-        pattern = drawn(rng)
+        pattern = random_pattern(rng)
         for _ in range(6):
             name = "".join(rng.choice("ab0._c-") for _ in range(rng.randrange(7)))
             expected = re.fullmatch(pattern, name) is not None
@@ -122,9 +122,9 @@ def test_patterns_that_hang_re_take_bounded_steps() -> None:
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_MAX_CACHED", 10)
-    found = patterns.Pattern(r"(\w|x)*z")
-    assert found.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
-    assert len(found._cache) <= 10
+    pattern = patterns.Pattern(r"(\w|x)*z")
+    assert pattern.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
+    assert len(pattern._cache) <= 10
 
 
 def test_every_pattern_of_the_families_is_supported() -> None:

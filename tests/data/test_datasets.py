@@ -402,7 +402,7 @@ def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.Mo
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
     )
     ran: list[object] = []
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: ran.append(given))
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args: ran.append(args))
     with pytest.raises(DataError, match="cannot be read as an image"):
         open_data(tmp_path)["image"][0]
     assert not ran
@@ -416,9 +416,9 @@ def test_inputs_of_verify_are_bounded_too(tmp_path: Path) -> None:
 
     module = torch.nn.Linear(1, 1)
     np.savez(tmp_path / "good.npz", x=np.ones((2, 3)), ids=np.arange(3))
-    found = read_inputs(tmp_path / "good.npz", module)
-    assert found["x"].dtype == torch.float32
-    assert found["ids"].tolist() == [0, 1, 2]
+    loaded_inputs = read_inputs(tmp_path / "good.npz", module)
+    assert loaded_inputs["x"].dtype == torch.float32
+    assert loaded_inputs["ids"].tolist() == [0, 1, 2]
     (tmp_path / "shape.npz").write_bytes(bombs.DATA["shape.npz"][0]())
     with pytest.raises(CheckpointError, match="must have 8000000000000 bytes, got 8"):
         read_inputs(tmp_path / "shape.npz", module)

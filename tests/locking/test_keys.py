@@ -257,13 +257,13 @@ def test_the_header_of_a_wrapped_key_is_bound(tmp_path: Path, change: dict[str, 
 )
 def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]) -> None:
     save_key(Key(SECRET), tmp_path / "key", "x", scrypt=CHEAP)
-    asked = json.loads((tmp_path / "key").read_text())["scrypt"] | costs
+    scrypt = json.loads((tmp_path / "key").read_text())["scrypt"] | costs
 
     def never() -> str:
         raise AssertionError("the passphrase is not asked for")
 
     with pytest.raises(KeyFileError, match=r"to unwrap|scrypt parameters"):
-        load_key(rewrite(tmp_path / "key", scrypt=asked), "lock", never)
+        load_key(rewrite(tmp_path / "key", scrypt=scrypt), "lock", never)
 
 
 def test_too_little_memory_is_an_error_of_its_own(

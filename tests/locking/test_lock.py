@@ -122,12 +122,12 @@ def test_one_key_locks_models_by_unrelated_elements() -> None:
     b = lock(spec, {**state, "transformer.ln_f.bias": state["transformer.ln_f.bias"] + 1}, KEY)
     c = lock(spec, state, OTHER)
     again = lock(spec, state, KEY)
-    drawn = [
+    samples = [
         locked_element(spec, x.record, k).members["stream"].index.tolist()
         for x, k in ((a, KEY), (b, KEY), (c, OTHER), (again, KEY))
     ]  # type: ignore[union-attr]
-    assert drawn[0] == drawn[3]
-    assert len({str(d) for d in drawn}) == 3
+    assert samples[0] == samples[3]
+    assert len({str(d) for d in samples}) == 3
     assert a.record == again.record
 
 

@@ -29,14 +29,18 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
         spec, a = fold_norms(spec, a)
     b = apply(element(spec, 3), a)
     with strict_float64():
-        seen = tuple(record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b))
-    assert seen[0].streams
-    found = match(spec, a, b, activations=seen, sweeps=1)  # type: ignore[arg-type]
-    moved = apply(found.element, a)
+        activations = tuple(
+            record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b)
+        )
+    assert activations[0].streams
+    result = match(spec, a, b, activations=activations, sweeps=1)  # type: ignore[arg-type]
+    moved = apply(result.element, a)
     scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
     rows: dict[str, int] = {}
-    for place, text in seen[0].axes.items():
-        rows[text.split()[-1]] = rows.get(text.split()[-1], 0) + seen[0].streams[place].shape[0]
+    for place, text in activations[0].axes.items():
+        rows[text.split()[-1]] = (
+            rows.get(text.split()[-1], 0) + activations[0].streams[place].shape[0]
+        )
     if not folded or all(
         n >= 2 * spec.spaces[s].size for s, n in rows.items()
     ):  # fewer rows than coordinates do not tell a rotation
@@ -121,12 +125,12 @@ def test_sweeps_continue_from_activations_to_the_nearest_weights() -> None:
     vocabulary, _ = model.get_input_embeddings().weight.shape
     ids = torch.randint(0, vocabulary, (16, 8), generator=noise)
     with strict_float64():
-        one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))
-    first, kept, swept = (
-        match(spec, a, b, activations=(one, other), **how)  # type: ignore[arg-type]
+        activations = tuple(record(model, s, spec, [{"input_ids": ids}]) for s in (a, b))
+    first, by_activations, swept = (
+        match(spec, a, b, activations=activations, **how)  # type: ignore[arg-type]
         for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
     )
-    streams = [m.element.members["stream"].matrix() for m in (first, kept, swept)]
+    streams = [m.element.members["stream"].matrix() for m in (first, by_activations, swept)]
     assert (streams[0] == streams[1]).all()
     assert abs(streams[0] - streams[2]).max() > 1e-3
-    assert swept.distance < kept.distance <= first.distance
+    assert swept.distance < by_activations.distance <= first.distance

@@ -132,13 +132,13 @@ def test_facts_of_the_comparison() -> None:
 def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows, that is; numbers differ from machine to machine."""
     assert main(["demo"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip(
         "`\n "
     )
     for line in filter(None, shown.splitlines()):
         label = re.split(r"  +|\d", line.strip())[0].strip()
-        assert label in said, label
+        assert label in output, label
 
 
 def test_the_documented_refusal_is_the_real_one() -> None:

@@ -199,7 +199,7 @@ def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
     assert ssim(true, true, 1.0).tolist() == pytest.approx([1.0] * 5)
     assert is_identified(near, true).all()
     assert not is_identified(true.mean(0, keepdim=True).expand_as(true), true).any(), (
-        "the mean image is of nobody"
+        "the mean image identifies no person"
     )
     assert feature_similarity(near, true, lambda x: x).min() > 0.99
     for wrong in (true[:3], true * float("nan")):

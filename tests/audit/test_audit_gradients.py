@@ -116,7 +116,7 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
     assert "prune=0.9" in output
     assert (
         main([*options, "--steps", "2", "--defence", "private=1.0"]) == 1
-    )  # whoever names it is told
+    )  # reported if named explicitly
     assert "leave out steps" in capsys.readouterr().err
     assert main(options) == 0
     assert "not measured: private" not in (output := capsys.readouterr().out)

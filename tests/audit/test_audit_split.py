@@ -204,7 +204,7 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
 
 
 def test_a_best_assignment_re_identifies_no_one() -> None:
-    """Images of other people, each given to the one that it fits, look as if they were told apart:
+    """Images of other people, each assigned to its best fit, look re-identified:
     that is a floor, and no attack's success.
     """
     true, others = (denormalize(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))

@@ -99,7 +99,7 @@ def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
         "texts: the server reads the texts under 3 of 4 combinations"
     )
     rows = {row[0]: row for row in results.tables[0].rows}
-    assert rows["rows"][2] is not None, "labels are told from gradients"
+    assert rows["rows"][2] is not None, "gradients reveal the labels"
 
 
 def test_a_causal_model_tells_the_order_by_its_mask() -> None:

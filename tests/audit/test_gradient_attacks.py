@@ -206,7 +206,7 @@ def test_labels_are_revealed_without_the_bias_and_not_without_the_head() -> None
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_head_without_a_bias_reveals_labels(dtype: torch.dtype) -> None:
-    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is
+    """Their gradients add up to 0 in float64 too: the sign is that of the one number which is
     below.
     """
     for label in range(5):

@@ -64,7 +64,7 @@ def test_membership_goes_by_deeper_layers_where_the_first_are_not_sent() -> None
         / 3
     )
     assert members > 0.7
-    assert others < 0.6  # patches of other images are no members
+    assert others < 0.6  # patches of other images are not members
 
 
 def test_membership_is_a_guess_under_private_gradients() -> None:

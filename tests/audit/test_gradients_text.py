@@ -118,7 +118,7 @@ def test_two_tables_tell_words_of_several_texts_by_place() -> None:
     assert len(located & true) > 0.6 * len(
         located
     )  # 24 tokens in 48 channels are not quite apart; a guess gets one in twenty
-    assert bag(recovered) != bag(ids)  # which belong together is not told
+    assert bag(recovered) != bag(ids)  # the grouping into texts is not revealed
 
 
 def test_two_tables_need_both() -> None:

@@ -233,7 +233,7 @@ def test_evaluate(
         table.columns.index(name) for name in ("difference norm", "squared", "unwrapped")
     )
     assert all(row[squared] > 0 and row[squared] != row[norm] for row in rows if row[1])
-    assert [row[bare] for row in rows[:3]] == [None] * 3  # nobody tells a plain model anything
+    assert [row[bare] for row in rows[:3]] == [None] * 3  # a plain model receives no puzzle
     assert "marks the shuffled patches" in table.note
     alone = tmp_path / "alone"
     transformers.ViTForImageClassification.from_pretrained(trained).save_pretrained(alone)
@@ -310,7 +310,7 @@ def test_models_of_one_call_are_given_the_same_puzzles(
     table = load_results(tmp_path / "r.json").tables[0]
     assert {row[-2:] for row in table.rows} == {("4 x 4", "2 x 2")}
     assert table.rows[1][4] is None
-    assert table.rows[3][4] == table.rows[3][3]  # of the shuffle alone nothing is told
+    assert table.rows[3][4] == table.rows[3][3]  # the shuffle alone is not passed
     capsys.readouterr()
     assert (
         main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), str(tmp_path / "2"), *few]) == 1

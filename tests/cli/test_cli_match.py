@@ -123,7 +123,7 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
 def test_a_refined_match_is_judged_by_what_was_refined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two models near each other: refinement moves A away from B by weights. That is no failure,
+    """Two models near each other: refinement moves A away from B by weights. This is not a failure,
     and the function of A stays.
     """
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"

@@ -1039,7 +1039,7 @@ def test_an_interrupt_says_what_became_of_the_output(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(writing, "_publish", finish)
-        (tmp_path / "out").mkdir()  # an empty folder may be taken, and is no output
+        (tmp_path / "out").mkdir()  # an empty folder is not an output, and may be used
         result = run(
             "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
         )

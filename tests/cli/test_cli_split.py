@@ -413,7 +413,7 @@ def test_only_listed_clients_are_admitted(
 def test_rows_are_rows_by_either_name(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2 leaves its causal mask to the kernel, unless it is told that rows move."""
+    """GPT-2 leaves its causal mask to the kernel, unless rows are permuted."""
     how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--json"]
     found = []
     with serve(monkeypatch, model, "--threads", 1) as address:
@@ -686,7 +686,7 @@ def ended(process: subprocess.Popen, seconds: float = 300.0) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model: Path) -> None:
     """A client and a server, each killed in the middle and started again, end with the bits of a
-    run that nobody disturbed.
+    undisturbed run.
     """
     address = f"127.0.0.1:{free_port()}"
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--batch-size", 4, "--server", address]

@@ -404,7 +404,7 @@ def test_buffers_pass_as_they_are() -> None:
 
 
 def test_lazy_thunks_read_nothing_until_called() -> None:
-    class Watched(dict):
+    class RecordingDict(dict):
         reads = 0
 
         def __getitem__(self, name: str) -> torch.Tensor:
@@ -412,7 +412,7 @@ def test_lazy_thunks_read_nothing_until_called() -> None:
             return super().__getitem__(name)
 
     model = build("gpt2")
-    state = Watched(model.state_dict())
+    state = RecordingDict(model.state_dict())
     thunks = apply_lazily(element(spec_of(model), 1), state)
     assert state.reads == 0
     thunks["transformer.wte.weight"]()

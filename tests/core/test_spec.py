@@ -68,7 +68,7 @@ def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
     assert check(spec, model.state_dict())
 
 
-OPEN = {  # what no space holds to its size: the config does
+OPEN = {  # sizes that the config fixes, and not a space
     "gpt2": ("vocab_size", "n_positions"),
     "llama": ("vocab_size",),
     "gemma2": ("vocab_size",),

@@ -1,4 +1,4 @@
-"""What a training does to its images: bounded, drawn from one generator, and what each change is
+"""Augmentation of training images: bounded, sampled from one generator, and what each change is
 known by.
 """
 

@@ -49,7 +49,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
 def test_every_table_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
     data = open_data(write(tmp_path, kind))
-    assert list(data["text"]) == TEXTS  # letter by letter: 007 is no number in a column of texts
+    assert list(data["text"]) == TEXTS  # letter by letter: 007 is not a number in a text column
     assert data["label"].dtype.kind == "i"
     assert data["label"].tolist() == LABELS
     assert len(data) == 3

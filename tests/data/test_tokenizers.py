@@ -1,4 +1,4 @@
-"""Texts into tokens and back, and every way in which there is no tokenizer."""
+"""Tokenizers: texts to tokens and back, and errors for missing or invalid files."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_invalid_defences_are_rejected(texts: list[str], message: str) -> None:
         read_defences(texts)
 
 
-# The spy
+# The recorder
 
 
 def test_the_recorder_saves_what_was_sent_and_separately_what_was_not(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     )
     assert [row[0] for row in rows] == [1, 2]
     assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
-    assert rows[0][5] == 1.0  # its label is told
+    assert rows[0][5] == 1.0  # its label is revealed
     page = (tmp_path / "p.html").read_text()
     assert "Accuracy over rounds" in page
     assert "Leakage over rounds" in page

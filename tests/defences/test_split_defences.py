@@ -384,14 +384,14 @@ def test_private_features_and_gradients() -> None:
     """
     recorded: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
 
-    class Watched(Host):
+    class RecordingHost(Host):
         def _dispatch(self, frame: Any, peer: str) -> bytes:
             if frame.kind.name in recorded:
                 recorded[frame.kind.name].append(next(iter(frame.tensors.values())).clone())
             return super()._dispatch(frame, peer)
 
     model = make_model("vit")
-    host = Watched(lock_backbone(model, None), ADAMW)
+    host = RecordingHost(lock_backbone(model, None), ADAMW)
     connect(model, InProcess(host), secret=SECRET, defences=[Private(1e-9, norm=0.01)])
     model(**batch("vit", 0)).loss.mul(1e6).backward()
     for kind in recorded:
@@ -401,7 +401,7 @@ def test_private_features_and_gradients() -> None:
     model = make_model("vit")
     connect(
         model,
-        InProcess(Watched(lock_backbone(model, None), ADAMW)),
+        InProcess(RecordingHost(lock_backbone(model, None), ADAMW)),
         secret=SECRET,
         defences=[Private(50.0, norm=0.01)],
     )

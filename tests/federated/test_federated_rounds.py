@@ -215,7 +215,7 @@ def test_nothing_and_twice_are_refused() -> None:
 
 
 class Scripted:
-    """An engine that answers what it is told to, round by round."""
+    """An engine with scripted replies, round by round."""
 
     def __init__(self, *answers: Sequence[Contribution | Absence]) -> None:
         self.answers = list(answers)
@@ -413,7 +413,7 @@ def test_a_folder_is_locked_by_one_process_and_reading_needs_no_lock(tmp_path: P
         under_way = folder / f".{state_store.STATE_FILE}.partial-00"
         under_way.write_bytes(b"")
         assert state_store.load(folder) is None
-        assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
+        assert under_way.exists()  # reading a running run leaves its files alone
         with (
             pytest.raises(CheckpointError, match="another process is at work"),
             state_store.hold_folder(folder),

@@ -45,7 +45,7 @@ Answer = Callable[[Message, Message], Message | None]  # what becomes of a node'
 
 @pytest.fixture(autouse=True)
 def task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's messages want to know in whose run they are made."""
+    """Flower's messages need the run in which they are made."""
     from flwr.supercore.task_identity import TaskIdentity
 
     monkeypatch.setattr(TaskIdentity, "_run_id", 1)
@@ -107,7 +107,7 @@ class Nodes:
                     1 if reply.has_error() else message.metadata.dst_node_id
                 )  # the SuperLink's own answers
                 replies.append(reply)
-        return replies[::-1]  # whoever was asked last answers first
+        return replies[::-1]  # the last client replies first
 
 
 def serve(

@@ -1,4 +1,4 @@
-"""What a client withholds is its own: kept from round to round, sent to nobody, and the same on
+"""What a client withholds is its own: saved from round to round, never sent, and the same on
 every engine.
 """
 

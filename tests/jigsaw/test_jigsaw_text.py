@@ -314,7 +314,7 @@ def test_the_unknown_position_cannot_be_passed() -> None:
         JigsawError, match=r'position_ids must be rows of "\S+", from 0 to 23, got 24'
     ):
         wrapped(ids, mask, position_ids=torch.arange(5, 25)[None])
-    assert wrapped.passes == 0, "what is refused is no pass"
+    assert wrapped.passes == 0, "a rejected call is not a pass"
     wrapped(ids, mask, position_ids=torch.arange(4, 24)[None])
 
 

@@ -129,7 +129,7 @@ def test_a_seed_decides_and_nothing_else_does() -> None:
     assert not torch.equal(one.mask, other.mask)
 
 
-class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class SampledPuzzles(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 6
 
@@ -138,8 +138,10 @@ class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def test_workers_draw_what_the_process_draws() -> None:
-    alone = torch.stack([Drawn()[i] for i in range(6)])
-    loaded = torch.cat(list(torch.utils.data.DataLoader(Drawn(), batch_size=2, num_workers=2)))
+    alone = torch.stack([SampledPuzzles()[i] for i in range(6)])
+    loaded = torch.cat(
+        list(torch.utils.data.DataLoader(SampledPuzzles(), batch_size=2, num_workers=2))
+    )
     assert torch.equal(alone, loaded)
     assert len({tuple(row.tolist()) for row in alone}) == 6
 

@@ -203,7 +203,7 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
 
 
 def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees() -> None:
-    """Masked patches are told apart by nothing but what is in them: two shuffles of one mask give
+    """Only their content distinguishes masked patches: two shuffles of one mask give
     the same answer, and without it they do not.
     """
     puzzle = sample_puzzle(1, (4, 4), 0.5, 0)
@@ -334,7 +334,7 @@ def test_warm_up_probability_and_schedules() -> None:
 
 
 def test_the_puzzle_of_a_pass_is_known_by_its_number() -> None:
-    """Asking changes nothing, and a pass has what was told: its puzzle's images, and its
+    """A query changes nothing, and a pass uses the returned puzzle: its puzzle's images, and its
     regression.
     """
     wrapped = MaskedJigsaw(
@@ -634,7 +634,7 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         "dist.all_gather(both, flags)\n"
         "assert not torch.equal(*both)\n"
         "open(f'{sys.argv[1]}/done-{dist.get_rank()}', 'w').close()\n"
-        # whoever leaves first would take the other's connection away
+        # the first to leave would take the other's connection away
         "dist.barrier(); dist.destroy_process_group()\n"
     )
     command = [
@@ -699,7 +699,7 @@ def test_features_are_what_the_head_is_given() -> None:
 
 
 def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> None:
-    """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one
+    """Under puzzles the wrapped model receives what was shuffled; a plain one, and the same one
     unwrapped, are not.
     """
     from experiments.lab import Lab

@@ -150,7 +150,7 @@ def test_rotations_are_undone_at_the_edges(name: str) -> None:
     assert distance(compute_outputs(twin, PICOS[name].inputs), expected) > 1e-3
     spec, state = fold_norms(
         spec_of(twin), twin.state_dict()
-    )  # what a folded model's own spec is, to whoever has only that model
+    )  # the spec of a folded model, inferred from that model alone
     assert all(torch.equal(state[n], t) for n, t in twin.state_dict().items())
     authorize_with_element(twin, g.to(spec))
     assert distance(compute_outputs(twin, PICOS[name].inputs), expected) < 1e-9

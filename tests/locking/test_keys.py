@@ -143,7 +143,7 @@ def test_a_looser_mode_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     with pytest.raises(
         KeyFileError, match="is not a usable key file"
-    ) as refused:  # nobody is told to chmod what is no key
+    ) as refused:  # no chmod hint for a file that is not a key
         load_key(file, "lock")
 
 

@@ -183,7 +183,7 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
     assert record.layout == digest_of(spaces)
     assert (
         len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group]
-    ), "the group that is drawn from, space by space"
+    ), "the group that is sampled, space by space"
     plain: dict[str, Any] = {
         "version": 2,
         "scheme": "backbone",

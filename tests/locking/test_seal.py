@@ -252,7 +252,7 @@ def test_a_file_that_changes_while_it_is_sealed(
 def test_what_follows_the_end_and_a_file_that_is_none(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only who has the key can make these; they are refused all the same."""
+    """Only the key holder can make these; they are rejected all the same."""
     close = sealing._Sealer.close
 
     def more(self: sealing._Sealer) -> None:

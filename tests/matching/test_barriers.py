@@ -240,7 +240,7 @@ def test_the_plane_goes_through_its_corners() -> None:
 
 def test_results_of_a_planted_pair() -> None:
     a, b = build("gpt2").float(), build("gpt2").float()
-    g = element(spec_of(b), 4)  # in the group of the model as it stands, so that B is a plain GPT-2
+    g = element(spec_of(b), 4)  # in the group of the unmatched model, so that B is a plain GPT-2
     b.load_state_dict(apply(g, b.state_dict()))
     examples = readings(spoken(a))
     results = connect(

@@ -1,4 +1,4 @@
-"""Fixing gauges: the function is kept, in every family, and what nobody sees is gone."""
+"""Fixing gauges: the function is unchanged in every family, and the gauge freedom is gone."""
 
 from __future__ import annotations
 

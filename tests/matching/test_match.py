@@ -1,5 +1,5 @@
 """Matching: what was planted is found, on every family; what the paper's formulas give is given;
-what cannot be matched is refused by name.
+unmatchable models are rejected.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Refinement: slopes on the group are right, members stay in it, ends keep their function, and
+"""Refinement: gradients on the group are right, members stay in it, ends keep their function, and
 nothing comes back worse than it started.
 """
 

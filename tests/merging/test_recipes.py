@@ -1,4 +1,4 @@
-"""Recipes: mergekit's keys read as mergekit reads them, and everything else refused by name and
+"""Recipes: mergekit's keys read as mergekit reads them, and everything else rejected by name and
 line.
 """
 

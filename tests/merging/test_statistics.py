@@ -434,7 +434,7 @@ def test_exact_plans_are_permutations_and_soft_ones_are_not() -> None:
     assert torch.allclose(
         unchanged, wanted, rtol=1e-6
     )  # exact plans are elements: the moved model is the same function
-    assert float((changed - wanted).abs().max()) > 0.1  # soft ones are none
+    assert float((changed - wanted).abs().max()) > 0.1  # soft plans are not
 
 
 def _logits(module: Any, state: dict[str, Tensor]) -> Tensor:

@@ -240,7 +240,7 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
 @pytest.mark.parametrize("case", CASES)
 def test_discovery_misses_no_continuous_symmetry(case: str) -> None:
     """The certificate: the kernel of the Jacobian is the discovered group and the flat directions
-    that are no change of basis.
+    that are not a change of basis.
     """
     model, inputs, extras, folds = CASES[case]()
     spec = discovery_of(model, inputs).spec

@@ -16,8 +16,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-APART = {"federated_loopback"}  # minutes, and an environment of its own
-PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem not in APART)
+SEPARATE = {"federated_loopback"}  # minutes, and an environment of its own
+PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem not in SEPARATE)
 NOTEBOOKS = sorted(p.stem for p in EXAMPLES.glob("*.ipynb"))
 NEEDS = {"lock_and_finetune": "peft", "split_trainer": "accelerate", "jigsaw_timm": "timm"}
 QUICK = ("seal_and_open", "first_steps")

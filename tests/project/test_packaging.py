@@ -103,7 +103,7 @@ def test_every_need_names_an_extra_that_brings_it() -> None:
     found = list(needs())
     assert len(found) > 20
     for where, module, extra in found:
-        assert extra in PROJECT["optional-dependencies"], f"{where}: there is no extra {extra}"
+        assert extra in PROJECT["optional-dependencies"], f"{where}: {extra} is not an extra"
         assert distribution(module) in libraries(extra), (
             f"{where}: the extra {extra} does not bring {module}"
         )
@@ -205,7 +205,7 @@ def test_extras_are_minimal() -> None:
 
 
 def test_the_error_names_the_extra_and_the_command() -> None:
-    need("json", "split")  # what is there is no error
+    need("json", "split")  # an installed module raises nothing
     with pytest.raises(
         MissingExtraError,
         match='no_such_module is required but not installed: it is in the extra "split"',

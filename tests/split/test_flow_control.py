@@ -1,5 +1,5 @@
 """What one client can take of a server: memory while frames come, streams, places, and bytes that
-are no requests.
+are not requests.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def test_bytes_that_are_no_request_count_too() -> None:
             waits = await _stream(link, GOOD)
             assert (
                 await asyncio.wait_for(waits.read(), 30) == b""
-            )  # it has used its minute, and is told that the server is there
+            )  # it has used its minute, and still learns that the server is healthy
             before = server.received
             await asyncio.sleep(0.1)
             assert server.received == before

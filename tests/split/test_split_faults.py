@@ -51,7 +51,7 @@ COUNT = int(os.environ.get("REGAUGE_SOAK", "2"))
 IS_SOAK = "REGAUGE_SOAK" in os.environ
 EACH = 3  # steps between two faults
 STEPS = EACH * (COUNT + 1)
-FOUND = RESUMED = 5.0  # seconds
+DETECTED = RESUMED = 5.0  # seconds
 
 
 def free_port() -> int:
@@ -127,7 +127,7 @@ def test_a_process_that_hangs(run: Run, which: str) -> None:
         hung.signal(signal.SIGCONT)
         back = time.monotonic()
         if IS_SOAK and which == "server":
-            assert run.client.receive("broken")[2] - stopped < FOUND
+            assert run.client.receive("broken")[2] - stopped < DETECTED
         until = EACH * (fault + 1)
         while run.reached < until:
             _, run.reached, when = run.client.receive("step")

@@ -87,7 +87,7 @@ def test_mutated_frames_are_answered(name: str) -> None:
                     deliver(host, [data[at : at + step] for at in range(0, len(data), step)])
                 )
         except TransportError:
-            codes["half"] += 1  # what is no whole frame is never answered
+            codes["half"] += 1  # an incomplete frame is never answered
             continue
         codes[reply.values["code"] if reply.kind is Kind.ERROR else reply.kind.name] += 1
         assert reply.kind is not Kind.ERROR or reply.values["code"]

@@ -167,7 +167,7 @@ def test_a_client_is_bounded_by_its_own_budget_and_all_by_the_servers() -> None:
         with pytest.raises(
             Exception, match=r"no reply within .* clients hold .* of the server's memory budget"
         ):
-            ben(**wide(16))  # told "busy": it tries again as long as its patience lasts
+            ben(**wide(16))  # on "busy" it retries until its patience ends
         loss.backward()
         ben(**wide(16)).loss.backward()
     assert host.requests["forward", "busy"] >= 1
@@ -380,7 +380,7 @@ def test_the_result_is_the_same_with_a_budget() -> None:
             make_model("gpt2"),
         )
         journal = MemoryJournal()
-        journal.session = "0" * 32  # dropout is drawn from the session's name
+        journal.session = "0" * 32  # dropout is sampled from the session's name
         with connect(model, InProcess(host), journal=journal, secret=1):
             for step in range(2):
                 model(**batch("gpt2", step)).loss.backward()

@@ -42,7 +42,7 @@ STEPS = range(8)
 def reference_run(
     name: str = "gpt2", options: OptimizerConfig = ADAMW, dropout: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """The weights after all steps, with a session of a known name: dropout is drawn from it."""
+    """The weights after all steps, with a session of a known name: it seeds dropout."""
     mine = make_model(name, dropout=dropout)
     g = columns(mine)
     host = Host(lock_backbone(mine, g), options)
@@ -143,12 +143,12 @@ def test_a_checkpoint_has_the_passes_that_are_open(tmp_path: Path) -> None:
     hosts = [Host(make_model("gpt2", dropout=0.1), ADAMW, folder=tmp_path)]
     recorded: list[int] = []
 
-    class Watched(Faulty):
+    class RecordingFaulty(Faulty):
         def exchange(self, request: list[memoryview]) -> bytes:
             recorded.append(frame_identity(request[0])[0])
             return super().exchange(request)
 
-    with connect(mine, Watched(lambda: hosts[-1], 0, rate=0.0), journal=known_state()):
+    with connect(mine, RecordingFaulty(lambda: hosts[-1], 0, rate=0.0), journal=known_state()):
         torch.manual_seed(0)
         loss = mine(**batch("gpt2", 0)).loss
         hosts[0].save()
@@ -423,12 +423,12 @@ def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
     host = Host(make_model("llama"), ADAMW, max_length=64, max_open_passes=500)
     frames: list[Frame] = []
 
-    class Watched(InProcess):
+    class RecordingInProcess(InProcess):
         def exchange(self, request: list[memoryview]) -> bytes:
             frames.append(decode(b"".join(request)))
             return super().exchange(request)
 
-    network = Watched(host)
+    network = RecordingInProcess(host)
     with connect(mine, network, journal=known_state()) as link:
         train("llama", mine, optimizer_of(mine), range(1))
         pool = [frame for frame in frames if frame.number]

@@ -243,7 +243,7 @@ def test_the_finiteness_check_is_exact() -> None:
             assert not are_usable([tensor])
 
 
-# Steps that are none
+# Invalid steps
 
 
 def exchange(host: Host, frame: Frame, peer: str = "") -> Frame:
@@ -522,7 +522,7 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a weight is NaN": lambda t, m: t[WEIGHT].fill_(math.nan),
     "an unexpected weight": lambda t, m: t.update({"weight/stranger": t[WEIGHT]}),
     "an unexpected kind": lambda t, m: t.update({"stranger/x": t[WEIGHT]}),
-    "a moment of nobody": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
+    "a moment without a parameter": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
     "a moment is missing": lambda t, m: t.pop(MOMENT),
     "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0),
     "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf),
@@ -533,11 +533,13 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a frame is cut": lambda t, m: t.update(
         {k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}
     ),
-    "a frame is no bytes": lambda t, m: t.update(
+    "a frame that is not bytes": lambda t, m: t.update(
         {k: v.double() for k, v in t.items() if k.startswith("frame/")}
     ),
-    "a frame of nobody": lambda t, m: t.update({"frame/x/1": torch.zeros(4, dtype=torch.uint8)}),
-    "a copy of nobody": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
+    "a frame without a session": lambda t, m: t.update(
+        {"frame/x/1": torch.zeros(4, dtype=torch.uint8)}
+    ),
+    "a copy without a client": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
     "a step is negative": _about(lambda a: a.update(step=-1)),
     "a step is a text": _about(lambda a: a.update(step="1")),
     "steps are too few": _about(lambda a: a.update(main=[1, 1])),
@@ -550,7 +552,7 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a session's flag": _about(lambda a: _first(a).update(has_gradients="no")),
     "gone is a number": _about(lambda a: a.update(gone=3)),
     "the digest is missing": _about(lambda a: a.pop("digest")),
-    "about is no JSON": lambda t, m: m.update(about="{"),
+    "about that is not JSON": lambda t, m: m.update(about="{"),
     "about is too deep": lambda t, m: m.update(about="[" * 100_000),
     "about is a list": lambda t, m: m.update(about="[]"),
     "about is missing": lambda t, m: m.pop("about"),

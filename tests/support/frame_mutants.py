@@ -47,14 +47,14 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
     )
     frames: list[bytes] = []
 
-    class Watched(InProcess):
+    class RecordingInProcess(InProcess):
         def exchange(self, request: list[memoryview]) -> bytes:
             frames.append(b"".join(request))
             return super().exchange(request)
 
     journal = MemoryJournal()
     journal.session = SESSION
-    link = connect(mine, Watched(host), journal=journal)
+    link = connect(mine, RecordingInProcess(host), journal=journal)
     train(name, mine, optimizer_of(mine), range(1))
     with torch.no_grad():
         mine(**batch(name, 0))

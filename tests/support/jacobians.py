@@ -88,7 +88,7 @@ def ids(vocabulary: int, length: int, rows: int) -> dict[str, torch.Tensor]:
     }
 
 
-# Flat directions that are no change of basis. Per layer of a pre-norm model with biases:
+# Flat directions that are not a change of basis. Per layer of a pre-norm model with biases:
 PRE_NORM_LAYER = {
     "key bias: softmax ignores what it adds": D,
     "value bias: attention rows sum to one, so the output bias can take it": D,

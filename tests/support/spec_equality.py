@@ -15,7 +15,7 @@ Tokens = list[tuple[str, int]]
 
 def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
     """An axis written out: brackets, and a (space, size) for each leaf; holes have no name, and
-    nothing of size 1 is told.
+    nothing of size 1 is listed.
     """
     match term:
         case ax.Leaf():

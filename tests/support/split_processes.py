@@ -165,7 +165,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     torch.set_num_threads(1)
     from regauge.split.server.network import Grpc
 
-    class Watched(Grpc):
+    class RecordingGrpc(Grpc):
         def exchange(self, request: Any) -> Any:
             try:
                 return super().exchange(request)
@@ -176,7 +176,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     model = make_model("gpt2")
     g: Element = columns(model)
     path, allowed = Path(folder) / "client.pt", 0
-    with Watched(f"127.0.0.1:{port}") as network:
+    with RecordingGrpc(f"127.0.0.1:{port}") as network:
         link: RemoteBackbone = connect(
             model,
             network,

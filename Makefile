@@ -95,6 +95,7 @@ docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site
 lint: $(VENV)/ready  ## format, lint, types and words, as CI checks them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python scripts/long_lines.py
 	$(BIN)/mypy
 	$(BIN)/python scripts/words.py
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.permuted import GOAL, alone, causal, measured, needed, step, vit
+from benchmarks.permuted import GOAL, alone, causal, measure, needed, step, vit
 from regauge import apply_, element, fold_norms, spec_of
 from regauge.locking.authorize import AxisTransform, authorize_with_element
 from regauge.models.cut import cut
@@ -81,7 +81,7 @@ def main() -> int:
         variants = {kind: variant(make, kind) for kind in kinds}
         for training in (False, True):
             added = edges(make, training)
-            ratios = measured(name, variants, training, peak)
+            ratios = measure(name, variants, training, peak)
             plain = alone_step(variants["plain"], training)
             print(
                 f"the edges of a permutation by themselves: {1000 * added:.1f} ms, "

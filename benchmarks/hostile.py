@@ -31,7 +31,7 @@ RULES = ("mean", "median", "trimmed-mean", "clipped-mean")
 Change = Callable[[Contribution], Contribution]
 
 
-def scaled(by: float) -> Change:
+def scale(by: float) -> Change:
     return lambda c: replace(c, tensors={n: by * t for n, t in c.tensors.items()})
 
 
@@ -50,8 +50,8 @@ def huge(c: Contribution) -> Contribution:
 ATTACKS: Mapping[str, tuple[str, Change | None]] = {
     "none": ("fedavg", None),
     "noise, claims 10^12 examples": ("fedavg", noise),
-    "sign-flipped x10": ("fedavg", scaled(-10.0)),
-    "sign-flipped x4, near the norm limit": ("fedavg", scaled(-4.0)),
+    "sign-flipped x10": ("fedavg", scale(-10.0)),
+    "sign-flipped x4, near the norm limit": ("fedavg", scale(-4.0)),
     "every value 3e38": ("fedavg", huge),
     "none, FedAdam": ("fedadam", None),
     "every value 3e38, FedAdam": ("fedadam", huge),

@@ -19,7 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from benchmarks.move import Shape, clean, interleaved, make, shell
+from benchmarks.move import Shape, clean, interleave, make, shell
 
 GOALS = {"lock": 3.0, "lock, signed": 3.0, "unlock": 4.0, "unlock, signed": 4.0}
 
@@ -50,7 +50,7 @@ def main() -> int:
         f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, "
         f"{os.cpu_count()} cores"
     )
-    times = interleaved(
+    times = interleave(
         {
             "cp + sync": partial(shell, f"cp -r '{model}' '{out}' && sync"),
             "lock": partial(_run, "lock", model, key, out, "--group", "permutation"),

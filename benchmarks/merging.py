@@ -125,7 +125,7 @@ class Cost:
     private: float
 
 
-def measured(command: Sequence[str], where: Path) -> Cost:
+def measure(command: Sequence[str], where: Path) -> Cost:
     """Run a command and measure its cost. Memory is sampled from this process every 50 ms, so that
     the command's CPU time does not include it.
     """
@@ -189,7 +189,10 @@ class Agreement:
 
 
 def compare(
-    found: Path, wanted: Path, base: Path | None = None, trimmed: Mapping[Path, float] | None = None
+    actual: Path,
+    wanted: Path,
+    base: Path | None = None,
+    trimmed: Mapping[Path, float] | None = None,
 ) -> Agreement:
     """Compare values by their distance in units of the last place and by their signs; with a base,
     also by where they differ from it and with which sign. `trimmed` gives models and densities:
@@ -198,21 +201,21 @@ def compare(
     from regauge.checkpoints.reader import open_checkpoint
 
     x, y, root = (
-        open_checkpoint(found),
+        open_checkpoint(actual),
         open_checkpoint(wanted),
         None if base is None else open_checkpoint(base),
     )
     if set(x) != set(y):
         raise RuntimeError(
-            f"{found} and {wanted} have different tensors: {sorted(set(x) ^ set(y))[:5]}"
+            f"{actual} and {wanted} have different tensors: {sorted(set(x) ^ set(y))[:5]}"
         )
     others = [(open_checkpoint(path), density) for path, density in (trimmed or {}).items()]
     out = Agreement()
     for name in x:
         if x.shapes[name] != y.shapes[name] or x.dtypes[name] != y.dtypes[name]:
             raise RuntimeError(
-                f'"{name}" is {x.dtypes[name]} {x.shapes[name]} in {found} and {y.dtypes[name]} '
-                f"{y.shapes[name]} in {wanted}"
+                f'"{name}" is {x.dtypes[name]} {x.shapes[name]} in {actual} and '
+                f"{y.dtypes[name]} {y.shapes[name]} in {wanted}"
             )
         thresholds = (
             [_threshold(m[name], root[name], density) for m, density in others]
@@ -225,7 +228,7 @@ def compare(
         ]
         for at in range(0, flat[0].numel(), STEP):
             a, b, *references = (t[at : at + STEP] for t in flat)
-            units = (_ordered(a) - _ordered(b)).abs()
+            units = (_in_order(a) - _in_order(b)).abs()
             out.values += a.numel()
             out.exact += int((units == 0).sum())
             out.one_unit += int((units <= 1).sum())
@@ -256,7 +259,7 @@ def _threshold(model: torch.Tensor, base: torch.Tensor, density: float) -> float
     )
 
 
-def _ordered(x: torch.Tensor) -> torch.Tensor:
+def _in_order(x: torch.Tensor) -> torch.Tensor:
     """Map half precision to integers in the order of the values: neighbours differ by one."""
     bits = x.view(torch.int16).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
@@ -296,7 +299,7 @@ class Bench:
             "500MB",
             *options,
         ]
-        return measured(command, recipe.parent)
+        return measure(command, recipe.parent)
 
     def theirs(self, recipe: Path, out: Path, stable: bool = False) -> Cost:
         python = (
@@ -304,7 +307,7 @@ class Bench:
             if stable
             else [str(self.mergekit / "bin" / "mergekit-yaml")]
         )
-        return measured(
+        return measure(
             [
                 *python,
                 str(recipe),
@@ -329,7 +332,7 @@ class Bench:
         costs: dict[str, list[float]] = {name: [] for name in subjects}
         for turn in range(ROUNDS + 1):
             for name, command in subjects.items():
-                cost = measured(command, folder).cpu
+                cost = measure(command, folder).cpu
                 if turn:  # the first only warms the cache
                     costs[name].append(cost)
         for name, seconds in costs.items():
@@ -396,7 +399,7 @@ class Bench:
     def large(self) -> None:
         """Merge the large models by every method, in several rounds, one tool after the other."""
         folder = self.folder / "large"
-        tuned(folder, Shape(layers=LAYERS, vocab=32000 if LAYERS >= 20 else 8000))
+        finetune(folder, Shape(layers=LAYERS, vocab=32000 if LAYERS >= 20 else 8000))
         size = sum(p.stat().st_size for p in (folder / "a").iterdir())
         print(
             f"\n{size / 1e9:.2f} GB in {len(list((folder / 'a').glob('*.safetensors')))} shards, "
@@ -517,7 +520,7 @@ class Bench:
         with `dtype: bfloat16`, where mergekit rounds its task vectors at every step.
         """
         folder = self.folder / "small"
-        tuned(folder, Shape(layers=2, vocab=8000))
+        finetune(folder, Shape(layers=2, vocab=8000))
         print(
             "\n0.24 GB                          exact   one unit   most units   masks (ties) or "
             "signs"
@@ -569,7 +572,7 @@ def picos(folder: Path) -> None:
         save_file(new, folder / name / "model.safetensors", {"format": "pt"})
 
 
-def tuned(folder: Path, shape: Shape) -> None:
+def finetune(folder: Path, shape: Shape) -> None:
     """Write a base model, and two models at a tenth of its norm from it in different directions, in
     bf16.
     """

@@ -49,7 +49,7 @@ def main() -> int:
         f"{size / 1e9:.2f} GB in {len(list(model.glob('*.safetensors')))} shards, largest "
         f"tensor {LARGEST / 1e6:.0f} MB, {os.cpu_count()} cores"
     )
-    times = interleaved(
+    times = interleave(
         {"cp + sync": copy, "permutation": partial(_move, model, out, MOVES["permutation"])}, out
     )
     memory: dict[str, float] = {}
@@ -174,7 +174,7 @@ def make(folder: Path, seed: int = 0, shape_: Shape = Shape()) -> None:
     write_plan(folder, Plan(tuple(files), small), thunks)
 
 
-def interleaved(
+def interleave(
     subjects: dict[str, Callable[[], dict[str, float]]], out: Path
 ) -> dict[str, list[float]]:
     """Measure wall times in rounds over the subjects, after one round that warms the cache."""

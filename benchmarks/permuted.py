@@ -181,7 +181,7 @@ def flops(model: torch.nn.Module, inputs: dict[str, Any], training: bool) -> flo
     return float(counter.get_total_flops())
 
 
-def measured(
+def measure(
     name: str, variants: Variants, training: bool, memory: Callable[[str, str, bool], float]
 ) -> dict[str, tuple[float, float]]:
     """Measure time and memory of every variant as ratios to the plain one, in interleaved rounds,
@@ -224,7 +224,7 @@ def main() -> int:
     for name, make in MODELS.items():
         variants = {kind: variant(make, kind) for kind in KINDS}
         for training in (False, True):
-            ratios = measured(name, variants, training, peak)
+            ratios = measure(name, variants, training, peak)
             if make is vit:
                 met &= max(ratios["ours"]) <= 1 + GOAL
     print(

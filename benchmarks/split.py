@@ -157,14 +157,14 @@ class Bench:
             links.append(
                 connect(
                     moved,
-                    InProcess(Host(_locked(build(), g), _training())),
+                    InProcess(Host(_lock_backbone(build(), g), _training())),
                     element=g,
                     rows="batch",
                 )
             )
             with (
                 Server(
-                    Host(_locked(build(), g), _training()),
+                    Host(_lock_backbone(build(), g), _training()),
                     tls=make_certificates(folder / name)["server"],
                 ) as server,
                 Counted(
@@ -457,7 +457,7 @@ def models() -> dict[
     }
 
 
-def _locked(model: torch.nn.Module, g: Any) -> torch.nn.Module:
+def _lock_backbone(model: torch.nn.Module, g: Any) -> torch.nn.Module:
     from regauge.core.action import apply
 
     model.load_state_dict(apply(g, model.state_dict(), part="backbone"))

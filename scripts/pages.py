@@ -95,7 +95,7 @@ def render_families() -> str:
         "",
     ]
     for family in FAMILIES:
-        module = importlib.import_module(inspect.getmodule(family.spec).__name__)  # type: ignore[union-attr]
+        module = importlib.import_module(family.spec.__module__)
         summary = " ".join((module.__doc__ or "").split())
         kinds = [f"`{t}`" for t in family.model_types] + [
             f"timm's `{a}*`" for a in family.architectures

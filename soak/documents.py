@@ -75,17 +75,17 @@ _RAW_BY_MARK = {f"{_MARK}{i}": token for i, token in enumerate(RAW)}
 
 def json_mutants(document: Any, seed: int, count: int) -> Iterator[bytes]:
     """Yield JSON documents with one to three changes. Text that is JSON is changed inside."""
-    for changed in mutated(document, seed, count):
+    for changed in mutate(document, seed, count):
         yield to_json(changed)
 
 
-def mutated(document: Any, seed: int, count: int) -> Iterator[Any]:
+def mutate(document: Any, seed: int, count: int) -> Iterator[Any]:
     """Yield copies of a document of dicts, lists and scalars with one to three changes."""
     rng = random.Random(seed)
     for _ in range(count):
         out = copy.deepcopy(document)
         for _ in range(rng.choice((1, 1, 1, 2, 3))):
-            out = _changed(out, rng)
+            out = _change(out, rng)
         yield out
 
 
@@ -124,11 +124,11 @@ def header_mutants(file: bytes, seed: int, count: int) -> Iterator[bytes]:
         yield len(header).to_bytes(8, "little") + header + file[8 + length :]
 
 
-def _changed(document: Any, rng: random.Random) -> Any:
+def _change(document: Any, rng: random.Random) -> Any:
     """Change the value at a random place."""
     if isinstance(document, str) and document[:1] in ("{", "[") and rng.random() < 0.8:
         try:
-            return to_json(_changed(json.loads(document), rng)).decode("utf-8", "surrogatepass")
+            return to_json(_change(json.loads(document), rng)).decode("utf-8", "surrogatepass")
         except ValueError:
             return document[:-1]
     inner: list[Any] = (
@@ -139,7 +139,7 @@ def _changed(document: Any, rng: random.Random) -> Any:
         else []
     )
     if not inner or rng.random() < 0.15:
-        return _replaced(document, rng)
+        return _replace(document, rng)
     key = rng.choice(inner)
     match rng.randrange(12):
         case 0:
@@ -154,11 +154,11 @@ def _changed(document: Any, rng: random.Random) -> Any:
         case 3 if isinstance(document, list):
             document += copy.deepcopy(document[: 1 + rng.randrange(3)]) * rng.choice((1, 2, 50))
         case _:
-            document[key] = _changed(document[key], rng)
+            document[key] = _change(document[key], rng)
     return document
 
 
-def _replaced(value: Any, rng: random.Random) -> Any:
+def _replace(value: Any, rng: random.Random) -> Any:
     if isinstance(value, int | float) and abs(value) < 1e300 and rng.random() < 0.4:
         return rng.choice(
             (-value, value + 1, value - 1, value * 2, value * 1000, value / 2, [value], str(value))

@@ -9,6 +9,7 @@ import random
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -202,7 +203,7 @@ def contributions(scale: float) -> Iterator[Outcome]:
     """Run with hostile clients, with damaged Flower replies, and from damaged folders."""
     count = Counter("federated contributions")
     for seed in range(max(1, int(10_000 * scale))):
-        count.trial(lambda seed=seed: run_survives(seed), f"seed {seed}".encode())  # type: ignore[misc]
+        count.trial(partial(run_survives, seed), f"seed {seed}".encode())
     yield count.outcome()
     if find_spec("flwr") is not None:
         yield _replies(scale)

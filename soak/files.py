@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.errors import RegaugeError
-from soak.documents import header_mutants, json_mutants, mutated, to_toml
+from soak.documents import header_mutants, json_mutants, mutate, to_toml
 from soak.harness import Counter, Outcome, mutants
 
 MUTANTS = 10_000  # per kind at scale 1
@@ -72,22 +72,22 @@ def _names(folder: Path | None) -> list[str]:
 def _json(path: Path, read: Callable[[], bool]) -> Kind:
     """Return the kind of a JSON file at a path, to which mutants are written before each read."""
     good = path.read_bytes()
-    return Kind(good, partial(_placed, path, read), partial(json_mutants, json.loads(good)))
+    return Kind(good, partial(_place, path, read), partial(json_mutants, json.loads(good)))
 
 
 def _tensors(path: Path, read: Callable[[], bool], folder: Path | None = None) -> Kind:
     """Return the kind of a safetensors file at a path."""
     good = path.read_bytes()
     length = 8 + int.from_bytes(good[:8], "little")
-    return Kind(good, partial(_placed, path, read), partial(header_mutants, good), length, folder)
+    return Kind(good, partial(_place, path, read), partial(header_mutants, good), length, folder)
 
 
-def _placed(path: Path, read: Callable[[], bool], data: bytes) -> bool:
+def _place(path: Path, read: Callable[[], bool], data: bytes) -> bool:
     path.write_bytes(data)
     return read()
 
 
-def _saved(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
+def _save(folder: Path, name: str = "gpt2", half: bool = False) -> Path:
     """Save a pico-model as a checkpoint."""
     from safetensors.torch import save_file
 
@@ -137,7 +137,7 @@ def config(folder: Path) -> list[Kind]:
 
     kinds = []
     for name in FAMILIES:
-        saved = _saved(folder / name, name)
+        saved = _save(folder / name, name)
         kinds.append(_json(saved / "config.json", partial(inspected, saved)))
     return kinds
 
@@ -156,7 +156,7 @@ def loaded(folder: Path) -> list[Kind]:
 
     kinds = []
     for name in ("gpt2", "llama", "vit"):
-        saved = _saved(folder / name, name)
+        saved = _save(folder / name, name)
         kinds.append(_json(saved / "config.json", partial(built, saved)))
     return kinds
 
@@ -190,7 +190,7 @@ def weights(folder: Path) -> list[Kind]:
     from regauge.core.check import check
     from regauge.models.resolve import spec_of
 
-    saved = _saved(folder / "model", half=True)
+    saved = _save(folder / "model", half=True)
 
     def read() -> bool:
         opened = open_checkpoint(saved)
@@ -237,7 +237,7 @@ def locked(folder: Path, where: str) -> list[Kind]:
     from regauge.models.resolve import spec_of
 
     secret = Key(seed_key(1))
-    plain = open_checkpoint(_saved(folder / "plain", half=True))
+    plain = open_checkpoint(_save(folder / "plain", half=True))
     path, out = folder / ("locked.safetensors" if where == "file" else "locked"), folder / "out"
     plan_lock(plain, spec_of(plain), path, secret, group="signed").write()
     right = {n: plain.bits[n].tobytes() for n in plain}
@@ -273,7 +273,7 @@ def sealed(folder: Path) -> list[Kind]:
         out.unlink()
         return same
 
-    return [Kind(path.read_bytes(), partial(_placed, path, opened), focus=250, folder=folder)]
+    return [Kind(path.read_bytes(), partial(_place, path, opened), focus=250, folder=folder)]
 
 
 def element(folder: Path) -> list[Kind]:
@@ -327,7 +327,7 @@ def spec_file(folder: Path) -> list[Kind]:
 
     texts = (example, dump_spec(spec_of(build("mixtral"))))
     return [
-        Kind(text.encode(), partial(_placed, path, read), partial(_tomls, tomllib.loads(text)))
+        Kind(text.encode(), partial(_place, path, read), partial(_tomls, tomllib.loads(text)))
         for text in texts
     ]
 
@@ -335,7 +335,7 @@ def spec_file(folder: Path) -> list[Kind]:
 def _tomls(document: dict[str, Any], seed: int, count: int) -> Iterator[bytes]:
     return (
         to_toml(mutant) if isinstance(mutant, dict) else b""
-        for mutant in mutated(document, seed, count)
+        for mutant in mutate(document, seed, count)
     )
 
 
@@ -348,16 +348,16 @@ def adapter(folder: Path, what: str) -> list[Kind]:
     from regauge.checkpoints.adapted import open_adapted
     from regauge.checkpoints.transform import prepare_adapter
     from regauge.core.element import element as drawn
-    from support.lora import ALPHA, CASES, RANK, adapted, saved
+    from support.lora import ALPHA, CASES, RANK, adapter_tensors, add_adapters
     from support.picos import build, spec_of
 
     kinds = []
     for name, options in (("gpt2", {}), ("llama", {"dora": True})):
         model, place = build(name), folder / name
-        _saved(place / "model", name)
+        _save(place / "model", name)
         (place / "adapter").mkdir()
         save_file(
-            saved(adapted(model, *CASES[name], **options)),
+            adapter_tensors(add_adapters(model, *CASES[name], **options)),
             place / "adapter" / "adapter_model.safetensors",
         )
         patterns = {
@@ -452,7 +452,7 @@ def recipe(folder: Path) -> list[Kind]:
     from regauge.merging.engine import open_merge, plan_merge
     from regauge.merging.recipe_yaml import read_recipe
 
-    models = [str(_saved(folder / name)) for name in ("A", "B")]
+    models = [str(_save(folder / name)) for name in ("A", "B")]
     path = folder / "recipe.yaml"
 
     def read() -> bool:
@@ -471,7 +471,7 @@ def recipe(folder: Path) -> list[Kind]:
         )
         good = yaml.safe_dump(json.loads(text), sort_keys=False).encode()
         kinds.append(
-            Kind(good, partial(_placed, path, read), partial(json_mutants, json.loads(text)))
+            Kind(good, partial(_place, path, read), partial(json_mutants, json.loads(text)))
         )
     return kinds
 
@@ -542,7 +542,7 @@ def results(folder: Path) -> list[Kind]:
         )
         text = to_json(example).encode()
         kinds.append(
-            Kind(text, partial(_placed, path, read), partial(json_mutants, json.loads(text)))
+            Kind(text, partial(_place, path, read), partial(json_mutants, json.loads(text)))
         )
     return kinds
 
@@ -553,15 +553,15 @@ def server(folder: Path) -> list[Kind]:
 
     from regauge.split import Host, InProcess, connect
     from regauge.split.server.checkpoint import FILE
-    from support.split_pairs import ADAMW, batch, made, optimizer_of, train
+    from support.split_pairs import ADAMW, batch, make_model, optimizer_of, train
 
-    host = Host(made("gpt2"), ADAMW, folder=folder, save_every=1)
-    mine = made("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, folder=folder, save_every=1)
+    mine = make_model("gpt2")
     with connect(mine, InProcess(host)):
         train("gpt2", mine, optimizer_of(mine), range(2))
         mine(**batch("gpt2", 3))  # a pass that stays open
         host.save()
-        started = made("gpt2")
+        started = make_model("gpt2")
 
         def read() -> bool:
             restarted = Host(started, ADAMW, folder=folder)
@@ -662,7 +662,7 @@ def pickled(folder: Path) -> list[Kind]:
                 t.bits() is not None for tensors in opened.files.values() for t in tensors.values()
             )
 
-        kinds.append(Kind(path.read_bytes(), partial(_placed, path, read), focus=4000))
+        kinds.append(Kind(path.read_bytes(), partial(_place, path, read), focus=4000))
     return kinds
 
 
@@ -704,7 +704,7 @@ def data(folder: Path, ending: str) -> list[Kind]:
             len(opened[field]) == len(opened) and opened[field][0] is not None for field in opened
         )
 
-    return [Kind(path.read_bytes(), partial(_placed, path, read), documents)]
+    return [Kind(path.read_bytes(), partial(_place, path, read), documents)]
 
 
 def _lines(rows: list[Any], seed: int, count: int) -> Iterator[bytes]:
@@ -735,7 +735,7 @@ def image(folder: Path) -> list[Kind]:
         def read(path: Path = path) -> bool:
             return len(open_data(path.parent, size=8)["image"].to_array().shape) >= 3
 
-        kinds.append(Kind(_png(pixels, ending), partial(_placed, path, read)))
+        kinds.append(Kind(_png(pixels, ending), partial(_place, path, read)))
     return kinds
 
 

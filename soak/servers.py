@@ -28,12 +28,12 @@ def server_checkpoints(scale: float) -> Iterator[Outcome]:
     versions. Without a checksum, damage to a tensor's values cannot be detected; the server must
     still start in a valid state, or not at all.
     """
-    from support.split_pairs import made
+    from support.split_pairs import make_model
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        _train(Host(made("gpt2"), OPTIONS, folder=folder), range(3))
-        path, model = folder / FILE, made("gpt2")
+        _train(Host(make_model("gpt2"), OPTIONS, folder=folder), range(3))
+        path, model = folder / FILE, make_model("gpt2")
         good, start = path.read_bytes(), copy.deepcopy(model.state_dict())
         expected = Host(model, OPTIONS, folder=folder).backbone()
 
@@ -90,10 +90,10 @@ def server_kills(scale: float) -> Iterator[Outcome]:
                         client.pipe.poll(rng.uniform(0.0, 0.15))  # within the step, or after it
                         server.kill()
                         server = splitprocs.server(port, folder, every=1)
-                client.said("end")
-                splitprocs.ended(server)
+                client.receive("end")
+                splitprocs.end_server(server)
                 client.kill()
-                saved, expected = splitprocs.kept(folder, STEPS), splitprocs.calm(STEPS)
+                saved, expected = splitprocs.saved_weights(folder, STEPS), splitprocs.calm(STEPS)
                 is_right = all(torch.equal(saved[n], t) for n, t in expected.items())
                 count.add("accepted" if is_right else "lost", None if is_right else "other weights")
             except AssertionError as error:
@@ -105,9 +105,9 @@ def server_kills(scale: float) -> Iterator[Outcome]:
 
 def _train(host: Host, steps: range) -> None:
     """Write a checkpoint with moments, pending gradients, an open pass and an ended session."""
-    from support.split_pairs import batch, made, optimizer_of, train
+    from support.split_pairs import batch, make_model, optimizer_of, train
 
-    other, mine = made("gpt2"), made("gpt2")
+    other, mine = make_model("gpt2"), make_model("gpt2")
     with connect(other, InProcess(host, "bob")) as link:
         train("gpt2", other, optimizer_of(other), range(2))
         link.end()

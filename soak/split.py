@@ -128,7 +128,7 @@ def small_gpt2() -> Any:
 
 
 @contextmanager
-def saved(model: Any) -> Iterator[Path]:
+def save_server(model: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         yield Path(folder)
@@ -145,7 +145,9 @@ def forward(model: Any, batch: int, tokens: int) -> Any:
 
 
 @contextmanager
-def linked(model: Any, address: str, patience: float = 5.0, tls: Any = None) -> Iterator[Any]:
+def connect_model(
+    model: Any, address: str, patience: float = 5.0, tls: Any = None
+) -> Iterator[Any]:
     from regauge.split import connect
     from regauge.split.server.network import Grpc
 
@@ -164,7 +166,7 @@ def _pass(batch: int, tokens: int) -> Bomb:
     """Return a bomb: one forward pass of this size, and its backward pass if admitted."""
 
     def run(model: Any, server: ServerProcess) -> bool:
-        with linked(model, server.address, 120.0):
+        with connect_model(model, server.address, 120.0):
             forward(model, batch, tokens).logits.sum().backward()
         return True
 
@@ -173,7 +175,7 @@ def _pass(batch: int, tokens: int) -> Bomb:
 
 def _prediction(batch: int, tokens: int) -> Bomb:
     def run(model: Any, server: ServerProcess) -> bool:
-        with linked(model, server.address, 120.0), torch.no_grad():
+        with connect_model(model, server.address, 120.0), torch.no_grad():
             forward(model, batch, tokens)
         return True
 
@@ -184,7 +186,7 @@ def _open_passes(count: int, batch: int, tokens: int) -> Bomb:
     """Return a bomb: forward passes without backward passes."""
 
     def run(model: Any, server: ServerProcess) -> bool:
-        with linked(model, server.address, 120.0):
+        with connect_model(model, server.address, 120.0):
             graphs = [forward(model, batch, tokens).logits for _ in range(count)]
             return len(graphs) == count
 
@@ -209,7 +211,7 @@ def _bits(elements: int, with_session: bool) -> Bomb:
             "release": [],
         }
         if with_session:
-            with linked(model, server.address) as link:
+            with connect_model(model, server.address) as link:
                 link.log.ask(Frame(Kind.FORWARD, 0, values, {"x": mask}), exact=("x",))
         with Grpc(server.address) as network:
             frame = Frame(Kind.FORWARD, 1, {**values, "session": "0" * 32}, {"x": mask})
@@ -233,7 +235,7 @@ def _generations(count: int, batch: int, tokens: int) -> Bomb:
     """Return a bomb: texts whose keys and values stay on the server."""
 
     def run(model: Any, server: ServerProcess) -> bool:
-        with linked(model, server.address, 120.0), torch.no_grad():
+        with connect_model(model, server.address, 120.0), torch.no_grad():
             caches = [
                 model(input_ids=ids(batch, tokens), use_cache=True).past_key_values
                 for _ in range(count)
@@ -323,8 +325,8 @@ def memory_bombs(
     for build, bombs in ((minilm, BERT_BOMBS), (small_gpt2, GPT2_BOMBS)):
         model = build()
         model.train()
-        with saved(model) as folder, serve(folder, "--lr", "1e-4", *options) as server:
-            with linked(model, server.address):
+        with save_server(model) as folder, serve(folder, "--lr", "1e-4", *options) as server:
+            with connect_model(model, server.address):
                 # Allocates weights, gradients and moments before the measurement.
                 forward(model, 2, 16).logits.sum().backward()
             for name, bomb in list(bombs.items())[
@@ -345,7 +347,7 @@ def frames(scale: float) -> Iterator[Outcome]:
     from regauge.split import TransportError
     from regauge.split.protocol.frames import Kind, RefusedError, decode
     from regauge.split.protocol.transport import deliver
-    from support.frame_mutants import SESSION, mutated, requests
+    from support.frame_mutants import SESSION, mutate, requests
 
     for name in ("gpt2", "llama"):
         count, rng = Counter(f"split frames: {name}"), random.Random(11)
@@ -358,7 +360,7 @@ def frames(scale: float) -> Iterator[Outcome]:
             if i == min(1000, trials // 2):
                 before = resident_mb()
             session, current = host.sessions[SESSION], host
-            data, size = mutated(good, rng, session.done), rng.choice((17, 1000, 1 << 20))
+            data, size = mutate(good, rng, session.done), rng.choice((17, 1000, 1 << 20))
 
             def run(
                 data: bytes = data, size: int = size, host: Any = current, done: int = session.done
@@ -398,7 +400,7 @@ def idle_connections(scale: float) -> Iterator[Outcome]:
     number = max(100, round(1200 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} idle connections", 6 * HANG_SECONDS)
     model = small_gpt2()
-    with saved(model) as folder:
+    with save_server(model) as folder:
         tls = make_certificates(folder / "certs", ["127.0.0.1"], ["ann"])["ann"]
         with serve(folder, "--lr", "1e-4", "--tls", str(folder / "certs"), files=1024) as server:
             host, _, port = server.address.rpartition(":")
@@ -424,7 +426,7 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
     number = max(100, round(10_000 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} Watch streams")
     model = small_gpt2()
-    with saved(model) as folder, serve(folder, "--lr", "1e-4") as server:
+    with save_server(model) as folder, serve(folder, "--lr", "1e-4") as server:
         alone = _step_seconds(model, server)
         with server.peak() as peak, grpc.insecure_channel(server.address) as channel:
             watch, streams = channel.unary_stream("/grpc.health.v1.Health/Watch"), []
@@ -454,7 +456,7 @@ def _trains(model: Any, server: ServerProcess, patience: float, tls: Any = None)
     from regauge.split import TransportError
 
     try:
-        with linked(model, server.address, patience, tls):
+        with connect_model(model, server.address, patience, tls):
             forward(model, 2, 16).logits.sum().backward()
     except TransportError:  # the client could not connect
         return False
@@ -464,7 +466,7 @@ def _trains(model: Any, server: ServerProcess, patience: float, tls: Any = None)
 def _step_seconds(model: Any, server: ServerProcess, steps: int = 40) -> float:
     """Return the 95th percentile of the seconds of a small training step."""
     seconds = []
-    with linked(model, server.address, 30.0):
+    with connect_model(model, server.address, 30.0):
         for _ in range(steps):
             start = time.monotonic()
             forward(model, 2, 16).logits.sum().backward()

@@ -31,7 +31,7 @@ from regauge.results.metrics import (
     psnr,
     ssim,
 )
-from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffled
+from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffle_tokens
 
 
 def test_patches_and_back() -> None:
@@ -48,27 +48,27 @@ def test_a_public_embedding_gives_the_images_back_exactly(width: int) -> None:
     patch looks like decides.
     """
     embed, true = Embedding(width), pictures(6, 2)
-    for seen in (embed(true), shuffled(embed(true))[0]):
-        found = public_patches(embed.view(seen))
-        assert float(mse(found, true).max()) < 1e-8
+    for observed in (embed(true), shuffle_tokens(embed(true))[0]):
+        recovered = public_patches(embed.view(observed))
+        assert float(mse(recovered, true).max()) < 1e-8
 
 
-def test_the_first_token_is_told_from_patches() -> None:
+def test_the_first_token_is_distinguished_from_patches() -> None:
     embed, true = Embedding(2 * VALUES), pictures(4, 2)
     first = torch.full((2 * VALUES,), 0.3)
-    seen = shuffled(torch.cat([first.expand(4, 1, -1), embed(true)], 1))[0]
-    assert float(mse(public_patches(replace(embed.view(seen), first=first)), true).max()) < 1e-8
+    observed = shuffle_tokens(torch.cat([first.expand(4, 1, -1), embed(true)], 1))[0]
+    assert float(mse(public_patches(replace(embed.view(observed), first=first)), true).max()) < 1e-8
 
 
 def test_noise_is_a_defence_of_a_public_embedding() -> None:
     embed, true = Embedding(VALUES), pictures(6, 2)
     z = embed(true)
-    found = [
+    recovered = [
         float(
             mse(
                 public_patches(
                     replace(
-                        embed.view(shuffled(z + s * z.std() * torch.randn_like(z))[0]),
+                        embed.view(shuffle_tokens(z + s * z.std() * torch.randn_like(z))[0]),
                         tolerance=1.0,
                     )
                 ),
@@ -77,21 +77,25 @@ def test_noise_is_a_defence_of_a_public_embedding() -> None:
         )
         for s in (0.01, 0.3, 3.0)
     ]
-    assert found[0] < 0.01 < found[1] < found[2]
+    assert recovered[0] < 0.01 < recovered[1] < recovered[2]
 
 
 def test_positions_are_read_off_shuffled_tokens() -> None:
     embed, true = Embedding(2 * VALUES), pictures(20, 2)
-    seen, order = shuffled(embed(true))
-    found = position_probe(PairedImages(seen, embed(pictures(300, 1)), pictures(300, 1), PATCH))
-    assert float((found == order).float().mean()) > 0.97
-    assert torch.allclose(restore_order(seen, order), embed(true))
+    observed, order = shuffle_tokens(embed(true))
+    scores = position_probe(
+        PairedImages(observed, embed(pictures(300, 1)), pictures(300, 1), PATCH)
+    )
+    assert float((scores == order).float().mean()) > 0.97
+    assert torch.allclose(restore_order(observed, order), embed(true))
     blind = Embedding(
         2 * VALUES, positions=0.0
     )  # no positions in the tokens: what is left is what patches of a place look like
-    seen, order = shuffled(blind(true))
-    found = position_probe(PairedImages(seen, blind(pictures(300, 1)), pictures(300, 1), PATCH))
-    assert float((found == order).float().mean()) < 0.3
+    observed, order = shuffle_tokens(blind(true))
+    scores = position_probe(
+        PairedImages(observed, blind(pictures(300, 1)), pictures(300, 1), PATCH)
+    )
+    assert float((scores == order).float().mean()) < 0.3
 
 
 def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
@@ -101,17 +105,17 @@ def test_a_decoder_that_asks_all_tokens_does_not_mind_their_order() -> None:
     """
     embed, true, own = Embedding(2 * VALUES), pictures(24, 2), pictures(300, 1)
 
-    def error(seen: torch.Tensor, features: torch.Tensor, ordered: bool) -> float:
-        view = PairedImages(seen, features, own, PATCH)
-        found = decoder_inversion(
+    def error(observed: torch.Tensor, features: torch.Tensor, ordered: bool) -> float:
+        view = PairedImages(observed, features, own, PATCH)
+        recovered = decoder_inversion(
             view, in_order=ordered, hidden=64, depth=1, epochs=10, patience=4, batch=32, lr=3e-3
         )
-        assert len(found.losses) <= 10
-        return float(mse(found.images, true).mean())
+        assert len(recovered.losses) <= 10
+        return float(mse(recovered.images, true).mean())
 
     torch.manual_seed(0)
     floor = float(mse(own.mean(0, keepdim=True).expand_as(true), true).mean())
-    mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]
+    mixed, others = shuffle_tokens(embed(true))[0], shuffle_tokens(embed(own), 6)[0]
     assert error(embed(true), embed(own), True) < 0.2 * floor
     assert error(mixed, others, False) < 0.2 * floor
     assert error(mixed, others, True) > 0.7 * floor
@@ -127,7 +131,7 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
 
     floor = float(mse(own.mean(0, keepdim=True).expand_as(true), true).mean())
     clear = ridge_inversion(
-        PairedImages(shuffled(embed(true))[0], embed(own), own, PATCH), shuffled=True
+        PairedImages(shuffle_tokens(embed(true))[0], embed(own), own, PATCH), shuffled=True
     )
     assert float(mse(clear.images, true).max()) < 1e-9
     first = (
@@ -137,15 +141,18 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
     assert float(mse(ridge_inversion(PairedImages(*first, own, PATCH)).images, true).max()) < 1e-9
     errors = {}
     for scope in ("token", "image", "both"):
-        found = ridge_inversion(
+        recovered = ridge_inversion(
             PairedImages(noisy(embed(true), 0.5), noisy(embed(own), 0.5), own, PATCH),
             scopes=[scope],
         )  # type: ignore[list-item]
-        errors[scope] = float(mse(found.images, true).mean())
+        errors[scope] = float(mse(recovered.images, true).mean())
     assert errors["image"] < errors["token"] < 0.6 * floor, (
         "what noise took from a token, its neighbours know"
     )
-    mixed, others = shuffled(embed(true))[0], shuffled(embed(own), 6)[0]  # neither side in order
+    mixed, others = (
+        shuffle_tokens(embed(true))[0],
+        shuffle_tokens(embed(own), 6)[0],
+    )  # neither side in order
     assert (
         float(
             mse(
@@ -172,10 +179,10 @@ def test_least_squares_are_exact_without_a_defence_and_a_filter_against_noise() 
 
 def test_samples_are_linked_over_fresh_shuffles() -> None:
     embed, true = Embedding(2 * VALUES), pictures(12, 2)
-    who = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    second = shuffled(embed(true)[who], 8)[0]
-    found = link_samples(shuffled(embed(true), 7)[0], second)
-    assert torch.equal(who[found], torch.arange(12))
+    clients = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    second = shuffle_tokens(embed(true)[clients], 8)[0]
+    links = link_samples(shuffle_tokens(embed(true), 7)[0], second)
+    assert torch.equal(clients[links], torch.arange(12))
 
 
 def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
@@ -192,7 +199,7 @@ def test_metrics_are_of_each_image_and_of_a_declared_range() -> None:
     assert ssim(true, true, 1.0).tolist() == pytest.approx([1.0] * 5)
     assert is_identified(near, true).all()
     assert not is_identified(true.mean(0, keepdim=True).expand_as(true), true).any(), (
-        "the mean image is of nobody"
+        "the mean image identifies no person"
     )
     assert feature_similarity(near, true, lambda x: x).min() > 0.99
     for wrong in (true[:3], true * float("nan")):
@@ -208,10 +215,10 @@ def test_lpips_by_real_weights() -> None:
     if not path.exists():
         pytest.skip("the assets are absent")
     metric = Lpips(path / "lpips_alex.safetensors")
-    with np.load(path / "olivetti_faces.npz") as held:
-        faces = torch.from_numpy(next(held[k] for k in held if held[k].ndim == 3)[:40:10]).float()[
-            :, None
-        ]
+    with np.load(path / "olivetti_faces.npz") as archive:
+        faces = torch.from_numpy(
+            next(archive[k] for k in archive if archive[k].ndim == 3)[:40:10]
+        ).float()[:, None]
     faces = faces / faces.max()
     noise = torch.randn(faces.shape, generator=torch.Generator().manual_seed(0))
     found = [metric(faces + s * noise, faces, 0.0, 1.0) for s in (0.0, 0.05, 0.2)]

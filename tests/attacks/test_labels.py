@@ -75,17 +75,17 @@ class Task:
 
     def served(self) -> ServerPass:
         """What the server sees: rows shuffled, sample by sample."""
-        (slope,) = torch.autograd.grad(self.loss(), [self.outputs])
-        index = self.order[..., None].expand_as(slope)
-        return ServerPass(self.outputs.detach().gather(1, index), {}, slope.gather(1, index))
+        (grad,) = torch.autograd.grad(self.loss(), [self.outputs])
+        index = self.order[..., None].expand_as(grad)
+        return ServerPass(self.outputs.detach().gather(1, index), {}, grad.gather(1, index))
 
     def view(self, known: int = 0) -> SentGradients:
-        slopes = sample_grads([self.served()])
+        grads = sample_grads([self.served()])
         if self.many:
             return SentGradients(
-                slopes, known_label_sets={i: self.labels[i].tolist() for i in range(known)}
+                grads, known_label_sets={i: self.labels[i].tolist() for i in range(known)}
             )
-        return SentGradients(slopes, {i: int(self.labels[i]) for i in range(known)})
+        return SentGradients(grads, {i: int(self.labels[i]) for i in range(known)})
 
 
 def right(found: torch.Tensor, true: torch.Tensor, classes: int) -> float:
@@ -141,8 +141,8 @@ def test_a_rare_class_has_long_gradients_and_points_elsewhere() -> None:
         assert abs(auc(attack(noise(view)), task.labels) - 0.5) < 0.12
     balanced = Task(600, 2).learned(5)  # equally long, and still in opposite ways
     assert abs(auc(norm_attack(balanced.view()), balanced.labels) - 0.5) < 0.2
-    told = auc(direction_attack(balanced.view()), balanced.labels)
-    assert max(told, 1 - told) > 0.99
+    score = auc(direction_attack(balanced.view()), balanced.labels)
+    assert max(score, 1 - score) > 0.99
 
 
 def test_several_labels_at_once() -> None:

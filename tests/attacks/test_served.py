@@ -23,7 +23,7 @@ from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.rng import Stream, seed_key
 from regauge.results.metrics import mse
-from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffled
+from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffle_tokens
 
 EMBED = Embedding(2 * VALUES)
 KINDS: list[Kind] = ["permutation", "signed", "orthogonal"]
@@ -33,7 +33,7 @@ def member(kind: Kind, seed: int = 4) -> Member:
     return GROUPS[kind].sample(2 * VALUES, 1, Stream(seed_key(seed), "test"))
 
 
-def moved(x: torch.Tensor, m: Member) -> torch.Tensor:
+def apply_member(x: torch.Tensor, m: Member) -> torch.Tensor:
     return x @ torch.from_numpy(m.matrix()[0]).to(x).T
 
 
@@ -44,35 +44,38 @@ def noisy(x: torch.Tensor, scale: float, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_known_samples_give_columns_and_rows(kind: Kind) -> None:
     plain = EMBED(pictures(6, 2)).double()
-    rows, order = shuffled(plain)
-    found, places = known_streams(KnownStreams(plain, moved(rows, member(kind)), kind))
-    np.testing.assert_allclose(found.matrix(), member(kind).matrix(), atol=1e-6)
+    rows, order = shuffle_tokens(plain)
+    recovered, places = known_streams(KnownStreams(plain, apply_member(rows, member(kind)), kind))
+    np.testing.assert_allclose(recovered.matrix(), member(kind).matrix(), atol=1e-6)
     assert torch.equal(places, order)
     noise = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1)).double()
-    blind, _ = known_streams(KnownStreams(noise, moved(rows, member(kind)), kind))
+    blind, _ = known_streams(KnownStreams(noise, apply_member(rows, member(kind)), kind))
     assert np.abs(blind.matrix() - member(kind).matrix()).max() > 0.1
 
 
 def test_one_key_over_many_shuffled_passes_gives_it_away_and_then_the_images() -> None:
     m, true, own = member("permutation"), pictures(24, 2), pictures(600, 1)
     passes = [
-        ServerPass(moved(shuffled(EMBED(pictures(100, 10 + i)), i)[0], m), {}) for i in range(6)
+        ServerPass(apply_member(shuffle_tokens(EMBED(pictures(100, 10 + i)), i)[0], m), {})
+        for i in range(6)
     ]
-    found = reused_key(passes, EMBED(own))
-    right = float((found.matrix() == m.matrix()).all(-1).mean())
+    recovered = reused_key(passes, EMBED(own))
+    right = float((recovered.matrix() == m.matrix()).all(-1).mean())
     assert right > 0.9
-    seen = shuffled(EMBED(true))[0]
+    observed = shuffle_tokens(EMBED(true))[0]
     back = ridge_inversion(
-        PairedImages(undo_member(found, moved(seen, m)), EMBED(own[:150]), own[:150], PATCH),
+        PairedImages(
+            undo_member(recovered, apply_member(observed, m)), EMBED(own[:150]), own[:150], PATCH
+        ),
         shuffled=True,
     )
     blind = ridge_inversion(
-        PairedImages(moved(seen, m), EMBED(own[:150]), own[:150], PATCH), shuffled=True
+        PairedImages(apply_member(observed, m), EMBED(own[:150]), own[:150], PATCH), shuffled=True
     )
     assert float(mse(back.images, true).mean()) < 0.1 * float(mse(blind.images, true).mean())
 
 
-def linked(scale: float, drift: float, samples: int = 40) -> float:
+def link_accuracy(scale: float, drift: float, samples: int = 40) -> float:
     """Two passes, each shuffled, with noise and with an embedding that has moved between them: the
     share of samples that are linked.
     """
@@ -80,45 +83,45 @@ def linked(scale: float, drift: float, samples: int = 40) -> float:
     draw = torch.Generator().manual_seed(6)
     for w in (later.weight, later.positions, later.bias):
         w += drift * w.std() * torch.randn(w.shape, generator=draw)
-    who = torch.randperm(samples, generator=draw)
+    clients = torch.randperm(samples, generator=draw)
     first, second = (
-        shuffled(noisy(EMBED(true), scale, 1), 7)[0],
-        shuffled(noisy(later(true)[who], scale, 2), 8)[0],
+        shuffle_tokens(noisy(EMBED(true), scale, 1), 7)[0],
+        shuffle_tokens(noisy(later(true)[clients], scale, 2), 8)[0],
     )
-    return float((who[relink_samples(first, second)] == torch.arange(samples)).double().mean())
+    return float((clients[relink_samples(first, second)] == torch.arange(samples)).double().mean())
 
 
 def test_samples_are_linked_over_noise_and_training() -> None:
-    assert linked(0.0, 0.0) == 1.0
-    assert linked(0.5, 0.0) > 0.9
-    assert linked(0.0, 0.5) > 0.9
-    assert linked(0.3, 0.3) > 0.9
-    assert linked(20.0, 0.0) < 0.2, "noise that drowns all"
+    assert link_accuracy(0.0, 0.0) == 1.0
+    assert link_accuracy(0.5, 0.0) > 0.9
+    assert link_accuracy(0.0, 0.5) > 0.9
+    assert link_accuracy(0.3, 0.3) > 0.9
+    assert link_accuracy(20.0, 0.0) < 0.2, "noise that drowns all"
 
 
 def test_noise_does_not_survive_epochs() -> None:
     true = EMBED(pictures(30, 2))
     draw = torch.Generator().manual_seed(3)
-    views, who = [], []
+    views, orders = [], []
     for epoch in range(9):
-        who.append(torch.randperm(30, generator=draw) if epoch else torch.arange(30))
-        views.append(shuffled(noisy(true[who[-1]], 0.5, 20 + epoch), epoch)[0])
-    first = shuffled(true, 0)[0]
+        orders.append(torch.randperm(30, generator=draw) if epoch else torch.arange(30))
+        views.append(shuffle_tokens(noisy(true[orders[-1]], 0.5, 20 + epoch), epoch)[0])
+    first = shuffle_tokens(true, 0)[0]
     once, often = (
         float((v - first).square().mean().sqrt() / true.std())
         for v in (views[0], average_views(views))
     )
     assert once == pytest.approx(0.5, rel=0.05)
     assert often < 0.25, "about a third of it is left"
-    kept = views[0][
+    reshuffled = views[0][
         :, torch.randperm(TOKENS, generator=draw)
     ]  # the same noise again: nothing is gained
     assert float(
-        (average_views([views[0], kept]) - first).square().mean().sqrt() / true.std()
+        (average_views([views[0], reshuffled]) - first).square().mean().sqrt() / true.std()
     ) == pytest.approx(once, rel=0.01)
 
 
-def mixed(count: int, seed: int, scale: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+def mix_tokens(count: int, seed: int, scale: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
     """A batch whose tokens changed places between samples, and for each token where it came
     from.
     """
@@ -138,20 +141,20 @@ def together(found: torch.Tensor, order: torch.Tensor) -> tuple[float, float]:
 
 def test_a_shuffled_batch_is_put_together_again() -> None:
     own = pictures(400, 1)
-    seen, order = mixed(10, 3)
-    found = regroup_tokens(PairedImages(seen, EMBED(own), own, PATCH))
-    assert sorted(found.flatten().tolist()) == list(range(10 * TOKENS)), "every token once"
-    group, place = together(found, order)
+    observed, order = mix_tokens(10, 3)
+    recovered = regroup_tokens(PairedImages(observed, EMBED(own), own, PATCH))
+    assert sorted(recovered.flatten().tolist()) == list(range(10 * TOKENS)), "every token once"
+    group, place = together(recovered, order)
     assert group > 0.9
     assert place > 0.95
-    back = seen.flatten(0, 1)[found]
+    back = observed.flatten(0, 1)[recovered]
     images = ridge_inversion(PairedImages(back, EMBED(own), own, PATCH)).images
     true = pictures(10, 2)
     nearest = (
         torch.cdist(images.flatten(1), true.flatten(1)).min(1).values.square() / true[0].numel()
     )
     assert float(nearest.median()) < 1e-6
-    blind = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1))
+    blind = torch.randn(observed.shape, generator=torch.Generator().manual_seed(1))
     group, _ = together(
         regroup_tokens(PairedImages(blind, torch.randn(EMBED(own).shape), own, PATCH)), order
     )

@@ -39,7 +39,7 @@ def model_of(name: str) -> torch.nn.Module:
     return model
 
 
-def moved(x: torch.Tensor, kind: Kind | None) -> torch.Tensor:
+def apply_element(x: torch.Tensor, kind: Kind | None) -> torch.Tensor:
     if kind is None:
         return x
     return (
@@ -57,11 +57,11 @@ def test_tokens_and_places_whatever_the_shuffle_and_the_key(name: str, kind: Kin
     with torch.no_grad():
         stream = cut(model).embed(input_ids=TEXT).stream[0]
     order = torch.randperm(len(stream), generator=torch.Generator().manual_seed(2))
-    tokens, places = embedding_search(EmbeddedText(moved(stream[order], kind), model, kind))
+    tokens, places = embedding_search(EmbeddedText(apply_element(stream[order], kind), model, kind))
     assert torch.equal(tokens, TEXT[0, order])
     assert torch.equal(places, order)
     tokens, places = embedding_search(
-        EmbeddedText(moved(stream, kind), model, kind, shuffled=False)
+        EmbeddedText(apply_element(stream, kind), model, kind, shuffled=False)
     )
     assert torch.equal(tokens, TEXT[0])
     assert torch.equal(places, torch.arange(len(stream)))
@@ -84,12 +84,15 @@ def test_deeper_states_in_no_order(kind: Kind) -> None:
     order = torch.randperm(len(states), generator=torch.Generator().manual_seed(2))
     assert (
         vocabulary_search(
-            HiddenStates(moved(states[order], kind), model, 1, kind, shuffled=True), batch=16
+            HiddenStates(apply_element(states[order], kind), model, 1, kind, shuffled=True),
+            batch=16,
         )
         == TEXT[0].tolist()
     )
     assert (
-        vocabulary_search(HiddenStates(moved(states[order], kind), model, 1, kind), batch=16)
+        vocabulary_search(
+            HiddenStates(apply_element(states[order], kind), model, 1, kind), batch=16
+        )
         != TEXT[0].tolist()
     ), "taken in the order in which they came"
 
@@ -105,15 +108,15 @@ def test_what_crosses_beside_the_stream_tells_the_order(name: str) -> None:
         for k, v in there.tensors.items()
         if k != crossing.boundary.stream
     }
-    found = order_leak(
+    leak = order_leak(
         ServerPass(
             there.stream.detach(), {k: v for k, v in others.items() if isinstance(v, torch.Tensor)}
         )
     )
     if name == "bert":
-        assert found is None, "nothing but the stream has the order"
+        assert leak is None, "nothing but the stream has the order"
         return
-    assert found is not None
+    assert leak is not None
     there_of = (there.stream[0][:, None] == crossing.stream[0][None]).all(-1)
-    assert all(bool(there_of[i, int(p)]) for i, p in enumerate(found[0]))
-    assert sorted(found[0].tolist()) == list(range(TEXT.shape[1]))
+    assert all(bool(there_of[i, int(p)]) for i, p in enumerate(leak[0]))
+    assert sorted(leak[0].tolist()) == list(range(TEXT.shape[1]))

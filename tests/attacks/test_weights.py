@@ -41,7 +41,7 @@ from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.matching.costs import Costs
 from regauge.models.resolve import spec_of as stored_spec
-from support.locked_models import State, drifted, model_of
+from support.locked_models import State, add_drift, model_of
 from support.picos import build, spec_of
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
@@ -49,11 +49,11 @@ ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 
 def wrong(g: Element, h: Element) -> float:
     """The largest error of a member, relative to it."""
-    apart = [
+    distance = [
         np.linalg.norm(g.members[s].matrix() - m.matrix()) / np.linalg.norm(m.matrix())
         for s, m in h.members.items()
     ]
-    return float(max(apart))
+    return float(max(distance))
 
 
 @pytest.mark.parametrize(
@@ -71,23 +71,23 @@ def wrong(g: Element, h: Element) -> float:
 )
 def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) -> None:
     spec, base = model_of(name, fold)
-    tuned_ = drifted(spec, base, 0.01)
+    tuned_ = add_drift(spec, base, 0.01)
     g = element(spec, 5, within=kind)
     locked = apply(g, tuned_, "backbone")
-    found = public_base(LockedFileWithBase(spec, locked, kind, base=base))
-    unlocked = found.unlock(spec, locked)
+    recovered = public_base(LockedFileWithBase(spec, locked, kind, base=base))
+    unlocked = recovered.unlock(spec, locked)
     names = [n for n, part in spec.parts.items() if part == "backbone" and n in locked]
-    apart, size = (
+    distance, size = (
         sum(float((x[n] - tuned_[n]).square().sum()) for n in names) for x in (unlocked, locked)
     )
     assert size > 1  # the lock did something
-    assert apart < 0.01 * size
+    assert distance < 0.01 * size
     inside = Element(
-        found.element.spec,
-        {s: m for s, m in g.members.items() if s in found.element.members and kind != "full"},
+        recovered.element.spec,
+        {s: m for s, m in g.members.items() if s in recovered.element.members and kind != "full"},
     )
     assert (
-        wrong(found.element, inside) < (1e-9 if kind in ("permutation", "signed") else 0.05)
+        wrong(recovered.element, inside) < (1e-9 if kind in ("permutation", "signed") else 0.05)
         if inside.members
         else kind == "full"
     )
@@ -96,13 +96,13 @@ def test_a_public_base_gives_the_whole_key(name: str, kind: Kind, fold: bool) ->
 def test_gains_and_biases_give_the_stream_and_folded_norms_do_not() -> None:
     spec, base = model_of("gpt2")
     g = element(spec, 5, within="permutation")
-    found = norm_vectors(
+    recovered = norm_vectors(
         LockedFileWithBase(
-            spec, apply(g, drifted(spec, base, 0.01), "backbone"), "permutation", base=base
+            spec, apply(g, add_drift(spec, base, 0.01), "backbone"), "permutation", base=base
         )
     )
     assert (
-        found.element.members["stream"].permutation().index
+        recovered.element.members["stream"].permutation().index
         == g.members["stream"].permutation().index
     ).all()
     spec, base = model_of("gpt2", fold=True)
@@ -117,34 +117,35 @@ def test_a_stranger_as_base_gives_nothing() -> None:
     torch.manual_seed(99)
     other = {n: torch.randn_like(v) for n, v in base.items()}
     g = element(spec, 5, within="permutation")
-    found = public_base(
+    recovered = public_base(
         LockedFileWithBase(spec, apply(g, base, "backbone"), "permutation", base=other)
     )
     right = (
-        found.element.members["stream"].permutation().index
+        recovered.element.members["stream"].permutation().index
         == g.members["stream"].permutation().index
     )
     assert right.mean() < 0.5
-    assert found.relative > 0.5
+    assert recovered.relative > 0.5
 
 
-def test_the_base_is_told_from_others_through_any_lock() -> None:
+def test_the_base_is_identified_through_any_lock() -> None:
     spec, base = model_of("llama")
     torch.manual_seed(3)
     candidates = {"base": base, "stranger": {n: v + torch.randn_like(v) for n, v in base.items()}}
-    for kind in ("permutation", "signed", "full"):
-        locked = apply(element(spec, 8, within=kind), drifted(spec, base, 0.01), "backbone")  # type: ignore[arg-type]
-        found = lineage(LockedFileWithCandidates(spec, locked, kind, candidates=candidates))  # type: ignore[arg-type]
-        assert found["base"] < 0.05 < 0.2 < found["stranger"]
+    kinds: tuple[Kind, ...] = ("permutation", "signed", "full")
+    for kind in kinds:
+        locked = apply(element(spec, 8, within=kind), add_drift(spec, base, 0.01), "backbone")
+        distances = lineage(LockedFileWithCandidates(spec, locked, kind, candidates=candidates))
+        assert distances["base"] < 0.05 < 0.2 < distances["stranger"]
 
 
 def test_products_do_not_depend_on_what_is_inside_a_layer() -> None:
     spec, state = model_of("llama")
     inside = element(spec, 2, spaces=["kv", "rep", "qk", "vo", "ffn"])
     backbone = part_spec(spec, "backbone")
-    told = layer_products(Costs(backbone, state, apply(inside, state)), "stream")
-    assert len(told) >= 3 * 2
-    for y, x in told:
+    products = layer_products(Costs(backbone, state, apply(inside, state)), "stream")
+    assert len(products) >= 3 * 2
+    for y, x in products:
         np.testing.assert_allclose(y, x, atol=1e-9 * np.abs(x).max())
     assert LockedFile(spec, state).kind == "full"
 
@@ -189,16 +190,16 @@ def test_an_order_is_found_without_a_beginning_if_matrices_are_alike(alike: bool
 def test_the_edges_of_a_trained_gpt2_give_the_order_of_its_stream_and_those_of_another_do_not() -> (
     None
 ):
-    spec, state = stored("seed1")
+    spec, state = stored_model("seed1")
     g = element(spec, 5, within="permutation")
     locked = apply(g, state, "backbone")
-    found = public_edges(LockedFile(spec, locked, "permutation"))
-    assert wrong(found.element, Element(spec, {"stream": g.members["stream"]})) == 0
-    unlocked = found.unlock(spec, locked)
+    recovered = public_edges(LockedFile(spec, locked, "permutation"))
+    assert wrong(recovered.element, Element(spec, {"stream": g.members["stream"]})) == 0
+    unlocked = recovered.unlock(spec, locked)
     assert torch.equal(
         unlocked["transformer.h.2.ln_1.weight"], state["transformer.h.2.ln_1.weight"]
     )  # type: ignore[arg-type]
-    other = stored("seed2")[1]
+    other = stored_model("seed2")[1]
     mixed = {n: v if spec.parts.get(n) == "backbone" else other[n] for n, v in locked.items()}
     stranger = (
         public_edges(LockedFile(spec, mixed, "permutation")).element.members["stream"].permutation()
@@ -221,7 +222,7 @@ def test_edges_tell_no_signs_and_no_rotations() -> None:
     ) == list(range(12))
 
 
-def stored(seed: str) -> tuple[Spec, State]:
+def stored_model(seed: str) -> tuple[Spec, State]:
     """A GPT-2 of the assets, in single precision."""
     checkpoint = open_checkpoint(ASSETS / "gpt2_pair" / seed)
     return stored_spec(checkpoint), {n: checkpoint[n].float() for n in checkpoint}
@@ -287,11 +288,11 @@ def test_moved_features_alone_give_most_of_a_rotation(sign: int) -> None:
     """
     turn = torch.from_numpy(sign * member("orthogonal").matrix()[0]).float()
     x, others = features(20_000, 0), features(20_000, 1)
-    found = torch.from_numpy(
+    estimate = torch.from_numpy(
         feature_statistics(ObservedFeatures(x @ turn.T, others, "orthogonal")).matrix()[0]
     ).float()
-    apart = (x @ (found - turn).T).square().sum() / x.square().sum()
-    assert apart < 0.2
+    distance = (x @ (estimate - turn).T).square().sum() / x.square().sum()
+    assert distance < 0.2
 
 
 @pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal"])
@@ -335,8 +336,8 @@ def test_a_locked_backbone_is_worth_something_to_a_thief_and_keeps_its_weights()
     for steal in (new_edges, fine_tune, train_from_scratch):
         stolen = steal(view, budget).state_dict()
         inside = [n for n, part in spec.parts.items() if part == "backbone"]
-        kept = all(torch.equal(stolen[n], locked[n]) for n in inside)
-        assert kept is (steal is new_edges)
+        is_unchanged = all(torch.equal(stolen[n], locked[n]) for n in inside)
+        assert is_unchanged is (steal is new_edges)
         assert not torch.equal(stolen["classifier.weight"], locked["classifier.weight"])
     assert all(
         torch.equal(v, locked[n]) for n, v in model.state_dict().items()

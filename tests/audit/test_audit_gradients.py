@@ -30,7 +30,7 @@ from regauge.results.findings import load_results
 from support.updates import examples, pictures, vit
 
 
-def saved(folder: Path, **more: Any) -> Path:
+def save_case(folder: Path, **more: Any) -> Path:
     vit(**more).save_pretrained(folder / "vit")
     (folder / "vit" / "preprocessor_config.json").write_text(
         json.dumps({"do_normalize": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3})
@@ -43,10 +43,10 @@ def saved(folder: Path, **more: Any) -> Path:
 def test_the_audit_says_which_defence_hides_what(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = saved(tmp_path)
+    model = save_case(tmp_path)
     page, out = tmp_path / "page.html", tmp_path / "r.json"
     defences = ("rows", "mjp=0.5", "batch=8", "freeze=embedding,first", "private=1")
-    given = [
+    options = [
         "audit",
         "gradients",
         str(model),
@@ -55,7 +55,7 @@ def test_the_audit_says_which_defence_hides_what(
         "--updates",
         "2",
     ]
-    given += [
+    options += [
         "--attacks",
         "least squares,span,mask,labels,inverting",
         "--budget",
@@ -64,37 +64,37 @@ def test_the_audit_says_which_defence_hides_what(
         "1",
     ]
     more = ["--batches", "1,4", "--train", "2", "--json", str(out), "--report", str(page)]
-    assert main([*given, *(a for d in defences for a in ("--defence", d)), *more]) == 0
-    said = capsys.readouterr().out
-    found = load_results(out)
-    by = {f.id.removeprefix("data/"): f for f in found.findings}
+    assert main([*options, *(a for d in defences for a in ("--defence", d)), *more]) == 0
+    output = capsys.readouterr().out
+    results = load_results(out)
+    by = {f.id.removeprefix("data/"): f for f in results.findings}
     assert by["none/least squares"].value > 45 > 30 > by["batch=8/least squares"].value
     assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
     assert by["none/patches"].value > 0.95
-    assert "Buys nothing against images: rows" in said
-    assert "The update reveals MJP's mask: mjp=0.5 100%" in said
-    assert "epsilon" in said
-    assert "freeze=embedding,first, least squares: the update must contain" in said
-    assert {f.title.split(": ")[1] for f in found.figures} == {
+    assert "Buys nothing against images: rows" in output
+    assert "The update reveals MJP's mask: mjp=0.5 100%" in output
+    assert "epsilon" in output
+    assert "freeze=embedding,first, least squares: the update must contain" in output
+    assert {f.title.split(": ")[1] for f in results.figures} == {
         "what the server sees", ("leakage against batch "
         "size"), "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
-    metrics = next(t for t in found.tables if t.title.startswith("Every metric"))
+    metrics = next(t for t in results.tables if t.title.startswith("Every metric"))
     at = metrics.columns.index("FFT2D")
     assert all(
         isinstance(row[at], float) for row in metrics.rows
     )  # of every attack, and of the mean image
     short = ["--attacks", "least squares", "--batches", "", "--fail-above", "0.5"]
-    assert main([*given[:5], "--updates", "2", "--defence", "rows", *short]) == 3
-    assert main([*given[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
+    assert main([*options[:5], "--updates", "2", "--defence", "rows", *short]) == 3
+    assert main([*options[:5], "--updates", "2", "--defence", "private=1", *short]) == 0
 
 
 def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = saved(tmp_path)
-    given = [
+    model = save_case(tmp_path)
+    options = [
         "audit",
         "gradients",
         str(model),
@@ -107,22 +107,23 @@ def test_of_local_steps_the_default_leaves_out_what_is_for_one_batch_and_says_so
         "--batches",
         "",
     ]
-    assert main([*given, "--steps", "2"]) == 0
-    said = capsys.readouterr().out
+    assert main([*options, "--steps", "2"]) == 0
+    output = capsys.readouterr().out
     assert (
-        "not measured: private=1.0: applies to gradients of one batch; updates have 2 steps" in said
+        "not measured: private=1.0: applies to gradients of one batch; updates have 2 steps"
+        in output
     )
-    assert "prune=0.9" in said
+    assert "prune=0.9" in output
     assert (
-        main([*given, "--steps", "2", "--defence", "private=1.0"]) == 1
-    )  # whoever names it is told
+        main([*options, "--steps", "2", "--defence", "private=1.0"]) == 1
+    )  # reported if named explicitly
     assert "leave out steps" in capsys.readouterr().err
-    assert main(given) == 0
-    assert "not measured: private" not in (said := capsys.readouterr().out)
-    assert "private=1.0" in said
+    assert main(options) == 0
+    assert "not measured: private" not in (output := capsys.readouterr().out)
+    assert "private=1.0" in output
 
 
-def test_the_accountant_is_asked_for_before_anything_is_attacked(
+def test_a_missing_accountant_is_an_error_before_any_attack(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -152,16 +153,16 @@ def several(count: int, seed: int = 0) -> Examples:
 
 def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
     case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
-    found = audit_gradients(
+    results = audit_gradients(
         case, ["batch=2"], attacks=select_attacks(["least squares", "labels", "idlg"]), pictures=0
     )
-    assert {f.id for f in found.findings} >= {
+    assert {f.id for f in results.findings} >= {
         "gradients/none/least squares",
         "gradients/batch=2/least squares",
     }
-    assert not any("idlg" in f.id or "labels" in f.id for f in found.findings)
-    assert "labels and counts: images must have one label each, got several" in found.unchecked
-    assert "iDLG: images must have one label each, got several" in found.unchecked
+    assert not any("idlg" in f.id or "labels" in f.id for f in results.findings)
+    assert "labels and counts: images must have one label each, got several" in results.unchecked
+    assert "iDLG: images must have one label each, got several" in results.unchecked
     one = audit_gradients(
         replace(case, victims=examples(8), own=examples(12, 1)),
         [],
@@ -169,17 +170,17 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
         pictures=0,
     )
     assert any("abels" in c for t in one.tables for c in t.columns)
-    assert not any("abels" in c for t in found.tables for c in t.columns)
+    assert not any("abels" in c for t in results.tables for c in t.columns)
     assert not any("one label" in line for line in one.unchecked)
     with pytest.raises(UpdateError, match="one label each for labels and counts"):
         audit_gradients(case, [], attacks=select_attacks(["labels"]), pictures=0)
 
 
-def test_what_cannot_be_audited_is_refused_by_name(
+def test_unsupported_audits_raise_an_error_that_names_the_cause(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = saved(tmp_path)
-    given = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
+    model = save_case(tmp_path)
+    options = ["audit", "gradients", str(model), "--data", str(tmp_path / "data.npz")]
     for more, text in (
         (["--defence", "fog"], 'unknown defence "fog"'),
         (["--defence", "batch=99"], "must have >= 99 images"),
@@ -188,7 +189,7 @@ def test_what_cannot_be_audited_is_refused_by_name(
         (["--batches", "x"], "numbers"),
         (["--lr", "-1"], "must be > 0 and finite, got -1"),
     ):
-        assert main([*given, *more]) in (1, 2)
+        assert main([*options, *more]) in (1, 2)
         assert text in " ".join(capsys.readouterr().err.split())
     plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5))
     with pytest.raises(RegaugeError, match="no patch embedding"):
@@ -242,8 +243,8 @@ def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
 
 
 def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
-    found = EXPERIMENTS["002/table5"](Lab("pico", cache=tmp_path))
-    (table,) = found.tables
+    results = EXPERIMENTS["002/table5"](Lab("pico", cache=tmp_path))
+    (table,) = results.tables
     assert {(r[0], r[1]) for r in table.rows} >= {
         ("ViT", "(a)"),
         ("ViT w/o PEs", "(b)"),
@@ -251,7 +252,7 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
         ("ViT + MJP", "(d)"),
     }
     assert len(table.rows) == 31
-    by = {f.id: f for f in found.findings}
+    by = {f.id: f for f in results.findings}
     assert by["table5/plain"].holds
     assert by["table5/a"].holds
 
@@ -260,8 +261,8 @@ def test_table_5_has_every_row_and_its_findings_hold(tmp_path: Path) -> None:
 def test_the_front_measures_every_recipe_at_every_batch(tmp_path: Path) -> None:
     from experiments.gradients.defence_tradeoff import PICO
 
-    found = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
-    (table,) = found.tables
+    results = EXPERIMENTS["gradients/front"](Lab("pico", cache=tmp_path))
+    (table,) = results.tables
     assert {(r[0], r[1]) for r in table.rows} == {(r, size) for r in PICO for size in (1, 4)} | {
         ("no training at all", None)
     }

@@ -30,7 +30,7 @@ from regauge.locking.locked_checkpoints import plan_lock, plan_unlock, reseal
 from regauge.matching.fingerprint import fingerprint_state
 from regauge.models.resolve import spec_of as stored_spec
 from regauge.results.findings import Finding, apply_threshold, load_results
-from support.locked_models import drifted, model_of
+from support.locked_models import add_drift, model_of
 from support.picos import build, spec_of
 from support.texts import readings, spoken, words
 
@@ -38,24 +38,24 @@ from support.texts import readings, spoken, words
 def test_an_audit_scores_each_attack_by_the_truth() -> None:
     spec, base = model_of("gpt2")
     model = build("gpt2")
-    plain = drifted(spec, base, 0.01)
+    plain = add_drift(spec, base, 0.01)
     g = element(spec, 5, within="permutation")
     locked = apply(g, plain, "backbone")
     model.load_state_dict(plain)
     text = readings(spoken(model))  # what the owner's model is sure of
     model.load_state_dict(locked)
     case = LockCase(spec, locked, "permutation", truth=g, base=base, model=model.float(), test=text)
-    found = {f.id: f for f in audit_lock(case, fail_above=0.5).findings}
-    assert found["lock/public base"].value == 1.0
-    assert found["lock/public base"].holds is False
-    assert found["lock/norm vectors"].value == 1.0
-    assert found["lock/public edges"].floor == pytest.approx(1 / 12)
+    findings = {f.id: f for f in audit_lock(case, fail_above=0.5).findings}
+    assert findings["lock/public base"].value == 1.0
+    assert findings["lock/public base"].holds is False
+    assert findings["lock/norm vectors"].value == 1.0
+    assert findings["lock/public edges"].floor == pytest.approx(1 / 12)
     assert (
-        found["lock/public edges"].value or 0
+        findings["lock/public edges"].value or 0
     ) < 0.5  # these weights are random: nothing has aligned them
-    assert found["lock/vocabulary"].value == 1.0
-    assert "nearest in invariants of the weights is the base" in found["lock/lineage"].sentence
-    used = found["lock/public base, used"]
+    assert findings["lock/vocabulary"].value == 1.0
+    assert "nearest in invariants of the weights is the base" in findings["lock/lineage"].sentence
+    used = findings["lock/public base, used"]
     assert used.value == pytest.approx(used.ceiling, abs=1e-3)
     assert used.floor is not None
     assert used.value is not None
@@ -63,9 +63,9 @@ def test_an_audit_scores_each_attack_by_the_truth() -> None:
     stranger = LockCase(
         spec, locked, "permutation", truth=g, base={n: torch.randn_like(v) for n, v in base.items()}
     )
-    found = {f.id: f for f in audit_lock(stranger, fail_above=0.5).findings}
-    assert found["lock/public base"].holds is True
-    assert (found["lock/public base"].value or 0) < 0.5
+    findings = {f.id: f for f in audit_lock(stranger, fail_above=0.5).findings}
+    assert findings["lock/public base"].holds is True
+    assert (findings["lock/public base"].value or 0) < 0.5
 
 
 def test_without_anything_to_try_an_audit_is_refused() -> None:
@@ -80,7 +80,7 @@ def test_without_anything_to_try_an_audit_is_refused() -> None:
     assert [f.id for f in only.findings] == ["lock/public edges"]
 
 
-def test_one_example_is_too_few_to_take_apart() -> None:
+def test_one_example_is_too_few_to_split() -> None:
     spec, state = model_of("gpt2")
     model = build("gpt2").float()
     g = element(spec, 5, within="permutation")
@@ -132,11 +132,11 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
         test=every.only(np.arange(80, 120)),
     )
     results = audit_lock(case, labels=(10, 40, 500), budget=Budget(steps=4, batch=8))
-    found = {f.id: f for f in results.findings}
-    assert {i for i in found if "theft" in i} == {
+    findings = {f.id: f for f in results.findings}
+    assert {i for i in findings if "theft" in i} == {
         f"lock/theft/{way} {n}" for way in ("new edges", "tuned", "scratch") for n in (10, 40)
     }
-    assert all(f.ceiling == 1.0 for i, f in found.items() if "theft" in i)
+    assert all(f.ceiling == 1.0 for i, f in findings.items() if "theft" in i)
     assert "theft with 500 labels: there are 80 examples" in results.unchecked
     assert any("40 labels reaches" in line for line in results.facts["verdict"])
     assert any("No base was tried" in line for line in results.facts["verdict"])
@@ -153,8 +153,8 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
 
 
 def test_verdicts() -> None:
-    said = build_verdict([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
-    assert said == [
+    verdict = build_verdict([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
+    assert verdict == [
         "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
     ]
     edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
@@ -178,11 +178,11 @@ def test_verdicts() -> None:
 
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:
-    found = Finding("lock/theft/tuned 40", "", None, 0.6, 0.5, 1.0)
-    assert apply_threshold(found, 0.3).holds is True
-    assert apply_threshold(found, 0.1).holds is False
-    assert apply_threshold(found, None).holds is None
-    assert apply_threshold(replace(found, holds=True), 0.1).holds is True, (
+    finding = Finding("lock/theft/tuned 40", "", None, 0.6, 0.5, 1.0)
+    assert apply_threshold(finding, 0.3).holds is True
+    assert apply_threshold(finding, 0.1).holds is False
+    assert apply_threshold(finding, None).holds is None
+    assert apply_threshold(replace(finding, holds=True), 0.1).holds is True, (
         "what holds or not by itself is not judged again"
     )
 
@@ -204,8 +204,8 @@ def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:
 def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, state = model_of("gpt2")
     key = generate_key()
-    found = lock(spec, state, key)
-    case = LockCase(found.spec, found.state, "permutation", record=found.record, key=key)
+    locked = lock(spec, state, key)
+    case = LockCase(locked.spec, locked.state, "permutation", record=locked.record, key=key)
     assert all(f.holds for f in audit_lock(case).findings)
     monkeypatch.setattr(locking, "verify_tags", lambda *a: None)
     monkeypatch.setattr(locking, "locked_element", lambda *a: None)
@@ -213,14 +213,14 @@ def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyP
     assert failed == {"wrong key", "changed bit", "lost tensor"}
 
 
-def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_common(
+def test_observed_and_reference_features_share_no_example(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Were they the same, the attack by statistics would be the one with known inputs."""
-    seen: list[set[int]] = []
+    recorded: list[set[int]] = []
 
     def entering(case: LockCase, rows: Any, seed: int) -> torch.Tensor:
-        seen.append(set(rows.tolist()))
+        recorded.append(set(rows.tolist()))
         return torch.zeros(2, 4)
 
     spec, state = model_of("gpt2")
@@ -228,11 +228,11 @@ def test_features_that_are_seen_and_those_to_compare_with_have_no_example_in_com
     audit._sample_features(
         LockCase(spec, state, "permutation", test=Examples(21, 2, lambda rows: ({}, rows))), 0
     )
-    assert not seen[0] & seen[1]
-    assert seen[0] | seen[1] == set(range(21))
+    assert not recorded[0] & recorded[1]
+    assert recorded[0] | recorded[1] == set(range(21))
 
 
-def test_a_stranger_without_the_key_is_not_said_to_give_the_lock_away() -> None:
+def test_an_unrelated_model_is_not_reported_as_a_leak() -> None:
     """Any model explains some of another's weights: its gains are near one."""
     spec, state = model_of("gpt2")
     locked = apply(element(spec, 5, within="permutation"), state, "backbone")
@@ -271,14 +271,14 @@ def test_what_is_not_finite_is_named() -> None:
             fingerprint_state(spec, {**state, name: state[name] * float("inf")})
 
 
-def test_only_what_is_tried_is_told() -> None:
+def test_progress_names_only_the_attacks_that_run() -> None:
     spec, state = model_of("gpt2")
-    told: list[str] = []
+    messages: list[str] = []
     audit_lock(
         LockCase(spec, state, "permutation", base=state),
-        progress=lambda i, n, name: told.append(name),
+        progress=lambda i, n, name: messages.append(name),
     )
-    assert told == ["public base", "lineage"]
+    assert messages == ["public base", "lineage"]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -295,7 +295,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     checkpoint = open_checkpoint(tmp_path / "plain")
     plan_lock(checkpoint, spec_of(base), tmp_path / "locked", key).write()
     locked, other = str(tmp_path / "locked"), str(tmp_path / "base")
-    given = ["--data", str(tmp_path / "said.txt"), "--length", "12", "--samples", "16"]
+    options = ["--data", str(tmp_path / "said.txt"), "--length", "12", "--samples", "16"]
     report = ["--json", str(tmp_path / "a.json"), "--report", str(tmp_path / "a.html")]
     assert (
         main(
@@ -307,7 +307,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
                 str(tmp_path / "key"),
                 "--against",
                 other,
-                *given,
+                *options,
                 *report,
             ]
         )
@@ -408,6 +408,6 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(
 def test_states_are_locked_and_unlocked_alike() -> None:
     spec, state = model_of("llama")
     key = generate_key()
-    found = lock(spec, state, key)
-    again = unlock(found.spec, found.state, found.record, key)
+    locked = lock(spec, state, key)
+    again = unlock(locked.spec, locked.state, locked.record, key)
     assert all(torch.equal(again[n], state[n]) for n in state)

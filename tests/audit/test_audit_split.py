@@ -110,7 +110,7 @@ def examples(count: int, seed: int = 0, multi: bool = False) -> Examples:
     return Examples(count, 3, lambda i: ({"pixel_values": x[i]}, labels[i]))
 
 
-def test_combinations_are_read_and_taken_apart() -> None:
+def test_combinations_are_parsed_and_split() -> None:
     assert parse_combination("none") == ()
     assert [type(d) for d in parse_combination("rows+low-pass=0.1")] == [LowPass, Rows]
     assert is_shuffled("noise=1+rows")
@@ -131,8 +131,8 @@ def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
     model, x = vit(), pictures(6)
     with torch.no_grad():
         sent = cut(model).embed(pixel_values=x).stream
-    seen = make_split_pair(vit(), "none").record_features(x, 3, "a")
-    assert torch.allclose(seen, sent)
+    features = make_split_pair(vit(), "none").record_features(x, 3, "a")
+    assert torch.allclose(features, sent)
     shuffled = make_split_pair(vit(), "rows=sample").record_features(x, 3, "a")
     assert not torch.allclose(shuffled, sent)
     assert torch.allclose(shuffled.sort(1).values, sent.sort(1).values)
@@ -145,14 +145,14 @@ def test_the_server_sees_what_was_sent_and_nothing_else() -> None:
         )
 
 
-def test_what_is_drawn_can_be_drawn_again() -> None:
+def test_sampling_is_reproducible() -> None:
     pair, x = make_split_pair(vit(), "noise=1+rows"), pictures(4)
     once, again, later = (pair.record_features(x, 2, label) for label in ("a", "a", "b"))
     assert torch.equal(once, again)
     assert not torch.equal(once, later)
 
 
-def test_gradients_are_seen_in_the_steps_that_are_watched() -> None:
+def test_gradients_are_recorded_in_the_selected_steps() -> None:
     pair, data = make_split_pair(vit(), "rows", ADAMW), examples(20)
     passes = pair.train(data, Run(5, 4), record_first=3)
     assert len(passes) == 3
@@ -189,13 +189,13 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     true = denormalize(pictures(6), [0.5], [0.5])
     near = true.clone()
     near[1:] += 0.2 * torch.randn(near[1:].shape, generator=torch.Generator().manual_seed(0))
-    found = score_images(near, true)
-    assert set(found) == {"SSIM", "PSNR", "MSE", "identified"}, "AlexNet is not given"
-    assert all(len(v) == 6 for v in found.values())
-    assert worst_score(found, "SSIM") == pytest.approx(1.0)
-    assert worst_score(found, "MSE") == 0.0
-    assert found["PSNR"][0] == 100.0
-    assert (mean_score(found, "SSIM") or 0) < 0.99
+    scores = score_images(near, true)
+    assert set(scores) == {"SSIM", "PSNR", "MSE", "identified"}, "AlexNet is not given"
+    assert all(len(v) == 6 for v in scores.values())
+    assert worst_score(scores, "SSIM") == pytest.approx(1.0)
+    assert worst_score(scores, "MSE") == 0.0
+    assert scores["PSNR"][0] == 100.0
+    assert (mean_score(scores, "SSIM") or 0) < 0.99
     order = torch.tensor([3, 0, 5, 1, 4, 2])
     assert torch.equal(best_assignment(near[order], true), near)
     free = score_baselines(true, true, 2)
@@ -203,8 +203,8 @@ def test_scores_are_of_each_image_and_know_what_is_worse() -> None:
     assert (mean_score(free["true patches in a random order"], "SSIM") or 0) < 0.5
 
 
-def test_a_best_naming_tells_nobody_apart() -> None:
-    """Images of other people, each given to the one that it fits, look as if they were told apart:
+def test_a_best_assignment_re_identifies_no_one() -> None:
+    """Images of other people, each assigned to its best fit, look re-identified:
     that is a floor, and no attack's success.
     """
     true, others = (denormalize(pictures(12, seed), [0.5], [0.5]) for seed in (0, 1))
@@ -226,13 +226,16 @@ def test_a_best_naming_tells_nobody_apart() -> None:
         for a in (regroup, exact)
     }
     blind = Row("batch-shuffle=0.5", 0.5, 0.1, 0.0, {regroup.name: got[regroup.name]})
-    seen = Row("none", 0.5, 0.1, 0.0, got)
-    assert (identification_rate(blind, ATTACKS), identification_rate(seen, ATTACKS)) == (0.0, 1.0)
-    told = build_findings(Case("faces", (seen, blind), free), ATTACKS)
+    exposed = Row("none", 0.5, 0.1, 0.0, got)
+    assert (identification_rate(blind, ATTACKS), identification_rate(exposed, ATTACKS)) == (
+        0.0,
+        1.0,
+    )
+    findings = build_findings(Case("faces", (exposed, blind), free), ATTACKS)
     assert [
         f"by the best assignment, as are {by_naming:.0%} of other images" in f.sentence
-        for f in told
-    ] == [f.id.endswith("regrouped") for f in told]
+        for f in findings
+    ] == [f.id.endswith("regrouped") for f in findings]
 
 
 def test_when_an_attacker_has_stopped() -> None:
@@ -270,7 +273,7 @@ def test_attacks_are_exact_without_a_defence_and_at_the_floor_under_noise() -> N
 
 
 @pytest.mark.parametrize("combination", ["noise=1.5", "noise=1.5+rows"])
-def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
+def test_fresh_noise_is_averaged_away(combination: str) -> None:
     own, true = pictures(150, 2), pictures(12, 3)
     clear = denormalize(true, [0.5], [0.5])
     views = collect_views(make_split_pair(vit(), combination), own, true, 10, 0)
@@ -290,12 +293,12 @@ def test_noise_that_is_drawn_afresh_is_averaged_away(combination: str) -> None:
     assert collect_views(make_split_pair(vit(), "rows"), own, true, 10, 0).repeated is None
 
 
-def test_seeds_are_told_apart_from_images() -> None:
+def test_seeds_are_distinguished_from_images() -> None:
     one = AttackScores("decoder", {"SSIM": [0.1, 0.3, 0.6, 0.8]}, [], 0.0, 1.0, seeds=2)
     assert one.by_seed("SSIM") == pytest.approx([0.2, 0.7])
 
 
-def test_labels_are_told_from_gradients_and_not_from_noise() -> None:
+def test_gradients_reveal_labels_and_noise_does_not() -> None:
     data, run = examples(60), Run(12, 10)
     passes = make_split_pair(vit(), "rows", ADAMW).train(data, run, record_first=6)
     assert (measure_label_leak(passes, data, run) or 0) > 0.9
@@ -357,10 +360,10 @@ def test_labels_that_are_words_are_numbered_as_the_model_names_them() -> None:
         prepare({**task, "names": ["neutral"]}, data)
 
 
-def row(combination: str, accuracy: float, decoder: float, best: float, apart: float) -> Row:
+def row(combination: str, accuracy: float, decoder: float, best: float, identified: float) -> Row:
     def got(name: str, value: float) -> AttackScores:
         return AttackScores(
-            name, {"SSIM": [value, value], "identified": [apart, apart]}, [1.0], 1.0, 1.0
+            name, {"SSIM": [value, value], "identified": [identified, identified]}, [1.0], 1.0, 1.0
         )
 
     return Row(
@@ -379,16 +382,16 @@ def test_the_verdict_is_in_words() -> None:
         row("rows", 0.9, 0.45, 1.0, 1.0),
         row("noise=1", 0.7, 0.5, 0.5, 0.1),
     )
-    said = build_verdict(
+    verdict = build_verdict(
         Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}),
         ATTACKS,
     )
-    assert said[0] == "faces: the server has the images under 2 of 3 combinations."
+    assert verdict[0] == "faces: the server has the images under 2 of 3 combinations."
     assert (
         "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from "
-        "0.90 to 0.45" in said[2]
+        "0.90 to 0.45" in verdict[2]
     )
-    assert "The least leaks under noise=1: the best attack goes 17% of the way" in said[3]
+    assert "The least leaks under noise=1: the best attack goes 17% of the way" in verdict[3]
     together = merge_trials([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
     assert together.accuracy == pytest.approx(0.7)
     assert together.value("decoder", "SSIM") == pytest.approx(0.3)
@@ -434,7 +437,7 @@ def test_the_command_says_what_it_comes_to(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, page = tmp_path / "r.json", tmp_path / "page.html"
-    asked = (
+    options = (
         "--defence",
         "rows",
         "--defence",
@@ -443,29 +446,29 @@ def test_the_command_says_what_it_comes_to(
         "--gallery",
         "2",
     )
-    assert audit(folder, *QUICKLY, *asked, "--json", str(out), "--report", str(page)) == 0
-    said = capsys.readouterr()
-    assert "the server has the images under" in said.out
-    assert "not measured: LPIPS and F-SIM" in said.out
-    assert "75 client images, 45 attacker images, 30 test images; 10 to attack" in said.err
-    found = load_results(out)
-    assert [r[0] for r in found.tables[0].rows] == [
+    assert audit(folder, *QUICKLY, *options, "--json", str(out), "--report", str(page)) == 0
+    captured = capsys.readouterr()
+    assert "the server has the images under" in captured.out
+    assert "not measured: LPIPS and F-SIM" in captured.out
+    assert "75 client images, 45 attacker images, 30 test images; 10 to attack" in captured.err
+    results = load_results(out)
+    assert [r[0] for r in results.tables[0].rows] == [
         "none",
         "rows",
         "batch-shuffle=0.5",
         "a guess, the mean image",
     ]
-    ids = {f.id for f in found.findings}
+    ids = {f.id for f in results.findings}
     assert "images/rows/places" in ids
     assert "images/none/places" not in ids
     assert "images/batch-shuffle=0.5/regrouped" in ids
-    exact = next(f for f in found.findings if f.id == "images/rows/public embedding")
+    exact = next(f for f in results.findings if f.id == "images/rows/public embedding")
     assert exact.value == pytest.approx(1.0, abs=1e-3)
-    assert all(f.floor is not None and f.ceiling is not None for f in found.findings)
-    kinds = [f.kind for f in found.figures]
+    assert all(f.floor is not None and f.ceiling is not None for f in results.findings)
+    kinds = [f.kind for f in results.figures]
     assert kinds[:2] == ["points", "points"]
     assert "lines" in kinds
-    gallery = next(f for f in found.figures if f.kind == "images")
+    gallery = next(f for f in results.figures if f.kind == "images")
     assert [len(r["images"]) for r in gallery.data["rows"]] == [2] * 4
     text = page.read_text()
     assert "the server has the images under" in text.split("<h2>")[0], "the verdict comes first"
@@ -473,11 +476,11 @@ def test_the_command_says_what_it_comes_to(
     assert json.loads(out.read_text())["facts"]["weights"] == "random"
 
 
-def test_an_audit_fails_where_it_is_told_to(
+def test_an_audit_fails_above_its_threshold(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
-    assert audit(folder, *QUICKLY, *asked, "--fail-above", "0.5") == 3
+    options = ("--attacks", "public embedding,least squares", "--defence", "rows", "--gallery", "0")
+    assert audit(folder, *QUICKLY, *options, "--fail-above", "0.5") == 3
     assert "FAILS  images/rows/public embedding" in capsys.readouterr().out
 
 
@@ -532,19 +535,21 @@ def test_attacks_are_named_or_all_of_them() -> None:
         (("--lpips", "nothing.safetensors"), "nothing.safetensors"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_trained(
+def test_invalid_options_are_rejected_before_training(
     folder: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], message: str
 ) -> None:
-    given = dict(zip(more[::2], more[1::2], strict=True))
-    model, data = given.pop("--model", "vit"), given.pop("--data", "images.npz")
-    assert audit(folder, *(x for pair in given.items() for x in pair), model=model, data=data) in (
+    options = dict(zip(more[::2], more[1::2], strict=True))
+    model, data = options.pop("--model", "vit"), options.pop("--data", "images.npz")
+    assert audit(
+        folder, *(x for pair in options.items() for x in pair), model=model, data=data
+    ) in (
         1,
         2,
     )
-    said = capsys.readouterr()
-    assert message in said.err
-    assert "train through" not in said.err
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "train through" not in captured.err
+    assert captured.out == ""
 
 
 def test_too_few_images_are_refused() -> None:

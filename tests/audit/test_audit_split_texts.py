@@ -58,9 +58,9 @@ def texts(count: int, seed: int, causal: bool = False) -> Examples:
     """Random tokens, so that no guess is better than another; the class is in the first of them.
     Some are shorter.
     """
-    drawn = np.random.default_rng(seed)
-    ids = torch.from_numpy(drawn.integers(1, 90, (count, 10)))
-    lengths = torch.from_numpy(drawn.integers(8, 11, count))
+    rng = np.random.default_rng(seed)
+    ids = torch.from_numpy(rng.integers(1, 90, (count, 10)))
+    lengths = torch.from_numpy(rng.integers(8, 11, count))
 
     def batch(rows: Any) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         mask = (torch.arange(10)[None] < lengths[rows][:, None]).long()
@@ -78,43 +78,43 @@ def case(model: Any, causal: bool = False) -> SplitCase:
     return SplitCase(model, *parts, training=training, run=Run(4, 8), attacked=12, name="texts")
 
 
-def leaked(found: Any, name: str) -> float:
+def leak_value(found: Any, name: str) -> float:
     value = next(f.value for f in found.findings if f.id == f"texts/{name}")
     assert value is not None
     return float(value)
 
 
 def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
-    found = audit_texts(case(bert()), ("rows", "noise=20", "bottleneck=6"))
+    results = audit_texts(case(bert()), ("rows", "noise=20", "bottleneck=6"))
     for combination in ("none", "rows"):
-        assert leaked(found, f"{combination}/vocabulary") > 0.95, combination
-        assert leaked(found, f"{combination}/regression") > 0.6, combination
-    assert leaked(found, "noise=20/vocabulary") < 0.25
-    assert leaked(found, "noise=20/regression") < 0.25
-    assert leaked(found, "bottleneck=6/vocabulary") > 0.6, (
+        assert leak_value(results, f"{combination}/vocabulary") > 0.95, combination
+        assert leak_value(results, f"{combination}/regression") > 0.6, combination
+    assert leak_value(results, "noise=20/vocabulary") < 0.25
+    assert leak_value(results, "noise=20/regression") < 0.25
+    assert leak_value(results, "bottleneck=6/vocabulary") > 0.6, (
         "an attacker sees which channels are sent"
     )
-    assert all(f.floor is not None and f.floor < 0.2 for f in found.findings)
-    assert found.facts["verdict"][0].startswith(
+    assert all(f.floor is not None and f.floor < 0.2 for f in results.findings)
+    assert results.facts["verdict"][0].startswith(
         "texts: the server reads the texts under 3 of 4 combinations"
     )
-    rows = {row[0]: row for row in found.tables[0].rows}
-    assert rows["rows"][2] is not None, "labels are told from gradients"
+    rows = {row[0]: row for row in results.tables[0].rows}
+    assert rows["rows"][2] is not None, "gradients reveal the labels"
 
 
 def test_a_causal_model_tells_the_order_by_its_mask() -> None:
-    found = audit_texts(case(gpt2(), causal=True), ("rows",))
-    assert leaked(found, "rows/vocabulary") > 0.95
-    assert leaked(found, "rows/regression") > 0.5
-    assert "labels" not in found.tables[0].columns
+    results = audit_texts(case(gpt2(), causal=True), ("rows",))
+    assert leak_value(results, "rows/vocabulary") > 0.95
+    assert leak_value(results, "rows/regression") > 0.5
+    assert "labels" not in results.tables[0].columns
 
 
-def test_an_audit_of_texts_fails_where_it_is_told_to() -> None:
-    found = audit_texts(case(bert()), ("rows", "noise=20"), fail_above=0.5)
-    assert {f.id for f in found.failed} == {"texts/rows/vocabulary", "texts/rows/regression"}
+def test_a_text_audit_fails_above_its_threshold() -> None:
+    results = audit_texts(case(bert()), ("rows", "noise=20"), fail_above=0.5)
+    assert {f.id for f in results.failed} == {"texts/rows/vocabulary", "texts/rows/regression"}
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_rejected() -> None:
     with pytest.raises(LeakageError, match="got LowPass, which acts on images"):
         audit_texts(case(bert()), ("low-pass=0.1",))
     with pytest.raises(LeakageError, match="it moves tokens between texts"):
@@ -141,9 +141,9 @@ def folder(tmp_path: Path) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     bert().save_pretrained(tmp_path / "bert")
     tokenizer.save(str(tmp_path / "bert" / "tokenizer.json"))
-    drawn = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     lines = [
-        f"{int(i % 2)}\t{' '.join(f'w{k}' for k in drawn.integers(2, 90, 10))}" for i in range(120)
+        f"{int(i % 2)}\t{' '.join(f'w{k}' for k in rng.integers(2, 90, 10))}" for i in range(120)
     ]
     (tmp_path / "texts.tsv").write_text("\n".join(["label\ttext", *lines]) + "\n")
     return tmp_path
@@ -178,9 +178,9 @@ def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str
         )
         == 0
     )
-    said = capsys.readouterr()
-    assert "the server reads the texts under 2 of 2 combinations" in said.out
-    assert "60 client texts, 36 attacker texts, 24 test texts; 6 to attack" in said.err
+    captured = capsys.readouterr()
+    assert "the server reads the texts under 2 of 2 combinations" in captured.out
+    assert "60 client texts, 36 attacker texts, 24 test texts; 6 to attack" in captured.err
     assert leaked_of(out, "texts/rows/vocabulary") > 0.9
     assert "the server reads the texts" in (folder / "page.html").read_text()
     assert json.loads(out.read_text())["facts"]["client's texts"] == 60

@@ -31,7 +31,7 @@ from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_pl
 from regauge.defences.parser import DefenceError, split_combination
 from regauge.errors import UpdateError
 from regauge.results.metrics import spectral_distance
-from support.updates import changed, examples, pictures, psnr, sent, timm_vit, vit
+from support.updates import examples, make_update, pictures, psnr, replace_tensors, timm_vit, vit
 
 MODELS = {
     "transformers": vit,
@@ -43,12 +43,12 @@ NAMES = "vit.embeddings.position_embeddings", "vit.embeddings.patch_embeddings.p
 
 @pytest.mark.parametrize("name", MODELS)
 def test_least_squares_is_exact_on_unmodified_models(name: str) -> None:
-    view, truth = sent(MODELS[name]())
-    found, solved = embedding_least_squares(view)
-    assert psnr(found, truth.read["pixel_values"]) > 60
+    view, truth = make_update(MODELS[name]())
+    recovered, solved = embedding_least_squares(view)
+    assert psnr(recovered, truth.read["pixel_values"]) > 60
     assert solved.rank == solved.unknowns == 16
     assert solved.residual < 1e-5
-    other, _ = embedding_least_squares(sent(MODELS[name](), first=3)[0])
+    other, _ = embedding_least_squares(make_update(MODELS[name](), first=3)[0])
     assert (
         psnr(other, truth.read["pixel_values"]) < 20
     )  # another image's update gives another image
@@ -91,16 +91,16 @@ def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(
 
 
 def test_local_steps_on_one_image_do_not_hide_it() -> None:
-    view, truth = sent(vit(), "steps=5,rate=0.1", dtype=torch.float64)
+    view, truth = make_update(vit(), "steps=5,rate=0.1", dtype=torch.float64)
     assert view.update.kind == "change"
     assert psnr(embedding_least_squares(view)[0], truth.read["pixel_values"]) > 100
 
 
 def test_rows_shuffled_after_the_positions_change_nothing() -> None:
-    plain, truth = sent(vit(), dtype=torch.float64)
-    shuffled, _ = sent(vit(), "rows", dtype=torch.float64)
-    for name, slope in plain.update.tensors.items():
-        assert torch.allclose(slope, shuffled.update.tensors[name], atol=1e-10), name
+    plain, truth = make_update(vit(), dtype=torch.float64)
+    shuffled, _ = make_update(vit(), "rows", dtype=torch.float64)
+    for name, grad in plain.update.tensors.items():
+        assert torch.allclose(grad, shuffled.update.tensors[name], atol=1e-10), name
     assert psnr(embedding_least_squares(shuffled)[0], truth.read["pixel_values"]) > 100
 
 
@@ -112,58 +112,60 @@ def test_rehearsed_least_squares_is_at_the_floor_where_nothing_is_left(combinati
     images = own.batch(range(64))[0]["pixel_values"]
     gained = []
     for first in (0, 4, 8):
-        view, truth = sent(vit(), combination, first=first)
+        view, truth = make_update(vit(), combination, first=first)
         rehearsals = tuple(rehearse(view.model, parse_plan(combination), own, 6, 7))
         granted = Granted(view.granted.batch, images=images, rehearsals=rehearsals)
-        found, _ = embedding_least_squares(SentUpdate(view.model, view.update, view.shape, granted))
+        recovered, _ = embedding_least_squares(
+            SentUpdate(view.model, view.update, view.shape, granted)
+        )
         true = truth.original["pixel_values"]
         gained.append(
-            psnr(found.expand_as(true), true) - psnr(images.mean(0).expand_as(true), true)
+            psnr(recovered.expand_as(true), true) - psnr(images.mean(0).expand_as(true), true)
         )
     assert -1 < sum(gained) / 3 < 3
 
 
 def test_a_prior_helps_where_equations_are_too_few() -> None:
     narrow = vit(hidden_size=12)  # 16 patches, 12 channels
-    view, truth = sent(narrow)
-    found, solved = embedding_least_squares(view)
+    view, truth = make_update(narrow)
+    recovered, solved = embedding_least_squares(view)
     plain, _ = embedding_least_squares(view, plain=True)
     assert solved.rank < solved.unknowns
-    assert psnr(found, truth.read["pixel_values"]) > psnr(plain, truth.read["pixel_values"]) + 1
+    assert psnr(recovered, truth.read["pixel_values"]) > psnr(plain, truth.read["pixel_values"]) + 1
 
 
 def test_mjp_without_its_unknown_embedding_gives_the_shuffled_image_away() -> None:
-    view, truth = sent(vit(), "mjp=0.5,unknown=false")
-    found, _ = embedding_least_squares(view)
+    view, truth = make_update(vit(), "mjp=0.5,unknown=false")
+    recovered, _ = embedding_least_squares(view)
     assert (
-        psnr(found, truth.read["pixel_values"]) > 60
+        psnr(recovered, truth.read["pixel_values"]) > 60
     )  # the regression of positions is in the update, and is taken out of it
-    assert psnr(found, truth.original["pixel_values"]) < 30
+    assert psnr(recovered, truth.original["pixel_values"]) < 30
 
 
 def test_mjp_without_a_shuffle_gives_the_image_away() -> None:
-    view, truth = sent(vit(), "mjp=0.5,shuffle=false")
+    view, truth = make_update(vit(), "mjp=0.5,shuffle=false")
     assert truth.puzzle is None
     assert psnr(embedding_least_squares(view)[0], truth.original["pixel_values"]) > 60
 
 
 def test_mjp_hides_masked_patches_from_least_squares_and_not_its_mask() -> None:
-    view, truth = sent(vit(), "mjp=0.5")
-    found, _ = embedding_least_squares(view)
-    assert psnr(found, truth.read["pixel_values"]) < 40
+    view, truth = make_update(vit(), "mjp=0.5")
+    recovered, _ = embedding_least_squares(view)
+    assert psnr(recovered, truth.read["pixel_values"]) < 40
     assert truth.puzzle is not None
     assert torch.equal(mask_leak(view), truth.puzzle.mask[0])
-    noisy, _ = sent(vit(), "mjp=0.5+noise=0.1")
+    noisy, _ = make_update(vit(), "mjp=0.5+noise=0.1")
     assert not torch.equal(mask_leak(noisy), truth.puzzle.mask[0])
     with pytest.raises(UpdateError, match="must have an unknown embedding"):
-        mask_leak(sent(vit())[0])
+        mask_leak(make_update(vit())[0])
 
 
 @pytest.mark.parametrize(
     "combination", ["none", "mjp=0.5", "withhold=positions", "freeze=embedding", "no-positions"]
 )
 def test_spans_tell_patches_at_batch_1(combination: str) -> None:
-    view, truth = sent(vit(hidden_size=64), combination, dtype=torch.float64)
+    view, truth = make_update(vit(hidden_size=64), combination, dtype=torch.float64)
     true, others = (
         extract_patches(truth.read["pixel_values"], 4),
         extract_patches(pictures(4, seed=3).double(), 4),
@@ -173,7 +175,7 @@ def test_spans_tell_patches_at_batch_1(combination: str) -> None:
 
 
 def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() -> None:
-    view, truth = sent(vit(), "batch=8")
+    view, truth = make_update(vit(), "batch=8")
     true, others = (
         extract_patches(truth.read["pixel_values"], 4),
         extract_patches(pictures(8, seed=3), 4),
@@ -181,40 +183,42 @@ def test_spans_say_nothing_of_more_tokens_than_channels_or_of_withheld_layers() 
     scores = span_membership(view, torch.cat([true, others]))
     assert 0.4 < auc(scores[: len(true)], scores[len(true) :]) < 0.6
     with pytest.raises(UpdateError, match="patch embedding or of the first attention"):
-        span_membership(sent(vit(), "freeze=embedding,first")[0], true)
+        span_membership(make_update(vit(), "freeze=embedding,first")[0], true)
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("combination", ["none", "batch=4", "batch=7"])
 def test_labels_are_counted(name: str, combination: str) -> None:
-    view, truth = sent(MODELS[name](), combination, first=2)
+    view, truth = make_update(MODELS[name](), combination, first=2)
     assert torch.equal(label_counts(view), torch.bincount(truth.labels, minlength=5))
     assert sorted(truth.labels.tolist()) == expand_counts(label_counts(view)).tolist()
 
 
-def test_labels_are_told_without_the_bias_and_not_without_the_head() -> None:
-    view, truth = sent(vit())
-    assert int(label_counts(changed(view, classifier__bias=None)).argmax()) == int(truth.labels)
+def test_labels_are_revealed_without_the_bias_and_not_without_the_head() -> None:
+    view, truth = make_update(vit())
+    assert int(label_counts(replace_tensors(view, classifier__bias=None)).argmax()) == int(
+        truth.labels
+    )
     with pytest.raises(UpdateError, match=r"classifier\.weight"):
-        label_counts(sent(vit(), "withhold=head")[0])
+        label_counts(make_update(vit(), "withhold=head")[0])
     assert apportion(torch.tensor([0.2, 1.4, 1.4]), 3).tolist() == [0, 2, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_labels_are_told_by_a_head_without_a_bias(dtype: torch.dtype) -> None:
-    """Their slopes add up to 0 in float64 too: the sign is that of the one number which is
+def test_a_head_without_a_bias_reveals_labels(dtype: torch.dtype) -> None:
+    """Their gradients add up to 0 in float64 too: the sign is that of the one number which is
     below.
     """
     for label in range(5):
         model = vit(seed=label)
         model.classifier = torch.nn.Linear(48, 5, bias=False)
-        view, truth = sent(model, first=label, dtype=dtype)
+        view, truth = make_update(model, first=label, dtype=dtype)
         assert int(truth.labels) == label
         assert int(label_counts(view).argmax()) == label
 
 
-def test_updates_that_are_none_are_refused_by_name() -> None:
-    view, _ = sent(vit())
+def test_invalid_updates_are_rejected() -> None:
+    view, _ = make_update(vit())
     model, tensors = view.model, dict(view.update.tensors)
     name = NAMES[0]
     bad: list[tuple[dict[str, Any], str]] = [
@@ -224,9 +228,9 @@ def test_updates_that_are_none_are_refused_by_name() -> None:
         ({name: torch.full_like(tensors[name], torch.nan)}, "NaN"),
         ({n: torch.zeros_like(t) for n, t in tensors.items()}, "zero everywhere"),
     ]
-    for given, said in bad:
-        with pytest.raises(UpdateError, match=said):
-            check_update(model, Update(given))
+    for options, message in bad:
+        with pytest.raises(UpdateError, match=message):
+            check_update(model, Update(options))
     with pytest.raises(UpdateError, match="steps must be >= 1 and lr > 0"):
         check_update(model, Update(tensors, "change"))
     check_update(model, Update(tensors))
@@ -234,13 +238,13 @@ def test_updates_that_are_none_are_refused_by_name() -> None:
 
 def test_attacks_say_which_layer_is_missing() -> None:
     for part, name in (("positions", NAMES[0]), ("patches", NAMES[1])):
-        view, _ = sent(vit(), f"withhold={part}")
+        view, _ = make_update(vit(), f"withhold={part}")
         with pytest.raises(UpdateError, match=name):
             embedding_least_squares(view)
-    view, _ = sent(vit())
+    view, _ = make_update(vit())
     with pytest.raises(UpdateError, match="must have a nonzero row"):
         embedding_least_squares(
-            changed(
+            replace_tensors(
                 view,
                 **{NAMES[0].replace(".", "__"): torch.zeros_like(view.update.tensors[NAMES[0]])},
             )
@@ -265,7 +269,7 @@ def test_combinations_are_read_and_refused() -> None:
         "rows",
     ]
     assert isinstance(parse_plan("clip=1e+1+noise=0.1").update_defences[0], Clip)
-    for text, said in (
+    for text, message in (
         ("fog", "fog"),
         ("mjp=0.5+no-positions", "no-positions"),
         ("withhold=tail", "tail"),
@@ -281,22 +285,22 @@ def test_combinations_are_read_and_refused() -> None:
         ("round=1", "bits"),
         ("prune=1", "share"),
     ):
-        with pytest.raises(DefenceError, match=said):
+        with pytest.raises(DefenceError, match=message):
             parse_plan(text)
     with pytest.raises(UpdateError, match="made of 4 samples"):
         contribute(vit(), parse_plan("batch=4"), examples(2), *examples(2).batch([0, 1]))
 
 
 def test_what_is_withheld_is_trained_in_local_steps_and_what_is_frozen_is_not() -> None:
-    both, kept, still = (
-        sent(vit(), f"steps=3,0.5{more}")[0].update.tensors
+    plain, withheld, frozen = (
+        make_update(vit(), f"steps=3,0.5{more}")[0].update.tensors
         for more in ("", "+withhold=embedding", "+freeze=embedding")
     )
-    assert kept.keys() == still.keys() == both.keys() - part_parameters(vit(), "embedding")
+    assert withheld.keys() == frozen.keys() == plain.keys() - part_parameters(vit(), "embedding")
     assert all(
-        torch.equal(kept[n], both[n]) for n in kept
+        torch.equal(withheld[n], plain[n]) for n in withheld
     )  # it is not sent, and all else is as if it were
-    assert not torch.equal(still["classifier.weight"], both["classifier.weight"])
+    assert not torch.equal(frozen["classifier.weight"], plain["classifier.weight"])
     plan = parse_plan("withhold=positions+freeze=head")
     assert (sorted(plan.withheld), plan.frozen) == (["head", "positions"], ("head",))
 
@@ -318,7 +322,7 @@ def test_parts_are_what_they_are_called() -> None:
 
 def test_private_updates_are_clipped_by_sample_and_have_an_epsilon() -> None:
     pytest.importorskip("dp_accounting")
-    view, _ = sent(vit(), "batch=3+private=0.000001,norm=0.5")
+    view, _ = make_update(vit(), "batch=3+private=0.000001,norm=0.5")
     norm = sum(float(t.double().square().sum()) for t in view.update.tensors.values()) ** 0.5
     assert 0 < norm <= 0.5
     assert 4 < Private(1.0).epsilon() < 5.5
@@ -337,13 +341,13 @@ def test_the_spectral_distance_is_that_of_the_pixels() -> None:
 
 def test_april_is_exact_on_its_own_block_in_float64_and_nothing_on_a_real_one() -> None:
     for model in (vit(), timm_vit()):
-        view, truth = sent(make_april_model(model), dtype=torch.float64)
-        found, solved = april(view)
-        assert psnr(found, truth.read["pixel_values"]) > 100
+        view, truth = make_update(make_april_model(model), dtype=torch.float64)
+        recovered, solved = april(view)
+        assert psnr(recovered, truth.read["pixel_values"]) > 100
         assert solved.rank == solved.unknowns == 17
-        rough, _ = sent(make_april_model(model))
+        rough, _ = make_update(make_april_model(model))
         assert psnr(april(rough)[0], truth.read["pixel_values"]) < 100  # float32
-        real, _ = sent(model, dtype=torch.float64)
+        real, _ = make_update(model, dtype=torch.float64)
         assert psnr(april(real)[0], truth.read["pixel_values"]) < 15
     assert is_april(view.model)
     assert not is_april(real.model)
@@ -359,9 +363,11 @@ def test_april_gives_100_db_on_the_modified_vit_b() -> None:
         "image_size": 224,
         "patch_size": 16,
     }
-    view, truth = sent(make_april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64)
-    found, solved = april(view)
-    assert psnr(found, truth.read["pixel_values"]) > 100
+    view, truth = make_update(
+        make_april_model(vit(**sizes, initializer_range=0.02)), dtype=torch.float64
+    )
+    recovered, solved = april(view)
+    assert psnr(recovered, truth.read["pixel_values"]) > 100
     assert solved.condition > 1e4
 
 
@@ -370,24 +376,24 @@ TINY = {"hidden_size": 24, "num_hidden_layers": 1, "image_size": 8, "patch_size"
 
 def test_guessed_gradients_are_the_clients_own_one_by_one_and_side_by_side() -> None:
     for combination in ("none", "mjp=0.5,localize=false"):
-        view, truth = sent(vit(**TINY), combination, dtype=torch.float64)
+        view, truth = make_update(vit(**TINY), combination, dtype=torch.float64)
         mask = None if truth.puzzle is None else truth.puzzle.mask
         x = truth.read["pixel_values"][None]
         with double_backward():
-            slopes = make_gradient_fn(view, mask)
-            one = slopes(x, truth.labels[None])
-            many = slopes(torch.cat([x, 0 * x]), truth.labels.expand(2, 1))
-        for name, slope in view.update.tensors.items():
-            assert torch.allclose(one[name][0], slope, atol=1e-10), name
-            assert torch.allclose(many[name][0], slope, atol=1e-10), name
+            gradient_fn = make_gradient_fn(view, mask)
+            one = gradient_fn(x, truth.labels[None])
+            many = gradient_fn(torch.cat([x, 0 * x]), truth.labels.expand(2, 1))
+        for name, grad in view.update.tensors.items():
+            assert torch.allclose(one[name][0], grad, atol=1e-10), name
+            assert torch.allclose(many[name][0], grad, atol=1e-10), name
             assert torch.allclose(
-                many[name][1], slopes(0 * x, truth.labels[None])[name][0], atol=1e-10
+                many[name][1], gradient_fn(0 * x, truth.labels[None])[name][0], atol=1e-10
             )
 
 
 @pytest.mark.parametrize("attack", [dlg, idlg, inverting_gradients, gradvit, april_descent])
 def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(attack: Any) -> None:
-    view, truth = sent(vit(**TINY))
+    view, truth = make_update(vit(**TINY))
     how = {
         dlg: DescentConfig(
             objective="euclidean", signed=False, optimize_labels=True, schedule="none"
@@ -402,17 +408,17 @@ def test_descents_lower_their_objective_and_know_the_truth_when_they_see_it(atta
         ),
         april_descent: DescentConfig(objective="april", signed=False),
     }.get(attack, DescentConfig(tv_weight=0.01))
-    found = attack(view, replace(how, steps=12))
-    assert found.images.shape == truth.read["pixel_values"].shape
-    assert found.curve[-1] < found.curve[0]
+    recovered = attack(view, replace(how, steps=12))
+    assert recovered.images.shape == truth.read["pixel_values"].shape
+    assert recovered.curve[-1] < recovered.curve[0]
     again = attack(view, replace(how, steps=12))
-    assert torch.equal(found.images, again.images)
+    assert torch.equal(recovered.images, again.images)
     if attack is inverting_gradients:
         at = attack(view, replace(how, steps=1), start=truth.read["pixel_values"])
-        assert at.objective < 1e-5 < found.objective
+        assert at.objective < 1e-5 < recovered.objective
 
 
 def test_descents_say_what_they_need() -> None:
-    view, _ = sent(vit(**TINY), batch=None)
+    view, _ = make_update(vit(**TINY), batch=None)
     with pytest.raises(UpdateError, match="batch size must be granted"):
         inverting_gradients(view)

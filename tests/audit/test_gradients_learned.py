@@ -29,7 +29,7 @@ from regauge.jigsaw.layers import find_layers
 from support.updates import examples, psnr, vit
 
 
-def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, torch.Tensor]:
+def make_view(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, torch.Tensor]:
     """A view with other images and rehearsals, and the image."""
     plan = parse_plan(combination)
     model = prepare_model(vit(), plan)
@@ -43,38 +43,41 @@ def seen(combination: str, first: int = 0, count: int = 4) -> tuple[SentUpdate, 
     ), truth.read["pixel_values"]
 
 
-def told(view: SentUpdate, true: torch.Tensor) -> float:
+def membership_auc(view: SentUpdate, true: torch.Tensor) -> float:
     others = extract_patches(examples(12, seed=9).batch(range(4))[0]["pixel_values"], 4)
-    asked = torch.cat([extract_patches(true, 4), others])
-    scores = calibrated_membership(view, asked)
-    inside = len(asked) - len(others)
+    candidates = torch.cat([extract_patches(true, 4), others])
+    scores = calibrated_membership(view, candidates)
+    inside = len(candidates) - len(others)
     return auc(scores[:inside], scores[inside:])
 
 
 def test_membership_goes_by_deeper_layers_where_the_first_are_not_sent() -> None:
-    view, true = seen("freeze=embedding,first")
+    view, true = make_view("freeze=embedding,first")
     with pytest.raises(UpdateError, match="patch embedding or of the first attention"):
         span_membership(view, extract_patches(true, 4))
     assert available_layers(view, find_layers(view.model, view.shape)) == ["block 1"]
-    views = [seen("freeze=embedding,first", first) for first in (0, 3, 6)]
+    views = [make_view("freeze=embedding,first", first) for first in (0, 3, 6)]
     strangers = [examples(12, seed=77).batch([n])[0]["pixel_values"] for n in (3, 4, 5)]
-    members = sum(told(view, true) for view, true in views) / 3
-    others = sum(told(view, other) for (view, _), other in zip(views, strangers, strict=True)) / 3
+    members = sum(membership_auc(view, true) for view, true in views) / 3
+    others = (
+        sum(membership_auc(view, other) for (view, _), other in zip(views, strangers, strict=True))
+        / 3
+    )
     assert members > 0.7
-    assert others < 0.6  # patches of other images are no members
+    assert others < 0.6  # patches of other images are not members
 
 
 def test_membership_is_a_guess_under_private_gradients() -> None:
-    values = [told(*seen("private=4", first)) for first in (0, 3, 6)]
+    values = [membership_auc(*make_view("private=4", first)) for first in (0, 3, 6)]
     assert 0.3 < sum(values) / 3 < 0.7
 
 
 def test_membership_needs_something_to_practise_on() -> None:
-    view, true = seen("none")
+    view, true = make_view("none")
     bare = SentUpdate(view.model, view.update, view.shape, Granted(batch=1))
     with pytest.raises(UpdateError, match="number of rehearsals must be >= 2"):
         calibrate(bare)
-    view, true = seen("freeze=matrices")
+    view, true = make_view("freeze=matrices")
     with pytest.raises(UpdateError, match="patch embedding or an attention"):
         calibrated_membership(view, extract_patches(true, 4))
 
@@ -89,12 +92,12 @@ def test_regression_learns_what_updates_say(combination: str, helps: bool) -> No
     mean = own.batch(range(80))[0]["pixel_values"].mean(0, keepdim=True)
     gained = []
     for first in range(8):
-        view, true = seen(combination, first, 1)
+        view, true = make_view(combination, first, 1)
         gained.append(psnr(ridge_regression(view, learned), true) - psnr(mean, true))
     if helps:
         assert np.mean(gained) > 0.3
         assert learned.unexplained < 0.97
-        view, true = seen(combination, 0, 1)
+        view, true = make_view(combination, 0, 1)
         assert resemblance(view, extract_patches(true, 4), learned).shape == (16,)
     else:
         assert abs(np.mean(gained)) < 0.3  # the mean image, and not below it
@@ -102,13 +105,13 @@ def test_regression_learns_what_updates_say(combination: str, helps: bool) -> No
 
 
 def test_a_layer_that_reads_one_token_gives_it_away() -> None:
-    view, _ = seen("none")
-    slopes = view.grads
-    head = {n: slopes[n] for n in ("classifier.weight", "classifier.bias")}
-    found = update_features(head, "inputs")
-    k = int(slopes["classifier.bias"].abs().argmax())
+    view, _ = make_view("none")
+    grads = view.grads
+    head = {n: grads[n] for n in ("classifier.weight", "classifier.bias")}
+    features = update_features(head, "inputs")
+    k = int(grads["classifier.bias"].abs().argmax())
     assert torch.allclose(
-        found, (slopes["classifier.weight"][k] / slopes["classifier.bias"][k]).double(), atol=1e-4
+        features, (grads["classifier.weight"][k] / grads["classifier.bias"][k]).double(), atol=1e-4
     )
     with pytest.raises(UpdateError, match="rehearsed updates must be >= 10"):
         fit_ridge([])
@@ -118,16 +121,16 @@ def test_matrices_are_all_but_biases_and_gains_and_labels_stay() -> None:
     model = vit()
     gone = part_parameters(model, "matrices")
     assert all((p.ndim > 1) == (n in gone) for n, p in model.named_parameters())
-    view, _ = seen("freeze=matrices")
+    view, _ = make_view("freeze=matrices")
     assert view.update.tensors
     assert not set(view.update.tensors) & gone
-    plain, _ = seen("none")
+    plain, _ = make_view("none")
     assert torch.equal(label_counts(view), label_counts(plain))
-    many, _ = seen("freeze=matrices+batch=4")
+    many, _ = make_view("freeze=matrices+batch=4")
     assert int(label_counts(many).sum()) == 4
 
 
-def test_practice_draws_as_often_as_it_is_asked_to() -> None:
+def test_practice_samples_the_requested_number() -> None:
     plan, own = parse_plan("batch=4"), examples(6)
     made = list(sample_rehearsals(vit(), plan, own, 5, 0))
     assert [len(m.inputs) for m in made] == [4] * 5
@@ -137,11 +140,11 @@ def test_practice_draws_as_often_as_it_is_asked_to() -> None:
     )  # never more than there are
 
 
-def test_members_are_told_apart_from_images_that_the_attacker_was_not_given() -> None:
-    mine, apart = split_own_images(examples(40))
-    given = mine.batch(range(len(mine)))[0]["pixel_values"]
-    assert len(mine) + len(apart) == 40
-    assert not any(torch.equal(a, b) for a in apart for b in given)
+def test_members_are_distinguished_from_held_out_images() -> None:
+    mine, heldout = split_own_images(examples(40))
+    options = mine.batch(range(len(mine)))[0]["pixel_values"]
+    assert len(mine) + len(heldout) == 40
+    assert not any(torch.equal(a, b) for a in heldout for b in options)
 
 
 def test_attacks_that_learn_share_a_lesson_and_say_where_they_cannot() -> None:
@@ -157,5 +160,5 @@ def test_attacks_that_learn_share_a_lesson_and_say_where_they_cannot() -> None:
     )
     assert "rehearsed updates must be >= 10" in row.reasons["regression"]
     assert "rehearsed updates must be >= 10" in row.reasons["resemblance"]
-    view, _ = seen("none")
+    view, _ = make_view("none")
     assert "learns from updates" in attempt(attacks[0], view, Budget()).reason

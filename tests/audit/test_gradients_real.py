@@ -19,7 +19,7 @@ from regauge.data.tasks import Examples
 from regauge.defences.gradients import parse_plan
 from regauge.errors import UpdateError
 from support.own_modules import Cifar, Mnist
-from support.updates import changed, psnr
+from support.updates import psnr, replace_tensors
 
 ASSETS = Path(__file__).parents[3] / "shared" / "assets"
 pytestmark = pytest.mark.skipif(
@@ -39,11 +39,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-def given(name: str) -> tuple[Any, torch.Tensor]:
+def load_case(name: str) -> tuple[Any, torch.Tensor]:
     kind, file, field, mean, std, _ = MODELS[name]
     model = kind()
-    held = open_checkpoint(ASSETS / f"{name}.safetensors")
-    model.load_state_dict({n: held[n].float() for n in held})
+    checkpoint = open_checkpoint(ASSETS / f"{name}.safetensors")
+    model.load_state_dict({n: checkpoint[n].float() for n in checkpoint})
     pixels = torch.from_numpy(np.load(ASSETS / file)[field][:4]).float() / 255
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
     return model.eval(), (pixels - torch.tensor(mean).view(1, -1, 1, 1)) / torch.tensor(std).view(
@@ -52,21 +52,21 @@ def given(name: str) -> tuple[Any, torch.Tensor]:
 
 
 def test_a_trained_module_of_no_library_gives_a_real_image_away() -> None:
-    model, images = given("vit_cifar10_postln")
+    model, images = load_case("vit_cifar10_postln")
     data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([3, 8, 8, 0])[i]))
     inputs, labels = data.batch([1])
     update, truth = contribute(model, parse_plan("none"), data, inputs, labels)
     view = SentUpdate(model, update, (3, 32, 32), Granted(batch=1))
-    found, solved = embedding_least_squares(view, plain=True)
+    recovered, solved = embedding_least_squares(view, plain=True)
     assert solved.rank == 64
-    assert psnr(found, truth.read["pixel_values"], 4.0) > 40
-    assert psnr(found, images[:1], 4.0) < 20  # and no other
+    assert psnr(recovered, truth.read["pixel_values"], 4.0) > 40
+    assert psnr(recovered, images[:1], 4.0) < 20  # and no other
     with pytest.raises(UpdateError, match=r'must contain "patch_embed\.proj\.weight"'):
-        embedding_least_squares(changed(view, patch_embed__proj__weight=None))
+        embedding_least_squares(replace_tensors(view, patch_embed__proj__weight=None))
 
 
-def test_a_module_whose_patches_are_embedded_otherwise_is_told() -> None:
-    model, images = given("vit_mnist_preln")
+def test_a_module_with_another_patch_embedding_is_reported() -> None:
+    model, images = load_case("vit_mnist_preln")
     data = Examples(4, 10, lambda i: ({"pixel_values": images[i]}, torch.tensor([7, 2, 1, 0])[i]))
     inputs, labels = data.batch([0])
     update, _ = contribute(model, parse_plan("none"), data, inputs, labels)

@@ -72,7 +72,7 @@ def texts(count: int, length: int, seed: int = 0, words: int = 60) -> torch.Tens
     return torch.from_numpy(np.random.default_rng(seed).integers(3, words, (count, length)))
 
 
-def sent(model: Any, ids: torch.Tensor, combination: str = "", **granted: Any) -> SentUpdate:
+def make_update(model: Any, ids: torch.Tensor, combination: str = "", **granted: Any) -> SentUpdate:
     causal = "LMHead" in type(model).__name__
     labels = ids if causal else torch.arange(len(ids)) % 2
     data = Examples(
@@ -97,7 +97,7 @@ def test_two_tables_give_a_text_whatever_comes_after_them(length: int) -> None:
     """
     ids = texts(1, length, words=12)
     assert len(set(ids[0].tolist())) < length
-    view = sent(
+    view = make_update(
         bert(
             hidden_dropout_prob=0.3, attention_probs_dropout_prob=0.1, num_hidden_layers=3
         ).double(),
@@ -105,29 +105,29 @@ def test_two_tables_give_a_text_whatever_comes_after_them(length: int) -> None:
         "+dropout",
     )
     assert bag(locate_words(view)) == bag(ids)
-    found = bag(exact_search(view))
-    assert found != bag(ids)
+    recovered = bag(exact_search(view))
+    assert recovered != bag(ids)
 
 
 def test_two_tables_tell_words_of_several_texts_by_place() -> None:
     ids = texts(3, 8)
-    found = locate_words(sent(bert().double(), ids))
-    assert len(found[0]) == 8
-    told = {(p, int(w)) for text in found if len(text) == 8 for p, w in enumerate(text)}
+    recovered = locate_words(make_update(bert().double(), ids))
+    assert len(recovered[0]) == 8
+    located = {(p, int(w)) for text in recovered if len(text) == 8 for p, w in enumerate(text)}
     true = {(p, int(w)) for text in ids for p, w in enumerate(text)}
-    assert len(told & true) > 0.6 * len(
-        told
+    assert len(located & true) > 0.6 * len(
+        located
     )  # 24 tokens in 48 channels are not quite apart; a guess gets one in twenty
-    assert bag(found) != bag(ids)  # which belong together is not told
+    assert bag(recovered) != bag(ids)  # the grouping into texts is not revealed
 
 
 def test_two_tables_need_both() -> None:
     with pytest.raises(UpdateError, match="position table"):
-        locate_words(sent(bert(), texts(1, 8), "+withhold=positions"))
+        locate_words(make_update(bert(), texts(1, 8), "+withhold=positions"))
     with pytest.raises(UpdateError, match="must have zero rows"):
-        locate_words(sent(gpt2(), texts(1, 8)))
+        locate_words(make_update(gpt2(), texts(1, 8)))
     with pytest.raises(UpdateError, match="must have zero rows"):
-        locate_words(sent(bert(), texts(1, 8), "+noise=0.1"))
+        locate_words(make_update(bert(), texts(1, 8), "+noise=0.1"))
 
 
 @pytest.mark.parametrize(("model", "count"), [(gpt2, 1), (gpt2, 3), (bert, 1), (bert, 2)])
@@ -136,53 +136,53 @@ def test_the_search_gives_every_text_exactly(model: Any, count: int) -> None:
     read = (
         ids[:, :-1] if model is gpt2 else ids
     )  # the last word of a causal model is a label: no layer reads it
-    assert bag(exact_search(sent(model().double(), ids))) == bag(read)
-    assert bag(exact_search(sent(model().double(), texts(count, 8, seed=1)))) != bag(read)
+    assert bag(exact_search(make_update(model().double(), ids))) == bag(read)
+    assert bag(exact_search(make_update(model().double(), texts(count, 8, seed=1)))) != bag(read)
 
 
 def test_the_search_does_without_the_embedding_and_without_the_length() -> None:
     ids = texts(2, 8)
-    assert bag(exact_search(sent(gpt2().double(), ids, "+freeze=embedding", length=None))) == bag(
-        ids[:, :-1]
-    )
+    assert bag(
+        exact_search(make_update(gpt2().double(), ids, "+freeze=embedding", length=None))
+    ) == bag(ids[:, :-1])
 
 
 def test_more_tokens_than_channels_say_nothing() -> None:
     with pytest.raises(UpdateError, match="fewer tokens than the model has channels"):
-        exact_search(sent(gpt2(n_embd=16).double(), texts(4, 8)))
+        exact_search(make_update(gpt2(n_embd=16).double(), texts(4, 8)))
 
 
-def test_words_of_a_batch_are_told_by_zero_rows_and_hidden_by_a_tied_head_or_noise() -> None:
+def test_zero_rows_reveal_the_words_of_a_batch_unless_the_head_is_tied_or_noisy() -> None:
     ids = texts(3, 8)
-    told = token_membership(sent(bert(), ids))
-    assert set(told.nonzero()[:, 0].tolist()) == set(ids.flatten().tolist())
-    for view in (sent(gpt2(), ids), sent(bert(), ids, "+noise=0.1")):
+    membership = token_membership(make_update(bert(), ids))
+    assert set(membership.nonzero()[:, 0].tolist()) == set(ids.flatten().tolist())
+    for view in (make_update(gpt2(), ids), make_update(bert(), ids, "+noise=0.1")):
         with pytest.raises(UpdateError, match="must have zero rows"):
             token_membership(view)
     with pytest.raises(UpdateError, match="word_embeddings"):
-        token_membership(sent(bert(), ids, "+freeze=embedding"))
+        token_membership(make_update(bert(), ids, "+freeze=embedding"))
 
 
 def test_noise_hides_texts_from_the_search() -> None:
     ids = texts(1, 8)
-    noisy = sent(gpt2().double(), ids, "+noise=0.3")
+    noisy = make_update(gpt2().double(), ids, "+noise=0.3")
     try:
-        found = bag(exact_search(noisy))
+        recovered = bag(exact_search(noisy))
     except UpdateError:
-        found = set()
-    assert found != bag(ids[:, :-1])
+        recovered = set()
+    assert recovered != bag(ids[:, :-1])
 
 
 @pytest.mark.slow
 def test_tag_recovers_some_words_and_more_than_a_guess() -> None:
     ids = texts(1, 4)
-    found = tag(sent(bert(initializer_range=0.3).double(), ids), steps=150)
-    assert len(set(found[0].tolist()) & set(ids[0].tolist())) >= 1
+    recovered = tag(make_update(bert(initializer_range=0.3).double(), ids), steps=150)
+    assert len(set(recovered[0].tolist()) & set(ids[0].tolist())) >= 1
     with pytest.raises(UpdateError, match="length of the texts"):
-        tag(sent(bert(), ids, length=None))
+        tag(make_update(bert(), ids, length=None))
 
 
-def test_models_without_the_layers_are_refused_by_name() -> None:
+def test_models_without_the_layers_are_rejected() -> None:
     config = transformers.LlamaConfig(
         hidden_size=16,
         num_hidden_layers=1,
@@ -210,7 +210,7 @@ def test_real_weights_give_real_text_away() -> None:
     ids = torch.tensor(
         reader.encode((ASSETS / "tinyshakespeare.txt").read_text()[-4000:]).ids[:32]
     ).view(2, 16)
-    view = sent(model, ids)
+    view = make_update(model, ids)
     assert all(
         int(ids[b, i]) in c.tolist()
         for i, c in enumerate(span_candidates(view, length=16))
@@ -230,9 +230,9 @@ def test_rouge_is_what_it_says() -> None:
     assert rouge([3, 2, 1], [1, 2, 3], 2) == 0
     assert rouge_l([3, 2, 1], [1, 2, 3]) == pytest.approx(1 / 3)
     assert rouge_l([], [1]) == 0
-    found = score_texts([[4, 5], [1, 2, 9]], [[1, 2, 3], [4, 5]])
-    assert found["exact"] == [0, 1]
-    assert found["in place"] == [pytest.approx(2 / 3), 1]
+    scores = score_texts([[4, 5], [1, 2, 9]], [[1, 2, 3], [4, 5]])
+    assert scores["exact"] == [0, 1]
+    assert scores["in place"] == [pytest.approx(2 / 3), 1]
 
 
 def test_the_audit_of_texts_tells_what_is_given_away(
@@ -249,7 +249,7 @@ def test_the_audit_of_texts_tells_what_is_given_away(
     draw = np.random.default_rng(0)
     lines = [f"{' '.join(draw.choice(names[1:], 8, replace=False))}\t{i % 2}" for i in range(12)]
     (tmp_path / "data.tsv").write_text("\n".join(["text\tlabel", *lines]))
-    given = [
+    options = [
         "audit",
         "gradients",
         str(tmp_path / "bert"),
@@ -263,7 +263,7 @@ def test_the_audit_of_texts_tells_what_is_given_away(
     assert (
         main(
             [
-                *given,
+                *options,
                 *(
                     a
                     for d in ("dropout", "private=1", "freeze=embedding")
@@ -278,8 +278,8 @@ def test_the_audit_of_texts_tells_what_is_given_away(
     assert by["private=1/search"] < 0.5
     assert by["dropout/search"] < 1
     assert "100% of the texts exactly" in capsys.readouterr().out
-    assert main([*given, "--attacks", "fog"]) == 2
-    tables = [*given, "--attacks", "tables", "--fail-above", "0.1"]
+    assert main([*options, "--attacks", "fog"]) == 2
+    tables = [*options, "--attacks", "tables", "--fail-above", "0.1"]
     assert (
         main([*tables, "--defence", "dropout"]) == 3
     )  # a gate that fails where words come back, and passes where they do not
@@ -292,7 +292,7 @@ def test_the_audit_of_texts_tells_what_is_given_away(
         ("--practice", "20"),
         ("--gallery", "2"),
     ):
-        assert main([*given, option, value]) == 2
+        assert main([*options, option, value]) == 2
         assert f"{option}: only for models of images" in " ".join(capsys.readouterr().err.split())
-    assert main([*given, "--attacks", "words", "--steps", "2"]) == 0
+    assert main([*options, "--attacks", "words", "--steps", "2"]) == 0
     assert "not measured: private=1.0: applies to gradients of one batch" in capsys.readouterr().out

@@ -21,12 +21,12 @@ from regauge.core.fold import fold_norms
 from regauge.errors import ElementError, SpecError
 from regauge.locking.authorize import authorize_with_element
 from regauge.testing import compute_outputs, strict_float64
-from support.lora import CASES, RANK, adapted, saved
-from support.models import distance, locked
+from support.lora import CASES, RANK, adapter_tensors, add_adapters
+from support.models import distance, lock_backbone
 from support.picos import IDS, PICOS, build, spec_of
 
 
-def loaded(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> torch.nn.Module:
+def load_adapter(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> torch.nn.Module:
     with torch.no_grad():
         for n, p in model.named_parameters():
             if "lora_" in n:
@@ -39,24 +39,27 @@ def loaded(model: torch.nn.Module, state: dict[str, torch.Tensor]) -> torch.nn.M
 def test_a_moved_adapter_on_a_moved_model_is_the_same_function(name: str, part: str | None) -> None:
     model, inputs = build(name), PICOS[name].inputs
     g = element(spec_of(model), 3)
-    plain = adapted(model, *CASES[name], bias=name == "llama")
-    expected, adapter = compute_outputs(plain, inputs), saved(plain)
+    plain = add_adapters(model, *CASES[name], bias=name == "llama")
+    expected, adapter = compute_outputs(plain, inputs), adapter_tensors(plain)
     if part is None:
         moved = copy.deepcopy(model)
         moved.load_state_dict(apply(g, model.state_dict()))
     else:
-        moved = authorize_with_element(locked(model, g), g)
-    twin = adapted(moved, *CASES[name], seed=6, bias=name == "llama")
+        moved = authorize_with_element(lock_backbone(model, g), g)
+    twin = add_adapters(moved, *CASES[name], seed=6, bias=name == "llama")
     there = move_adapter(g, adapter, part)
-    assert distance(compute_outputs(loaded(twin, there), inputs), expected) < 1e-9
-    assert distance(compute_outputs(loaded(twin, adapter), inputs), expected) > 1e-3
+    assert distance(compute_outputs(load_adapter(twin, there), inputs), expected) < 1e-9
+    assert distance(compute_outputs(load_adapter(twin, adapter), inputs), expected) > 1e-3
     assert distance(move_adapter(~g, there, part), adapter) < 1e-12
 
 
 def test_permutations_bring_an_adapter_back_bit_for_bit() -> None:
     model = build("gpt2")
     g = element(spec_of(model), 3, within="permutation")
-    adapter = {n: t.to(torch.bfloat16) for n, t in saved(adapted(model, *CASES["gpt2"])).items()}
+    adapter = {
+        n: t.to(torch.bfloat16)
+        for n, t in adapter_tensors(add_adapters(model, *CASES["gpt2"])).items()
+    }
     there = move_adapter(g, adapter, "backbone")
     back = move_adapter(~g, there, "backbone")
     assert all(torch.equal(back[n], t) for n, t in adapter.items())
@@ -69,17 +72,19 @@ def test_permutations_bring_an_adapter_back_bit_for_bit() -> None:
 def test_an_adapter_trained_on_the_locked_model_serves_the_plain_one() -> None:
     model = build("llama")
     g = element(spec_of(model), 3, within="signed")
-    twin = adapted(authorize_with_element(locked(model, g), g), "q_proj", "v_proj")
+    twin = add_adapters(authorize_with_element(lock_backbone(model, g), g), "q_proj", "v_proj")
     trained = [p for n, p in twin.named_parameters() if "lora_" in n]
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
-    before = saved(twin)
+    before = adapter_tensors(twin)
     for _ in range(5):
         optimizer.zero_grad()
         with strict_float64():
             twin(**IDS, labels=IDS["input_ids"]).loss.backward()
         optimizer.step()
-    assert distance(saved(twin), before) > 1e-3
-    plain = loaded(adapted(model, "q_proj", "v_proj"), move_adapter(~g, saved(twin), "backbone"))
+    assert distance(adapter_tensors(twin), before) > 1e-3
+    plain = load_adapter(
+        add_adapters(model, "q_proj", "v_proj"), move_adapter(~g, adapter_tensors(twin), "backbone")
+    )
     assert distance(compute_outputs(plain, IDS), compute_outputs(twin, IDS)) < 1e-9
 
 
@@ -88,9 +93,9 @@ def test_rotations_move_adapters_too() -> None:
     spec, state = fold_norms(spec_of(model), model.state_dict())
     model.load_state_dict(state)
     g = element(spec, 3)
-    plain = adapted(model, *CASES["llama"])
-    twin = adapted(authorize_with_element(locked(model, g), g), *CASES["llama"])
-    loaded(twin, move_adapter(g, saved(plain), "backbone"))
+    plain = add_adapters(model, *CASES["llama"])
+    twin = add_adapters(authorize_with_element(lock_backbone(model, g), g), *CASES["llama"])
+    load_adapter(twin, move_adapter(g, adapter_tensors(plain), "backbone"))
     assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
 
 
@@ -98,56 +103,61 @@ def test_magnitudes_of_dora_follow_signed_permutations() -> None:
     model = build("gpt2")
     spec = spec_of(model)
     g = element(spec, 3, within="signed")
-    plain = adapted(model, "c_attn", "c_fc", dora=True)
-    twin = adapted(authorize_with_element(locked(model, g), g), "c_attn", "c_fc", dora=True)
-    loaded(twin, move_adapter(g, saved(plain), "backbone"))
+    plain = add_adapters(model, "c_attn", "c_fc", dora=True)
+    twin = add_adapters(
+        authorize_with_element(lock_backbone(model, g), g), "c_attn", "c_fc", dora=True
+    )
+    load_adapter(twin, move_adapter(g, adapter_tensors(plain), "backbone"))
     assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
     with pytest.raises(
         ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"
     ):
-        move_adapter(element(spec, 3), saved(plain))
+        move_adapter(element(spec, 3), adapter_tensors(plain))
     llama = build("llama")
     stretched = element(spec_of(llama), 3, spaces=["ffn"])
     with pytest.raises(ElementError, match="input follow rotations only"):
-        move_adapter(stretched, saved(adapted(llama, "down_proj", dora=True)))
+        move_adapter(stretched, adapter_tensors(add_adapters(llama, "down_proj", dora=True)))
 
 
 def test_magnitudes_of_an_embedding_are_those_of_its_width() -> None:
     model = build("gpt2")
     spec = spec_of(model)
     g = element(spec, 3, within="signed")
-    plain = adapted(model, "wte", dora=True)
+    plain = add_adapters(model, "wte", dora=True)
     moved = copy.deepcopy(model)
     moved.load_state_dict(apply(g, model.state_dict()))
-    twin = adapted(moved, "wte", seed=6, dora=True)
-    loaded(twin, move_adapter(g, saved(plain)))
+    twin = add_adapters(moved, "wte", seed=6, dora=True)
+    load_adapter(twin, move_adapter(g, adapter_tensors(plain)))
     assert distance(compute_outputs(twin, IDS), compute_outputs(plain, IDS)) < 1e-9
     assert (
-        distance(compute_outputs(loaded(twin, saved(plain)), IDS), compute_outputs(plain, IDS))
+        distance(
+            compute_outputs(load_adapter(twin, adapter_tensors(plain)), IDS),
+            compute_outputs(plain, IDS),
+        )
         > 1e-3
     )
     folded, _ = fold_norms(spec, model.state_dict())
     with pytest.raises(
         ElementError, match=r"lora_magnitude_vector.*output follow signed permutations only"
     ):
-        move_adapter(element(folded, 3), saved(plain))
+        move_adapter(element(folded, 3), adapter_tensors(plain))
 
 
 def test_names_may_be_those_of_a_live_model_or_without_prefix() -> None:
     model = build("gpt2")
     g = element(spec_of(model), 3)
-    plain = adapted(model, "c_proj")
+    plain = add_adapters(model, "c_proj")
     live = {f"base_model.model.{n}": p for n, p in plain.state_dict().items()}
     bare = {
         n.removeprefix("base_model.model.").removeprefix("transformer."): p
-        for n, p in saved(plain).items()
+        for n, p in adapter_tensors(plain).items()
     }
     base = {
         n.removeprefix("transformer."): p
         for n, p in model.state_dict().items()
         if n != "lm_head.weight"
     }
-    moved, expected = move_adapter(g, live), move_adapter(g, saved(plain))
+    moved, expected = move_adapter(g, live), move_adapter(g, adapter_tensors(plain))
     h = element(spec_of_base(), 3)
     for n, t in move_adapter(h, bare).items():
         assert torch.equal(t, expected[f"base_model.model.transformer.{n}"])
@@ -159,8 +169,12 @@ def test_names_may_be_those_of_a_live_model_or_without_prefix() -> None:
         moved["base_model.model.transformer.h.0.mlp.c_proj.base_layer.weight"],
         whole["transformer.h.0.mlp.c_proj.weight"],
     )
-    kept = {"base_model.model.transformer.ln_f.modules_to_save.default.bias": base["ln_f.bias"]}
-    assert torch.equal(next(iter(move_adapter(g, kept).values())), whole["transformer.ln_f.bias"])
+    saved_modules = {
+        "base_model.model.transformer.ln_f.modules_to_save.default.bias": base["ln_f.bias"]
+    }
+    assert torch.equal(
+        next(iter(move_adapter(g, saved_modules).values())), whole["transformer.ln_f.bias"]
+    )
 
 
 def spec_of_base():
@@ -218,7 +232,7 @@ def test_experts_on_disk_move_as_a_stack() -> None:
         ("base_model.model.transformer.h.0.attn.c_attn.ia3_l", (36,), "neither a tensor"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(
+def test_unsupported_adapters_raise_an_error_that_names_the_cause(
     name: str, shape: tuple[int, ...], says: str
 ) -> None:
     g = element(spec_of(build("gpt2")), 3)
@@ -236,7 +250,7 @@ def folder(tmp_path: Path) -> tuple[torch.nn.Module, Element, dict[str, torch.Te
     g = element(spec_of(model), 3, within="permutation")
     model.save_pretrained(tmp_path / "model")
     save_element(g, tmp_path / "g.element")
-    adapter = saved(adapted(model, "c_attn", "c_proj"))
+    adapter = adapter_tensors(add_adapters(model, "c_attn", "c_proj"))
     (tmp_path / "adapter").mkdir()
     save_file(adapter, tmp_path / "adapter" / "adapter_model.safetensors", {"format": "pt"})
     (tmp_path / "adapter" / "adapter_config.json").write_text(

@@ -12,15 +12,15 @@ import pytest
 from regauge.checkpoints.allocator import reuse_memory
 
 
-def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[int, int] = {}
+def test_malloc_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[int, int] = {}
     monkeypatch.setattr(
-        ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=asked.__setitem__)
+        ctypes, "CDLL", lambda name: types.SimpleNamespace(mallopt=options.__setitem__)
     )
     reuse_memory()
-    assert asked[-8] == 1  # one arena for all threads
+    assert options[-8] == 1  # one arena for all threads
     assert (
-        asked[-3] <= 1 << 25 <= asked[-1]
+        options[-3] <= 1 << 25 <= options[-1]
     )  # more than the first is refused by older libraries; what is freed is kept up to the last
 
 

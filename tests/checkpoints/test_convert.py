@@ -84,12 +84,12 @@ SAVED: dict[str, Callable[[dict[str, Any], Path], None]] = {
 def test_bit_for_bit(tmp_path: Path, way: str) -> None:
     state = _state()
     SAVED[way](state, tmp_path / "x.pt")
-    found = convert(tmp_path / "x.pt", tmp_path / "out.safetensors")
-    assert found.keys() == state.keys()
+    result = convert(tmp_path / "x.pt", tmp_path / "out.safetensors")
+    assert result.keys() == state.keys()
     for name, tensor in state.items():
         expected = tensor.detach().contiguous()
-        assert (found[name].dtype, found[name].shape) == (expected.dtype, expected.shape), name
-        assert bits_of(found[name]).tobytes() == bits_of(expected).tobytes(), name
+        assert (result[name].dtype, result[name].shape) == (expected.dtype, expected.shape), name
+        assert bits_of(result[name]).tobytes() == bits_of(expected).tobytes(), name
 
 
 def test_module_and_ties(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_module_and_ties(tmp_path: Path) -> None:
         )
         pickles = open_pickles(tmp_path / f"{old}.pt")
         assert pickles.aliases == {"2.weight": "0.weight"}
-        found = convert(tmp_path / f"{old}.pt", tmp_path / f"{old}.safetensors")
+        result = convert(tmp_path / f"{old}.pt", tmp_path / f"{old}.safetensors")
         assert all(
-            torch.equal(found[n], t) for n, t in module.state_dict().items() if n != "2.weight"
+            torch.equal(result[n], t) for n, t in module.state_dict().items() if n != "2.weight"
         )
         assert pickles.unchecked == (("True.pt",) if old else ())
 
@@ -194,7 +194,7 @@ for path in sys.argv[2:]:
 """
 
 
-def opened_in_child(paths: list[Path], address_space: int = 1 << 30) -> list[str]:
+def open_in_child(paths: list[Path], address_space: int = 1 << 30) -> list[str]:
     """Return the message that each file gets."""
     environment = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", _CHILD, str(address_space), *map(str, paths)]
@@ -208,19 +208,19 @@ def test_bombs_are_rejected_within_a_gigabyte(tmp_path: Path) -> None:
     for i, (build, _) in enumerate(bombs.CONVERT.values()):
         paths.append(tmp_path / f"{i}.pt")
         paths[-1].write_bytes(build())
-    said = dict(zip(bombs.CONVERT, opened_in_child(paths), strict=True))
+    errors = dict(zip(bombs.CONVERT, open_in_child(paths), strict=True))
     assert [
-        f"{name}: {said[name]}"
+        f"{name}: {errors[name]}"
         for name, (_, part) in bombs.CONVERT.items()
-        if part not in said[name] or " | None" in said[name]
+        if part not in errors[name] or " | None" in errors[name]
     ] == []
 
 
 def test_what_stalls_or_crashes_an_unpickler(tmp_path: Path) -> None:
     for name, build in bombs.SLOW.items():
         (tmp_path / f"{name}.pt").write_bytes(build())
-    said = opened_in_child([tmp_path / f"{name}.pt" for name in bombs.SLOW])
-    assert [line for line in said if "UNTYPED" in line or line == "read"] == []
+    errors = open_in_child([tmp_path / f"{name}.pt" for name in bombs.SLOW])
+    assert [line for line in errors if "UNTYPED" in line or line == "read"] == []
 
 
 def test_large_dictionaries_convert_in_linear_time(tmp_path: Path) -> None:
@@ -261,8 +261,8 @@ def test_expansion_within_the_bound(tmp_path: Path) -> None:
     torch.save(
         {"mask": torch.arange(1000.0).expand(1000, 1000), "w": torch.ones(3)}, tmp_path / "x.pt"
     )
-    found = convert(tmp_path / "x.pt", tmp_path / "out")
-    assert torch.equal(found["mask"], torch.arange(1000.0).expand(1000, 1000))
+    result = convert(tmp_path / "x.pt", tmp_path / "out")
+    assert torch.equal(result["mask"], torch.arange(1000.0).expand(1000, 1000))
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def _tensors(name: str, kind: str, version: int, **metadata: str) -> Callable[[P
     return write
 
 
-def _seen(folder: Path) -> None:
+def _check_folder(folder: Path) -> None:
     for name, kind in (("before", "federated seen"), ("client-00000", "federated update")):
         _tensors(f"seen/round-00000/{name}.safetensors", kind, recorded.VERSION, about=DEEP)(folder)
 
@@ -68,7 +68,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any]]] = {
         ),
         federated.load,
     ),
-    "recorded update": (_seen, lambda folder: recorded.load_update(folder, 0, 0)),
+    "recorded update": (_check_folder, lambda folder: recorded.load_update(folder, 0, 0)),
     "recorded rows": (
         _text("kept/round-00000/client-00000.json"),
         lambda folder: recorded.load_rows(folder, 0, 0),

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", LLAMA, 0)
 
 
-def replaced(path: Path) -> Path:
+def replace_with_link(path: Path) -> Path:
     """A file of the model, moved out of its folder, with a link in its place."""
     away = path.parents[1] / "outside" / path.name
     path.rename(away)
@@ -54,8 +54,8 @@ LINKS: dict[str, Callable[[Path], object]] = {
         (m / "next.txt").symlink_to("vocab.txt"),
     ),
     "to itself": lambda m: (m / "vocab.txt").symlink_to("vocab.txt"),
-    "the weights": lambda m: replaced(m / "model.safetensors"),
-    "the config": lambda m: replaced(m / "config.json"),
+    "the weights": lambda m: replace_with_link(m / "model.safetensors"),
+    "the config": lambda m: replace_with_link(m / "config.json"),
 }
 
 
@@ -71,10 +71,10 @@ def test_links_that_lead_out_are_refused(run: Run, tmp_path: Path, model: Path, 
         ["merge", model, model],
         ["seal", model, "-k", tmp_path / "seal"],
     ):
-        said = run(*arguments, "-o", tmp_path / "out")
-        assert said.code == 1, arguments
-        assert "link" in said.err or "neither a file nor a folder" in said.err
-        assert "hint: " in said.err
+        result = run(*arguments, "-o", tmp_path / "out")
+        assert result.code == 1, arguments
+        assert "link" in result.err or "neither a file nor a folder" in result.err
+        assert "hint: " in result.err
         assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
@@ -125,9 +125,9 @@ def test_the_cache_of_the_hub(run: Run, tmp_path: Path, model: Path, sharded: bo
     assert run("keygen", "-o", tmp_path / "seal", "--purpose", "seal").code == 0
     assert run("seal", snapshot, "-k", tmp_path / "seal", "-o", tmp_path / "sealed").code == 0
     (snapshot / "vocab.txt").symlink_to("../../../../outside/secret")
-    said = run("move", snapshot, "--random", "-o", tmp_path / "no")
-    assert said.code == 1
-    assert "must stay within the model folder" in said.err
+    result = run("move", snapshot, "--random", "-o", tmp_path / "no")
+    assert result.code == 1
+    assert "must stay within the model folder" in result.err
     (snapshot / "vocab.txt").unlink()
     (snapshot / "vocab.txt").symlink_to("../../blobs/out")
     (snapshot.parents[1] / "blobs" / "out").symlink_to(tmp_path / "outside" / "secret")
@@ -141,9 +141,9 @@ def test_other_layouts_are_not_taken_for_the_cache(run: Run, tmp_path: Path, mod
     snapshot = hub_cache(model, tmp_path)
     for name in ("owner--name", "models"):
         repo = snapshot.parents[1].rename(tmp_path / "hub" / name)
-        said = run("move", repo / "snapshots" / "0123abcd", "--random", "-o", tmp_path / "no")
-        assert said.code == 1
-        assert "must stay within the model folder" in said.err
+        result = run("move", repo / "snapshots" / "0123abcd", "--random", "-o", tmp_path / "no")
+        assert result.code == 1
+        assert "must stay within the model folder" in result.err
         repo.rename(snapshot.parents[1])
 
 

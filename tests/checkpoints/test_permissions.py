@@ -37,22 +37,22 @@ class Inputs(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
+def make_inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     top = tmp_path_factory.mktemp("inputs")
-    found = Inputs(
+    inputs = Inputs(
         make_checkpoint(top / "a", LLAMA, 0),
         make_checkpoint(top / "b", LLAMA, 1),
         top / "adapter",
         top / "more",
     )
-    for folder in (found.model, found.other):
+    for folder in (inputs.model, inputs.other):
         (folder / "tokenizer").mkdir()
         (folder / "tokenizer" / "vocab.json").write_text("{}")
-    found.adapter.mkdir()
-    (found.adapter / "adapter_config.json").write_text(
+    inputs.adapter.mkdir()
+    (inputs.adapter / "adapter_config.json").write_text(
         json.dumps({"peft_type": "LORA", "lora_alpha": 1, "r": 1})
     )
-    state = load_file(found.model / "model.safetensors")
+    state = load_file(inputs.model / "model.safetensors")
     name = next(n for n in state if n.endswith("q_proj.weight"))
     layer = f"base_model.model.{name.removesuffix('.weight')}"
     save_file(
@@ -60,32 +60,32 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
             f"{layer}.lora_A.weight": torch.ones(1, state[name].shape[1]),
             f"{layer}.lora_B.weight": torch.ones(state[name].shape[0], 1),
         },
-        found.adapter / "adapter_model.safetensors",
+        inputs.adapter / "adapter_model.safetensors",
     )
-    found.more.mkdir()
+    inputs.more.mkdir()
     for purpose in ("lock", "seal"):
-        run("keygen", "-o", found.more / purpose, "--purpose", purpose)
-    run("keygen", "-o", found.more / "second")
-    run("lock", found.model, "-k", found.more / "lock", "-o", found.more / "locked")
-    run("seal", found.model, "-k", found.more / "seal", "-o", found.more / "sealed")
+        run("keygen", "-o", inputs.more / purpose, "--purpose", purpose)
+    run("keygen", "-o", inputs.more / "second")
+    run("lock", inputs.model, "-k", inputs.more / "lock", "-o", inputs.more / "locked")
+    run("seal", inputs.model, "-k", inputs.more / "seal", "-o", inputs.more / "sealed")
     run(
         "move",
-        found.model,
+        inputs.model,
         "--random",
         "--seed",
         "1",
         "--save-element",
-        found.more / "element",
+        inputs.more / "element",
         "-o",
-        found.more / "moved",
+        inputs.more / "moved",
     )
-    shutil.copytree(found.model, found.more / "pickled")
-    torch.save(dict(state), found.more / "pickled" / "pytorch_model.bin")
-    (found.more / "pickled" / "model.safetensors").unlink()
-    (found.more / "recipe.yaml").write_text(
+    shutil.copytree(inputs.model, inputs.more / "pickled")
+    torch.save(dict(state), inputs.more / "pickled" / "pytorch_model.bin")
+    (inputs.more / "pickled" / "model.safetensors").unlink()
+    (inputs.more / "recipe.yaml").write_text(
         f"merge_method: passthrough\nmodels: [{{model: {top / 'a'}}}]\n"
     )
-    return found
+    return inputs
 
 
 def run(*arguments: object) -> None:
@@ -180,10 +180,12 @@ PRIVATE = {
 
 
 @pytest.fixture
-def inputs(made: Inputs, tmp_path: Path) -> Iterator[Inputs]:
+def inputs(make_inputs: Inputs, tmp_path: Path) -> Iterator[Inputs]:
     """Copies of the inputs, and the umask of most systems."""
     before = os.umask(0o022)
-    copied = Inputs(*(Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in made))
+    copied = Inputs(
+        *(Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in make_inputs)
+    )
     (copied.more / "recipe.yaml").write_text(
         f"merge_method: passthrough\nmodels: [{{model: {copied.model}}}]\n"
     )

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def sharded(folder: Path) -> Path:
+def write_sharded(folder: Path) -> Path:
     folder.mkdir()
     state = tensors()
     names = list(state)
@@ -68,7 +69,7 @@ def shards_of(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return {name: list(shard.entries) for name, shard in checkpoint.files.items()}
 
 
-def copied(source: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
+def copy_thunks(source: Checkpoint) -> dict[str, Callable[[], torch.Tensor]]:
     return {name: (lambda name=name: source[name].clone()) for name in source}
 
 
@@ -96,7 +97,7 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
     for source in (
         tmp_path / "one",
         tmp_path / "one" / "model.safetensors",
-        sharded(tmp_path / "shards"),
+        write_sharded(tmp_path / "shards"),
     ):
         opened = open_checkpoint(source)
         assert set(opened) == set(state) == set(opened.shapes)
@@ -112,7 +113,7 @@ def test_every_dtype_is_read_from_a_folder_a_file_and_shards(tmp_path: Path) -> 
 
 
 def test_writing_to_a_tensor_leaves_the_file_alone(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "in")
+    folder = write_sharded(tmp_path / "in")
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     open_checkpoint(folder)["a"].zero_()
     assert all(p.read_bytes() == data for p, data in before.items())
@@ -127,8 +128,8 @@ def test_config_beside_a_single_file(tmp_path: Path) -> None:
 
 
 def test_a_copy_keeps_everything(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
-    written = write_checkpoint(tmp_path / "out", source, copied(source))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
+    written = write_checkpoint(tmp_path / "out", source, copy_thunks(source))
     out = open_checkpoint(tmp_path / "out")
     assert shards_of(out) == shards_of(source)
     assert all(out.files[file].metadata == shard.metadata for file, shard in source.files.items())
@@ -144,8 +145,8 @@ def test_a_copy_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_new_tensors_join_the_last_shard_and_the_config_changes(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
-    thunks = copied(source) | {"new": lambda: torch.full((2, 2), 7.0)}
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
+    thunks = copy_thunks(source) | {"new": lambda: torch.full((2, 2), 7.0)}
     write_checkpoint(tmp_path / "out", source, thunks, config_changes={"tied": False})
     out = open_checkpoint(tmp_path / "out")
     assert shards_of(out)["model-00003-of-00003.safetensors"][-1] == "new"
@@ -162,16 +163,16 @@ def test_one_file_becomes_a_file_or_a_folder(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors", {"format": "pt"})
     (tmp_path / "x.config.json").write_text("{}")
     source = open_checkpoint(tmp_path / "x.safetensors")
-    write_checkpoint(tmp_path / "y.safetensors", source, copied(source))
-    write_checkpoint(tmp_path / "y", source, copied(source))
+    write_checkpoint(tmp_path / "y.safetensors", source, copy_thunks(source))
+    write_checkpoint(tmp_path / "y", source, copy_thunks(source))
     assert open_checkpoint(tmp_path / "y.safetensors").config == {}
     assert sorted(p.name for p in (tmp_path / "y").iterdir()) == [
         "config.json",
         "model.safetensors",
     ]
-    shards = open_checkpoint(sharded(tmp_path / "in"))
+    shards = open_checkpoint(write_sharded(tmp_path / "in"))
     with pytest.raises(CheckpointError, match="3 shards and cannot become the one file"):
-        write_checkpoint(tmp_path / "z.safetensors", shards, copied(shards))
+        write_checkpoint(tmp_path / "z.safetensors", shards, copy_thunks(shards))
 
 
 def refuse(match: str, call: Callable[[], Any]) -> None:
@@ -180,15 +181,15 @@ def refuse(match: str, call: Callable[[], Any]) -> None:
     assert caught.value.hint, "an error shows the way out"
 
 
-def test_bad_folders_are_refused_by_name(tmp_path: Path) -> None:
+def test_invalid_folders_are_rejected(tmp_path: Path) -> None:
     shard = "model-00002-of-00003.safetensors"
 
     def case(name: str, change: Callable[[Path], Any], match: str) -> None:
-        folder = sharded(tmp_path / name)
+        folder = write_sharded(tmp_path / name)
         change(folder)
         refuse(match, lambda: open_checkpoint(folder))
 
-    size = (sharded(tmp_path / "whole") / shard).stat().st_size
+    size = (write_sharded(tmp_path / "whole") / shard).stat().st_size
     case(
         "cut",
         lambda f: os.truncate(f / shard, size - 5),
@@ -271,7 +272,7 @@ def test_what_is_not_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> 
     assert "regauge convert" in str(caught.value.hint)
 
 
-def test_other_dtypes_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_dtypes_are_rejected(tmp_path: Path) -> None:
     save_file(
         {"w": torch.ones(2).to(torch.float8_e4m3fn), "v": torch.ones(2).to(torch.float8_e4m3fn)},
         tmp_path / "x.safetensors",
@@ -341,7 +342,7 @@ def test_damaged_headers(tmp_path: Path, header: str) -> None:
 
 
 def test_outputs_that_would_do_harm_are_refused(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "in")
+    folder = write_sharded(tmp_path / "in")
     source = open_checkpoint(folder)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
@@ -354,20 +355,21 @@ def test_outputs_that_would_do_harm_are_refused(tmp_path: Path) -> None:
         (tmp_path / "full", "exists already"),
         (tmp_path / "no" / "such", "does not exist"),
     ):
-        refuse(match, lambda out=out: write_checkpoint(out, source, copied(source)))
+        refuse(match, lambda out=out: write_checkpoint(out, source, copy_thunks(source)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full", "in", "link"]
     (tmp_path / "blank").mkdir()
-    write_checkpoint(tmp_path / "blank", source, copied(source))
+    write_checkpoint(tmp_path / "blank", source, copy_thunks(source))
 
 
 def test_no_space_is_noticed_before_the_first_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
+    usage = SimpleNamespace(total=100, used=90, free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     refuse(
         "no space left on the device: .* 10 B free",
-        lambda: write_checkpoint(tmp_path / "out", source, copied(source)),
+        lambda: write_checkpoint(tmp_path / "out", source, copy_thunks(source)),
     )
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
@@ -379,7 +381,7 @@ def test_no_space_is_noticed_before_the_first_byte(
 def test_an_error_midway_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, match: str
 ) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
     real, calls = os.write, []
 
     def fails(fd: int, data: Any) -> int:
@@ -389,21 +391,27 @@ def test_an_error_midway_leaves_nothing(
         return real(fd, data)
 
     monkeypatch.setattr(writing_module.os, "write", fails)
-    refuse(match, lambda: write_checkpoint(tmp_path / "out", source, copied(source)))
+    refuse(match, lambda: write_checkpoint(tmp_path / "out", source, copy_thunks(source)))
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_failing_thunk_leaves_nothing(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
+
+    def fail() -> torch.Tensor:
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        write_checkpoint(tmp_path / "out", source, copied(source) | {"d": lambda: 1 / 0})  # type: ignore[dict-item]
+        write_checkpoint(tmp_path / "out", source, copy_thunks(source) | {"d": fail})
     with pytest.raises(CheckpointError, match='"d" must have'):
-        write_checkpoint(tmp_path / "out", source, copied(source) | {"d": lambda: torch.ones(2, 2)})
+        write_checkpoint(
+            tmp_path / "out", source, copy_thunks(source) | {"d": lambda: torch.ones(2, 2)}
+        )
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
 
     def refused(self: Path, *args: Any, **more: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -411,12 +419,12 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "mkdir", refused)
     refuse(
         "cannot be written: Permission denied",
-        lambda: write_checkpoint(tmp_path / "out", source, copied(source)),
+        lambda: write_checkpoint(tmp_path / "out", source, copy_thunks(source)),
     )
 
 
 def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
     made: list[str] = []
 
     def thunks(stop: bool) -> dict[str, Callable[[], torch.Tensor]]:
@@ -458,20 +466,20 @@ def test_resume_keeps_finished_shards_of_the_same_recipe_only(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "journal", [b"[" * 200_000, b"{", b"[]", b'{"plan": 1, "done": 2}', b"\xff"]
 )
-def test_a_journal_that_is_none_is_no_reason_to_keep_anything(
-    tmp_path: Path, journal: bytes
-) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+def test_an_invalid_journal_is_discarded(tmp_path: Path, journal: bytes) -> None:
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
     (tmp_path / ".out.partial").mkdir()
     (tmp_path / ".out.partial" / ".regauge.json").write_bytes(journal)
-    assert write_checkpoint(tmp_path / "out", source, copied(source), resume=True).resumed == ()
+    assert (
+        write_checkpoint(tmp_path / "out", source, copy_thunks(source), resume=True).resumed == ()
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_source_that_goes_away_after_the_rename_is_no_error(
+def test_a_source_may_disappear_after_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
     real = writing_module._publish
 
     def finish(partial: Path, out: Path) -> None:
@@ -479,23 +487,23 @@ def test_a_source_that_goes_away_after_the_rename_is_no_error(
         shutil.rmtree(tmp_path / "in")
 
     monkeypatch.setattr(writing_module, "_publish", finish)
-    written = write_checkpoint(tmp_path / "out", source, copied(source))
+    written = write_checkpoint(tmp_path / "out", source, copy_thunks(source))
     assert written.bytes == sum(
         p.stat().st_size for p in (tmp_path / "out").rglob("*") if p.is_file()
     )
 
 
 def test_two_runs_do_not_write_the_same_output(tmp_path: Path) -> None:
-    source = open_checkpoint(sharded(tmp_path / "in"))
+    source = open_checkpoint(write_sharded(tmp_path / "in"))
 
     def second() -> torch.Tensor:
-        write_checkpoint(tmp_path / "out", source, copied(source))
+        write_checkpoint(tmp_path / "out", source, copy_thunks(source))
         return source["a"]
 
     refuse(
         "another run is writing",
         lambda: write_checkpoint(
-            tmp_path / "out", source, copied(source) | {"a": second}, threads=1
+            tmp_path / "out", source, copy_thunks(source) | {"a": second}, threads=1
         ),
     )
 
@@ -527,12 +535,12 @@ def test_nan_and_inf_are_found(dtype: str) -> None:
 
 
 def test_nan_is_reported_where_it_was_and_refused_where_it_was_not(tmp_path: Path) -> None:
-    folder = sharded(tmp_path / "in")
+    folder = write_sharded(tmp_path / "in")
     save_file(
         {"c": torch.full((3, 2), float("nan")), "e": torch.ones(3, 2)}, folder / "model.safetensors"
     )
     source = open_checkpoint(folder)
-    assert write_checkpoint(tmp_path / "out", source, copied(source)).nonfinite == ("c",)
+    assert write_checkpoint(tmp_path / "out", source, copy_thunks(source)).nonfinite == ("c",)
     swapped = {"c": lambda: source["e"], "e": lambda: source["c"]}
     assert write_checkpoint(
         tmp_path / "swapped", source, swapped, origins={"c": "e", "e": "c"}
@@ -540,7 +548,9 @@ def test_nan_is_reported_where_it_was_and_refused_where_it_was_not(tmp_path: Pat
     refuse('"e" would hold NaN or Inf', lambda: write_checkpoint(tmp_path / "no", source, swapped))
     refuse(
         '"new" would hold NaN or Inf',
-        lambda: write_checkpoint(tmp_path / "no", source, copied(source) | {"new": swapped["e"]}),
+        lambda: write_checkpoint(
+            tmp_path / "no", source, copy_thunks(source) | {"new": swapped["e"]}
+        ),
     )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out", "swapped"]
 
@@ -580,12 +590,12 @@ def test_write_bytes_replaces_or_leaves(tmp_path: Path, monkeypatch: pytest.Monk
 def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
-    folder = sharded(tmp_path / "snapshot")
-    asked: list[tuple[str, str | None]] = []
+    folder = write_sharded(tmp_path / "snapshot")
+    requests: list[tuple[str, str | None]] = []
 
     def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         assert "*.bin" not in allow_patterns
-        asked.append((name, revision))
+        requests.append((name, revision))
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -594,7 +604,7 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         == len(open_checkpoint("owner/name@main"))
         == len(tensors())
     )
-    assert asked == [("owner/name", None), ("owner/name", "main")]
+    assert requests == [("owner/name", None), ("owner/name", "main")]
 
     def offline(*args: Any, **more: Any) -> str:
         raise ConnectionError("no network\nlong story")

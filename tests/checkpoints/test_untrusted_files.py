@@ -29,13 +29,13 @@ from support.picos import build
 HEAD = 'regauge = 1\nfamily = "own"\n[spaces]\ns = { size = 2, group = "permutation" }\n'
 
 
-def rejected(run: Callable[[], Any], match: str = ".") -> None:
+def assert_rejected(run: Callable[[], Any], match: str = ".") -> None:
     with pytest.raises(RegaugeError, match=match) as caught:
         run()
     assert len(str(caught.value)) < 5000
 
 
-def saved(folder: Path, name: str, **changes: Any) -> Path:
+def save_file_bytes(folder: Path, name: str, **changes: Any) -> Path:
     model = build(name)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | changes
@@ -43,7 +43,7 @@ def saved(folder: Path, name: str, **changes: Any) -> Path:
     return folder
 
 
-def inspected(folder: Path) -> None:
+def inspect_file(folder: Path) -> None:
     opened = open_checkpoint(folder)
     faults = check(spec_of(opened), opened.entries)
     if faults:
@@ -62,8 +62,8 @@ def inspected(folder: Path) -> None:
     ],
 )
 def test_configs_of_the_wrong_types(tmp_path: Path, name: str, changes: dict[str, Any]) -> None:
-    inspected(saved(tmp_path / "good", name))
-    rejected(lambda: inspected(saved(tmp_path / "bad", name, **changes)))
+    inspect_file(save_file_bytes(tmp_path / "good", name))
+    assert_rejected(lambda: inspect_file(save_file_bytes(tmp_path / "bad", name, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -81,18 +81,18 @@ def test_configs_of_the_wrong_types(tmp_path: Path, name: str, changes: dict[str
 def test_configs_that_no_class_can_be_built_from(
     tmp_path: Path, changes: dict[str, Any], match: str
 ) -> None:
-    assert load_model(saved(tmp_path / "good", "gpt2")) is not None
-    rejected(lambda: load_model(saved(tmp_path / "bad", "gpt2", **changes)), match)
+    assert load_model(save_file_bytes(tmp_path / "good", "gpt2")) is not None
+    assert_rejected(lambda: load_model(save_file_bytes(tmp_path / "bad", "gpt2", **changes)), match)
 
 
 def adapter(folder: Path, shapes: dict[str, tuple[int, ...]], **config: Any) -> str:
-    saved(folder / "model", "gpt2")
+    save_file_bytes(folder / "model", "gpt2")
     (folder / "adapter").mkdir()
     layer = "base_model.model.transformer.h.0.attn.c_proj"
     tensors = {f"{layer}.{kind}": torch.ones(shape) for kind, shape in shapes.items()}
     save_file(tensors, folder / "adapter" / "adapter_model.safetensors")
-    said = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "fan_in_fan_out": True, **config}
-    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(said))
+    settings = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "fan_in_fan_out": True, **config}
+    (folder / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     return f"{folder / 'model'}+{folder / 'adapter'}"
 
 
@@ -121,7 +121,7 @@ def test_adapters_of_odd_shapes_and_scales(
         assert all(bool(torch.isfinite(opened[n]).all()) for n in opened)
 
     read(adapter(tmp_path / "good", GOOD, alpha_pattern={r".*\.h\.[01]\.attn\.c_(proj|attn)": 8}))
-    rejected(lambda: read(adapter(tmp_path / "bad", GOOD | shapes, **config)))
+    assert_rejected(lambda: read(adapter(tmp_path / "bad", GOOD | shapes, **config)))
 
 
 def test_a_pattern_gives_a_layer_its_own_scale(tmp_path: Path) -> None:
@@ -156,20 +156,20 @@ def sparse(path: Path, size: int, start: bytes = b"") -> Path:
 
 def test_files_beyond_their_limits_are_rejected_by_the_limit(tmp_path: Path) -> None:
     length = (30_000_000).to_bytes(8, "little")
-    rejected(
+    assert_rejected(
         lambda: open_checkpoint(sparse(tmp_path / "x.safetensors", 30_000_008, length)),
         "at most 25.0 MB, got 30.0 MB",
     )
-    rejected(
+    assert_rejected(
         lambda: load_spec(sparse(tmp_path / "spec.toml", 5_000_000)), "at most 4.0 MB, got 5.0 MB"
     )
-    rejected(
+    assert_rejected(
         lambda: read_recipe(sparse(tmp_path / "recipe.yaml", 300_000)),
         "at most 250.0 kB, got 300.0 kB",
     )
-    folder = saved(tmp_path / "model", "gpt2")
+    folder = save_file_bytes(tmp_path / "model", "gpt2")
     sparse(folder / "config.json", 9_000_000)
-    rejected(lambda: open_checkpoint(folder), "at most 8.0 MB, got 9.0 MB")
+    assert_rejected(lambda: open_checkpoint(folder), "at most 8.0 MB, got 9.0 MB")
 
 
 def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
@@ -178,14 +178,14 @@ def test_short_texts_that_stand_for_long_ones_are_rejected() -> None:
         HEAD.replace("[spaces]", "repeat = { i = 1000, j = 50 }\n[spaces]")
         + f"[tensors.backbone]\n{tensors}"
     )
-    rejected(lambda: parse_spec(text), "at most 400,000 names")
+    assert_rejected(lambda: parse_spec(text), "at most 400,000 names")
     assert len(parse_spec(text.replace("1000", "10")).tensors) == 5000
     models = "\n".join(f"  - {{model: m{i}, parameters: *p}}" for i in range(200))
     weights = ", ".join(["1"] * 1000)
     recipe = f"merge_method: linear\nparameters: &p {{weight: [{weights}]}}\nmodels:\n"
-    rejected(lambda: parse_recipe(f"{recipe}{models}"), "at most 100,000 values")
+    assert_rejected(lambda: parse_recipe(f"{recipe}{models}"), "at most 100,000 values")
     assert len(parse_recipe(f"{recipe}  - {{model: m, parameters: *p}}").models) == 1
-    rejected(
+    assert_rejected(
         lambda: parse_recipe(f"{recipe}  - {{model: m, parameters: {{weight: {'1' * 400}}}}}"),
         "a number is required",
     )
@@ -195,7 +195,7 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
     from regauge.split.client.journal import FolderJournal
 
     deep = "[" * 500 + "]" * 500
-    folder = saved(tmp_path / "model", "gpt2")
+    folder = save_file_bytes(tmp_path / "model", "gpt2")
     config = (folder / "config.json").read_text()
     FolderJournal(tmp_path / "journal")
     for value, match in (
@@ -207,9 +207,9 @@ def test_documents_that_cannot_be_written_again_are_rejected(tmp_path: Path) -> 
         with pytest.raises(CheckpointError, match=match):
             open_checkpoint(folder)
         (tmp_path / "journal" / "session.json").write_text(f'{{"a": {value}}}')
-        rejected(lambda: FolderJournal(tmp_path / "journal"), match)
+        assert_rejected(lambda: FolderJournal(tmp_path / "journal"), match)
         if "ud800" not in value:  # a page replaces what is not valid Unicode
-            rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
+            assert_rejected(lambda value=value: from_json(f'{{"a": {value}}}'), match)
     (folder / "config.json").write_text(
         config.replace("{", '{"a": "\\ud83d\\ude00",', 1)
     )  # a pair is one character
@@ -226,9 +226,11 @@ def test_a_panic_of_the_tokenizers_library_is_an_error(tmp_path: Path) -> None:
     good = json.loads(path.read_text())
     good["post_processor"]["special_tokens"].pop("[CLS]")
     path.write_text(json.dumps(good))
-    rejected(lambda: encode(path, ["a"], add_special_tokens=True), "cannot be read as a tokenizer")
+    assert_rejected(
+        lambda: encode(path, ["a"], add_special_tokens=True), "cannot be read as a tokenizer"
+    )
     path.write_bytes(b'{"added_tokens": "\xff"}')
-    rejected(lambda: special_tokens(path))
+    assert_rejected(lambda: special_tokens(path))
 
 
 def test_a_federated_run_without_settings(tmp_path: Path) -> None:
@@ -240,19 +242,19 @@ def test_a_federated_run_without_settings(tmp_path: Path) -> None:
     good = load_about(tmp_path / "run")
     for bad in ({**good, "settings": [1]}, {k: v for k, v in good.items() if k != "layout"}):
         path.write_text(json.dumps(bad))
-        rejected(lambda: load_about(tmp_path / "run"), "must have settings and a layout")
+        assert_rejected(lambda: load_about(tmp_path / "run"), "must have settings and a layout")
     path.write_text("[" * 100_000)
-    rejected(lambda: load_about(tmp_path / "run"), "is not JSON")
+    assert_rejected(lambda: load_about(tmp_path / "run"), "is not JSON")
 
 
-def test_a_key_file_whose_id_is_no_text(tmp_path: Path) -> None:
+def test_a_key_file_with_a_non_text_id(tmp_path: Path) -> None:
     from regauge.core.rng import seed_key
     from regauge.locking.keys import Key, load_key, save_key
 
     save_key(Key(seed_key(1)), tmp_path / "key", None)
     good = json.loads((tmp_path / "key").read_text())
     (tmp_path / "key").write_text(json.dumps({**good, "id": "\ud800"}))
-    rejected(lambda: load_key(tmp_path / "key", "lock"))
+    assert_rejected(lambda: load_key(tmp_path / "key", "lock"))
 
 
 def test_results_of_the_wrong_types() -> None:
@@ -267,4 +269,4 @@ def test_results_of_the_wrong_types() -> None:
         "unchecked": [],
     }
     assert from_json(json.dumps(good)).title == "t"
-    rejected(lambda: from_json(json.dumps({**good, "findings": ["a"]})), "is damaged")
+    assert_rejected(lambda: from_json(json.dumps({**good, "findings": ["a"]})), "is damaged")

@@ -48,9 +48,9 @@ def test_a_run_its_model_and_going_on(
     assert (
         main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
     )
-    said = capsys.readouterr()
-    assert "round 2/2: 3 contributed, loss" in said.err
-    assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in said.out
+    captured = capsys.readouterr()
+    assert "round 2/2: 3 contributed, loss" in captured.err
+    assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in captured.out
     assert sorted(p.name for p in out.iterdir()) == [
         "global.safetensors",
         "model",
@@ -71,7 +71,7 @@ def test_a_run_its_model_and_going_on(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "output"),
     [
         (["--clients", "0", "--rounds", "1"], "clients must be >= 1, got 0"),
         (
@@ -116,10 +116,10 @@ def test_a_run_its_model_and_going_on(
     ],
 )
 def test_bad_input_is_named_and_leaves_nothing(
-    given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], output: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["federate", str(start), *HOW, *given, "-o", str(tmp_path / "run")]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert main(["federate", str(start), *HOW, *options, "-o", str(tmp_path / "run")]) in (1, 2)
+    assert output in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
@@ -140,8 +140,8 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
         gather=5,
         record=True,
     )
-    found = tomllib.loads((tmp_path / "bundle" / "pyproject.toml").read_text())
-    config = found["tool"]["flwr"]["app"]["config"]
+    project = tomllib.loads((tmp_path / "bundle" / "pyproject.toml").read_text())
+    config = project["tool"]["flwr"]["app"]["config"]
     assert read_settings(json.loads(config["settings"])) == settings
     assert json.loads(config["source"]) == {"model": 'a "quoted" \\ path'}
     assert (config["wait"], config["gather"], config["record"], config["folder"]) == (
@@ -150,13 +150,13 @@ def test_a_bundle_says_all_that_a_superlink_needs(tmp_path: Path) -> None:
         True,
         str(tmp_path / "run"),
     )
-    assert found["project"]["dependencies"] == []  # nothing to install at run time
+    assert project["project"]["dependencies"] == []  # nothing to install at run time
 
 
 def test_a_deployment_without_a_superlink_or_without_flower_is_named(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [
+    options = [
         "federate",
         str(start),
         *HOW,
@@ -169,14 +169,14 @@ def test_a_deployment_without_a_superlink_or_without_flower_is_named(
         "--engine",
         "deployment",
     ]
-    assert main(given) == 2
+    assert main(options) == 2
     assert "--superlink HOST:PORT and --authority PEM" in capsys.readouterr().err
     (tmp_path / "ca.pem").write_text("")
     from importlib.util import find_spec
 
     if find_spec("flwr") is None:
         assert (
-            main([*given, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")])
+            main([*options, "--superlink", "127.0.0.1:1", "--authority", str(tmp_path / "ca.pem")])
             == 1
         )
         assert "pip install 'regauge[federated]'" in capsys.readouterr().err
@@ -203,6 +203,6 @@ def test_the_pages_commands_run_as_they_are_written(
     assert [run[0] for run in runs] == ["federate", "federate", "federate", "audit", "federate"]
     for run in runs:
         assert main(run) == 0
-    found = state_store.load(tmp_path / "RUN")
-    assert found is not None
-    assert found.history[-1].measures["accuracy"] > 0.5
+    run_state = state_store.load(tmp_path / "RUN")
+    assert run_state is not None
+    assert run_state.history[-1].measures["accuracy"] > 0.5

@@ -47,43 +47,43 @@ def test_every_command_has_an_example_and_every_example_a_command() -> None:
     assert set(listed) == {name.split()[0] for name in ALL}
 
 
-def parsed(line: str) -> Any:
+def parse_command(line: str) -> Any:
     """The command of a line, with its arguments taken in; nothing is run. What it does not take is
     refused.
     """
-    name, *given = shlex.split(line)
+    name, *options = shlex.split(line)
     assert name == "regauge"
-    full = next(n for n in (" ".join(given[:2]), given[0]) if n in ALL)
-    return ALL[full].make_context(full, given[len(full.split()) :]), full
+    full = next(n for n in (" ".join(options[:2]), options[0]) if n in ALL)
+    return ALL[full].make_context(full, options[len(full.split()) :]), full
 
 
 def test_switches_show_no_type(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (["--help"], ["audit", "--help"], ["split", "train", "--help"]):
         assert main(line) == 0
-        said = capsys.readouterr().out
-        assert "--help" in said
-        assert "<bool>" not in said
-        assert "<int>" not in said
+        output = capsys.readouterr().out
+        assert "--help" in output
+        assert "<bool>" not in output
+        assert "<int>" not in output
 
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_an_example_is_taken_by_its_command(name: str) -> None:
-    _, full = parsed(EXAMPLES[name])
+    _, full = parse_command(EXAMPLES[name])
     assert full == name
 
 
 def test_an_example_with_an_option_that_is_gone_is_refused() -> None:
     with pytest.raises(Exception, match="No such option"):
-        parsed("regauge move MODEL --random -o OUT --sead 1")
+        parse_command("regauge move MODEL --random -o OUT --sead 1")
     with pytest.raises(Exception, match="Missing parameter: out"):
-        parsed("regauge move MODEL --random")
+        parse_command("regauge move MODEL --random")
 
 
 @pytest.mark.parametrize("name", sorted(ALL))
 def test_help_ends_with_the_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*name.split(), "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.endswith(f"Example: {EXAMPLES[name]}")
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.endswith(f"Example: {EXAMPLES[name]}")
 
 
 def test_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,25 +119,25 @@ def test_every_option_is_spelled_one_way() -> None:
     "name",
     sorted(n for n, c in ALL.items() if n != "move" and any("--seed" in p.opts for p in c.params)),
 )
-def test_a_seed_that_cannot_be_is_refused(name: str) -> None:
+def test_an_invalid_seed_is_rejected(name: str) -> None:
     """numpy, torch and scikit-learn raise errors of their own for it, each another one. `move`
     takes any whole number.
     """
     words = re.sub(r" --seed \d+", "", EXAMPLES[name])
     for good in (0, 2**32 - 1):
-        assert parsed(f"{words} --seed {good}")[0].params["seed"] == good
+        assert parse_command(f"{words} --seed {good}")[0].params["seed"] == good
     for bad in (-1, 2**32):
         with pytest.raises(Exception, match=r"Input should|range") as caught:
-            parsed(f"{words} --seed {bad}")
+            parse_command(f"{words} --seed {bad}")
         assert "--seed" in caught.value.format_message()  # type: ignore[attr-defined]
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["healthy"] is True
-    assert found["torch"]["devices"][0]["name"] == "cpu"
-    extras = {extra["name"]: extra for extra in found["extras"]}
+    report = json.loads(capsys.readouterr().out)
+    assert report["healthy"] is True
+    assert report["torch"]["devices"][0]["name"] == "cpu"
+    extras = {extra["name"]: extra for extra in report["extras"]}
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert set(doctor._PURPOSES) == set(project["optional-dependencies"]), (
         "every extra says what it brings"
@@ -162,13 +162,13 @@ def test_doctor_names_what_is_missing_or_old(
 
     old = False
     monkeypatch.setattr(doctor.metadata, "version", version)
-    assert main(["doctor"]) == 0, "an extra that is missing is no fault"
-    said = capsys.readouterr().out
-    assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", said)
-    assert "to install report: pip install 'regauge[report]'" in said
+    assert main(["doctor"]) == 0, "a missing extra is not a fault"
+    output = capsys.readouterr().out
+    assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", output)
+    assert "to install report: pip install 'regauge[report]'" in output
     assert all(
         "  # " in line
-        for line in said.splitlines()
+        for line in output.splitlines()
         if line.startswith(("to install timm", "to install federated"))
     )
     old = True
@@ -195,24 +195,24 @@ def test_doctor_names_a_vulnerable_torch(
     monkeypatch.setattr(doctor, "requirements", dict)
     assert main(["doctor"]) == (0 if safe else 1)
     line = f"torch {version} is unsafe (CVE-2025-32434, CVE-2026-24747): a crafted pickle runs code"
-    said = capsys.readouterr().out
-    assert (line in said) is not safe
-    assert ("pip install 'torch>=2.10'" in said) is not safe
+    output = capsys.readouterr().out
+    assert (line in output) is not safe
+    assert ("pip install 'torch>=2.10'" in output) is not safe
     assert main(["doctor", "--json"]) == (0 if safe else 1)
-    found = json.loads(capsys.readouterr().out)
-    assert [entry["library"] for entry in found["vulnerable"]] == ([] if safe else ["torch"])
-    assert found["healthy"] is safe
+    report = json.loads(capsys.readouterr().out)
+    assert [entry["library"] for entry in report["vulnerable"]] == ([] if safe else ["torch"])
+    assert report["healthy"] is safe
 
 
-def test_doctor_loads_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_imports_libraries_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
     )
     monkeypatch.setitem(sys.modules, "jinja2", None)  # an import of it fails
-    found = doctor.collect_facts(load=True)
-    assert found["healthy"]
-    assert found["extras"][0]["libraries"][0]["state"] == "does not load"
-    assert "jinja2" in doctor.text_of(found)
+    facts = doctor.collect_facts(load=True)
+    assert facts["healthy"]
+    assert facts["extras"][0]["libraries"][0]["state"] == "does not load"
+    assert "jinja2" in doctor.text_of(facts)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_colour_is_for_terminals_that_want_it(plain: bool) -> None:
         env=environment,
     )
     os.close(follower)
-    said = b""
+    output = b""
     while True:
         try:
             more = os.read(leader, 65536)
@@ -276,10 +276,10 @@ def test_colour_is_for_terminals_that_want_it(plain: bool) -> None:
             break
         if not more:
             break
-        said += more
+        output += more
     assert process.wait() == 0
-    assert b"regauge doctor" in said
-    assert (re.search(rb"\x1b\[[\d;]*3\dm", said) is None) is plain
+    assert b"regauge doctor" in output
+    assert (re.search(rb"\x1b\[[\d;]*3\dm", output) is None) is plain
     piped = subprocess.run(
         [sys.executable, "-m", "regauge", "doctor", "--help"],
         capture_output=True,
@@ -368,10 +368,10 @@ def test_ctrl_c_leaves_no_debris(
     """The signal comes when what was written is to be made safe: nothing has its name yet, and much
     of it is there.
     """
-    asked: list[int] = []
+    requests: list[int] = []
 
     def interrupted(fd: int) -> None:
-        asked.append(fd)
+        requests.append(fd)
         raise KeyboardInterrupt
 
     before = everything(place)
@@ -379,6 +379,6 @@ def test_ctrl_c_leaves_no_debris(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", interrupted)
         assert main(CTRL_C[name].split()) == 130
-    assert asked, "it was interrupted while it wrote"
+    assert requests, "it was interrupted while it wrote"
     assert "interrupted" in capsys.readouterr().err
     assert everything(place) == before

@@ -45,7 +45,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def trained(start: Path) -> Path:
     out = start.parent / "trained"
-    given = [
+    options = [
         "--ratio",
         "0.5",
         "--per",
@@ -57,7 +57,7 @@ def trained(start: Path) -> Path:
         "--schedule",
         "reference",
     ]
-    assert main(["jigsaw", "train", str(start), *HOW, *given, "-o", str(out)]) == 0
+    assert main(["jigsaw", "train", str(start), *HOW, *options, "-o", str(out)]) == 0
     return out
 
 
@@ -85,7 +85,7 @@ def test_what_is_trained_is_a_plain_checkpoint_and_what_puzzles_learned(
 def test_training_lowers_the_loss_and_says_so(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--variant", "E", "--lr", "1e-2", "--fresh", "--flip", "--shift", "1"]
+    options = ["--variant", "E", "--lr", "1e-2", "--fresh", "--flip", "--shift", "1"]
     page = tmp_path / "page.html"
     assert (
         main(
@@ -94,7 +94,7 @@ def test_training_lowers_the_loss_and_says_so(
                 "train",
                 str(start),
                 *HOW,
-                *given,
+                *options,
                 "-o",
                 str(tmp_path / "out"),
                 "--json",
@@ -105,9 +105,9 @@ def test_training_lowers_the_loss_and_says_so(
         == 0
     )
     assert "The loss on the way" in page.read_text()
-    told = json.loads(capsys.readouterr().out)
-    assert told["variant"] == "JP"
-    assert told["last_loss"] < told["first_loss"] - 0.1
+    report = json.loads(capsys.readouterr().out)
+    assert report["variant"] == "JP"
+    assert report["last_loss"] < report["first_loss"] - 0.1
     assert main(["jigsaw", "train", str(start), *HOW, "-o", str(tmp_path / "out")]) == 1
     assert "exists already" in capsys.readouterr().err
 
@@ -211,7 +211,7 @@ def test_the_strong_recipe_trains_too(
 def test_evaluate(
     start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [
+    options = [
         "--ratios",
         "0.5,0.9",
         "--samples",
@@ -221,7 +221,7 @@ def test_evaluate(
         "--report",
         str(tmp_path / "page.html"),
     ]
-    assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *given]) == 0
+    assert main(["jigsaw", "evaluate", str(start), str(trained), *HOW, *options]) == 0
     captured = capsys.readouterr()
     assert "consistency" in captured.out
     assert f"the unknown embedding marks shuffled patches for: {trained};" in captured.err
@@ -233,7 +233,7 @@ def test_evaluate(
         table.columns.index(name) for name in ("difference norm", "squared", "unwrapped")
     )
     assert all(row[squared] > 0 and row[squared] != row[norm] for row in rows if row[1])
-    assert [row[bare] for row in rows[:3]] == [None] * 3  # nobody tells a plain model anything
+    assert [row[bare] for row in rows[:3]] == [None] * 3  # a plain model receives no puzzle
     assert "marks the shuffled patches" in table.note
     alone = tmp_path / "alone"
     transformers.ViTForImageClassification.from_pretrained(trained).save_pretrained(alone)
@@ -244,7 +244,7 @@ def test_evaluate(
                 "evaluate",
                 str(alone),
                 *HOW,
-                *given[:4],
+                *options[:4],
                 "--json",
                 str(tmp_path / "alone.json"),
             ]
@@ -310,16 +310,16 @@ def test_models_of_one_call_are_given_the_same_puzzles(
     table = load_results(tmp_path / "r.json").tables[0]
     assert {row[-2:] for row in table.rows} == {("4 x 4", "2 x 2")}
     assert table.rows[1][4] is None
-    assert table.rows[3][4] == table.rows[3][3]  # of the shuffle alone nothing is told
+    assert table.rows[3][4] == table.rows[3][3]  # the shuffle alone is not passed
     capsys.readouterr()
     assert (
         main(["jigsaw", "evaluate", str(net), str(tmp_path / "4"), str(tmp_path / "2"), *few]) == 1
     )
     assert f"{net}: 4 x 4 patches of 2 x 2 pixels" in capsys.readouterr().err
     assert main(["jigsaw", "evaluate", str(start), str(tmp_path / "4"), *few]) == 1
-    said = capsys.readouterr().err
-    assert f"{tmp_path / '4'}: 2 x 2 patches of 4 x 4 pixels" in said
-    assert "--patch 2 gives the same puzzles to all" in said
+    output = capsys.readouterr().err
+    assert f"{tmp_path / '4'}: 2 x 2 patches of 4 x 4 pixels" in output
+    assert "--patch 2 gives the same puzzles to all" in output
     assert (
         main(
             [
@@ -344,7 +344,7 @@ def test_models_of_one_call_are_given_the_same_puzzles(
 def test_study(
     start: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = [
+    options = [
         "--corruptions",
         "--samples",
         "2",
@@ -353,9 +353,9 @@ def test_study(
         "--json",
         str(tmp_path / "r.json"),
     ]
-    assert main(["jigsaw", "study", str(start), str(trained), *HOW, *given]) == 0
+    assert main(["jigsaw", "study", str(start), str(trained), *HOW, *options]) == 0
     assert "1-D MAE" in capsys.readouterr().out
-    page, found = (tmp_path / "page.html").read_text(), load_results(tmp_path / "r.json")
+    page, results = (tmp_path / "page.html").read_text(), load_results(tmp_path / "r.json")
     for title in (
         "Accumulated eigenvalues",
         "PCA of positions",
@@ -363,7 +363,7 @@ def test_study(
         "Errors under corruptions",
     ):
         assert title in page
-    (row,) = (r for r in found.tables[-1].rows if str(r[0]).startswith("mCE"))
+    (row,) = (r for r in results.tables[-1].rows if str(r[0]).startswith("mCE"))
     assert row[1] == pytest.approx(100)
 
 
@@ -387,7 +387,7 @@ def test_study_leaves_out_what_a_model_lacks(
         tmp_path / "swin"
     )
     swin = str(tmp_path / "swin")
-    given = [
+    options = [
         "--corruptions",
         "--samples",
         "2",
@@ -396,22 +396,22 @@ def test_study_leaves_out_what_a_model_lacks(
         "--json",
         str(tmp_path / "r.json"),
     ]
-    assert main(["jigsaw", "study", str(net), swin, str(start), *HOW, *given]) == 0
-    said, found = capsys.readouterr().out, load_results(tmp_path / "r.json")
+    assert main(["jigsaw", "study", str(net), swin, str(start), *HOW, *options]) == 0
+    output, results = capsys.readouterr().out, load_results(tmp_path / "r.json")
     for name, model in ((str(net), "ResNet"), (swin, "Swin")):
         for what, lacks in (
             ("positions", "no table of absolute positions"),
             ("attention", "no CLS token that attends to all patches"),
         ):
-            (told,) = (
-                text for text in found.unchecked if text.startswith(f"{what} of {name}: {model}")
+            (note,) = (
+                text for text in results.unchecked if text.startswith(f"{what} of {name}: {model}")
             )
-            assert lacks in told
-            assert f"not checked: {told}" in said
-    assert not any(str(start) in text for text in found.unchecked)
-    assert [row[0] for row in found.tables[0].rows] == [str(start)]
-    assert found.tables[-1].columns == ("corruption", str(net), swin, str(start))
-    assert str(found.tables[-1].rows[-1][0]).startswith("mCE")
+            assert lacks in note
+            assert f"not checked: {note}" in output
+    assert not any(str(start) in text for text in results.unchecked)
+    assert [row[0] for row in results.tables[0].rows] == [str(start)]
+    assert results.tables[-1].columns == ("corruption", str(net), swin, str(start))
+    assert str(results.tables[-1].rows[-1][0]).startswith("mCE")
     assert "no table of absolute positions" in (tmp_path / "page.html").read_text()
     assert main(["jigsaw", "study", str(net)]) == 1  # nothing is left
     assert "no table of absolute positions" in capsys.readouterr().err
@@ -430,7 +430,7 @@ def test_study_of_hard_images_and_of_images_of_no_class(
         .permuted(pixels[:90].reshape(90, -1), axis=1)
         .reshape(90, 8, 8),
     )
-    given = [
+    options = [
         "--hard",
         str(tmp_path / "hard.npz"),
         "--outside",
@@ -441,7 +441,7 @@ def test_study_of_hard_images_and_of_images_of_no_class(
         "cpu",
     ]
     outputs = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "page.html")]
-    assert main(["jigsaw", "study", str(trained), str(net), *HOW, *given, *outputs]) == 0
+    assert main(["jigsaw", "study", str(trained), str(net), *HOW, *options, *outputs]) == 0
     assert "AURRA" in capsys.readouterr().out
     assert "AUPR" in (tmp_path / "page.html").read_text()
     tables = {table.title: table for table in load_results(tmp_path / "r.json").tables}
@@ -454,11 +454,11 @@ def test_study_of_hard_images_and_of_images_of_no_class(
         )
         return top.values.detach().numpy(), top.indices.numpy()
 
-    confidence, said = sure(pixels[:50])
+    confidence, predicted = sure(pixels[:50])
     name, accuracy, area, count = tables["Hard images"].rows[0]
     assert (name, count) == (str(trained), 50)
-    assert accuracy == pytest.approx(100 * (said == labels[:50]).mean())
-    assert area == pytest.approx(100 * aurra(confidence, said == labels[:50]), abs=1e-3)
+    assert accuracy == pytest.approx(100 * (predicted == labels[:50]).mean())
+    assert area == pytest.approx(100 * aurra(confidence, predicted == labels[:50]), abs=1e-3)
     scrambled = np.load(tmp_path / "none.npz")["image"]
     name, area, guess, some, none = tables["Images of no class"].rows[0]
     assert (some, none) == (len(pixels), 90)
@@ -472,7 +472,7 @@ def test_study_of_hard_images_and_of_images_of_no_class(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "output"),
     [
         (["evaluate", "START", *HOW, "--ratios", "1.5"], "must be in [0, 1)"),
         (["train", "START", *HOW, "--ratio", "1", "-o", "OUT"], "must be in [0, 1)"),
@@ -488,15 +488,15 @@ def test_study_of_hard_images_and_of_images_of_no_class(
     ],
 )
 def test_bad_input_is_named(
-    given: list[str], said: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: list[str], output: str, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     places = {
         "START": str(start),
         "OUT": str(tmp_path / "out"),
         "NOWHERE": str(tmp_path / "NOWHERE"),
     }
-    assert main(["jigsaw", *(places.get(word, word) for word in given)]) in (1, 2)
-    assert said in capsys.readouterr().err
+    assert main(["jigsaw", *(places.get(word, word) for word in options)]) in (1, 2)
+    assert output in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
@@ -512,7 +512,7 @@ def test_a_damaged_file_of_what_was_learned_is_refused(
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_what_is_no_vit_is_told_what_is_left(
+def test_a_model_other_than_a_vit_is_rejected_with_alternatives(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A ResNet has the shuffle alone, in patches that may have to be given; a model of texts is
@@ -544,10 +544,10 @@ def test_what_is_no_vit_is_told_what_is_left(
         )
         == 1
     )
-    said = capsys.readouterr().err
-    assert "only the shuffle of patches applies" in said
-    assert "multiple of the patch, 16 x 16" in said
-    assert all(line.startswith("regauge: ") for line in said.splitlines())
+    output = capsys.readouterr().err
+    assert "only the shuffle of patches applies" in output
+    assert "multiple of the patch, 16 x 16" in output
+    assert all(line.startswith("regauge: ") for line in output.splitlines())
     assert (
         main(
             [

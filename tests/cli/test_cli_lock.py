@@ -38,19 +38,19 @@ def key(run: Run, tmp_path: Path) -> Path:
     return tmp_path / "key"
 
 
-def listed(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir())
 
 
 def test_keygen(run: Run, tmp_path: Path) -> None:
-    said = run("keygen", "-o", tmp_path / "key", "--json")
-    assert said.code == 0
+    result = run("keygen", "-o", tmp_path / "key", "--json")
+    assert result.code == 0
     made = load_key(tmp_path / "key", "lock")
     assert (
         f"regauge: wrote {tmp_path / 'key'}: key {made.id} for lock; keep a copy in a safe place\n"
-        == said.err
+        == result.err
     )
-    assert json.loads(said.out) == {
+    assert json.loads(result.out) == {
         "version": 1,
         "command": "keygen",
         "out": str(tmp_path / "key"),
@@ -58,13 +58,13 @@ def test_keygen(run: Run, tmp_path: Path) -> None:
         "purpose": "lock",
         "passphrase": False,
     }
-    said = run("keygen", "-o", tmp_path / "key")
-    assert said.code == 1
-    assert "exists already" in said.err
+    result = run("keygen", "-o", tmp_path / "key")
+    assert result.code == 1
+    assert "exists already" in result.err
     assert load_key(tmp_path / "key", "lock") == made
     assert run("keygen", "-o", tmp_path / "seal", "--purpose", "seal").code == 0
     assert run("keygen", "-o", tmp_path / "other", "--purpose", "sign").code == 2
-    assert listed(tmp_path) == ["key", "seal"]
+    assert list_files(tmp_path) == ["key", "seal"]
 
 
 def test_passphrases(
@@ -77,10 +77,10 @@ def test_passphrases(
     (tmp_path / "word").write_text("open sesame\n")
     assert run("keygen", "-o", tmp_path / "key", "--passphrase-file", tmp_path / "word").code == 0
     assert "wrapped" in (tmp_path / "key").read_text()
-    said = run("lock", llama, "-k", tmp_path / "key", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "stdin is not a terminal" in said.err
-    assert "REGAUGE_PASSPHRASE" in said.err
+    result = run("lock", llama, "-k", tmp_path / "key", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "stdin is not a terminal" in result.err
+    assert "REGAUGE_PASSPHRASE" in result.err
     assert (
         run(
             "lock",
@@ -95,10 +95,10 @@ def test_passphrases(
         == 0
     )
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open barley")
-    said = run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back")
-    assert said.code == 1
-    assert "the passphrase does not unwrap" in said.err
-    assert "barley" not in said.err
+    result = run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back")
+    assert result.code == 1
+    assert "the passphrase does not unwrap" in result.err
+    assert "barley" not in result.err
     monkeypatch.setenv("REGAUGE_PASSPHRASE", "open sesame")
     assert (
         run("unlock", tmp_path / "out", "-k", tmp_path / "key", "-o", tmp_path / "back").code == 0
@@ -110,8 +110,8 @@ def test_passphrases(
     assert run("keygen", "-o", tmp_path / "second", "--passphrase").code == 0
     assert "wrapped" in (tmp_path / "second").read_text()
     (tmp_path / "word").write_text("\n")
-    said = run("keygen", "-o", tmp_path / "third", "--passphrase-file", tmp_path / "word")
-    assert "must be a passphrase of 1 to" in said.err
+    result = run("keygen", "-o", tmp_path / "third", "--passphrase-file", tmp_path / "word")
+    assert "must be a passphrase of 1 to" in result.err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604])
@@ -121,11 +121,11 @@ def test_a_passphrase_file_that_others_can_read_is_refused(
     word = tmp_path / "word"
     word.write_text("open sesame\n")
     word.chmod(mode)
-    said = run("keygen", "-o", tmp_path / "key", "--passphrase-file", word)
-    assert said.code == 1
-    assert f"{word} can be read by others (mode {mode:04o})" in said.err
-    assert f"hint: chmod 600 {word}" in said.err
-    assert listed(tmp_path) == ["word"]
+    result = run("keygen", "-o", tmp_path / "key", "--passphrase-file", word)
+    assert result.code == 1
+    assert f"{word} can be read by others (mode {mode:04o})" in result.err
+    assert f"hint: chmod 600 {word}" in result.err
+    assert list_files(tmp_path) == ["word"]
     os.mkfifo(tmp_path / "pipe", 0o600)
     assert (
         "not a regular file"
@@ -135,14 +135,14 @@ def test_a_passphrase_file_that_others_can_read_is_refused(
 
 def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
     before = contents(llama)
-    said = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
-    assert said.code == 0
-    assert said.out == ""
+    result = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
+    assert result.code == 0
+    assert result.out == ""
     assert (
         "llama: locks the backbone by signed permutations of stream, kv (4), rep (4), qk (4), "
-        "vo (4), ffn (4); key" in said.err
+        "vo (4), ffn (4); key" in result.err
     )
-    assert "a lock is obfuscation, not encryption" in said.err
+    assert "a lock is obfuscation, not encryption" in result.err
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "locked")
     for name in old:
         assert torch.equal(old[name], new[name]) == (not name.startswith("model.layers.")), name
@@ -150,14 +150,14 @@ def test_lock_and_unlock(run: Run, tmp_path: Path, llama: Path, key: Path) -> No
     assert record is not None
     assert record.key == load_key(key, "lock").id
     assert load_key(key, "lock").derive("x").hex()[:8] not in json.dumps(new.config)
-    said = run("unlock", tmp_path / "locked", "-k", key, "-o", tmp_path / "back", "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["command"] == "unlock"
+    result = run("unlock", tmp_path / "locked", "-k", key, "-o", tmp_path / "back", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["command"] == "unlock"
     after = contents(tmp_path / "back")
     assert after["model.safetensors"] == before["model.safetensors"]
     assert json.loads(after["config.json"]) == json.loads(before["config.json"])
     assert contents(llama) == before
-    assert listed(tmp_path) == ["back", "key", "llama", "locked"]
+    assert list_files(tmp_path) == ["back", "key", "llama", "locked"]
 
 
 def test_a_locked_folder_loads_and_gives_garbage(run: Run, tmp_path: Path, key: Path) -> None:
@@ -227,7 +227,7 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
     (tmp_path / "loose").chmod(0o644)
     shutil.copy(key, llama / "inside")
     (llama / "inside").chmod(0o600)
-    before, out = listed(tmp_path), tmp_path / "out"
+    before, out = list_files(tmp_path), tmp_path / "out"
     for arguments, why in (
         (["lock", tmp_path / "locked", "-k", key], "is locked already"),
         (["unlock", llama, "-k", key], "is not locked"),
@@ -261,11 +261,11 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
         (["lock", llama, "-k", llama / "inside"], "would be published with it"),
         (["move", tmp_path / "locked", "--random"], "would no longer fit"),
     ):
-        said = run(*arguments, "-o", out)
-        assert said.code == 1, arguments
-        assert why in said.err, (arguments, said.err)
-        assert said.out == ""
-        assert listed(tmp_path) == before
+        result = run(*arguments, "-o", out)
+        assert result.code == 1, arguments
+        assert why in result.err, (arguments, result.err)
+        assert result.out == ""
+        assert list_files(tmp_path) == before
     for arguments in (
         ["lock", llama, "-k", key],
         ["lock", llama, "-o", out],
@@ -273,14 +273,14 @@ def test_what_is_refused_leaves_nothing(run: Run, tmp_path: Path, llama: Path, k
         ["lock", llama, "-k", key, "-o", out, "--group", "full"],
     ):
         assert run(*arguments).code == 2, arguments
-    assert listed(tmp_path) == before
+    assert list_files(tmp_path) == before
 
 
 def test_keys_are_not_carried_along(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
     shutil.copy(key, llama / "notes.txt")
-    said = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
-    assert "not copied (weights in other formats, keys, elements): notes.txt" in said.err
-    assert listed(tmp_path / "locked") == ["config.json", "model.safetensors"]
+    result = run("lock", llama, "-k", key, "-o", tmp_path / "locked")
+    assert "not copied (weights in other formats, keys, elements): notes.txt" in result.err
+    assert list_files(tmp_path / "locked") == ["config.json", "model.safetensors"]
 
 
 def test_rekey_never_has_the_plain_model(
@@ -295,11 +295,11 @@ def test_rekey_never_has_the_plain_model(
         for n, t in load_file(llama / "model.safetensors").items()
         if n.startswith("model.layers.") and t.dim() > 1
     }
-    seen: list[bytes] = []
+    frames: list[bytes] = []
     write = writer._write_all
 
     def watch(fd: int, view: memoryview, digest: Any = None) -> None:
-        seen.append(bytes(view))
+        frames.append(bytes(view))
         write(fd, view, digest)
 
     monkeypatch.setattr(writer, "_write_all", watch)
@@ -316,8 +316,8 @@ def test_rekey_never_has_the_plain_model(
         ).code
         == 0
     )
-    assert len(seen) > 10
-    assert not plain & set(seen)
+    assert len(frames) > 10
+    assert not plain & set(frames)
     assert run("unlock", tmp_path / "again", "-k", key, "-o", tmp_path / "no").code == 1
     assert (
         run("unlock", tmp_path / "again", "-k", tmp_path / "new", "-o", tmp_path / "back").code == 0
@@ -350,18 +350,18 @@ def test_trained_while_locked(run: Run, tmp_path: Path, llama: Path, key: Path) 
     )
     assert all(torch.equal(new[n], 1.5 * old[n]) for n in new)
     assert run("keygen", "-o", tmp_path / "other").code == 0
-    said = run("lock", "--reseal", tmp_path / "trained", "-k", tmp_path / "other", "--dry-run")
-    assert said.code == 1, "a dry run checks what a run does"
-    assert "the model was locked by the key" in said.err
-    said = run("lock", "--reseal", llama, "-k", key, "--dry-run")
-    assert f"{llama} is not locked" in said.err
+    result = run("lock", "--reseal", tmp_path / "trained", "-k", tmp_path / "other", "--dry-run")
+    assert result.code == 1, "a dry run checks what a run does"
+    assert "the model was locked by the key" in result.err
+    result = run("lock", "--reseal", llama, "-k", key, "--dry-run")
+    assert f"{llama} is not locked" in result.err
     before = contents(tmp_path / "trained")
-    said = run("lock", "--reseal", tmp_path / "trained", "-k", key, "--dry-run", "--json")
-    assert json.loads(said.out)["dry_run"] is True
+    result = run("lock", "--reseal", tmp_path / "trained", "-k", key, "--dry-run", "--json")
+    assert json.loads(result.out)["dry_run"] is True
     assert contents(tmp_path / "trained") == before
-    said = run("lock", "--reseal", tmp_path / "trained", "-k", key)
-    assert said.code == 0
-    assert "renewed the commitment" in said.err
+    result = run("lock", "--reseal", tmp_path / "trained", "-k", key)
+    assert result.code == 0
+    assert "renewed the commitment" in result.err
     assert run("unlock", tmp_path / "trained", "-k", key, "-o", tmp_path / "again").code == 0
     assert (
         contents(tmp_path / "again")["model.safetensors"]
@@ -396,9 +396,9 @@ def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, 
     assert (tmp_path / "back.safetensors").read_bytes() == (
         tmp_path / "one.safetensors"
     ).read_bytes()
-    said = run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key)
-    assert said.code == 1
-    assert "pass -o OUT" in said.err
+    result = run("lock", "--reseal", tmp_path / "locked.safetensors", "-k", key)
+    assert result.code == 1
+    assert "pass -o OUT" in result.err
     assert (
         run(
             "lock",
@@ -442,7 +442,7 @@ def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, 
         ).code
         == 0
     )
-    assert listed(tmp_path / "locked") == ["model.safetensors"]
+    assert list_files(tmp_path / "locked") == ["model.safetensors"]
     assert (
         run(
             "unlock",
@@ -460,10 +460,10 @@ def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, 
 
 
 def test_dry_runs_write_nothing(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
-    said = run("lock", llama, "-k", key, "-o", tmp_path / "out", "--dry-run", "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["dry_run"] is True
-    assert listed(tmp_path) == ["key", "llama"]
+    result = run("lock", llama, "-k", key, "-o", tmp_path / "out", "--dry-run", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["dry_run"] is True
+    assert list_files(tmp_path) == ["key", "llama"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -501,9 +501,11 @@ sys.exit(main(sys.argv[2:]))
 
 def test_seal_and_open(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
     assert run("keygen", "-o", tmp_path / "sealing", "--purpose", "seal").code == 0
-    said = run("seal", llama, "-k", tmp_path / "sealing", "-o", tmp_path / "llama.sealed", "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["bytes"] == (tmp_path / "llama.sealed").stat().st_size
+    result = run(
+        "seal", llama, "-k", tmp_path / "sealing", "-o", tmp_path / "llama.sealed", "--json"
+    )
+    assert result.code == 0
+    assert json.loads(result.out)["bytes"] == (tmp_path / "llama.sealed").stat().st_size
     assert (
         run(
             "open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "back"
@@ -511,15 +513,17 @@ def test_seal_and_open(run: Run, tmp_path: Path, llama: Path, key: Path) -> None
         == 0
     )
     assert contents(tmp_path / "back") == contents(llama)
-    said = run("seal", llama, "-k", key, "-o", tmp_path / "x")
-    assert 'must be "seal", got "lock"' in said.err
-    said = run("seal", tmp_path, "-k", tmp_path / "sealing", "-o", tmp_path.parent / "x.sealed")
-    assert "would be published with it" in said.err
+    result = run("seal", llama, "-k", key, "-o", tmp_path / "x")
+    assert 'must be "seal", got "lock"' in result.err
+    result = run("seal", tmp_path, "-k", tmp_path / "sealing", "-o", tmp_path.parent / "x.sealed")
+    assert "would be published with it" in result.err
     os.truncate(tmp_path / "llama.sealed", 500_000)
-    said = run("open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "x")
-    assert said.code == 1
-    assert "was changed or truncated since it was sealed" in said.err
-    assert listed(tmp_path) == ["back", "key", "llama", "llama.sealed", "sealing"]
+    result = run(
+        "open", tmp_path / "llama.sealed", "-k", tmp_path / "sealing", "-o", tmp_path / "x"
+    )
+    assert result.code == 1
+    assert "was changed or truncated since it was sealed" in result.err
+    assert list_files(tmp_path) == ["back", "key", "llama", "llama.sealed", "sealing"]
 
 
 def test_fingerprint(run: Run, tmp_path: Path, key: Path) -> None:
@@ -563,9 +567,9 @@ def test_fingerprint(run: Run, tmp_path: Path, key: Path) -> None:
         assert fingerprint(name).is_same(plain), name
     for name in ("trained", "other"):
         assert not fingerprint(name).is_same(plain), name
-    said = run("fingerprint", tmp_path / "plain")
-    assert said.out.startswith(f"llama  {plain.digests[0]}  {plain.digests[1]}\n")
-    assert "model.layers.*.self_attn" in said.out or "qk.*" in said.out
+    result = run("fingerprint", tmp_path / "plain")
+    assert result.out.startswith(f"llama  {plain.digests[0]}  {plain.digests[1]}\n")
+    assert "model.layers.*.self_attn" in result.out or "qk.*" in result.out
 
 
 def test_the_lock_is_never_called_encryption(capsys: pytest.CaptureFixture[str]) -> None:
@@ -581,7 +585,7 @@ def test_key_repr_in_errors() -> None:
     assert str(Key(bytes(32))) == "Key(lock, 35f322c179f8fd31)"
 
 
-def test_a_key_is_kept_apart_from_all_that_is_written(tmp_path: Path) -> None:
+def test_a_key_is_in_no_output_file(tmp_path: Path) -> None:
     from regauge.cli.keygen import require_outside
     from regauge.errors import KeyFileError
 

@@ -59,9 +59,19 @@ def test_match_writes_a_folder_that_anything_loads(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = pair
-    out, kept = tmp_path / "out", tmp_path / "g.safetensors"
+    out, element_file = tmp_path / "out", tmp_path / "g.safetensors"
     assert (
-        run("match", a, b, "-o", out, "--save-element", kept, "--report", tmp_path / "page.html")
+        run(
+            "match",
+            a,
+            b,
+            "-o",
+            out,
+            "--save-element",
+            element_file,
+            "--report",
+            tmp_path / "page.html",
+        )
         == 0
     )
     here, there = AutoModelForCausalLM.from_pretrained(out), AutoModelForCausalLM.from_pretrained(b)
@@ -72,7 +82,7 @@ def test_match_writes_a_folder_that_anything_loads(
     results = json.loads((out / "match.json").read_text())
     assert results["findings"][0]["value"] < 1e-3 < results["findings"][0]["ceiling"]
     assert "Distance by module" in (tmp_path / "page.html").read_text()
-    assert kept.exists()
+    assert element_file.exists()
     assert not list(tmp_path.glob(".out*"))
     assert "distance" in capsys.readouterr().out
 
@@ -113,7 +123,7 @@ def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> 
 def test_a_refined_match_is_judged_by_what_was_refined(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two models near each other: refinement moves A away from B by weights. That is no failure,
+    """Two models near each other: refinement moves A away from B by weights. This is not a failure,
     and the function of A stays.
     """
     a, b, out = tmp_path / "a", tmp_path / "b", tmp_path / "out"
@@ -205,7 +215,7 @@ def test_compare_says_what_two_models_are_to_each_other(
     assert "do not share a basis" in capsys.readouterr().out
 
 
-def test_what_cannot_be_matched_is_refused_by_name(
+def test_unmatchable_models_raise_an_error_that_names_the_cause(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = pair
@@ -263,8 +273,8 @@ def test_different_vocabularies_are_matched_by_the_tokens_of_both(
     assert run("match", a, b, "-o", out) == 1
     assert "--shared-tokens" in capsys.readouterr().err
     assert run("match", a, b, "-o", out, "--shared-tokens") == 0
-    found = json.loads((out / "match.json").read_text())["findings"][0]
-    assert found["value"] < 1e-2 < found["ceiling"]
+    report = json.loads((out / "match.json").read_text())["findings"][0]
+    assert report["value"] < 1e-2 < report["ceiling"]
 
 
 def test_an_interrupted_match_leaves_what_it_found(
@@ -288,9 +298,9 @@ def test_an_interrupted_match_leaves_what_it_found(
     monkeypatch.setattr(finding, "_solve_unit", stop)
     assert run("match", a, b, "-o", out) == 130
     assert (tmp_path / ".out.match").exists()
-    said = capsys.readouterr().err.splitlines()
-    assert said[-2] == "regauge: error: interrupted"
-    assert said[-1].endswith(
+    output = capsys.readouterr().err.splitlines()
+    assert output[-2] == "regauge: error: interrupted"
+    assert output[-1].endswith(
         f"{tmp_path / '.out.match'}, {tmp_path / '.out.match.json'}"
     )  # and how to go on
     assert (tmp_path / ".out.match").stat().st_mode & 0o077 == 0

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from support.cli_runs import Run
-from support.merges import State, digests, interrupting, kill_and_resume, near, state_of, tuned
+from support.merges import State, digests, finetune, interrupting, kill_and_resume, near, state_of
 from support.picos import build
 
 
@@ -25,7 +25,7 @@ def a(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "a", LLAMA, 0)
 
 
-def edited(folder: Path, change: Callable[[State, dict[str, Any]], None]) -> Path:
+def edit_config(folder: Path, change: Callable[[State, dict[str, Any]], None]) -> Path:
     state, config = (
         load_file(folder / "model.safetensors"),
         json.loads((folder / "config.json").read_text()),
@@ -41,8 +41,8 @@ def edited(folder: Path, change: Callable[[State, dict[str, Any]], None]) -> Pat
 
 
 def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
-    b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
-    said = run(
+    b, c = finetune(a, tmp_path / "b", 1), finetune(a, tmp_path / "c", 2)
+    result = run(
         "merge",
         a,
         b,
@@ -57,12 +57,12 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
         tmp_path / "out",
         "--json",
     )
-    assert said.code == 0
-    assert "share a basis without alignment" in said.err
+    assert result.code == 0
+    assert "share a basis without alignment" in result.err
     x, y, z = (state_of(m) for m in (a, b, c))
     for name, value in state_of(tmp_path / "out").items():
         assert near(value, (x[name] + 0.3 * y[name] + 0.5 * z[name]) / 1.8), name
-    report = json.loads(said.out)
+    report = json.loads(result.out)
     assert report["method"] == "linear"
     assert [v["verdict"] for v in report["basis"]] == ["same basis", "same basis"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
@@ -102,13 +102,13 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
 def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, method: str) -> None:
     from regauge.merging import merge
 
-    b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
+    b, c = finetune(a, tmp_path / "b", 1), finetune(a, tmp_path / "c", 2)
     based = method != "karcher"
     models = [b] if method == "slerp" else [b, c]
     settings: dict[str, Any] = {"slerp": {"t": 0.3}, "model_stock": {}, "karcher": {}}.get(
         method, {"density": 0.5, "lambda": 0.7}
     )
-    given = [f"--set={k}={v}" for k, v in settings.items()]
+    options = [f"--set={k}={v}" for k, v in settings.items()]
     assert (
         run(
             "merge",
@@ -116,7 +116,7 @@ def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, meth
             *(["--base", a] if based else []),
             "--method",
             method,
-            *given,
+            *options,
             "-o",
             tmp_path / "out",
             "--seed",
@@ -138,7 +138,7 @@ def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, meth
 
 
 def test_gradients_filters_and_dtypes(run: Run, a: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     (tmp_path / "r.yaml").write_text(
         f"""
 merge_method: task_arithmetic
@@ -170,8 +170,8 @@ out_dtype: bfloat16
 
 
 def test_slices(run: Run, a: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
-    edited(a, lambda state, config: config.update(layer_types=["p", "q", "r", "s"]))
+    b = finetune(a, tmp_path / "b", 1)
+    edit_config(a, lambda state, config: config.update(layer_types=["p", "q", "r", "s"]))
     (tmp_path / "r.yaml").write_text(
         f"""
 merge_method: passthrough
@@ -200,10 +200,10 @@ slices:
     (tmp_path / "r.yaml").write_text(
         f"merge_method: passthrough\nslices:\n- sources:\n  - model: {a}\n    layer_range: [0, 5]\n"
     )
-    said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "no")
-    assert said.code == 1
-    assert "line 4" in said.err
-    assert "must end at 4 or before" in said.err
+    result = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "no")
+    assert result.code == 1
+    assert "line 4" in result.err
+    assert "must end at 4 or before" in result.err
 
 
 def test_a_merge_loads_with_transformers_and_writes_text(run: Run, tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_a_merge_loads_with_transformers_and_writes_text(run: Run, tmp_path: Pat
 
     for pico in ("llama", "gpt2", "qwen3"):
         build(pico).float().save_pretrained(tmp_path / pico)
-        other = tuned(tmp_path / pico, tmp_path / f"{pico}-b", 1, 0.01)
+        other = finetune(tmp_path / pico, tmp_path / f"{pico}-b", 1, 0.01)
         assert (
             run(
                 "merge",
@@ -244,8 +244,8 @@ def test_tied_weights_are_written_once(run: Run, tmp_path: Path) -> None:
     def repeat(state: State, config: dict[str, Any]) -> None:
         state["lm_head.weight"] = state["transformer.wte.weight"].clone()
 
-    b = edited(tuned(gpt2, tmp_path / "b", 1), repeat)
-    both = edited(tuned(gpt2, tmp_path / "c", 2), repeat)
+    b = edit_config(finetune(gpt2, tmp_path / "b", 1), repeat)
+    both = edit_config(finetune(gpt2, tmp_path / "c", 2), repeat)
     assert run("merge", b, both, "-o", tmp_path / "out").code == 0
     assert "lm_head.weight" not in state_of(tmp_path / "out")
 
@@ -253,7 +253,7 @@ def test_tied_weights_are_written_once(run: Run, tmp_path: Path) -> None:
         state["lm_head.weight"] = state["transformer.wte.weight"] + 0.01
         config["tie_word_embeddings"] = False
 
-    own = edited(tuned(gpt2, tmp_path / "d", 3), untie)
+    own = edit_config(finetune(gpt2, tmp_path / "d", 3), untie)
     assert (
         run("merge", gpt2, own, "-o", tmp_path / "mixed").code == 0
     )  # a head of its own, and a tied one: the tied one's is its table
@@ -268,18 +268,18 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     moved = tmp_path / "moved"
     assert run("move", a, "--random", "--group", "full", "--seed", 3, "-o", moved).code == 0
     before = sorted(p.name for p in tmp_path.iterdir())
-    said = run("merge", a, moved, "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "error: " in said.err
-    assert "does not share a basis with" in said.err
-    assert "do not share a basis without alignment (cosine " in said.err
-    assert "--align" in said.err
+    result = run("merge", a, moved, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "error: " in result.err
+    assert "does not share a basis with" in result.err
+    assert "do not share a basis without alignment (cosine " in result.err
+    assert "--align" in result.err
     assert sorted(p.name for p in tmp_path.iterdir()) == before  # nothing is left behind
-    said = run("merge", a, moved, "--align", "-o", tmp_path / "out", "--json")
-    assert said.code == 0
+    result = run("merge", a, moved, "--align", "-o", tmp_path / "out", "--json")
+    assert result.code == 0
     x, out = state_of(a), state_of(tmp_path / "out")
     assert all(near(out[n], x[n], 1e-4) for n in x)
-    assert json.loads(said.out)["basis"][0]["verdict"] == "different bases"
+    assert json.loads(result.out)["basis"][0]["verdict"] == "different bases"
     assert "aligned with" in (tmp_path / "out" / "README.md").read_text()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*before, "out"])
     forced = run("merge", a, moved, "--force", "-o", tmp_path / "noise")
@@ -289,19 +289,19 @@ def test_a_moved_copy_is_refused_and_given_back_by_align(run: Run, a: Path, tmp_
     assert "by force" in (tmp_path / "noise" / "README.md").read_text()
 
 
-def test_one_moved_layer_is_seen(run: Run, a: Path, tmp_path: Path) -> None:
+def test_one_transformed_layer_is_detected(run: Run, a: Path, tmp_path: Path) -> None:
     """The rest of the model is as it was, so that a look at the whole alone would pass it."""
     assert (
         run("move", a, "--random", "--seed", 3, "--spaces", "ffn.2", "-o", tmp_path / "moved").code
         == 0
     )
-    said = run("merge", a, tmp_path / "moved", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "does not share a basis" in said.err
+    result = run("merge", a, tmp_path / "moved", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "does not share a basis" in result.err
 
 
 def test_align_to_another_model_and_with_folded_norms(run: Run, a: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     assert (
         run(
             "move",
@@ -327,10 +327,10 @@ def test_align_to_another_model_and_with_folded_norms(run: Run, a: Path, tmp_pat
 
     ids = torch.arange(12).view(1, 12) * 7 % 250
     with torch.no_grad():
-        found, wanted, other = (
+        loaded, wanted, other = (
             load_model(p)(input_ids=ids).logits for p in (tmp_path / "out", a, b)
         )
-    assert float((found - wanted).norm() / wanted.norm()) < 1.5 * float(
+    assert float((loaded - wanted).norm() / wanted.norm()) < 1.5 * float(
         (other - wanted).norm() / wanted.norm()
     )  # between its ends
 
@@ -339,32 +339,32 @@ def test_unrelated_models_are_refused_and_aligned_under_protest(
     run: Run, a: Path, tmp_path: Path
 ) -> None:
     z = make_checkpoint(tmp_path / "z", LLAMA, 9)
-    said = run("merge", a, z, "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "does not share a basis" in said.err
-    said = run("merge", a, z, "--align", "-o", tmp_path / "out")
-    assert said.code == 0
-    assert "still far: the two were trained independently" in said.err
+    result = run("merge", a, z, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "does not share a basis" in result.err
+    result = run("merge", a, z, "--align", "-o", tmp_path / "out")
+    assert result.code == 0
+    assert "still far: the two were trained independently" in result.err
 
 
 def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> None:
     assert (
-        run("merge", a, tuned(a, tmp_path / "b", 1, 0.1), "-o", tmp_path / "out").code == 0
+        run("merge", a, finetune(a, tmp_path / "b", 1, 0.1), "-o", tmp_path / "out").code == 0
     )  # half as much noise as weight
-    said = run(
-        "merge", a, tuned(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no"
+    result = run(
+        "merge", a, finetune(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no"
     )  # in between: the comparison decides
-    assert said.code == 1
-    assert "cosine" in said.err
+    assert result.code == 1
+    assert "cosine" in result.err
 
 
-def test_a_head_of_its_own_is_no_other_basis(run: Run, tmp_path: Path) -> None:
+def test_a_different_head_is_not_a_different_basis(run: Run, tmp_path: Path) -> None:
     """Classifiers that were fine-tuned apart have different heads, which says nothing about the
     basis of the rest.
     """
     build("llama-classifier").float().save_pretrained(tmp_path / "a")
-    b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.01)
-    edited(
+    b = finetune(tmp_path / "a", tmp_path / "b", 1, 0.01)
+    edit_config(
         b,
         lambda state, config: state.update(
             {"score.weight": torch.randn(state["score.weight"].shape)}
@@ -388,7 +388,7 @@ def tokenizer(folder: Path, tokens: list[str], special: tuple[str, ...] = ()) ->
 
 def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
     tokens = [f"t{i}" for i in range(256)]
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
 
     def shorter(state: State, config: dict[str, Any]) -> None:
         order = torch.arange(255, 5, -1)  # other rows, and six tokens fewer
@@ -396,13 +396,13 @@ def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
             state[name] = torch.cat([state[name][order], torch.full((2, 64), 3.0)])
         config["vocab_size"] = 252
 
-    edited(b, shorter)
+    edit_config(b, shorter)
     tokenizer(a, tokens)
     tokenizer(b, tokens[:5:-1], ("<new>", "<pad>"))
-    said = run("merge", a, b, "-o", tmp_path / "no")
-    assert said.code == 1
-    assert "the vocabularies differ" in said.err
-    assert "tokenizer_source: union" in said.err
+    result = run("merge", a, b, "-o", tmp_path / "no")
+    assert result.code == 1
+    assert "the vocabularies differ" in result.err
+    assert "tokenizer_source: union" in result.err
 
     x, y = (state_of(m)["lm_head.weight"] for m in (a, b))
     assert run("merge", a, b, "--tokenizer", "union", "-o", tmp_path / "union").code == 0
@@ -450,12 +450,12 @@ def test_vocabularies_that_differ(run: Run, a: Path, tmp_path: Path) -> None:
     assert near(state_of(tmp_path / "aligned")["lm_head.weight"], out, 1e-4)
 
 
-def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+def test_incompatible_models_raise_one_error(run: Run, a: Path, tmp_path: Path) -> None:
+    b = finetune(a, tmp_path / "b", 1)
     gpt2 = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     wider = make_checkpoint(tmp_path / "wider", {**LLAMA, "intermediate_size": 180}, 0)
     deeper = make_checkpoint(tmp_path / "deeper", {**LLAMA, "num_hidden_layers": 5}, 0)
-    broken = tuned(a, tmp_path / "broken", 1)
+    broken = finetune(a, tmp_path / "broken", 1)
     with (broken / "model.safetensors").open("r+b") as file:
         file.truncate(100_000)
     typo = tmp_path / "typo.yaml"
@@ -479,11 +479,11 @@ def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -
         ((typo,), 'line 4: a model has no "paramters"'),
         ((lacking,), f'line 5: linear needs the parameter "weight" of the model {b}'),
     ):
-        said = run("merge", *arguments, "-o", tmp_path / "out")
-        assert said.code == 1, arguments
-        assert words in said.err, (arguments, said.err)
-        assert said.err.count("error: ") == 1
-        assert "hint: " in said.err, arguments
+        result = run("merge", *arguments, "-o", tmp_path / "out")
+        assert result.code == 1, arguments
+        assert words in result.err, (arguments, result.err)
+        assert result.err.count("error: ") == 1
+        assert "hint: " in result.err, arguments
         assert sorted(p.name for p in tmp_path.iterdir()) == before
     for arguments in (
         (a,),
@@ -497,38 +497,38 @@ def test_what_cannot_be_merged_is_one_error(run: Run, a: Path, tmp_path: Path) -
 
 
 def test_a_dry_run_writes_nothing(run: Run, a: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     before = sorted(p.name for p in tmp_path.iterdir())
-    said = run("merge", a, b, "-o", tmp_path / "out", "--dry-run", "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["dry_run"] is True
+    result = run("merge", a, b, "-o", tmp_path / "out", "--dry-run", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["dry_run"] is True
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_a_full_disk(run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     before = sorted(p.name for p in tmp_path.iterdir())
     monkeypatch.setattr(
         "shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000)
     )  # type: ignore[attr-defined]
-    said = run("merge", a, b, "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "no space left on the device" in said.err
+    result = run("merge", a, b, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "no space left on the device" in result.err
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_values_that_overflow_are_refused(run: Run, a: Path, tmp_path: Path) -> None:
-    b = edited(
-        tuned(a, tmp_path / "b", 1),
+    b = edit_config(
+        finetune(a, tmp_path / "b", 1),
         lambda state, config: state.update({"model.norm.weight": torch.full((64,), 1e6)}),
     )
-    said = run("merge", a, b, "--dtype", "float16", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert '"model.norm.weight" would hold NaN or Inf' in said.err
+    result = run("merge", a, b, "--dtype", "float16", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert '"model.norm.weight" would hold NaN or Inf' in result.err
 
 
 def test_a_merge_that_was_killed_goes_on(run: Run, a: Path, tmp_path: Path) -> None:
-    b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
+    b, c = finetune(a, tmp_path / "b", 1), finetune(a, tmp_path / "c", 2)
     arguments = [
         "merge",
         b,
@@ -547,7 +547,7 @@ def test_a_merge_that_was_killed_goes_on(run: Run, a: Path, tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_fifty_kills(run: Run, a: Path, tmp_path: Path) -> None:
-    b, c = tuned(a, tmp_path / "b", 1), tuned(a, tmp_path / "c", 2)
+    b, c = finetune(a, tmp_path / "b", 1), finetune(a, tmp_path / "c", 2)
     assert (
         run("move", c, "--random", "--group", "full", "--seed", 3, "-o", tmp_path / "moved").code
         == 0
@@ -598,7 +598,7 @@ def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -
     """What a kill leaves before the first journal is whole, or after it was removed, is not in the
     way; what is somebody else's is.
     """
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     partial = tmp_path / ".out.partial"
     assert run("merge", a, b, "-o", tmp_path / "whole").code == 0
     shutil.copytree(tmp_path / "whole", partial)
@@ -614,16 +614,16 @@ def test_a_kill_before_or_after_the_journal(run: Run, a: Path, tmp_path: Path) -
     shutil.rmtree(tmp_path / "out")
     partial.mkdir()
     (partial / "model.safetensors").write_text("mine")
-    said = run("merge", a, b, "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "was not written by regauge" in said.err
+    result = run("merge", a, b, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "was not written by regauge" in result.err
     assert (partial / "model.safetensors").read_text() == "mine"
 
 
-def test_finished_shards_are_kept(
+def test_finished_shards_are_reused(
     run: Run, a: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     end = interrupting(monkeypatch, 25)
     assert (
         run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--threads", "1").code
@@ -631,11 +631,11 @@ def test_finished_shards_are_kept(
     )
     assert not (tmp_path / "out").exists()
     end()
-    said = run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--json")
-    assert said.code == 0
-    assert json.loads(said.out)["resumed"]
+    result = run("merge", a, b, "-o", tmp_path / "out", "--shard-size", "100kB", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["resumed"]
     assert run("merge", a, b, "-o", tmp_path / "whole", "--shard-size", "100kB").code == 0
-    found, wanted = digests(tmp_path / "out"), digests(tmp_path / "whole")
-    assert {k: v for k, v in found.items() if k != "README.md"} == {
+    digests_after, wanted = digests(tmp_path / "out"), digests(tmp_path / "whole")
+    assert {k: v for k, v in digests_after.items() if k != "README.md"} == {
         k: v for k, v in wanted.items() if k != "README.md"
     }

@@ -19,7 +19,7 @@ from regauge.merging import merge
 from regauge.merging.statistics import activations, fisher, grams
 from regauge.models.resolve import spec_of
 from support.cli_runs import Run
-from support.merges import digests, interrupting, kill_and_resume, near, reader, state_of, tuned
+from support.merges import digests, finetune, interrupting, kill_and_resume, near, reader, state_of
 from support.picos import build
 
 METHODS = {
@@ -49,7 +49,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def looked(
+def count_reads(
     kind: str, folder: Path, text: Path, samples: int, length: int, labelled: bool = False
 ) -> Any:
     """What a model shows, by the functions themselves."""
@@ -80,10 +80,10 @@ def test_every_method_is_what_its_function_does(
     b = (
         reader(make_checkpoint(tmp_path / "b", LLAMA, 9))
         if method.startswith("ot_")
-        else tuned(a, tmp_path / "b", 1)
+        else finetune(a, tmp_path / "b", 1)
     )  # transport needs no relative
-    given = ["--data", text, "--samples", 12, "--length", 16] if kind else []
-    said = run(
+    options = ["--data", text, "--samples", 12, "--length", 16] if kind else []
+    result = run(
         "merge",
         a,
         b,
@@ -93,20 +93,20 @@ def test_every_method_is_what_its_function_does(
         1,
         "--weight",
         0.5,
-        *given,
+        *options,
         "-o",
         tmp_path / "out",
         "--json",
     )
-    assert said.code == 0, said.err
-    known = [looked(kind, m, text, 12, 16) for m in (a, b)] if kind else None
+    assert result.code == 0, result.err
+    known = [count_reads(kind, m, text, 12, 16) for m in (a, b)] if kind else None
     wanted = merge(
         [state_of(a), state_of(b)], method, statistics=known, spec=spec_of(a), weight=[1, 0.5]
     )
     mean = merge([state_of(a), state_of(b)], weight=[1, 0.5])
-    found = state_of(tmp_path / "out")
-    assert all(near(value, wanted[name], 1e-4) for name, value in found.items())
-    assert not all(near(value, mean[name], 1e-3) for name, value in found.items())
+    merged_state = state_of(tmp_path / "out")
+    assert all(near(value, wanted[name], 1e-4) for name, value in merged_state.items())
+    assert not all(near(value, mean[name], 1e-3) for name, value in merged_state.items())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "out", "text.txt"]
     again = run(
         "merge", tmp_path / "out" / "recipe.yaml", "-o", tmp_path / "again"
@@ -123,18 +123,18 @@ def test_every_method_is_what_its_function_does(
 
 
 def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     how = ["--method", "fisher", "--data", text, "--samples", 12, "--length", 16]
     assert run("merge", a, b, *how, "--labels", "-o", tmp_path / "out").code == 0
     assert run("merge", a, b, *how, "-o", tmp_path / "drawn").code == 0
     wanted = merge(
         [state_of(a), state_of(b)],
         "fisher",
-        statistics=[looked("fisher", m, text, 12, 16, True) for m in (a, b)],
+        statistics=[count_reads("fisher", m, text, 12, 16, True) for m in (a, b)],
     )
-    found, other = state_of(tmp_path / "out"), state_of(tmp_path / "drawn")
-    assert all(near(value, wanted[name], 1e-4) for name, value in found.items())
-    assert not all(near(value, other[name], 1e-4) for name, value in found.items())
+    merged_state, other = state_of(tmp_path / "out"), state_of(tmp_path / "drawn")
+    assert all(near(value, wanted[name], 1e-4) for name, value in merged_state.items())
+    assert not all(near(value, other[name], 1e-4) for name, value in merged_state.items())
     assert "with their labels" in (tmp_path / "out" / "README.md").read_text()
 
 
@@ -145,7 +145,7 @@ def test_models_are_looked_at_after_they_were_moved(
     """A merge with a secretly permuted relative is the merge with the relative itself: nothing was
     seen in the wrong basis.
     """
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     assert (
         run(
             "move", b, "--random", "--group", "permutation", "--seed", 3, "-o", tmp_path / "moved"
@@ -159,8 +159,8 @@ def test_models_are_looked_at_after_they_were_moved(
         f"{{uri: {text}, samples: 12, length: 16}}\n"
         f"models:\n- model: {a}\n- model: {tmp_path / 'moved'}\n"
     )
-    said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
-    assert said.code == 0, said.err
+    result = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
+    assert result.code == 0, result.err
     wanted = state_of(tmp_path / "plain")
     assert all(
         near(value, wanted[name], 1e-3) for name, value in state_of(tmp_path / "out").items()
@@ -193,12 +193,12 @@ def test_folded_models(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
         f"data: {{uri: {text}, samples: 12, length: 16}}\nmodels:\n- model: {tied}\n- model: "
         f"{tmp_path / 'turned'}\n"
     )
-    said = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
-    assert said.code == 0, said.err
+    result = run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out")
+    assert result.code == 0, result.err
     ids = torch.arange(12).view(1, 12) * 7 % 250
     with torch.no_grad():
-        found, wanted = (load_model(p)(input_ids=ids).logits for p in (tmp_path / "out", tied))
-    assert float((found - wanted).norm() / wanted.norm()) < 1e-3
+        loaded, wanted = (load_model(p)(input_ids=ids).logits for p in (tmp_path / "out", tied))
+    assert float((loaded - wanted).norm() / wanted.norm()) < 1e-3
 
 
 @pytest.mark.parametrize("method", ["ot_wts", "ot_acts_emd"])
@@ -211,15 +211,17 @@ def test_transport_needs_no_common_basis(
         ).code
         == 0
     )
-    given = (
+    options = (
         ["--data", text, "--samples", 12, "--length", 16]
         if METHODS[method]
         else ["--set", "regularization=0"]
     )
-    said = run("merge", a, tmp_path / "moved", "--method", method, *given, "-o", tmp_path / "out")
-    assert said.code == 0, said.err
-    assert "exactly" in said.err
-    assert "changes its function" not in said.err
+    result = run(
+        "merge", a, tmp_path / "moved", "--method", method, *options, "-o", tmp_path / "out"
+    )
+    assert result.code == 0, result.err
+    assert "exactly" in result.err
+    assert "changes its function" not in result.err
     wanted = state_of(a)
     assert all(
         near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
@@ -227,7 +229,7 @@ def test_transport_needs_no_common_basis(
 
 
 def test_models_with_data_of_their_own(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     (tmp_path / "other.txt").write_text(" ".join(text.read_text().split()[::-1]))
     data = "{{uri: {}, samples: 12, length: 16}}"
     (tmp_path / "r.yaml").write_text(
@@ -235,7 +237,10 @@ def test_models_with_data_of_their_own(run: Run, a: Path, text: Path, tmp_path: 
         f"{{model: {b}, data: {data.format(tmp_path / 'other.txt')}}}\n"
     )
     assert run("merge", tmp_path / "r.yaml", "-o", tmp_path / "out").code == 0
-    known = [looked("gram", a, text, 12, 16), looked("gram", b, tmp_path / "other.txt", 12, 16)]
+    known = [
+        count_reads("gram", a, text, 12, 16),
+        count_reads("gram", b, tmp_path / "other.txt", 12, 16),
+    ]
     wanted = merge([state_of(a), state_of(b)], "regmean", statistics=known)
     assert all(
         near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
@@ -246,14 +251,14 @@ def test_a_classifier_of_texts(run: Run, tmp_path: Path) -> None:
     """Texts of different lengths: padding counts nowhere, and labels are not even looked for."""
     build("bert-classifier").float().save_pretrained(tmp_path / "a")
     reader(tmp_path / "a", 30)
-    b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.05)
+    b = finetune(tmp_path / "a", tmp_path / "b", 1, 0.05)
     (tmp_path / "dev.tsv").write_text(
         "sentence\n"
         + "\n".join(" ".join(f"t{(3 * i + j) % 30}" for j in range(2 + i % 7)) for i in range(20))
         + "\n"
     )
     for method in ("fisher", "regmean"):
-        said = run(
+        result = run(
             "merge",
             tmp_path / "a",
             b,
@@ -266,7 +271,7 @@ def test_a_classifier_of_texts(run: Run, tmp_path: Path) -> None:
             "-o",
             tmp_path / method,
         )
-        assert said.code == 0, said.err
+        assert result.code == 0, result.err
         assert load_model(tmp_path / method) is not None
         assert not near(
             state_of(tmp_path / method)["classifier.weight"],
@@ -290,7 +295,7 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
     renamed = dict(module.named_parameters())
 
     class Other(torch.nn.Module):
-        def named_parameters(self, *given: Any, **more: Any) -> Any:
+        def named_parameters(self, *args: Any, **more: Any) -> Any:
             return iter([("new." + n, p) for n, p in renamed.items()])
 
     shown = _stored_names(
@@ -302,7 +307,7 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
 def test_what_is_missing_or_wrong_is_one_error(
     run: Run, a: Path, text: Path, tmp_path: Path
 ) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     base = f"merge_method: regmean\nmodels:\n- model: {a}\n- model: {b}\n"
     recipes = {
         "typo": f"{base}data: {{uri: {text}, sample: 3}}\n",
@@ -334,10 +339,10 @@ def test_what_is_missing_or_wrong_is_one_error(
         ((tmp_path / "fields.yaml",), "line 5: fields must map"),
         ((tmp_path / "own.yaml",), "has its own"),
     ):
-        said = run("merge", *arguments, "-o", tmp_path / "out")
-        assert said.code == 1, (arguments, said.err)
-        assert words in said.err, (arguments, said.err)
-        assert said.err.count("error: ") == 1
+        result = run("merge", *arguments, "-o", tmp_path / "out")
+        assert result.code == 1, (arguments, result.err)
+        assert words in result.err, (arguments, result.err)
+        assert result.err.count("error: ") == 1
         assert sorted(p.name for p in tmp_path.iterdir()) == before
     for arguments in (
         (a, b, "--samples", 3),
@@ -345,17 +350,17 @@ def test_what_is_missing_or_wrong_is_one_error(
         (tmp_path / "none.yaml", "--data", text),
     ):
         assert run("merge", *arguments, "-o", tmp_path / "out").code == 2, arguments
-    said = run("merge", a, b, "--data", text, "-o", tmp_path / "out")
-    assert said.code == 0
-    assert "linear needs no data" in said.err
+    result = run("merge", a, b, "--data", text, "-o", tmp_path / "out")
+    assert result.code == 0
+    assert "linear needs no data" in result.err
 
 
 def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Path) -> None:
     build("bert-base").float().save_pretrained(tmp_path / "a")
     reader(tmp_path / "a", 30)
-    b = tuned(tmp_path / "a", tmp_path / "b", 1, 0.05)
+    b = finetune(tmp_path / "a", tmp_path / "b", 1, 0.05)
     (tmp_path / "texts.txt").write_text("t1 t2 t3\nt4 t5\n")
-    said = run(
+    result = run(
         "merge",
         tmp_path / "a",
         b,
@@ -366,8 +371,8 @@ def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Pa
         "-o",
         tmp_path / "out",
     )
-    assert said.code == 1
-    assert "gives no logits" in said.err
+    assert result.code == 1
+    assert "gives no logits" in result.err
     assert (
         run(
             "merge",
@@ -385,9 +390,9 @@ def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Pa
 
 
 def test_a_dry_run_looks_at_nothing(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     before = sorted(p.name for p in tmp_path.iterdir())
-    said = run(
+    result = run(
         "merge",
         a,
         b,
@@ -400,13 +405,13 @@ def test_a_dry_run_looks_at_nothing(run: Run, a: Path, text: Path, tmp_path: Pat
         "--dry-run",
         "--json",
     )
-    assert said.code == 0
-    assert json.loads(said.out)["dry_run"] is True
+    assert result.code == 0
+    assert json.loads(result.out)["dry_run"] is True
     assert sorted(p.name for p in tmp_path.iterdir()) == before
 
 
 def test_a_killed_merge_gives_the_same_bytes(run: Run, a: Path, text: Path, tmp_path: Path) -> None:
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     how = [
         "--method",
         "fisher",
@@ -427,7 +432,7 @@ def test_nothing_is_looked_at_twice(
 ) -> None:
     from regauge.merging import data_pass
 
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     arguments = [
         "merge",
         a,
@@ -445,7 +450,7 @@ def test_nothing_is_looked_at_twice(
     assert run(*arguments, "-o", tmp_path / "out").code == 130
     end()
 
-    def never(*given: object, **more: object) -> None:
+    def never(*args: object, **more: object) -> None:
         raise AssertionError("it was seen already")
 
     with monkeypatch.context() as patched:
@@ -463,7 +468,7 @@ def test_other_data_are_another_merge(
     run: Run, a: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What an interrupted merge has seen on other data is not used."""
-    b = tuned(a, tmp_path / "b", 1)
+    b = finetune(a, tmp_path / "b", 1)
     arguments = [
         "merge",
         a,

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,25 +56,25 @@ def test_usage_errors(run: Run, tmp_path: Path, llama: Path) -> None:
         ["move", llama, "-o", tmp_path / "o", "--random", "--resume"],
         ["move", llama, "-o", tmp_path / "o", "--random", "--group", "round"],
     ):
-        said = run(*arguments)
-        assert said.code == 2, arguments
-        assert said.err.startswith("regauge: error: ")
-        assert "regauge: hint: regauge" in said.err
-        assert said.out == ""
+        result = run(*arguments)
+        assert result.code == 2, arguments
+        assert result.err.startswith("regauge: error: ")
+        assert "regauge: hint: regauge" in result.err
+        assert result.out == ""
     assert run("--version").out == "regauge 0.1.0\n"
 
 
 def test_inspect(run: Run, llama: Path) -> None:
-    said = run("inspect", llama)
-    assert said.code == 0
-    assert said.err == ""
+    result = run("inspect", llama)
+    assert result.code == 0
+    assert result.err == ""
     for line in (
         "embed           1      16,384",
         "ffn.0..3   172       4  monomial     4,825         688  the gate's function",
         "folding (9 norms, 0 scales): stream would be orthogonal",
         "covered: 214,592 of 214,592 parameters",
     ):
-        assert line in said.out
+        assert line in result.out
     facts = json.loads(run("inspect", llama, "--json").out)
     assert facts["version"] == 1
     assert facts["family"] == "llama"
@@ -98,11 +99,11 @@ def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> No
     save_file(state, folder / "model.safetensors", {"format": "pt"})
     reconfigure(folder, architectures=["GPT2Model"])
     assert "visible at the outputs: stream" in run("inspect", folder).out
-    said = run("move", folder, "--random", "--seed", 1, "-o", tmp_path / "out", "--json")
-    assert said.code == 0
-    assert "stream unchanged" in said.err
-    assert "stream" not in json.loads(said.out)["moved"]
-    said = run(
+    result = run("move", folder, "--random", "--seed", 1, "-o", tmp_path / "out", "--json")
+    assert result.code == 0
+    assert "stream unchanged" in result.err
+    assert "stream" not in json.loads(result.out)["moved"]
+    result = run(
         "move",
         folder,
         "--random",
@@ -114,7 +115,7 @@ def test_visible_spaces_are_shown_and_left_alone(run: Run, tmp_path: Path) -> No
         tmp_path / "out2",
         "--json",
     )
-    assert json.loads(said.out)["moved"] == ["stream"]
+    assert json.loads(result.out)["moved"] == ["stream"]
 
 
 def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
@@ -123,10 +124,12 @@ def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
     from regauge.models.families import spec_from
 
     before = contents(llama)
-    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
-    assert said.code == 0
-    assert said.out == ""
-    assert "regauge: llama: transforms stream, kv (4), rep (4), vo (4), ffn (4)" in said.err
+    result = run(
+        "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
+    )
+    assert result.code == 0
+    assert result.out == ""
+    assert "regauge: llama: transforms stream, kv (4), rep (4), vo (4), ffn (4)" in result.err
     assert contents(llama) == before
     assert (tmp_path / "out" / "config.json").read_bytes() == before["config.json"]
     old, new = open_checkpoint(llama), open_checkpoint(tmp_path / "out")
@@ -134,9 +137,9 @@ def test_move_save_and_move_back(run: Run, tmp_path: Path, llama: Path) -> None:
     back = apply(~load_element(tmp_path / "g", spec), new)
     assert all(torch.equal(back[n], old[n]) for n in old)
     assert not torch.equal(new["lm_head.weight"], old["lm_head.weight"])
-    said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "again", "--json")
+    result = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "again", "--json")
     assert contents(tmp_path / "again") == contents(tmp_path / "out")
-    assert json.loads(said.out)["nonfinite"] == []
+    assert json.loads(result.out)["nonfinite"] == []
     assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "g", "llama", "out"]
 
 
@@ -157,7 +160,7 @@ def test_seeds_differ_and_the_systems_randomness_is_the_default(
 
 
 def test_parts_and_dry_run(run: Run, tmp_path: Path, llama: Path) -> None:
-    said = run(
+    result = run(
         "move",
         llama,
         "--random",
@@ -170,8 +173,8 @@ def test_parts_and_dry_run(run: Run, tmp_path: Path, llama: Path) -> None:
         "--save-element",
         tmp_path / "g",
     )
-    assert said.code == 0
-    assert json.loads(said.out)["dry_run"] is True
+    assert result.code == 0
+    assert json.loads(result.out)["dry_run"] is True
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
     assert (
         run(
@@ -185,7 +188,7 @@ def test_parts_and_dry_run(run: Run, tmp_path: Path, llama: Path) -> None:
 
 
 def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
-    said = run(
+    result = run(
         "move",
         llama,
         "--random",
@@ -199,12 +202,12 @@ def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
         "--save-element",
         tmp_path / "g",
     )
-    assert said.code == 0
+    assert result.code == 0
     assert bool((open_checkpoint(tmp_path / "out")["model.norm.weight"] == 1).all())
-    said = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
-    assert said.code == 1
-    assert 'on "stream" the element is a rotation' in said.err
-    assert "need folded norms (move --fold" in said.err
+    result = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
+    assert result.code == 1
+    assert 'on "stream" the element is a rotation' in result.err
+    assert "need folded norms (move --fold" in result.err
     assert not (tmp_path / "no").exists()
 
 
@@ -294,15 +297,15 @@ def test_bad_models(run: Run, tmp_path: Path, llama: Path, case: str) -> None:
             tmp_path / "g",
         ],
     ):
-        said = run(*arguments)
-        assert said.code == 1
-        assert said.out == ""
-        assert said.err.startswith("regauge: error: ")
-        assert message in said.err
-        assert "regauge: hint: " in said.err
+        result = run(*arguments)
+        assert result.code == 1
+        assert result.out == ""
+        assert result.err.startswith("regauge: error: ")
+        assert message in result.err
+        assert "regauge: hint: " in result.err
     if case == "unknown architecture":
-        assert "llama" in said.err
-        assert "docs/adding-a-model.md" in said.err
+        assert "llama" in result.err
+        assert "docs/adding-a-model.md" in result.err
     assert contents(llama) == before
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 
@@ -310,17 +313,17 @@ def test_bad_models(run: Run, tmp_path: Path, llama: Path, case: str) -> None:
 def test_missing_shard(run: Run, tmp_path: Path, llama: Path) -> None:
     folder = shard(llama, tmp_path / "shards")
     (folder / "model-00002-of-00003.safetensors").unlink()
-    said = run("move", folder, "--random", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "lacks 1 of its 3 shards: model-00002-of-00003.safetensors" in said.err
+    result = run("move", folder, "--random", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "lacks 1 of its 3 shards: model-00002-of-00003.safetensors" in result.err
 
 
 def test_nan_is_a_warning(run: Run, tmp_path: Path, llama: Path) -> None:
     rewrite(llama, lambda s: s["model.norm.weight"].fill_(float("nan")))
-    said = run("move", llama, "--random", "-o", tmp_path / "out", "--json")
-    assert said.code == 0
-    assert "regauge: warning: NaN or Inf in 1 tensors: model.norm.weight" in said.err
-    assert json.loads(said.out)["nonfinite"] == ["model.norm.weight"]
+    result = run("move", llama, "--random", "-o", tmp_path / "out", "--json")
+    assert result.code == 0
+    assert "regauge: warning: NaN or Inf in 1 tensors: model.norm.weight" in result.err
+    assert json.loads(result.out)["nonfinite"] == ["model.norm.weight"]
 
 
 def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path) -> None:
@@ -330,7 +333,7 @@ def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path
         state["model.layers.2.self_attn.v_proj.weight"].fill_(2)
 
     rewrite(llama, large)
-    said = run(
+    result = run(
         "move",
         llama,
         "--random",
@@ -342,9 +345,9 @@ def test_what_becomes_infinite_is_an_error(run: Run, tmp_path: Path, llama: Path
         "--save-element",
         tmp_path / "g",
     )
-    assert said.code == 1
-    assert 'error: "model.layers.2.self_attn.v_proj.weight" would hold NaN or Inf' in said.err
-    assert "F16" in said.err
+    assert result.code == 1
+    assert 'error: "model.layers.2.self_attn.v_proj.weight" would hold NaN or Inf' in result.err
+    assert "F16" in result.err
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 
 
@@ -358,7 +361,7 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
         tmp_path / "in",
         lambda s: s["model.layers.0.block_sparse_moe.experts.1.w2.weight"].fill_(float("nan")),
     )
-    said = run(
+    result = run(
         "move",
         tmp_path / "in",
         "--random",
@@ -372,7 +375,7 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
         tmp_path / "g",
         "--json",
     )
-    assert said.code == 0
+    assert result.code == 0
     index = (
         load_element(tmp_path / "g", spec_of(tmp_path / "in"))
         .members["expert.0"]
@@ -381,7 +384,7 @@ def test_nan_travels_with_an_expert(run: Run, tmp_path: Path) -> None:
         .tolist()
     )  # type: ignore[union-attr]
     assert index[1] != 1, "the seed moves this expert"
-    assert json.loads(said.out)["nonfinite"] == [
+    assert json.loads(result.out)["nonfinite"] == [
         f"model.layers.0.block_sparse_moe.experts.{index.index(1)}.w2.weight"
     ]
 
@@ -396,7 +399,7 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
 
     folder = make_checkpoint(tmp_path / "gpt2", GPT2, 0)
     rewrite(folder, lambda s: s.update({n: t.bfloat16() for n, t in s.items()}))
-    said = run(
+    result = run(
         "move",
         folder,
         "--random",
@@ -410,7 +413,7 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
         "--save-element",
         tmp_path / "g",
     )
-    assert said.code == 0
+    assert result.code == 0
     spec, exact = fold_norms(
         spec_of(folder), {n: t.double() for n, t in open_checkpoint(folder).items()}
     )
@@ -430,13 +433,15 @@ def test_outputs_are_never_overwritten(run: Run, tmp_path: Path, llama: Path) ->
         (llama / "x", "lies inside the input"),
         (tmp_path, "lies around the input"),
     ):
-        said = run("move", llama, "--random", "-o", out)
-        assert said.code == 1
-        assert message in said.err
+        result = run("move", llama, "--random", "-o", out)
+        assert result.code == 1
+        assert message in result.err
     (tmp_path / "g").write_bytes(b"precious")
-    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
-    assert said.code == 1
-    assert "g exists already" in said.err
+    result = run(
+        "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
+    )
+    assert result.code == 1
+    assert "g exists already" in result.err
     assert contents(tmp_path) == before | {"g": b"precious"}
 
 
@@ -450,15 +455,18 @@ def test_no_space(run: Run, tmp_path: Path, llama: Path, monkeypatch: pytest.Mon
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
-        said = run(
+        result = run(
             "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
         )
-        assert said.code == 1
-        assert "no space left on the device while writing" in said.err
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))  # type: ignore[attr-defined]
-    said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g")
-    assert said.code == 1
-    assert "has 10 B free, the output needs 862.7 kB" in said.err
+        assert result.code == 1
+        assert "no space left on the device while writing" in result.err
+    usage = SimpleNamespace(total=100, used=90, free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    result = run(
+        "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
+    )
+    assert result.code == 1
+    assert "has 10 B free, the output needs 862.7 kB" in result.err
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 
 
@@ -481,12 +489,12 @@ def test_elements_that_do_not_belong(run: Run, tmp_path: Path, llama: Path) -> N
         ("weights", "is not an element"),
         ("absent", "absent"),
     ):
-        said = run("move", llama, "-g", tmp_path / file, "-o", tmp_path / "out")
-        assert said.code == 1, said
-        assert message in said.err
+        result = run("move", llama, "-g", tmp_path / file, "-o", tmp_path / "out")
+        assert result.code == 1, result
+        assert message in result.err
         assert not (tmp_path / "out").exists()
-    said = run("move", llama, "--random", "--spaces", "strem", "-o", tmp_path / "out")
-    assert 'the model has no space "strem"' in said.err
+    result = run("move", llama, "--random", "--spaces", "strem", "-o", tmp_path / "out")
+    assert 'the model has no space "strem"' in result.err
 
 
 def test_a_killed_run_leaves_no_output_and_can_be_resumed(
@@ -520,9 +528,9 @@ def test_a_killed_run_leaves_no_output_and_can_be_resumed(
     assert process.wait() == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
     assert contents(folder) == before
-    said = run(*arguments)
-    assert said.code == 0
-    assert "resumed from the interrupted run: model-00001-of-00003.safetensors" in said.err
+    result = run(*arguments)
+    assert result.code == 0
+    assert "resumed from the interrupted run: model-00001-of-00003.safetensors" in result.err
     assert run("move", folder, "--random", "--seed", 7, "-o", tmp_path / "whole").code == 0
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "out", "shards", "whole"]
@@ -562,12 +570,12 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     shutil.copy(folder / "config.json", tmp_path / "old")
     (tmp_path / "old" / "vocab.txt").write_text("a b")
     torch.save(pickled, tmp_path / "old" / "pytorch_model.bin")
-    said = run("inspect", tmp_path / "old")
-    assert said.code == 1
-    assert "regauge convert" in said.err
-    said = run("convert", tmp_path / "old", "-o", tmp_path / "new")
-    assert said.code == 0
-    assert "lm_head.weight is tied to transformer.wte.weight" in said.err
+    result = run("inspect", tmp_path / "old")
+    assert result.code == 1
+    assert "regauge convert" in result.err
+    result = run("convert", tmp_path / "old", "-o", tmp_path / "new")
+    assert result.code == 0
+    assert "lm_head.weight is tied to transformer.wte.weight" in result.err
     new = open_checkpoint(tmp_path / "new")
     assert set(new) == {*state, "transposed"}
     assert all(torch.equal(new[n], pickled[n]) for n in new)
@@ -600,7 +608,7 @@ def test_convert_one_file_and_shards(run: Run, tmp_path: Path) -> None:
     assert run("convert", tmp_path / "legacy.pt", "-o", tmp_path / "legacy.safetensors").code == 0
 
 
-def repacked(
+def repack(
     source: Path,
     out: Path,
     compression: int = zipfile.ZIP_STORED,
@@ -625,21 +633,22 @@ def test_convert_reads_repacked_files_and_refuses_shortened_ones(run: Run, tmp_p
         out = tmp_path / f"{compression}.safetensors"
         assert (
             run(
-                "convert", repacked(tmp_path / "x.pt", tmp_path / "y.pt", compression), "-o", out
+                "convert", repack(tmp_path / "x.pt", tmp_path / "y.pt", compression), "-o", out
             ).code
             == 0
         )
         assert all(torch.equal(open_checkpoint(out)[n], t) for n, t in state.items())
-        short = repacked(
+        short = repack(
             tmp_path / "x.pt",
             tmp_path / "short.pt",
             compression,
             lambda name, data: data[:-8] if name.endswith("data/1") else data,
         )
-        said = run("convert", short, "-o", tmp_path / "no")
-        assert said.code == 1
+        result = run("convert", short, "-o", tmp_path / "no")
+        assert result.code == 1
         assert (
-            'short.pt is damaged: its record "x/data/1" must have 4000 bytes, got 3992' in said.err
+            'short.pt is damaged: its record "x/data/1" must have 4000 bytes, got 3992'
+            in result.err
         )
     (tmp_path / "cut.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:-100])
     assert (
@@ -676,10 +685,10 @@ def test_convert_holds_index_and_shards_together(run: Run, tmp_path: Path, case:
     for file, names in files.items():
         torch.save({n: torch.ones(2) for n in names} | {"step": 3}, folder / file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
-    said = run("convert", folder, "-o", tmp_path / "out")
-    assert said.code == 1
-    assert message in said.err
-    assert "hint: " in said.err
+    result = run("convert", folder, "-o", tmp_path / "out")
+    assert result.code == 1
+    assert message in result.err
+    assert "hint: " in result.err
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
@@ -688,15 +697,15 @@ def test_convert_says_what_it_leaves_out(run: Run, tmp_path: Path) -> None:
         {"model": {"a": torch.ones(2), "step": 1}, "b": torch.ones(1), "epoch": 3},
         tmp_path / "x.pt",
     )
-    said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out", "--json")
-    assert said.code == 0
+    result = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out", "--json")
+    assert result.code == 0
     for line in (
         '"b" is stored beside "model" and is left out',
         '"epoch" is stored beside "model" and is left out',
         '"step" is not a tensor and is left out',
     ):
-        assert f"regauge: warning: {line}\n" in said.err
-    assert json.loads(said.out)["dropped"] == ["b", "epoch", "step"]
+        assert f"regauge: warning: {line}\n" in result.err
+    assert json.loads(result.out)["dropped"] == ["b", "epoch", "step"]
     assert set(open_checkpoint(tmp_path / "out")) == {"a"}
 
 
@@ -706,10 +715,10 @@ def test_convert_refuses_what_safetensors_cannot_hold(run: Run, tmp_path: Path) 
         ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ):
         torch.save({"a": torch.ones(2), name: value}, tmp_path / "x.pt")
-        said = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out")
-        assert said.code == 1
-        assert f'"{name}"' in said.err
-        assert "bug in regauge" not in said.err
+        result = run("convert", tmp_path / "x.pt", "-o", tmp_path / "out")
+        assert result.code == 1
+        assert f'"{name}"' in result.err
+        assert "bug in regauge" not in result.err
         assert not (tmp_path / "out").exists()
 
 
@@ -731,9 +740,9 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
         ("numbers.pt", "holds no tensors"),
         ("absent.pt", "does not exist"),
     ):
-        said = run("convert", tmp_path / name, "-o", tmp_path / "out")
-        assert said.code == 1
-        assert message in said.err
+        result = run("convert", tmp_path / name, "-o", tmp_path / "out")
+        assert result.code == 1
+        assert message in result.err
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "evil.bin",
         "list.pt",
@@ -772,10 +781,10 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Figure("f", "lines", {"x": [0], "y": {"a": [1]}}),
         ),
     )
-    said = run("demo", "--output", tmp_path / "demo", "--json")
-    assert said.code == 0, said.err
-    assert "moved, but given plain features" in said.err
-    assert "the server has the images under 3 of 3" in said.err
+    result = run("demo", "--output", tmp_path / "demo", "--json")
+    assert result.code == 0, result.err
+    assert "moved, but given plain features" in result.err
+    assert "the server has the images under 3 of 3" in result.err
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [
         "BASE",
         "IMAGES",
@@ -799,7 +808,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     )
     assert accuracy.code == 0, accuracy.err
     assert "All " in (tmp_path / "regauge-demo.html").read_text()
-    results = from_json(said.out)
+    results = from_json(result.out)
     assert {f.id for f in results.findings if f.holds} >= {
         "watched/adaptive",
         "watched/noise",
@@ -830,20 +839,20 @@ def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None
         ("no/where", "does not exist"),
         ("y" * 300, "cannot be written"),
     ):
-        said = run("demo", "--output", tmp_path / out)
-        assert said.code == 1
-        assert said.out == ""
-        assert message in said.err
-        assert "hint: " in said.err
+        result = run("demo", "--output", tmp_path / out)
+        assert result.code == 1
+        assert result.out == ""
+        assert message in result.err
+        assert "hint: " in result.err
     assert contents(tmp_path) == before
 
 
-def test_sizes_are_said_as_people_say_them(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_sizes_are_human_readable(run: Run, tmp_path: Path, llama: Path) -> None:
     assert "1 file, 858.4 kB\n" in run("inspect", llama).out
     assert ": 862.7 kB in " in run("move", llama, "--random", "-o", tmp_path / "out").err
 
 
-def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
+def test_mismatches_of_many_layers_are_reported_once(run: Run, llama: Path) -> None:
     def change(state: dict[str, torch.Tensor]) -> None:
         for i in range(4):
             state[f"model.layers.{i}.mlp.up_proj.weight"] = torch.ones(171, 64)
@@ -852,9 +861,9 @@ def test_misfits_of_many_layers_are_told_once(run: Run, llama: Path) -> None:
         state["model.norm.weight"] = torch.ones(65)
 
     rewrite(llama, change)
-    said = run("inspect", llama)
-    assert said.code == 1
-    lines = said.err.splitlines()
+    result = run("inspect", llama)
+    assert result.code == 1
+    lines = result.err.splitlines()
     assert lines[1:-1] == [
         (
             'regauge:   "model.layers.0.self_attn.q_norm.weight" is in the file but not in the '
@@ -889,16 +898,16 @@ def test_inspect_knows_a_folded_model(
     assert json.loads(run("inspect", tmp_path / "out", "--json").out)["folds"]["done"] is True
 
 
-def test_paths_that_are_none(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_invalid_paths(run: Run, tmp_path: Path, llama: Path) -> None:
     for arguments in (
         ["inspect", "z" * 5000],
         ["inspect", "~nobody-of-that-name/model"],
         ["move", llama, "--random", "-o", tmp_path / ("y" * 4000)],
     ):
-        said = run(*arguments)
-        assert said.code == 1
-        assert "bug in regauge" not in said.err
-        assert "hint:" in said.err
+        result = run(*arguments)
+        assert result.code == 1
+        assert "bug in regauge" not in result.err
+        assert "hint:" in result.err
 
 
 def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Path) -> None:
@@ -906,9 +915,9 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     victim.mkdir()
     (victim / "data").write_text("precious")
     (tmp_path / ".out.partial").symlink_to(victim)
-    said = run("move", llama, "--random", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert "was not written by regauge" in said.err
+    result = run("move", llama, "--random", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert "was not written by regauge" in result.err
     assert (victim / "data").read_text() == "precious"
     (tmp_path / "b.config.json").write_text("precious")
     assert (
@@ -918,7 +927,7 @@ def test_what_is_not_regauges_is_left_alone(run: Run, tmp_path: Path, llama: Pat
     assert (tmp_path / "b.config.json").read_text() == "precious"
 
 
-def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> None:
+def test_the_element_is_saved_separately(run: Run, tmp_path: Path, llama: Path) -> None:
     for place in (
         llama / "key",
         tmp_path / "out" / "key",
@@ -926,9 +935,9 @@ def test_the_element_is_kept_apart(run: Run, tmp_path: Path, llama: Path) -> Non
         tmp_path / "out.config.json",
         tmp_path / ".out.partial" / "key",
     ):
-        said = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", place)
-        assert said.code == 1
-        assert "published" in said.err
+        result = run("move", llama, "--random", "-o", tmp_path / "out", "--save-element", place)
+        assert result.code == 1
+        assert "published" in result.err
     assert not (tmp_path / "out").exists()
     assert not (llama / "key").exists()
 
@@ -950,10 +959,10 @@ def test_an_element_in_the_model_is_not_published(run: Run, tmp_path: Path, llam
     for place in ("key.bak", "notes/key"):
         shutil.copy(tmp_path / "key.bak", llama / place)
     (llama / "notes" / "short").write_bytes(b"12")
-    said = run("move", llama, "-g", llama / "key.bak", "-o", tmp_path / "out", "--json")
-    assert said.code == 0
-    assert "elements): key.bak, notes/key" in said.err
-    assert json.loads(said.out)["left"] == ["key.bak", "notes/key"]
+    result = run("move", llama, "-g", llama / "key.bak", "-o", tmp_path / "out", "--json")
+    assert result.code == 0
+    assert "elements): key.bak, notes/key" in result.err
+    assert json.loads(result.out)["left"] == ["key.bak", "notes/key"]
     assert set(contents(tmp_path / "out")) == {"config.json", "model.safetensors", "notes/short"}
 
 
@@ -989,8 +998,8 @@ def test_resume_keeps_nothing_of_another_spec_or_version(
         with monkeypatch.context() as patch:
             calls: list[Any] = []
 
-            def stop(*given: Any) -> bool:
-                calls.append(given)
+            def stop(*args: Any) -> bool:
+                calls.append(args)
                 if len(calls) > 30:
                     raise KeyboardInterrupt
                 return True
@@ -999,10 +1008,10 @@ def test_resume_keeps_nothing_of_another_spec_or_version(
             assert run(*arguments).code == 130
         with monkeypatch.context() as patch:
             change(patch)
-            said = run(*arguments)
-        assert said.code == 0
+            result = run(*arguments)
+        assert result.code == 0
         shutil.rmtree(tmp_path / "out")
-        return said.err
+        return result.err
 
     axes = '"model.layers.0.mlp.gate_proj.weight" = "|ffn.0| stream*"'
     assert axes in text
@@ -1030,12 +1039,12 @@ def test_an_interrupt_says_what_became_of_the_output(
             raise KeyboardInterrupt
 
         monkeypatch.setattr(writing, "_publish", finish)
-        (tmp_path / "out").mkdir()  # an empty folder may be taken, and is no output
-        said = run(
+        (tmp_path / "out").mkdir()  # an empty folder is not an output, and may be used
+        result = run(
             "move", llama, "--random", "-o", tmp_path / "out", "--save-element", tmp_path / "g"
         )
-        assert said.code == 130
-        assert said.err.endswith(
+        assert result.code == 130
+        assert result.err.endswith(
             f"regauge: error: interrupted; {tmp_path / 'out'} was {'' if late else 'not '}written\n"
         )
         assert (tmp_path / "g").exists() == (tmp_path / "out" / "config.json").exists() == late
@@ -1058,15 +1067,15 @@ def test_pipes_are_refused(run: Run, tmp_path: Path, llama: Path) -> None:
         ["move", llama, "-g", llama, "-o", tmp_path / "out"],
         ["convert", pipe, "-o", tmp_path / "out"],
     ):
-        said = run(*arguments)
-        assert said.code == 1
-        assert "is not a regular file\nregauge: hint: " in said.err
+        result = run(*arguments)
+        assert result.code == 1
+        assert "is not a regular file\nregauge: hint: " in result.err
 
 
 def test_threads_have_a_limit(run: Run, tmp_path: Path, llama: Path) -> None:
-    said = run("move", llama, "--random", "-o", tmp_path / "out", "--threads", 1_000_000)
-    assert said.code == 2
-    assert "'--threads'" in said.err
+    result = run("move", llama, "--random", "-o", tmp_path / "out", "--threads", 1_000_000)
+    assert result.code == 2
+    assert "'--threads'" in result.err
 
 
 STREAMS = {
@@ -1109,12 +1118,12 @@ STREAMS = {
 )
 def test_broken_streams(tmp_path: Path, llama: Path, case: str, unbuffered: str) -> None:
     command, where, code, message = STREAMS[case]
-    given = (
+    options = (
         ""
         if command.startswith("--")
         else f"{llama}" + (f" -o {tmp_path / 'out'}" if command.startswith("move") else "")
     )
-    line = f"exec {sys.executable} -m regauge.cli {command} {given} {where}"
+    line = f"exec {sys.executable} -m regauge.cli {command} {options} {where}"
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
     done = subprocess.run(
         ["sh", "-c", line],

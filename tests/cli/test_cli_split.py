@@ -47,15 +47,15 @@ def model(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
+def serve(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     """A server in a thread, until the end of the block; the address that it listens on. It must end
     well.
     """
-    address, asked, codes = f"127.0.0.1:{free_port()}", split_server.StopRequests(), []
+    address, stop_requests, codes = f"127.0.0.1:{free_port()}", split_server.StopRequests(), []
 
     @contextmanager
     def signals(reload_clients: object = None) -> Iterator[split_server.StopRequests]:
-        yield asked
+        yield stop_requests
 
     with monkeypatch.context() as patched:
         patched.setattr(split_server, "server_signals", signals)
@@ -69,7 +69,7 @@ def served(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
             wait_for(lambda: bool(codes) or is_open(address))
             yield address
         finally:
-            asked.stop.set()
+            stop_requests.stop.set()
             thread.join(240)
     assert codes == [0]
 
@@ -96,15 +96,15 @@ def test_three_commands(
     """Certificates, a server, a training from the other side; then both parts make a whole model,
     which has learned.
     """
-    said = run(
+    result = run(
         "split", "certs", "--to", tmp_path / "certs", "--client", "ann", "--client", "bob", "--json"
     )
-    assert said.code == 0
-    assert set(json.loads(said.out)["files"]) == {"server", "ann", "bob"}
+    assert result.code == 0
+    assert set(json.loads(result.out)["files"]) == {"server", "ann", "bob"}
     assert (tmp_path / "certs" / "clients.txt").read_text() == "ann\nbob\n"
     assert run("split", "certs", "--to", tmp_path / "certs").code == 1
 
-    server = served(
+    server = serve(
         monkeypatch,
         model,
         "--tls",
@@ -136,7 +136,7 @@ def test_three_commands(
     ]
     with server as address:
         before = run("split", "predict", model, "--server", address, *how, "--json")
-        said = run(
+        result = run(
             "split",
             "train",
             model,
@@ -151,13 +151,13 @@ def test_three_commands(
             tmp_path / "edges",
             "--json",
         )
-        assert said.code == 0, said.err
+        assert result.code == 0, result.err
         after = run("split", "predict", tmp_path / "edges", "--server", address, *how, "--json")
-    told = json.loads(said.out)
-    assert told["steps"] == len(told["losses"]) == 28
-    assert "train 28/28: loss" in said.err
-    assert "here adamw at 0.01, on the server adamw at 0.01" in said.err
-    assert f"wrote embedding and head to {tmp_path / 'edges'} after 28 steps" in said.err
+    report = json.loads(result.out)
+    assert report["steps"] == len(report["losses"]) == 28
+    assert "train 28/28: loss" in result.err
+    assert "here adamw at 0.01, on the server adamw at 0.01" in result.err
+    assert f"wrote embedding and head to {tmp_path / 'edges'} after 28 steps" in result.err
     first, last = (json.loads(one.out) for one in (before, after))
     assert first["examples"] == last["examples"] == 50
     assert last["loss"] < first["loss"] - 0.3
@@ -214,7 +214,7 @@ def test_it_is_the_training_in_one_process(
         "--threads",
         1,
     ]
-    with served(monkeypatch, model, *options, "--output", tmp_path / "backbone") as address:
+    with serve(monkeypatch, model, *options, "--output", tmp_path / "backbone") as address:
         how = ["--data", tmp_path / "book.txt", "--length", 12, "--server", address, "--threads", 1]
         assert (
             run(
@@ -272,7 +272,7 @@ def test_a_locked_backbone_and_its_key(
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     losses = []
     for name, source, more in (("plain", model, []), ("locked", locked, ["--key", key])):
-        with served(
+        with serve(
             monkeypatch,
             source,
             "--lr",
@@ -282,7 +282,7 @@ def test_a_locked_backbone_and_its_key(
             "--threads",
             1,
         ) as address:
-            said = run(
+            result = run(
                 "split",
                 "train",
                 source,
@@ -296,24 +296,24 @@ def test_a_locked_backbone_and_its_key(
                 tmp_path / f"{name}-edges",
                 "--json",
             )
-            assert said.code == 0, said.err
-            losses.append(json.loads(said.out)["losses"])
+            assert result.code == 0, result.err
+            losses.append(json.loads(result.out)["losses"])
             if name == "locked":
                 for wrong, words in (
                     (["--key", tmp_path / "other"], "locked by the key"),
                     ([], "hint: pass it with --key"),
                 ):
-                    said = run("split", "predict", locked, *data, "--server", address, *wrong)
-                    assert said.code == 1
-                    assert words in said.err
-                said = run("split", "predict", model, *data, "--server", address)
-                assert said.code == 1
-                assert "the server's backbone is locked by the key" in said.err
-                assert "and this model is not locked" in said.err
-                said = run("split", "predict", model, *data, "--server", address, "--key", key)
-                assert said.code == 1
-                assert "requires a locked model" in said.err
-        said = run(
+                    result = run("split", "predict", locked, *data, "--server", address, *wrong)
+                    assert result.code == 1
+                    assert words in result.err
+                result = run("split", "predict", model, *data, "--server", address)
+                assert result.code == 1
+                assert "the server's backbone is locked by the key" in result.err
+                assert "and this model is not locked" in result.err
+                result = run("split", "predict", model, *data, "--server", address, "--key", key)
+                assert result.code == 1
+                assert "requires a locked model" in result.err
+        result = run(
             "split",
             "join",
             tmp_path / f"{name}-edges",
@@ -321,8 +321,8 @@ def test_a_locked_backbone_and_its_key(
             "-o",
             tmp_path / f"{name}-whole",
         )
-        assert said.code == 0, said.err
-        assert ("--retrained" in said.err) == (name == "locked")
+        assert result.code == 0, result.err
+        assert ("--retrained" in result.err) == (name == "locked")
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert (
         run(
@@ -347,13 +347,13 @@ def test_a_locked_backbone_and_its_key(
         ).code
         == 0
     )
-    found, expected = (
+    loaded, expected = (
         dict(load_model(tmp_path / name).state_dict()) for name in ("unlocked", "plain-whole")
     )
-    assert distance(found, expected) < 1e-3
+    assert distance(loaded, expected) < 1e-3
 
 
-def test_who_may_come_and_what_is_said_to_others(
+def test_only_listed_clients_are_admitted(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for folder in ("certs", "strange"):
@@ -367,7 +367,7 @@ def test_who_may_come_and_what_is_said_to_others(
     monkeypatch.setattr("regauge.cli.split_client.FIRST_CONTACT_SECONDS", 1.0)
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     certs = ["--tls", tmp_path / "certs"]
-    with served(
+    with serve(
         monkeypatch, model, *certs, "--clients", tmp_path / "list", "--threads", 1
     ) as address:
         ask = ["split", "predict", model, *data, "--server", address, "--samples", 2]
@@ -383,13 +383,13 @@ def test_who_may_come_and_what_is_said_to_others(
             ([], "the server closed the connection"),
             (["--tls", tmp_path / "nothing"], "--tls must be a folder"),
         ):
-            said = run(*ask, *wrong)
-            assert said.code == 1, wrong
-            assert words in said.err, said.err
+            result = run(*ask, *wrong)
+            assert result.code == 1, wrong
+            assert words in result.err, result.err
         other = tmp_path / "other"
         build("gpt2", seed=1).double().save_pretrained(other)
         (other / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
-        said = run(
+        result = run(
             "split",
             "predict",
             other,
@@ -402,21 +402,21 @@ def test_who_may_come_and_what_is_said_to_others(
             "--dtype",
             "float64",
         )
-        assert said.code == 1
-        assert "dtype must be float32, as on the server, got float64" in said.err
-    said = run(*ask, *certs, "--client-name", "ann")
-    assert said.code == 1
-    assert f"no reply within 1 s: {address}: nothing listens there" in said.err
-    assert "check that the server is running" in said.err
+        assert result.code == 1
+        assert "dtype must be float32, as on the server, got float64" in result.err
+    result = run(*ask, *certs, "--client-name", "ann")
+    assert result.code == 1
+    assert f"no reply within 1 s: {address}: nothing listens there" in result.err
+    assert "check that the server is running" in result.err
 
 
 def test_rows_are_rows_by_either_name(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GPT-2 leaves its causal mask to the kernel, unless it is told that rows move."""
+    """GPT-2 leaves its causal mask to the kernel, unless rows are permuted."""
     how = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1, "--json"]
     found = []
-    with served(monkeypatch, model, "--threads", 1) as address:
+    with serve(monkeypatch, model, "--threads", 1) as address:
         for more in (
             [],
             ["--rows", "batch"],
@@ -424,9 +424,9 @@ def test_rows_are_rows_by_either_name(
             ["--defence", "clip=1e+6+rows=sample"],
             ["--defence", "clip=0.1"],
         ):
-            said = run("split", "predict", model, "--server", address, *how, *more)
-            assert said.code == 0, said.err
-            found.append(json.loads(said.out)["loss"])
+            result = run("split", "predict", model, "--server", address, *how, *more)
+            assert result.code == 0, result.err
+            found.append(json.loads(result.out)["loss"])
     plain, *same, clipped = found
     assert same == pytest.approx([plain] * 3, rel=1e-4)
     assert abs(clipped - plain) > 1e-3 * plain
@@ -501,20 +501,20 @@ def test_what_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path, mod
         (["certs", "--to", tmp_path / "c", "--name", ""], "must be a host name or address", 2),
         (["certs", "--to", tmp_path / "c", "--name", "a b"], "must be a host name or address", 2),
     ):
-        said = run("split", *arguments)
-        assert (said.code, words in said.err) == (code, True), (arguments, said.err)
+        result = run("split", *arguments)
+        assert (result.code, words in result.err) == (code, True), (arguments, result.err)
     assert not (tmp_path / "c").exists()
     assert not (tmp_path / "o").exists()
 
 
-def test_nothing_is_lost_at_awkward_moments(
+def test_interruptions_lose_no_step(
     run: Run, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder has one user; Ctrl-C in the last step does not undo the others; a server that cannot
     keep its state still writes what it was asked to; a run that is stopped and cannot go on leaves
     no session behind.
     """
-    kept, journal, hosts = tmp_path / "kept", tmp_path / "journal", []
+    saved, journal, hosts = tmp_path / "kept", tmp_path / "journal", []
     how = [
         "--data",
         tmp_path / "book.txt",
@@ -545,7 +545,7 @@ def test_nothing_is_lost_at_awkward_moments(
 
     monkeypatch.setattr(split_client, "stop_signals", signals)
     monkeypatch.setattr(split_client._StepReporter, "__call__", ticked)
-    with served(
+    with serve(
         monkeypatch,
         model,
         "--lr",
@@ -553,24 +553,26 @@ def test_nothing_is_lost_at_awkward_moments(
         "--quota",
         "sessions=1",
         "--checkpoint",
-        kept,
+        saved,
         "--threads",
         1,
     ) as address:
-        said = run(
+        result = run(
             "split",
             "serve",
             model,
             "--lr",
             1e-2,
             "--checkpoint",
-            kept,
+            saved,
             "--listen",
             f"127.0.0.1:{free_port()}",
         )
-        assert (said.code, f"another server is using {kept}" in said.err) == (1, True), said.err
+        assert (result.code, f"another server is using {saved}" in result.err) == (1, True), (
+            result.err
+        )
         with split_server.exclusive_folder(journal, "run"):
-            said = run(
+            result = run(
                 "split",
                 "train",
                 model,
@@ -582,18 +584,20 @@ def test_nothing_is_lost_at_awkward_moments(
                 "--journal",
                 journal,
             )
-            assert (said.code, f"another run is using {journal}" in said.err) == (1, True), said.err
+            assert (result.code, f"another run is using {journal}" in result.err) == (1, True), (
+                result.err
+            )
         assert list(journal.iterdir()) == []
         at = 3
-        said = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges")
+        result = run("split", "train", model, "--server", address, *how, "-o", tmp_path / "edges")
         assert (
-            said.code,
-            "stopped after step 3 of 7" in said.err,
+            result.code,
+            "stopped after step 3 of 7" in result.err,
             (tmp_path / "edges").exists(),
-        ) == (130, True, False), said.err
+        ) == (130, True, False), result.err
         at = 7
         (journal / ".000000003.request.partial-0123456789ab").write_bytes(b"half")
-        said = run(
+        result = run(
             "split",
             "train",
             model,
@@ -605,21 +609,21 @@ def test_nothing_is_lost_at_awkward_moments(
             "--journal",
             journal,
         )
-        assert (said.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (
+        assert (result.code, (tmp_path / "edges").exists(), list(journal.iterdir())) == (
             0,
             True,
             [],
-        ), said.err
+        ), result.err
     monkeypatch.setattr("regauge.split.server.host.Host.save", failed)
     with (
         pytest.raises(AssertionError),
-        served(
+        serve(
             monkeypatch,
             model,
             "--lr",
             1e-2,
             "--checkpoint",
-            kept,
+            saved,
             "--output",
             tmp_path / "backbone",
         ),
@@ -648,14 +652,14 @@ def test_parts_of_every_kind_make_the_whole_again(
         else [tmp_path / "whole", tmp_path / "part"]
     )
     assert len(open_checkpoint(tmp_path / "part")) < len(source)
-    said = run("split", "join", *sides, "-o", tmp_path / "again")
-    assert said.code == 0, said.err
-    found, expected = (
+    result = run("split", "join", *sides, "-o", tmp_path / "again")
+    assert result.code == 0, result.err
+    loaded, expected = (
         dict(load_model(tmp_path / "again").state_dict()),
         dict(load_model(tmp_path / "whole").state_dict()),
     )
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[n], expected[n]) for n in found)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[n], expected[n]) for n in loaded)
     assert run("split", "join", *reversed(sides), "-o", tmp_path / "other").code == 1
 
 
@@ -682,7 +686,7 @@ def ended(process: subprocess.Popen, seconds: float = 300.0) -> tuple[int, str]:
 @pytest.mark.slow
 def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model: Path) -> None:
     """A client and a server, each killed in the middle and started again, end with the bits of a
-    run that nobody disturbed.
+    undisturbed run.
     """
     address = f"127.0.0.1:{free_port()}"
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--batch-size", 4, "--server", address]
@@ -730,10 +734,10 @@ def test_a_server_ends_quietly_and_killed_processes_go_on(tmp_path: Path, model:
         """The server is killed after its first checkpoint, the client some steps later; both are
         started again.
         """
-        journal, kept = tmp_path / "wild" / "journal", tmp_path / "wild" / "kept"
+        journal, saved = tmp_path / "wild" / "journal", tmp_path / "wild" / "kept"
         wait_for(
             lambda: (
-                (kept / "split.safetensors").exists()
+                (saved / "split.safetensors").exists()
                 and (journal / "client" / "split.safetensors").exists()
             )
         )
@@ -811,11 +815,11 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(
 ) -> None:
     from regauge.split import Host
 
-    keep, asked = Host.save, []
+    keep, requests = Host.save, []
 
     def slow(host: Host) -> None:
         os.kill(os.getpid(), signal.SIGTERM)  # in the middle of the checkpoint
-        asked.append(signal.SIGTERM)
+        requests.append(signal.SIGTERM)
         keep(host)
         os.kill(os.getpid(), signal.SIGTERM)  # and before the backbone is written
 
@@ -835,7 +839,7 @@ def test_two_quick_sigterms_still_write_checkpoint_and_backbone(
         tmp_path / "backbone",
         during=during,
     )
-    assert (code, asked) == (0, [signal.SIGTERM])
+    assert (code, requests) == (0, [signal.SIGTERM])
     assert (tmp_path / "kept" / "split.safetensors").is_file()
     assert (tmp_path / "backbone" / "model.safetensors").is_file()
 
@@ -876,7 +880,7 @@ def test_half_precision_trains_on_both_sides_and_stays_finite(
 ) -> None:
     from safetensors.torch import load_file
 
-    with served(
+    with serve(
         monkeypatch,
         model,
         "--lr",
@@ -900,7 +904,7 @@ def test_half_precision_trains_on_both_sides_and_stays_finite(
             "--threads",
             1,
         ]
-        said = run(
+        result = run(
             "split",
             "train",
             model,
@@ -913,8 +917,8 @@ def test_half_precision_trains_on_both_sides_and_stays_finite(
             tmp_path / "edges",
             "--json",
         )
-        assert said.code == 0, said.err
-    losses = json.loads(said.out)["losses"]
+        assert result.code == 0, result.err
+    losses = json.loads(result.out)["losses"]
     assert losses[-1] < losses[0] - 0.05
     for path in (
         tmp_path / "backbone" / "model.safetensors",

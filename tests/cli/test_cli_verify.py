@@ -41,14 +41,14 @@ def test_a_model_that_keeps_the_laws(
         )
         == 0
     )
-    said = capsys.readouterr()
-    lines = said.out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
     assert lines[0] == "ViTForImageClassification: rows and columns"
     assert lines[2].split() == ["check", "error", "allowed", "control"]
     assert lines[4].split()[:2] == ["holds", "row/forward"]
-    assert "38 general checks (-v lists them)" in said.out
+    assert "38 general checks (-v lists them)" in captured.out
     assert lines[-1] == "58 of 58 checks hold"
-    assert "regauge: verify 1/11: row forward\n" in said.err
+    assert "regauge: verify 1/11: row forward\n" in captured.err
     results = load_results(tmp_path / "r.json")
     assert results.facts["dtype"] == "float32"
     assert results.facts["versions"]["torch"] == torch.__version__
@@ -69,11 +69,11 @@ def test_a_law_that_fails_is_exit_code_3(
     )
     assert spec.read_text() != text
     assert main(["verify", str(vit), "--spec", str(spec), "--steps", "0", "--no-general"]) == 3
-    said = capsys.readouterr().out
-    assert "FAILS  column/forward" in said
-    assert "it goes wrong in vit.layers.1.mlp" in said
-    assert "holds  row/forward" in said
-    assert said.splitlines()[-1].endswith("FAILED")
+    output = capsys.readouterr().out
+    assert "FAILS  column/forward" in output
+    assert "it goes wrong in vit.layers.1.mlp" in output
+    assert "holds  row/forward" in output
+    assert output.splitlines()[-1].endswith("FAILED")
     assert (
         main(
             ["verify", str(vit), "--spec", str(spec), "--steps", "0", "--no-general", "--json", "-"]
@@ -163,11 +163,11 @@ def test_an_optional_part_may_be_missing(
         {"format": "pt"},
     )
     assert main(["verify", str(tmp_path), "--steps", "0", "--no-general"]) == 1
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert re.search(
         rf'error: as a {name}, {tmp_path} has no "[\w.]*layers?\.0[\w.]*"\nregauge: hint: '
         r"download the weights again",
-        said,
+        output,
     )
 
 
@@ -191,9 +191,9 @@ def test_a_page_that_cannot_be_written(
 ) -> None:
     """Found out before the work, not after it."""
     assert main(["verify", str(vit), "--report", str(tmp_path / "no" / "page.html")]) == 1
-    said = capsys.readouterr()
-    assert "page.html cannot be written" in said.err
-    assert "verify 1/11" not in said.err
+    captured = capsys.readouterr()
+    assert "page.html cannot be written" in captured.err
+    assert "verify 1/11" not in captured.err
 
 
 @pytest.mark.parametrize("option", ["--json", "--report"])
@@ -219,9 +219,9 @@ def test_where_it_is_computed(
     vit: Path, device: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(vit), "--steps", "0", "--no-general", "--device", device]) == code
-    said = capsys.readouterr().err
-    assert (f'cannot compute on the device "{device}"' in said) == bool(code)
-    assert "this is a bug in regauge" not in said
+    output = capsys.readouterr().err
+    assert (f'cannot compute on the device "{device}"' in output) == bool(code)
+    assert "this is a bug in regauge" not in output
 
 
 def test_a_timm_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,10 +28,8 @@ def test_escapes() -> None:
 
 
 def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, err = (
-        io.TextIOWrapper(io.BytesIO(), "utf-8"),
-        io.TextIOWrapper(io.BytesIO(), "utf-8"),
-    )  # strict: a surrogate would raise
+    buffers = io.BytesIO(), io.BytesIO()
+    out, err = (io.TextIOWrapper(b, "utf-8") for b in buffers)  # strict: a surrogate would raise
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
     print_result(NASTY)
@@ -40,7 +38,7 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     print_error(RegaugeError(f"bad {NASTY}", hint=NASTY))
     out.flush()
     err.flush()
-    printed = [stream.buffer.getvalue().decode() for stream in (out, err)]  # type: ignore[attr-defined]
+    printed = [buffer.getvalue().decode() for buffer in buffers]
     assert printed[1] == f"regauge: {SHOWN}\nregauge: error: bad {SHOWN}\nregauge: hint: {SHOWN}\n"
     assert all(c.isprintable() or c == "\n" for text in printed for c in text)
     assert json.loads(printed[0].split("\n", 1)[1]) == {"name": NASTY}, "JSON says the same name"
@@ -49,10 +47,10 @@ def test_everything_printed_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", LLAMA, 0)
     for source in (tmp_path / NASTY, "\udcff\x1b[31m"):
-        said = run("inspect", source)
-        assert said.code == 1
-        assert "\x1b" not in said.err
-        assert r"\udcff" in said.err
+        result = run("inspect", source)
+        assert result.code == 1
+        assert "\x1b" not in result.err
+        assert r"\udcff" in result.err
     named = Path(shutil.copytree(folder, tmp_path / "x\x1b[2J"))
     state = load_file(named / "model.safetensors")
     save_file(
@@ -60,10 +58,10 @@ def test_names_of_files_tensors_and_configs(run: Run, tmp_path: Path) -> None:
         named / "model.safetensors",
         {"format": "pt"},
     )
-    said = run("move", named, "--random", "-o", tmp_path / "out")
-    assert said.code == 1
-    assert r"evil\u001b]0;t\u0007" in said.err
+    result = run("move", named, "--random", "-o", tmp_path / "out")
+    assert result.code == 1
+    assert r"evil\u001b]0;t\u0007" in result.err
     (named / "config.json").write_text(json.dumps({**LLAMA, "model_type": "x\x1b[2J\u009b"}))
-    said = run("inspect", named)
-    assert said.code == 1
-    assert not {"\x1b", "\x9b"} & set(said.err + said.out)
+    result = run("inspect", named)
+    assert result.code == 1
+    assert not {"\x1b", "\x9b"} & set(result.err + result.out)

@@ -230,7 +230,7 @@ def test_permutations_keep_every_bit_of_every_dtype(dtype: torch.dtype) -> None:
     )
     wide = Spec("wide", {"a": Space(300, Permutation()), "b": Space(400, Permutation())}, {})
     w = element(wide, 1)
-    rows, columns = (torch.from_numpy(w.members[s].permutation().index[0]) for s in "ab")  # type: ignore[union-attr]
+    rows, columns = (torch.from_numpy(w.members[s].permutation().index[0]) for s in "ab")
     assert torch.equal(act(w, big, "a b*"), big[rows][:, columns])
 
 
@@ -287,14 +287,14 @@ def test_experts_on_one_tensor_and_on_many_agree() -> None:
         "s": Space(5, GROUPS["signed"]),
     }
     fused = Spec("fused", spaces, {"up": "e |f|+f s*", "down": "e s f*"})
-    apart = Spec(
+    separate = Spec(
         "apart", spaces, {"x.{e}.gate": "e |f| s*", "x.{e}.up": "e f s*", "x.{e}.down": "e s f*"}
     )
     g = element(fused, 3)
     up, down = torch.randn(3, 8, 5, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)
     whole = apply(g, {"up": up, "down": down})
     parts = apply(
-        g.to(apart),
+        g.to(separate),
         {f"x.{i}.gate": up[i, :4] for i in range(3)}
         | {f"x.{i}.up": up[i, 4:] for i in range(3)}
         | {f"x.{i}.down": down[i] for i in range(3)},
@@ -384,10 +384,10 @@ def test_restriction() -> None:
 def test_apply_is_pure_and_moves_one_part_alone() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), model.state_dict()
-    kept = {k: v.clone() for k, v in state.items()}
+    original = {k: v.clone() for k, v in state.items()}
     g = element(spec, 1)
     moved = apply(g, state, part="backbone")
-    assert all(torch.equal(state[k], kept[k]) for k in state)
+    assert all(torch.equal(state[k], original[k]) for k in state)
     for name in state:
         assert torch.equal(moved[name], state[name]) == (spec.parts[name] != "backbone"), name
     with pytest.raises(SpecError, match=r'part must be one of .*, got "tail"'):
@@ -404,7 +404,7 @@ def test_buffers_pass_as_they_are() -> None:
 
 
 def test_lazy_thunks_read_nothing_until_called() -> None:
-    class Watched(dict):
+    class RecordingDict(dict):
         reads = 0
 
         def __getitem__(self, name: str) -> torch.Tensor:
@@ -412,7 +412,7 @@ def test_lazy_thunks_read_nothing_until_called() -> None:
             return super().__getitem__(name)
 
     model = build("gpt2")
-    state = Watched(model.state_dict())
+    state = RecordingDict(model.state_dict())
     thunks = apply_lazily(element(spec_of(model), 1), state)
     assert state.reads == 0
     thunks["transformer.wte.weight"]()
@@ -605,7 +605,7 @@ def test_a_stack_with_a_gap_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
-def test_only_permutations_move_what_is_no_real_number(dtype: torch.dtype) -> None:
+def test_only_permutations_act_on_non_real_dtypes(dtype: torch.dtype) -> None:
     with pytest.raises(ElementError, match="can only be permuted"):
         act(draw(1), torch.ones(6).to(dtype), "s")
     assert act(draw(1), torch.ones(6).to(dtype), "p").dtype == dtype
@@ -619,12 +619,12 @@ def test_act_composes_with_transforms_of_torch() -> None:
 
 
 @pytest.mark.parametrize("key", [b"", b"short", True, "text", 1.5, None])
-def test_keys_that_are_none_are_refused(key: object) -> None:
+def test_invalid_keys_are_rejected(key: object) -> None:
     with pytest.raises(ElementError, match="a key must be 32 bytes"):
         element(SPEC, key)  # type: ignore[arg-type]
 
 
-def test_a_reason_with_the_word_size_is_no_size() -> None:
+def test_a_reason_with_the_word_size_is_not_a_size_error() -> None:
     spec = Spec("toy", {"p": Space(3, Permutation(), why="the size of the gain")}, {"w": "p"})
     g = Element(spec, {"p": GROUPS["orthogonal"].sample(3, 1, Stream(seed_key(0), "x"))})
     assert g.to(spec).members
@@ -718,7 +718,7 @@ def test_a_wrong_member_names_the_space_and_the_reason() -> None:
     assert apply(g, {"w": torch.ones(3)}, force=True)
 
 
-def test_an_element_that_stretches_too_far_is_refused_by_name(tmp_path) -> None:
+def test_an_ill_conditioned_element_is_rejected(tmp_path) -> None:
     g = draw(9)
     wild = Element(
         SPEC, {**g.members, "m": Monomial(np.arange(4)[None], np.array([[1e-60, 1.0, 1.0, 2.0]]))}

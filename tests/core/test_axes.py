@@ -117,7 +117,13 @@ def test_sizes_of_products_and_sums() -> None:
     sizes = {"a": 2, "b": 3}
     assert ax.size(ax.parse("(a b)+b").terms[0], sizes) == 9
     assert ax.size(ax.parse("(a _)").terms[0], sizes) is None
-    assert ax.block_sizes(ax.parse("(a _)").terms[0].factors, sizes, 10, product=True) == [2, 5]  # type: ignore[union-attr]
-    assert ax.block_sizes(ax.parse("(a _)").terms[0].factors, sizes, 11, product=True) is None  # type: ignore[union-attr]
-    assert ax.block_sizes(ax.parse("a+_").terms[0].terms, sizes, 7, product=False) == [2, 5]  # type: ignore[union-attr]
-    assert ax.block_sizes(ax.parse("a+b").terms[0].terms, sizes, 6, product=False) is None  # type: ignore[union-attr]
+    (product,) = ax.parse("(a _)").terms
+    assert isinstance(product, ax.Product)
+    assert ax.block_sizes(product.factors, sizes, 10, product=True) == [2, 5]
+    assert ax.block_sizes(product.factors, sizes, 11, product=True) is None
+    (with_hole,) = ax.parse("a+_").terms
+    assert isinstance(with_hole, ax.Sum)
+    assert ax.block_sizes(with_hole.terms, sizes, 7, product=False) == [2, 5]
+    (without_hole,) = ax.parse("a+b").terms
+    assert isinstance(without_hole, ax.Sum)
+    assert ax.block_sizes(without_hole.terms, sizes, 6, product=False) is None

@@ -2,7 +2,7 @@
 
 At a generic point the kernel of d outputs / d parameters is the tangent space of everything that
 leaves the function alone. Its dimension must be the dimension of the spec's group plus the flat
-directions that are no change of basis, which are named here one by one.
+directions that are not a change of basis, which are named here one by one.
 """
 
 from __future__ import annotations

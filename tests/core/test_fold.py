@@ -73,7 +73,7 @@ def test_biases_go_into_the_readers_where_they_have_one() -> None:
     )
 
 
-def test_a_zero_gain_whose_bias_nobody_can_take_is_refused() -> None:
+def test_a_zero_gain_with_a_bias_that_cannot_be_folded_is_rejected() -> None:
     model = build("gpt2")
     state = dict(model.state_dict())
     state["transformer.ln_f.weight"] = state["transformer.ln_f.weight"].clone()
@@ -150,8 +150,10 @@ def test_norms_and_readers_that_are_no_real_numbers_are_refused(dtype: torch.dty
         state[name] = torch.zeros_like(state[name]).to(dtype)
     with pytest.raises(SpecError, match="does not fit the spec") as refused:
         fold_norms(spec, state)
-    said = [f'  "{name}" must have a floating-point dtype, got {str(dtype)[6:]}' for name in names]
-    assert sorted(str(refused.value).splitlines()[1:]) == sorted(said)
+    lines_ = [
+        f'  "{name}" must have a floating-point dtype, got {str(dtype)[6:]}' for name in names
+    ]
+    assert sorted(str(refused.value).splitlines()[1:]) == sorted(lines_)
 
 
 def test_post_norm_models_have_nothing_to_fold() -> None:
@@ -252,8 +254,8 @@ def test_a_convolution_takes_up_what_it_reads_at_every_place(padding: int) -> No
     assert (norm.readers, norm.padded) == ((("conv.weight", "conv.bias"),), bool(padding))
     expected = compute_outputs(model, {"x": x})["logits"]
 
-    def error(said: Spec) -> float:
-        model.load_state_dict(fold_norms(said, state)[1])
+    def error(config: Spec) -> float:
+        model.load_state_dict(fold_norms(config, state)[1])
         return float((compute_outputs(model, {"x": x})["logits"] - expected).abs().max())
 
     assert error(spec) < 1e-12
@@ -325,7 +327,7 @@ def test_experts_that_are_stored_one_by_one_take_up_what_each_reads() -> None:
     assert not torch.allclose(folded["e.1.up.bias"], state["e.1.up.bias"])
 
 
-def test_a_folded_spec_is_held_against_shapes_alone() -> None:
+def test_a_folded_spec_is_checked_against_shapes_alone() -> None:
     model = build("llama")
     spec, state = fold_norms(spec_of(model), model.state_dict())
     shapes = {n: Entry("F64", tuple(t.shape), 0, 0) for n, t in state.items()}

@@ -181,18 +181,18 @@ def test_fit_stays_within_the_limit(group: Group, sides: str, case: str) -> None
     y, yd = factors[:, None] * x, xd / factors[:, None]
     if case == "rank one":
         y, yd = np.tile(y[:, :1], (1, N, 1)), np.tile(yd[:, :1], (1, N, 1))
-    found = group.fit(
+    fitted = group.fit(
         plain=(y, x) if sides != "dual" else None, dual=(yd, xd) if sides != "plain" else None
     )
-    assert group.fault(found) is None
+    assert group.fault(fitted) is None
 
 
 @pytest.mark.parametrize("name", ["monomial", "monomial+", "rotary-half", "linear"])
 def test_fit_leaves_alone_what_the_limit_allows(name: str) -> None:
     factors = np.array([900.0, 1, 1, 900, 1, 1])  # the half-split planes are (0, 3), (1, 4), (2, 5)
     x, xd = np.random.default_rng(8).normal(size=(2, 1, N, 40))
-    found = GROUPS[name].fit(plain=(factors[:, None] * x, x), dual=(xd / factors[:, None], xd))
-    np.testing.assert_allclose(found.matrix()[0], np.diag(factors), rtol=0, atol=1e-8)
+    fitted = GROUPS[name].fit(plain=(factors[:, None] * x, x), dual=(xd / factors[:, None], xd))
+    np.testing.assert_allclose(fitted.matrix()[0], np.diag(factors), rtol=0, atol=1e-8)
 
 
 def test_counts() -> None:
@@ -323,11 +323,11 @@ def test_fit_bears_noise_and_beats_the_identity(group: Group) -> None:
     member = draw(group, "noisy")
     x, xd = (rng.normal(size=(K, N, 60)) for _ in range(2))
     noise = [0.05 * rng.normal(size=(K, N, 60)) for _ in range(2)]
-    found = group.fit(
+    fitted = group.fit(
         plain=(member.matrix() @ x + noise[0], x), dual=(member.dual().matrix() @ xd + noise[1], xd)
     )
-    assert group.fault(found) is None
-    assert close(found, member, 0.1)
+    assert group.fault(fitted) is None
+    assert close(fitted, member, 0.1)
 
 
 def test_fit_is_the_best_rotation() -> None:
@@ -357,9 +357,9 @@ def test_large_assignments_are_exact(kind: str) -> None:
         "tied": np.rint(a @ b.T / 8),
         "far": np.exp(a @ b.T),  # over many orders of magnitude
     }[kind]
-    found = assign(scores[None])[0]
-    assert sorted(found) == list(range(n))
+    assignment = assign(scores[None])[0]
+    assert sorted(assignment) == list(range(n))
     rows, columns = linear_sum_assignment(scores, maximize=True)
-    assert scores[np.arange(n), found].sum() == pytest.approx(
+    assert scores[np.arange(n), assignment].sum() == pytest.approx(
         scores[rows, columns].sum(), rel=1e-12
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -38,7 +39,7 @@ PIECES = (
 QUANTIFIERS = ("", "", "", "*", "+", "?", "{2}", "{1,3}", "{,2}", "{2,}", "*?")
 
 
-def drawn(rng: random.Random) -> str:
+def random_pattern(rng: random.Random) -> str:
     parts = []
     for _ in range(rng.randrange(1, 6)):
         piece = rng.choice(PIECES)
@@ -58,7 +59,7 @@ def drawn(rng: random.Random) -> str:
 def test_the_subset_means_what_re_means() -> None:
     rng, matched = random.Random(1), 0
     for _ in range(2000):
-        pattern = drawn(rng)
+        pattern = random_pattern(rng)
         for _ in range(6):
             name = "".join(rng.choice("ab0._c-") for _ in range(rng.randrange(7)))
             expected = re.fullmatch(pattern, name) is not None
@@ -102,24 +103,28 @@ def test_patterns_that_hang_re_take_bounded_steps() -> None:
     character.
     """
     for pattern in ("(a+)+b", "(a|a)*b", "(a*)*b", "(.*a){30}b", "a?" * 60 + "a" * 60 + "b"):
-        found = compile_pattern(pattern)
+        compiled = compile_pattern(pattern)
         steps = 0
 
-        def counted(states: frozenset[int], character: str, real=found._step) -> frozenset[int]:  # type: ignore[no-untyped-def]
+        def count_steps(
+            states: frozenset[int],
+            character: str,
+            step: Callable[[frozenset[int], str], frozenset[int]] = compiled._step,
+        ) -> frozenset[int]:
             nonlocal steps
             steps += len(states)
-            return real(states, character)
+            return step(states, character)
 
-        found._step = counted  # type: ignore[method-assign]
-        assert not found.matches("a" * 100)
+        compiled._step = count_steps  # type: ignore[method-assign]
+        assert not compiled.matches("a" * 100)
         assert steps <= 100 * patterns.MAX_STATES
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_MAX_CACHED", 10)
-    found = patterns.Pattern(r"(\w|x)*z")
-    assert found.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
-    assert len(found._cache) <= 10
+    pattern = patterns.Pattern(r"(\w|x)*z")
+    assert pattern.matches("".join(chr(97 + i % 25) for i in range(500)) + "z")
+    assert len(pattern._cache) <= 10
 
 
 def test_every_pattern_of_the_families_is_supported() -> None:

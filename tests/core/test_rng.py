@@ -85,8 +85,8 @@ def test_vectors() -> None:
 
 
 def test_labels_and_keys_separate_streams() -> None:
-    seen = {Stream(k, label).bytes(16) for k in (KEY, bytes(32)) for label in ("a", "b")}
-    assert len(seen) == 4
+    outputs = {Stream(k, label).bytes(16) for k in (KEY, bytes(32)) for label in ("a", "b")}
+    assert len(outputs) == 4
 
 
 class Fixed(Stream):

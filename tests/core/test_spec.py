@@ -33,12 +33,12 @@ def test_every_misfit_at_once() -> None:
     state["model.norm.weight"] = torch.ones(2, 2)
     state["extra"] = torch.ones(1)
     del state["model.layers.1.mlp.up_proj.weight"]
-    found = texts(spec, state)
-    assert f'axis 0 (kv.0 rep.0 qk.0) of "{name}" has size 8, expected 16' in found
-    assert '"model.norm.weight" has 2 axes [2, 2], expected 1: |stream|' in found
-    assert '"extra" is in the file but not in the spec' in found
-    assert '"model.layers.1.mlp.up_proj.weight" is in the spec but not in the file' in found
-    assert len(found) == 4
+    axes = texts(spec, state)
+    assert f'axis 0 (kv.0 rep.0 qk.0) of "{name}" has size 8, expected 16' in axes
+    assert '"model.norm.weight" has 2 axes [2, 2], expected 1: |stream|' in axes
+    assert '"extra" is in the file but not in the spec' in axes
+    assert '"model.layers.1.mlp.up_proj.weight" is in the spec but not in the file' in axes
+    assert len(axes) == 4
     with pytest.raises(SpecError, match="extra"):
         require(check(spec, state), "it does not fit")
 
@@ -46,9 +46,9 @@ def test_every_misfit_at_once() -> None:
 def test_a_config_that_contradicts_the_weights() -> None:
     model = build("llama")
     config = {**model.config.to_dict(), "hidden_size": 32, "num_hidden_layers": 3}
-    found = texts(spec_from(config, model.state_dict()), model.state_dict())
-    assert any("layers.2" in f and "not in the file" in f for f in found)
-    assert any("has size 16, expected 32" in f for f in found)
+    axes = texts(spec_from(config, model.state_dict()), model.state_dict())
+    assert any("layers.2" in f and "not in the file" in f for f in axes)
+    assert any("has size 16, expected 32" in f for f in axes)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_absurd_configs_are_refused_at_once(field: str, value: object) -> None:
     assert check(spec, model.state_dict())
 
 
-OPEN = {  # what no space holds to its size: the config does
+OPEN = {  # sizes that the config fixes, and not a space
     "gpt2": ("vocab_size", "n_positions"),
     "llama": ("vocab_size",),
     "gemma2": ("vocab_size",),
@@ -246,7 +246,7 @@ def test_specs_that_contradict_themselves(change, message: str) -> None:
     assert check(wrong, {}) == check_spec(wrong)
 
 
-def test_folded_gains_are_held_to_their_value() -> None:
+def test_folded_gains_are_checked_for_their_value() -> None:
     model = build("llama")
     spec, state = fold_norms(spec_of(model), model.state_dict())
     assert texts(spec, state) == []
@@ -267,8 +267,8 @@ def test_what_moves_has_floats(dtype: torch.dtype) -> None:
     )
     still = "logit_scale"
     state |= {n: state[n].to(dtype) for n in (norm, weight, still)}
-    found = texts(spec, state)
-    assert sorted(found) == sorted(
+    axes = texts(spec, state)
+    assert sorted(axes) == sorted(
         f'"{n}" must have a floating-point dtype, got {str(dtype)[6:]}' for n in (norm, weight)
     )
     header = {

@@ -1,4 +1,4 @@
-"""The law checker itself can fail: at every precision, for NaN, and for outputs that nobody
+"""The law checker itself can fail: at every precision, for NaN, and for outputs that no test
 compares.
 """
 
@@ -63,7 +63,7 @@ def test_outputs_with_other_axes_are_no_pass() -> None:
 
 
 def test_a_rotation_under_gains_breaks_the_function() -> None:
-    """Refused even when forced, for a gain cannot follow it; with the gains told to stay, it is
+    """Refused even when forced, for a gain cannot follow it; with the gains fixed, it is
     applied, and breaks.
     """
     model = build("llama")

@@ -1,4 +1,4 @@
-"""What a training does to its images: bounded, drawn from one generator, and what each change is
+"""Augmentation of training images: bounded, sampled from one generator, and what each change is
 known by.
 """
 
@@ -29,12 +29,12 @@ def images(count: int = 6, side: int = 12) -> torch.Tensor:
 
 def test_images_are_moved_and_mirrored() -> None:
     x = torch.arange(2 * 1 * 6 * 6.0).view(2, 1, 6, 6) + 1
-    drawn = [
+    samples = [
         augment_images(x, {"flip": True, "shift": 1}, np.random.default_rng(i)) for i in range(30)
     ]
-    assert all(d.shape == x.shape for d in drawn)
-    assert len({tuple(d[0].flatten().tolist()) for d in drawn}) > 10
-    for d in drawn:
+    assert all(d.shape == x.shape for d in samples)
+    assert len({tuple(d[0].flatten().tolist()) for d in samples}) > 10
+    for d in samples:
         inner = d[
             0, 0, 2:4, 2:4
         ]  # whatever was done, a neighbour to the right differs by 1 and one below by 6
@@ -42,7 +42,7 @@ def test_images_are_moved_and_mirrored() -> None:
         assert float(inner[1, 0] - inner[0, 0]) == 6
     assert torch.equal(augment_images(x, {}, np.random.default_rng(0)), x)
     assert torch.equal(
-        drawn[3], augment_images(x, {"flip": True, "shift": 1}, np.random.default_rng(3))
+        samples[3], augment_images(x, {"flip": True, "shift": 1}, np.random.default_rng(3))
     )
 
 
@@ -53,9 +53,9 @@ def test_a_change_is_bounded_and_is_one(name: str) -> None:
     )  # fewer pixels than values have nothing to equalize
     for level in (0.0, 0.5, 1.0):
         for side in (-1.0, 1.0):
-            found = TRANSFORMS[name](x, level, side)
-            assert found.shape == x.shape
-            assert bool(found.isfinite().all())
+            changed = TRANSFORMS[name](x, level, side)
+            assert changed.shape == x.shape
+            assert bool(changed.isfinite().all())
     assert (TRANSFORMS[name](x, 0.9, 1.0).clamp(0, 1) - x).abs().max() > 0.01
 
 
@@ -73,7 +73,7 @@ def test_a_change_is_bounded_and_is_one(name: str) -> None:
         "TranslateY",
     ],
 )
-def test_no_strength_is_no_change_and_sides_are_two(name: str) -> None:
+def test_zero_strength_changes_nothing_and_signs_differ(name: str) -> None:
     x = images(1)[0]
     torch.testing.assert_close(TRANSFORMS[name](x, 0.0, 1.0), x, rtol=0, atol=1e-5)
     assert (TRANSFORMS[name](x, 0.9, 1.0) - TRANSFORMS[name](x, 0.9, -1.0)).abs().max() > 0.01
@@ -95,10 +95,10 @@ def test_known_changes() -> None:
 
 def test_randaugment_stays_between_0_and_1_and_repeats_itself() -> None:
     x = images(1)[0]
-    drawn = [rand_augment(x, 9.0, np.random.default_rng(i)) for i in range(40)]
-    assert all(float(d.min()) >= 0 and float(d.max()) <= 1 for d in drawn)
-    assert 5 < sum(torch.equal(d, x) for d in drawn) < 20  # a quarter: neither of two is done
-    assert torch.equal(drawn[7], rand_augment(x, 9.0, np.random.default_rng(7)))
+    samples = [rand_augment(x, 9.0, np.random.default_rng(i)) for i in range(40)]
+    assert all(float(d.min()) >= 0 and float(d.max()) <= 1 for d in samples)
+    assert 5 < sum(torch.equal(d, x) for d in samples) < 20  # a quarter: neither of two is done
+    assert torch.equal(samples[7], rand_augment(x, 9.0, np.random.default_rng(7)))
 
 
 def test_mixing_keeps_shares_and_pixels_together() -> None:
@@ -107,14 +107,14 @@ def test_mixing_keeps_shares_and_pixels_together() -> None:
         torch.tensor([0, 1, 2, 3]),
     )
     for how in ({"mixup": 0.8}, {"cutmix": 1.0}):
-        found = [mix_images(x, labels, 4, how, np.random.default_rng(i)) for i in range(20)]
-        for pixels, shares in found:
+        mixed = [mix_images(x, labels, 4, how, np.random.default_rng(i)) for i in range(20)]
+        for pixels, shares in mixed:
             torch.testing.assert_close(shares.sum(1), torch.ones(4))
             mean = pixels.mean(
                 (1, 2, 3)
             )  # images that say their own label: their mean is the labels' mean
             torch.testing.assert_close(mean, shares @ torch.arange(4.0), rtol=0, atol=1e-4)
-        assert len({round(float(s[0, 0]), 6) for _, s in found}) > 5
+        assert len({round(float(s[0, 0]), 6) for _, s in mixed}) > 5
     plain, smooth = mix_images(x, labels, 4, {"smooth": 0.1}, np.random.default_rng(0))
     assert torch.equal(plain, x)
     torch.testing.assert_close(smooth[0], torch.tensor([0.925, 0.025, 0.025, 0.025]))
@@ -122,9 +122,9 @@ def test_mixing_keeps_shares_and_pixels_together() -> None:
 
 def test_the_strong_recipe_changes_every_image_and_nothing_else() -> None:
     how, x = {**DEIT_AUGMENTATION, "mean": MEAN, "std": STD}, images()
-    found = augment_images(x, how, np.random.default_rng(1))
-    assert found.shape == x.shape
-    assert bool(found.isfinite().all())
-    assert all((a - b).abs().max() > 0.01 for a, b in zip(found, x, strict=True))
-    assert torch.equal(found, augment_images(x, how, np.random.default_rng(1)))
+    changed = augment_images(x, how, np.random.default_rng(1))
+    assert changed.shape == x.shape
+    assert bool(changed.isfinite().all())
+    assert all((a - b).abs().max() > 0.01 for a, b in zip(changed, x, strict=True))
+    assert torch.equal(changed, augment_images(x, how, np.random.default_rng(1)))
     assert torch.equal(x, images())

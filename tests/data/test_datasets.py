@@ -49,7 +49,7 @@ def write(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["csv", "tsv", "jsonl", "parquet"])
 def test_every_table_gives_the_same_rows(tmp_path: Path, kind: str) -> None:
     data = open_data(write(tmp_path, kind))
-    assert list(data["text"]) == TEXTS  # letter by letter: 007 is no number in a column of texts
+    assert list(data["text"]) == TEXTS  # letter by letter: 007 is not a number in a text column
     assert data["label"].dtype.kind == "i"
     assert data["label"].tolist() == LABELS
     assert len(data) == 3
@@ -159,7 +159,7 @@ def test_digests_stay_what_they_were(tmp_path: Path) -> None:
     )  # cached experiments are found by it
 
 
-def test_a_folder_without_images_is_no_class(tmp_path: Path) -> None:
+def test_a_folder_without_images_is_not_a_class(tmp_path: Path) -> None:
     from PIL import Image
 
     def put(name: str) -> None:
@@ -183,7 +183,7 @@ def test_lines_of_json_end_where_lines_end(tmp_path: Path) -> None:
     assert open_data(tmp_path / "a.jsonl")["text"] == texts
 
 
-def test_digits_are_embedded_and_the_test_is_apart() -> None:
+def test_digits_are_bundled_with_a_separate_test_set() -> None:
     train, test = open_data("digits"), open_data("digits", split="test")
     assert train["image"].shape[1:] == (8, 8)
     assert train["image"].max() == 255
@@ -402,7 +402,7 @@ def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.Mo
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n"
     )
     ran: list[object] = []
-    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given: ran.append(given))
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args: ran.append(args))
     with pytest.raises(DataError, match="cannot be read as an image"):
         open_data(tmp_path)["image"][0]
     assert not ran
@@ -416,9 +416,9 @@ def test_inputs_of_verify_are_bounded_too(tmp_path: Path) -> None:
 
     module = torch.nn.Linear(1, 1)
     np.savez(tmp_path / "good.npz", x=np.ones((2, 3)), ids=np.arange(3))
-    found = read_inputs(tmp_path / "good.npz", module)
-    assert found["x"].dtype == torch.float32
-    assert found["ids"].tolist() == [0, 1, 2]
+    loaded_inputs = read_inputs(tmp_path / "good.npz", module)
+    assert loaded_inputs["x"].dtype == torch.float32
+    assert loaded_inputs["ids"].tolist() == [0, 1, 2]
     (tmp_path / "shape.npz").write_bytes(bombs.DATA["shape.npz"][0]())
     with pytest.raises(CheckpointError, match="must have 8000000000000 bytes, got 8"):
         read_inputs(tmp_path / "shape.npz", module)

@@ -178,7 +178,7 @@ def test_experiments_read_grey_among_colours(tmp_path: Path) -> None:
     assert examples.batch(np.array([1]))[0]["pixel_values"].shape == (1, 3, 8, 8)
 
 
-def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
+def test_a_model_of_any_size_needs_an_explicit_size(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=4, hidden_sizes=[4], depths=[1], num_labels=2)
     model, data = (
         transformers.ResNetForImageClassification(config).eval(),
@@ -198,15 +198,15 @@ def test_a_model_of_any_size_needs_to_be_told(tmp_path: Path) -> None:
     assert examples.batch(np.arange(2))[0]["pixel_values"].shape == (2, 3, 9, 9)
 
 
-def test_an_audit_resizes_only_where_it_is_asked_to(
+def test_an_audit_resizes_only_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = photos(tmp_path / "photos", *MIXED)
     vit().save_pretrained(tmp_path / "model")
     assert main(["audit", "split", str(tmp_path / "model"), "--data", str(data), *HOW]) == 1
-    said = capsys.readouterr().err
-    assert "all images of photos must be 8 x 8, got 5 x 20" in said
-    assert "pass --resize to resize them" in said
+    output = capsys.readouterr().err
+    assert "all images of photos must be 8 x 8, got 5 x 20" in output
+    assert "pass --resize to resize them" in output
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_images_need_not_be_square(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "the images of photos must be 8 x 8, got 4 x 8" in capsys.readouterr().err
 
 
-def test_pictures_are_made_as_high_and_as_wide_as_is_said(tmp_path: Path) -> None:
+def test_images_are_resized_to_the_requested_height_and_width(tmp_path: Path) -> None:
     data = open_data(photos(tmp_path, *MIXED), size=(6, 10))
     assert data["image"].to_array().shape == (4, 6, 10, 3)
     assert data.digest != open_data(tmp_path, size=(10, 6)).digest
@@ -263,18 +263,18 @@ VIT = {"img_size": 32, "patch_size": 8, "embed_dim": 12, "depth": 1, "num_heads"
 
 
 @pytest.mark.parametrize(
-    ("name", "given"), [("vit_tiny_patch16_224", VIT), ("swin_tiny_patch4_window7_224", SWIN)]
+    ("name", "options"), [("vit_tiny_patch16_224", VIT), ("swin_tiny_patch4_window7_224", SWIN)]
 )
 def test_a_timm_model_reads_what_it_was_made_for(
-    name: str, given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     timm = pytest.importorskip("timm")
-    model = timm.create_model(name, num_classes=2, **given).eval()
+    model = timm.create_model(name, num_classes=2, **options).eval()
     assert size_of(model) == (32, 32)
     assert model.pretrained_cfg["input_size"] == (3, 224, 224)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(
-        json.dumps({"architecture": name, "num_classes": 2, "model_args": given})
+        json.dumps({"architecture": name, "num_classes": 2, "model_args": options})
     )
     data = photos(tmp_path / "photos", *MIXED)
     assert (
@@ -295,9 +295,9 @@ def test_rows_without_a_label_are_refused(
         ["evaluate", str(tmp_path / "model")],
     ):
         assert main(["jigsaw", *line, "--data", str(tmp_path / "d.npz"), *HOW]) == 1
-        said = capsys.readouterr().err
-        assert "2 of 4 rows of d.npz have the label -1 (no label), the first is row 2" in said
-        assert "hint: remove these rows" in said
+        output = capsys.readouterr().err
+        assert "2 of 4 rows of d.npz have the label -1 (no label), the first is row 2" in output
+        assert "hint: remove these rows" in output
     for labelled, label in (
         (False, [0, 1, -1, -1]),
         (True, [[1, -1], [-1, 1], [1, 1], [-1, -1]]),
@@ -311,7 +311,7 @@ def test_rows_without_a_label_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "said"),
+    ("mean", "std", "output"),
     [
         (
             "0.5,0.5",
@@ -330,7 +330,7 @@ def test_rows_without_a_label_are_refused(
     ],
 )
 def test_mean_and_std_fit_the_channels(
-    mean: str, std: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mean: str, std: str, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     vit().save_pretrained(tmp_path / "model")
     data = photos(tmp_path / "photos", ("RGB", 8, 8), ("L", 8, 8))
@@ -350,9 +350,9 @@ def test_mean_and_std_fit_the_channels(
         )
         == 1
     )
-    told = capsys.readouterr().err
-    assert said in told
-    assert "bug in regauge" not in told
+    stderr = capsys.readouterr().err
+    assert output in stderr
+    assert "bug in regauge" not in stderr
 
 
 def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:

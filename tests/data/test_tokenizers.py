@@ -1,4 +1,4 @@
-"""Texts into tokens and back, and every way in which there is no tokenizer."""
+"""Tokenizers: texts to tokens and back, and errors for missing or invalid files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_texts_come_back_from_their_tokens(tmp_path: Path) -> None:
     ) == ("zwei Wörter", "a")
 
 
-def test_marks_are_told_from_the_text(tmp_path: Path) -> None:
+def test_special_tokens_are_distinguished_from_text(tmp_path: Path) -> None:
     file = words(tmp_path)
     (plain,), (marked,) = (
         encode(file, [WORDS[3]]),
@@ -41,7 +41,9 @@ def test_marks_are_told_from_the_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "use", [lambda t: encode(t, ["a"]), lambda t: decode(t, [0]), special_tokens]
 )
-def test_what_is_no_tokenizer_is_one_error(tmp_path: Path, use: Callable[[Path], object]) -> None:
+def test_an_invalid_tokenizer_raises_one_error(
+    tmp_path: Path, use: Callable[[Path], object]
+) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer\.json cannot be read as a tokenizer") as caught:
         use(tmp_path / "tokenizer.json")

@@ -50,7 +50,7 @@ SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, lr=0.1)
 KEY = bytes(32)
 
 
-def made(change: float = 1.0) -> Contribution:
+def make_case(change: float = 1.0) -> Contribution:
     model = fed.vit()
     state = state_of(model)
     draw = torch.Generator().manual_seed(0)
@@ -63,7 +63,7 @@ def norm(c: Contribution) -> float:
 
 
 def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
-    big, small = made(), made(1e-4)
+    big, small = make_case(), make_case(1e-4)
     assert norm(big) > 5
     assert norm(apply_defences(big, fed.vit(), read_defences(["clip=1"]), KEY)) == pytest.approx(
         1.0, rel=1e-4
@@ -74,7 +74,9 @@ def test_clipping_bounds_the_whole_change_and_leaves_a_small_one() -> None:
 
 def test_private_noise_has_its_size_depends_on_the_secret_and_costs_an_epsilon() -> None:
     chosen = read_defences(["private=2,norm=0.5"])
-    quiet = replace(made(), tensors={n: torch.zeros_like(t) for n, t in made().tensors.items()})
+    quiet = replace(
+        make_case(), tensors={n: torch.zeros_like(t) for n, t in make_case().tensors.items()}
+    )
     one, two = (
         apply_defences(quiet, fed.vit(), chosen, secret) for secret in (KEY, bytes([1]) * 32)
     )
@@ -90,32 +92,32 @@ def test_private_noise_has_its_size_depends_on_the_secret_and_costs_an_epsilon()
 
 def test_what_is_withheld_is_not_sent_and_what_is_frozen_is_not_trained() -> None:
     chosen = read_defences(["withhold=embedding"])
-    sent = apply_defences(made(), fed.vit(), chosen, KEY)
-    gone = made().tensors.keys() - sent.tensors.keys()
+    sent = apply_defences(make_case(), fed.vit(), chosen, KEY)
+    gone = make_case().tensors.keys() - sent.tensors.keys()
     assert "vit.embeddings.position_embeddings" in gone
     assert "classifier.weight" in sent.tensors
     assert not frozen_names(fed.vit(), chosen)
-    kept = fed.ran(replace(SETTINGS, defences=("freeze=embedding",)))
-    plain, start = fed.ran(SETTINGS), state_of(fed.vit())
+    run_state = fed.run_rounds(replace(SETTINGS, defences=("freeze=embedding",)))
+    plain, start = fed.run_rounds(SETTINGS), state_of(fed.vit())
     name = "vit.embeddings.position_embeddings"
-    assert torch.equal(kept.state[name], start[name])
+    assert torch.equal(run_state.state[name], start[name])
     assert not torch.equal(plain.state[name], start[name])
-    assert not torch.equal(kept.state["classifier.weight"], start["classifier.weight"])
+    assert not torch.equal(run_state.state["classifier.weight"], start["classifier.weight"])
 
 
 def test_compression_keeps_few_numbers_or_few_bits() -> None:
-    pruned = apply_defences(made(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors[
+    pruned = apply_defences(make_case(), fed.vit(), read_defences(["prune=0.9"]), KEY).tensors[
         "classifier.weight"
     ]
     assert float((pruned != 0).float().mean()) == pytest.approx(0.1, abs=0.03)
-    rounded = apply_defences(made(), fed.vit(), read_defences(["round=2"]), KEY).tensors[
+    rounded = apply_defences(make_case(), fed.vit(), read_defences(["round=2"]), KEY).tensors[
         "classifier.weight"
     ]
     assert len(rounded.unique()) <= 4
 
 
 @pytest.mark.parametrize(
-    ("texts", "said"),
+    ("texts", "message"),
     [
         (["hide"], 'unknown defence "hide"'),
         (["clip=1", "clip=2"], "twice"),
@@ -123,31 +125,31 @@ def test_compression_keeps_few_numbers_or_few_bits() -> None:
         (["clip=-1"], "norm"),
     ],
 )
-def test_defences_that_cannot_be_are_refused(texts: list[str], said: str) -> None:
-    with pytest.raises(DefenceError, match=said):
+def test_invalid_defences_are_rejected(texts: list[str], message: str) -> None:
+    with pytest.raises(DefenceError, match=message):
         read_defences(texts)
 
 
-# The spy
+# The recorder
 
 
-def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Path) -> None:
+def test_the_recorder_saves_what_was_sent_and_separately_what_was_not(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     state_store.begin(folder, SETTINGS, "l", {})
     start = state_of(fed.vit())
-    fed.ran(SETTINGS, folder=folder, recorder=make_recorder(folder, SETTINGS))
+    fed.run_rounds(SETTINGS, folder=folder, recorder=make_recorder(folder, SETTINGS))
     assert recorded_rounds(folder) == {0: [0, 1, 2], 1: [0, 1, 2]}
-    seen = load_update(folder, 0, 1)
-    assert (seen.steps, seen.lr, seen.batch) == (1, 0.1, 4)
-    assert all(torch.equal(seen.state[n], start[n]) for n in start)
+    recorded = load_update(folder, 0, 1)
+    assert (recorded.steps, recorded.lr, recorded.batch) == (1, 0.1, 4)
+    assert all(torch.equal(recorded.state[n], start[n]) for n in start)
     (rows,) = load_rows(folder, 0, 1)
     part = partition_examples(fed.bars(), SETTINGS)[1]
     model = fed.vit().train()
     inputs, labels = part.batch(list(rows))
     torch.nn.functional.cross_entropy(model(**inputs).logits, labels).backward()
-    slopes = {n: p.grad for n, p in model.named_parameters()}
+    grads = {n: p.grad for n, p in model.named_parameters()}
     assert torch.allclose(
-        to_update(seen).grads["classifier.weight"], slopes["classifier.weight"], atol=1e-5
+        to_update(recorded).grads["classifier.weight"], grads["classifier.weight"], atol=1e-5
     )
     sent = (folder / "seen").rglob("*")
     assert not any(p.suffix == ".json" for p in sent)
@@ -155,7 +157,7 @@ def test_the_spy_keeps_what_was_sent_and_apart_from_it_what_was_not(tmp_path: Pa
         recorded_rounds(tmp_path)
 
 
-def test_the_accountant_is_asked_for_before_a_run_begins(
+def test_a_missing_accountant_is_an_error_before_a_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
@@ -192,15 +194,15 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
         == 0
     )
     capsys.readouterr()
-    found = load_results(out)
-    rows = found.tables[0].rows
+    results = load_results(out)
+    rows = results.tables[0].rows
     assert (
-        found.facts["verdict"][0]
+        results.facts["verdict"][0]
         == "Images come back from contributions in 2 of 2 attacked rounds."
     )
     assert [row[0] for row in rows] == [1, 2]
     assert rows[0][2] > rows[0][3] + 10  # one image, one step: far above the mean image
-    assert rows[0][5] == 1.0  # its label is told
+    assert rows[0][5] == 1.0  # its label is revealed
     page = (tmp_path / "p.html").read_text()
     assert "Accuracy over rounds" in page
     assert "Leakage over rounds" in page
@@ -308,9 +310,9 @@ def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_label
         tmp_path / "run",
         record=True,
     )
-    found = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
-    assert found.tables[0].rows[0][2] is not None
-    assert found.unchecked == ("labels and counts: images must have one label each, got several",)
+    results = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
+    assert results.tables[0].rows[0][2] is not None
+    assert results.unchecked == ("labels and counts: images must have one label each, got several",)
 
 
 def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
@@ -320,8 +322,10 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
-    how = {"batch": 1, "steps": 1, "lr": 0.1, "defences": ("freeze=embedding,first",)}
-    run_federated(source, Settings(clients=6, rounds=1, **how), run, record=True)  # type: ignore[arg-type]
+    settings = Settings(
+        clients=6, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding,first",)
+    )
+    run_federated(source, settings, run, record=True)
     closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
     assert closed.rows[0][2] is None
     assert closed.rows[0][4] is None
@@ -344,28 +348,30 @@ def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
     model = prepare_model(fed.vit(), settings)
     state, own = state_of(model), fed.bars(16)
     sent = contribute(model, state, own, settings, 3, 0)
-    seen = RecordedUpdate(3, 0, state, sent.tensors, sent.steps, sent.lr, sent.batch, sent.examples)
-    one, other = rehearse_recorded(model, seen, own, settings, 2, 0)
-    assert one.update.tensors.keys() == seen.tensors.keys()
-    assert (one.update.steps, len(one.inputs)) == (2, 8)
-    assert not torch.equal(one.inputs, one.original)  # type: ignore[arg-type]
-    assert not torch.equal(one.inputs, other.inputs)
+    recorded = RecordedUpdate(
+        3, 0, state, sent.tensors, sent.steps, sent.lr, sent.batch, sent.examples
+    )
+    first, second = rehearse_recorded(model, recorded, own, settings, 2, 0)
+    assert first.update.tensors.keys() == recorded.tensors.keys()
+    assert (first.update.steps, len(first.inputs)) == (2, 8)
+    assert not torch.equal(first.inputs, first.original)  # type: ignore[arg-type]
+    assert not torch.equal(first.inputs, second.inputs)
     (hidden,) = rehearse_recorded(
-        model, seen, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0
+        model, recorded, own, replace(settings, defences=("freeze=embedding", "noise=0.1")), 1, 0
     )
     assert not any("embeddings" in n for n in hidden.update.tensors)
-    noisy, still, kept = (
+    noisy, frozen, withheld = (
         next(
-            rehearse_recorded(model, seen, own, replace(settings, defences=(d,)), 1, 0)
+            rehearse_recorded(model, recorded, own, replace(settings, defences=(d,)), 1, 0)
         ).update.tensors["model.classifier.weight"]
         for d in ("noise=0.5", "freeze=embedding", "withhold=embedding")
     )
-    assert not torch.allclose(noisy, one.update.tensors["model.classifier.weight"], rtol=0.1)
+    assert not torch.allclose(noisy, first.update.tensors["model.classifier.weight"], rtol=0.1)
     assert not torch.equal(
-        still, kept
+        frozen, withheld
     )  # in the second step what is withheld has been trained, and what is frozen has not
-    assert torch.equal(kept, one.update.tensors["model.classifier.weight"])
-    (summed,) = rehearse_recorded(model, seen, own, settings, 1, 0, clients=3)
+    assert torch.equal(withheld, first.update.tensors["model.classifier.weight"])
+    (summed,) = rehearse_recorded(model, recorded, own, settings, 1, 0, clients=3)
     assert len(summed.inputs) == 24
 
 
@@ -404,13 +410,14 @@ def test_an_audit_reads_the_texts_that_were_sent(
         )
         == 0
     )
-    found = load_results(out)
-    ((number, _, leak, floor, exact, words, labels, count),) = found.tables[0].rows
+    results = load_results(out)
+    ((number, _, leak, floor, exact, words, labels, count),) = results.tables[0].rows
     assert (number, count) == (2, 2)
     assert leak == exact == words == labels == 1.0
     assert floor < 0.5
     assert (
-        found.facts["verdict"][0] == "Texts come back from contributions in 1 of 1 attacked rounds."
+        results.facts["verdict"][0]
+        == "Texts come back from contributions in 1 of 1 attacked rounds."
     )
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
@@ -430,7 +437,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
 # Clients that begin apart
 
 
-def apart(
+def max_difference(
     settings: Settings,
 ) -> tuple[torch.nn.Module, dict[str, torch.Tensor], list[Contribution]]:
     """Three descriptions of one model, as three clients would send them; and the logits that all of
@@ -444,13 +451,13 @@ def apart(
             n: t.contiguous()
             for n, t in (apply(element(folded, i + 1), state) if i else state).items()
         }
-        sent.append(replace(made(), client=i, tensors=moved, kind="weights"))
+        sent.append(replace(make_case(), client=i, tensors=moved, kind="weights"))
     return model, state_of(model), sent
 
 
 def test_matched_clients_average_to_the_function_that_each_of_them_has() -> None:
     settings = Settings(clients=3, rounds=1, independent=True, strategy="matched")
-    model, state, sent = apart(settings)
+    model, state, sent = max_difference(settings)
     images = torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         true = model(pixel_values=images).logits
@@ -473,31 +480,32 @@ def test_a_server_of_texts_matches_by_half_of_its_own_and_measures_on_the_other(
     monkeypatch.setattr(fusion, "REFINE_STEPS", 5)
     source = fed.reader(tmp_path)
     settings = Settings(clients=2, rounds=1, batch=8, steps=2, independent=True, strategy="matched")
-    found = run_federated(source, settings, tmp_path / "run")
-    assert found.run_state.history[0].contributed == (0, 1)
+    run_result = run_federated(source, settings, tmp_path / "run")
+    assert run_result.run_state.history[0].contributed == (0, 1)
     _, test, _ = source.load_examples(source.build_model(settings))
     rest, inputs = split_test(test)
     assert (
         len(rest)
-        == found.run_state.history[0].measures["examples"]
+        == run_result.run_state.history[0].measures["examples"]
         == len(test) - sum(len(one["input_ids"]) for one in inputs)
     )
     plain = run_federated(source, replace(settings, strategy="fedavg"), tmp_path / "plain")
     assert (
-        plain.run_state.history[0].measures["loss"] != found.run_state.history[0].measures["loss"]
+        plain.run_state.history[0].measures["loss"]
+        != run_result.run_state.history[0].measures["loss"]
     )
 
 
-def test_clients_that_begin_apart_send_weights_and_are_averaged() -> None:
+def test_clients_with_different_starts_send_weights_and_are_averaged() -> None:
     settings = Settings(clients=2, rounds=2, batch=8, steps=1, independent=True, strategy="matched")
     model = fed.vit()
     from functools import partial
 
-    kept = fed.ran(settings, fuse=partial(average_weights, model, steps=2))
-    assert [r.contributed for r in kept.history] == [(0, 1), (0, 1)]
+    run_state = fed.run_rounds(settings, fuse=partial(average_weights, model, steps=2))
+    assert [r.contributed for r in run_state.history] == [(0, 1), (0, 1)]
     with pytest.raises(FederatedError, match="independent must be set for the strategy matched"):
         Settings(clients=2, rounds=1, strategy="matched")
-    _, state, sent = apart(settings)
+    _, state, sent = max_difference(settings)
     with pytest.raises(FederatedError, match=r'client 1 did not send "classifier.bias"'):
         average_weights(
             fed.vit(num_labels=10),

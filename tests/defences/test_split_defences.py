@@ -31,7 +31,15 @@ from regauge.errors import CutError
 from regauge.models.cut import Crossing, cut
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.testing import strict_float64
-from support.split_pairs import ADAMW, batch, columns, locked, made, optimizer_of, train
+from support.split_pairs import (
+    ADAMW,
+    batch,
+    columns,
+    lock_backbone,
+    make_model,
+    optimizer_of,
+    train,
+)
 
 SECRET = bytes(range(32))
 
@@ -41,7 +49,7 @@ def parse_defence(text: str) -> Any:
 
 
 def crossing_of(name: str = "vit", count: int = 4) -> Crossing:
-    model = made(name)
+    model = make_model(name)
     data = {
         k: torch.cat([batch(name, i)[k] for i in range(count // 2)])
         for k in batch(name, 0)
@@ -56,7 +64,7 @@ def images(count: int = 3, side: int = 16) -> torch.Tensor:
     )
 
 
-def test_the_order_is_stated_and_kept() -> None:
+def test_the_order_of_defences_is_fixed() -> None:
     named = [
         "rows=sample,keep_cls",
         "private=1,norm=2",
@@ -67,8 +75,8 @@ def test_the_order_is_stated_and_kept() -> None:
         "noise=0.5",
     ]
     named += ["round=2", "bottleneck=4"]
-    found = [type(d).__name__ for d in parse_defences(named)]
-    assert found == [
+    names = [type(d).__name__ for d in parse_defences(named)]
+    assert names == [
         "LowPass",
         "PixelNoise",
         "Bottleneck",
@@ -115,7 +123,7 @@ def test_a_hint_is_a_whole_sentence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("noise=-1", "noise must be positive and finite, got -1"),
         ("noise=0", "got 0"),
@@ -140,8 +148,8 @@ def test_a_hint_is_a_whole_sentence() -> None:
         ("noise=1,2,3", "cannot be parsed"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(text: str, said: str) -> None:
-    with pytest.raises(DefenceError, match=said) as error:
+def test_invalid_input_raises_an_error_that_names_it(text: str, message: str) -> None:
+    with pytest.raises(DefenceError, match=message) as error:
         parse_defence(text)
     assert error.value.hint
 
@@ -177,7 +185,7 @@ def test_noise_has_the_size_that_it_says() -> None:
     assert back(z) is z
 
 
-def test_drawn_from_the_secret_and_the_request() -> None:
+def test_noise_depends_on_the_secret_and_the_request() -> None:
     x = images()
     once, again, later, other = (
         PixelNoise(1.0).apply_to_images(x, KeyedRandom(s, n))
@@ -206,9 +214,9 @@ def test_a_bottleneck_lets_few_channels_through_and_noise_stays_in_them() -> Non
     )
     assert torch.equal(there.stream[..., :3], z[..., :3])
     assert not there.stream[..., 3:].any()
-    (slope,) = torch.autograd.grad(there.stream.sum(), z)
-    assert slope[..., :3].all(), "what leaves is what learns"
-    assert not slope[..., 3:].any()
+    (grad,) = torch.autograd.grad(there.stream.sum(), z)
+    assert grad[..., :3].all(), "what leaves is what learns"
+    assert not grad[..., 3:].any()
     assert back(z) is z
     noisy, _ = Noise(0.5).apply_to_crossing(there, KeyedRandom(SECRET, "1"))
     assert not noisy.stream[..., 3:].any()
@@ -232,9 +240,9 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
             "nothing is drawn, so that nothing averages out"
         )
         assert len(there.stream.detach().mul(1e6).round().unique()) <= 2**bits
-        (slope,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
-        torch.testing.assert_close(slope, z.detach())
-    apart = [
+        (grad,) = torch.autograd.grad((there.stream * z.detach()).sum(), z)
+        torch.testing.assert_close(grad, z.detach())
+    distance = [
         float(
             (Round(b).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))[0].stream - z)
             .detach()
@@ -243,7 +251,7 @@ def test_rounding_leaves_few_values_and_the_same_ones_in_every_pass() -> None:
         )
         for b in (1, 2, 4, 6)
     ]
-    assert apart == sorted(apart, reverse=True)
+    assert distance == sorted(distance, reverse=True)
     signs = Round(1).apply_to_crossing(crossing, KeyedRandom(SECRET, "1"))[0].stream
     assert torch.equal(signs > 0, z >= 0)
     few, _ = apply_defences(
@@ -273,7 +281,7 @@ def test_batch_shuffle_mixes_samples_and_goes_back() -> None:
 
 
 def test_batch_shuffle_refuses_what_it_does_not_fit() -> None:
-    one = cut(made("vit")).embed(pixel_values=batch("vit", 0)["pixel_values"][:1])
+    one = cut(make_model("vit")).embed(pixel_values=batch("vit", 0)["pixel_values"][:1])
     with pytest.raises(DefenceError, match="batch of one"):
         BatchShuffle().apply_to_crossing(one, KeyedRandom(SECRET, "1"))
     with pytest.raises(DefenceError, match="belongs to each token"):
@@ -288,12 +296,12 @@ def test_all_of_them_compose_and_go_back() -> None:
     assert torch.equal(home(there.stream), crossing.stream)
 
 
-def linked(
+def connect_model(
     name: str, defences: list[Any], training: OptimizerConfig | None = ADAMW, **more: Any
 ) -> tuple[torch.nn.Module, Any]:
-    model = made(name)
+    model = make_model(name)
     g = columns(model)
-    host = Host(locked(model, g), training)
+    host = Host(lock_backbone(model, g), training)
     return model, connect(
         model, InProcess(host), element=g, secret=SECRET, defences=defences, **more
     )
@@ -303,14 +311,14 @@ def test_noise_through_the_link_is_noise_on_the_stream() -> None:
     """The client's model with noise on its stream, here and over the link: the same losses and
     gradients.
     """
-    model, link = linked("vit", ["noise=0.3", "rows=sample"], None)
+    model, link = connect_model("vit", ["noise=0.3", "rows=sample"], None)
     data = batch("vit", 0)
     with strict_float64():
         loss = model(**data).loss
         loss.backward()
-    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    remote_grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     link.close()
-    plain = made("vit")
+    plain = make_model("vit")
 
     def noisy(c: Crossing) -> torch.Tensor:
         return Noise(0.3).apply_to_crossing(c, KeyedRandom(SECRET, "1"))[0].run()
@@ -320,17 +328,17 @@ def test_noise_through_the_link_is_noise_on_the_stream() -> None:
         wanted.backward()
     assert loss.item() == pytest.approx(wanted.item(), abs=1e-12)
     grads = dict(plain.named_parameters())
-    for name, grad in found.items():
+    for name, grad in remote_grads.items():
         torch.testing.assert_close(grad, grads[name].grad)
-    assert found
+    assert remote_grads
 
 
 def test_images_are_defended_before_the_embedding() -> None:
-    model, link = linked("vit", ["pixel-noise=0.5", "low-pass=0.2"], None)
+    model, link = connect_model("vit", ["pixel-noise=0.5", "low-pass=0.2"], None)
     data = batch("vit", 0)
     with torch.no_grad():
         model.eval()
-        clear = made("vit").eval()(**data).logits
+        clear = make_model("vit").eval()(**data).logits
         assert not torch.allclose(model(**data).logits, clear)
         assert not torch.allclose(model(data["pixel_values"]).logits, clear), "by place as by name"
         link.close()
@@ -338,14 +346,14 @@ def test_images_are_defended_before_the_embedding() -> None:
 
 
 def test_images_alone_are_images() -> None:
-    model, _ = linked("gpt2", ["pixel-noise=0.5"], None)
+    model, _ = connect_model("gpt2", ["pixel-noise=0.5"], None)
     with pytest.raises(DefenceError, match="needs one batch of images"):
         model(**batch("gpt2", 0))
 
 
 def test_rows_that_cannot_move_are_refused() -> None:
     with pytest.raises(CutError, match="cannot be permuted"):
-        linked("swin", ["batch-shuffle"], None)
+        connect_model("swin", ["batch-shuffle"], None)
 
 
 def test_a_run_is_repeatable() -> None:
@@ -354,8 +362,8 @@ def test_a_run_is_repeatable() -> None:
     """
     found = []
     for secret in (SECRET, SECRET, bytes(32)):
-        model = made("vit")
-        host = Host(locked(model, None), ADAMW)
+        model = make_model("vit")
+        host = Host(lock_backbone(model, None), ADAMW)
         link = connect(
             model,
             InProcess(host),
@@ -374,32 +382,32 @@ def test_private_features_and_gradients() -> None:
     """What the server gets of either is within the norm, but for the noise: seen through a host
     that writes down what it gets.
     """
-    seen: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
+    recorded: dict[str, list[torch.Tensor]] = {"FORWARD": [], "BACKWARD": []}
 
-    class Watched(Host):
+    class RecordingHost(Host):
         def _dispatch(self, frame: Any, peer: str) -> bytes:
-            if frame.kind.name in seen:
-                seen[frame.kind.name].append(next(iter(frame.tensors.values())).clone())
+            if frame.kind.name in recorded:
+                recorded[frame.kind.name].append(next(iter(frame.tensors.values())).clone())
             return super()._dispatch(frame, peer)
 
-    model = made("vit")
-    host = Watched(locked(model, None), ADAMW)
+    model = make_model("vit")
+    host = RecordingHost(lock_backbone(model, None), ADAMW)
     connect(model, InProcess(host), secret=SECRET, defences=[Private(1e-9, norm=0.01)])
     model(**batch("vit", 0)).loss.mul(1e6).backward()
-    for kind in seen:
-        norms = seen[kind][0].flatten(1).norm(dim=1)
+    for kind in recorded:
+        norms = recorded[kind][0].flatten(1).norm(dim=1)
         assert norms.tolist() == pytest.approx([0.01, 0.01], rel=1e-4), kind
-    clean = seen["BACKWARD"][0]
-    model = made("vit")
+    clean = recorded["BACKWARD"][0]
+    model = make_model("vit")
     connect(
         model,
-        InProcess(Watched(locked(model, None), ADAMW)),
+        InProcess(RecordingHost(lock_backbone(model, None), ADAMW)),
         secret=SECRET,
         defences=[Private(50.0, norm=0.01)],
     )
     model(**batch("vit", 0)).loss.mul(1e6).backward()
-    for kind in seen:
-        noise = seen[kind][1] if kind == "FORWARD" else seen[kind][1] - clean
+    for kind in recorded:
+        noise = recorded[kind][1] if kind == "FORWARD" else recorded[kind][1] - clean
         assert noise.std().item() == pytest.approx(50 * 2 * 0.01, rel=0.05), kind
 
 
@@ -412,8 +420,8 @@ def test_epsilon_is_the_gaussian_mechanism_s() -> None:
         releases = 2 * passes
         orders = torch.arange(2, 512, dtype=torch.float64)
         bound = (releases * orders / (2 * 2.0**2) + math.log(1e5) / (orders - 1)).min().item()
-        found = private.epsilon(passes, delta=1e-5)
-        assert 0.5 * bound < found <= bound * 1.001
+        epsilon = private.epsilon(passes, delta=1e-5)
+        assert 0.5 * bound < epsilon <= bound * 1.001
     assert (
         private.epsilon(10)
         > private.epsilon(10, backward=False)

@@ -85,7 +85,7 @@ def until(net: Loopback, what: Callable[[], bool], patience: float = PATIENCE) -
         time.sleep(0.5)
 
 
-def ended(net: Loopback, bundle: Path, log: str) -> int:
+def end_process(net: Loopback, bundle: Path, log: str) -> int:
     """Submit a bundle and follow it to its end; Flower's code."""
     process = net.run(bundle, log)
     until(net, lambda: process.poll() is not None)
@@ -93,14 +93,14 @@ def ended(net: Loopback, bundle: Path, log: str) -> int:
 
 
 def rounds(folder: Path) -> int:
-    found = state_store.load(folder)
-    return 0 if found is None else len(found.history)
+    run_state = state_store.load(folder)
+    return 0 if run_state is None else len(run_state.history)
 
 
-def kept(folder: Path) -> RunState:
-    found = state_store.load(folder)
-    assert found is not None
-    return found
+def wait_for_run(folder: Path) -> RunState:
+    run_state = state_store.load(folder)
+    assert run_state is not None
+    return run_state
 
 
 class Absent(InProcess):
@@ -114,13 +114,15 @@ class Absent(InProcess):
         return super().ask(number, [c for c in clients if c in self.there[number]], state)
 
 
-def distance(source: Source, settings: Settings, found: RunState) -> float:
+def distance(source: Source, settings: Settings, merged_state: RunState) -> float:
     """How far the run in this process, with the same contributions, is from one on nodes."""
     model = source.build_model(settings)
     engine = Absent(model, partition_examples(source.load_examples(model)[0], settings), settings)
-    engine.there = [r.contributed for r in found.history if not r.void]
+    engine.there = [r.contributed for r in merged_state.history if not r.void]
     here = run(engine, state_of(model), settings)
-    return max(float((here.state[n] - found.state[n]).abs().max()) for n in found.state)
+    return max(
+        float((here.state[n] - merged_state.state[n]).abs().max()) for n in merged_state.state
+    )
 
 
 def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(
@@ -130,11 +132,11 @@ def test_four_nodes_are_a_run_in_this_process_and_keep_what_they_withhold(
     write_bundle(
         tmp_path / "bundle", source.to_dict(), settings, tmp_path / "run", wait=900, gather=300
     )
-    assert ended(net, tmp_path / "bundle", "first") == 0, net.log("first")
-    found = kept(tmp_path / "run")
-    assert [r.contributed for r in found.history] == [(0, 1, 2, 3)] * 2
-    assert distance(source, settings, found) <= 1e-6
-    assert distance(source, SETTINGS, found) > 1e-6  # the bar can be missed
+    assert end_process(net, tmp_path / "bundle", "first") == 0, net.log("first")
+    run_state = wait_for_run(tmp_path / "run")
+    assert [r.contributed for r in run_state.history] == [(0, 1, 2, 3)] * 2
+    assert distance(source, settings, run_state) <= 1e-6
+    assert distance(source, SETTINGS, run_state) > 1e-6  # the bar can be missed
     name = state_store.load_about(tmp_path / "run")["name"]
     assert [LocalState(net.folder / f"keep-{i}" / name).clients() for i in range(4)] == [
         [0],
@@ -156,21 +158,21 @@ def test_a_killed_node_and_a_restarted_superlink_lose_no_round(
     until(net, lambda: rounds(folder) >= 2)
     until(net, lambda: "ROUND 2]" in net.log("node-0")[marks["node-0"] :])
     net.kill("superlink")  # in the third, and with it the server of the run
-    assert [r.contributed for r in kept(folder).history] == [(0, 1, 2, 3), (0, 1, 2)]
-    assert "3" in kept(folder).history[1].absent
+    assert [r.contributed for r in wait_for_run(folder).history] == [(0, 1, 2, 3), (0, 1, 2)]
+    assert "3" in wait_for_run(folder).history[1].absent
     net.start_link()
     came = net.log("node-3").count("SuperNode ID")
     net.start_node(3)
     until(net, lambda: net.log("node-3").count("SuperNode ID") > came)
-    assert ended(net, tmp_path / "bundle", "third") == 0, net.log("third")
-    found = kept(folder)
-    assert [r.number for r in found.history if not r.void] == [0, 1, 2]
-    assert [r.contributed for r in found.history[:2]] == [
+    assert end_process(net, tmp_path / "bundle", "third") == 0, net.log("third")
+    run_state = wait_for_run(folder)
+    assert [r.number for r in run_state.history if not r.void] == [0, 1, 2]
+    assert [r.contributed for r in run_state.history[:2]] == [
         (0, 1, 2, 3),
         (0, 1, 2),
     ]  # as they were counted
-    assert 3 in found.history[-1].contributed
-    assert distance(source, settings, found) <= 1e-6
+    assert 3 in run_state.history[-1].contributed
+    assert distance(source, settings, run_state) <= 1e-6
 
 
 def test_a_node_whose_key_is_not_registered_is_not_let_in(net: Loopback, tmp_path: Path) -> None:

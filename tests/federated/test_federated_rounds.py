@@ -46,7 +46,7 @@ def same(a: State, b: State) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-def sent(
+def make_contribution(
     client: int, change: float = 1.0, examples: int = 10, number: int = 0, **more: object
 ) -> Contribution:
     like = {"w": torch.zeros(3)}
@@ -134,7 +134,7 @@ def test_fedprox_stays_nearer() -> None:
     assert moved(replace(settings, strategy="fedprox", proximal=1.0)) < 0.9 * moved(settings)
 
 
-def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
+def test_puzzles_are_sampled_per_client_and_round_and_reproducible() -> None:
     settings = replace(FOUR, jigsaw=0.5, probability=1.0)
     model = prepare_model(fed.vit(), settings)
     assert isinstance(model, MaskedJigsaw)
@@ -147,7 +147,7 @@ def test_puzzles_are_drawn_for_each_client_and_round_and_repeat() -> None:
     assert not torch.allclose(first.tensors[f"model.{name}"], plain.tensors[name])
 
 
-def test_another_version_of_the_model_and_an_empty_part_are_refused_by_name() -> None:
+def test_another_model_version_and_an_empty_partition_are_rejected() -> None:
     with pytest.raises(
         FederatedError,
         match=r"two versions of a model differ:\n.*classifier.bias.* is float32 \[4\] in the "
@@ -162,11 +162,15 @@ def test_another_version_of_the_model_and_an_empty_part_are_refused_by_name() ->
 
 
 def test_the_mean_weighs_examples_or_clients_in_any_order() -> None:
-    some = [sent(2, 4.0, 30), sent(0, 1.0, 10), sent(1, -3.0, 20)]
+    some = [
+        make_contribution(2, 4.0, 30),
+        make_contribution(0, 1.0, 10),
+        make_contribution(1, -3.0, 20),
+    ]
     assert weighted_mean(some)["w"][0] == pytest.approx((10 - 60 + 120) / 60)
     assert weighted_mean(some, "clients")["w"][0] == pytest.approx(2 / 3)
     draw = [
-        sent(i, float(x), 1 + i)
+        make_contribution(i, float(x), 1 + i)
         for i, x in enumerate(np.random.default_rng(0).normal(size=20) * 1e4)
     ]
     assert same(weighted_mean(draw), weighted_mean(draw[::-1]))
@@ -174,11 +178,11 @@ def test_the_mean_weighs_examples_or_clients_in_any_order() -> None:
 
 def test_a_tensor_that_some_withhold_is_averaged_over_the_others_and_stays_where_all_do() -> None:
     state = {"w": torch.zeros(3), "v": torch.ones(3)}
-    both = replace(sent(0), tensors={"w": torch.ones(3), "v": torch.ones(3)})
-    after, _ = aggregate(state, [both, sent(1, 3.0)], Memory(), FOUR)
+    both = replace(make_contribution(0), tensors={"w": torch.ones(3), "v": torch.ones(3)})
+    after, _ = aggregate(state, [both, make_contribution(1, 3.0)], Memory(), FOUR)
     assert after["w"].tolist() == [2.0] * 3
     assert after["v"].tolist() == [2.0] * 3
-    after, _ = aggregate(state, [sent(0), sent(1)], Memory(), FOUR)
+    after, _ = aggregate(state, [make_contribution(0), make_contribution(1)], Memory(), FOUR)
     assert after["v"].tolist() == [1.0] * 3
 
 
@@ -186,7 +190,7 @@ def test_fedadam_follows_its_formula() -> None:
     settings = replace(FOUR, strategy="fedadam", server_lr=0.1)
     state, memory, m, v, x = {"w": torch.zeros(3)}, Memory(), 0.0, 0.0, 0.0
     for t, change in enumerate((1.0, -0.5, 2.0), 1):
-        state, memory = aggregate(state, [sent(0, change)], memory, settings)
+        state, memory = aggregate(state, [make_contribution(0, change)], memory, settings)
         m, v = BETAS[0] * m + (1 - BETAS[0]) * change, BETAS[1] * v + (1 - BETAS[1]) * change**2
         x += (
             0.1
@@ -202,14 +206,16 @@ def test_nothing_and_twice_are_refused() -> None:
     with pytest.raises(FederatedError, match="contributions must be >= 1, got 0"):
         aggregate({"w": torch.zeros(3)}, [], Memory(), FOUR)
     with pytest.raises(FederatedError, match="got two of one client"):
-        aggregate({"w": torch.zeros(3)}, [sent(0), sent(0)], Memory(), FOUR)
+        aggregate(
+            {"w": torch.zeros(3)}, [make_contribution(0), make_contribution(0)], Memory(), FOUR
+        )
 
 
 # Rounds
 
 
 class Scripted:
-    """An engine that answers what it is told to, round by round."""
+    """An engine with scripted replies, round by round."""
 
     def __init__(self, *answers: Sequence[Contribution | Absence]) -> None:
         self.answers = list(answers)
@@ -220,7 +226,9 @@ class Scripted:
         return self.answers.pop(0)
 
 
-def went(engine: Engine, settings: Settings, folder: Path | None = None) -> state_store.RunState:
+def run_scripted(
+    engine: Engine, settings: Settings, folder: Path | None = None
+) -> state_store.RunState:
     return run(engine, {"w": torch.zeros(3)}, settings, folder=folder)
 
 
@@ -228,7 +236,7 @@ def test_training_together_learns() -> None:
     settings = Settings(clients=4, rounds=8, batch=8, optimizer="adamw", lr=1e-2)
     model, test = fed.vit(), fed.bars(100, seed=2)
     before = measure(model, test, 100)["accuracy"]
-    load_state(model, fed.ran(settings).state)
+    load_state(model, fed.run_rounds(settings).state)
     assert measure(model, test, 100)["accuracy"] > before + 0.3
 
 
@@ -274,38 +282,50 @@ def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> No
         ({"client": 9}, "client: a contribution must come from a client that was selected"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_the_round_goes_on(
+def test_incompatible_contributions_are_rejected_and_the_round_continues(
     bad: dict[str, object], why: str
 ) -> None:
-    kept = went(
-        Scripted([sent(0), sent(1, 3.0), replace(sent(2, 100.0), **bad)]),
+    run_state = run_scripted(
+        Scripted(
+            [
+                make_contribution(0),
+                make_contribution(1, 3.0),
+                replace(make_contribution(2, 100.0), **bad),
+            ]
+        ),
         Settings(clients=3, rounds=1),
     )  # type: ignore[arg-type]
-    (told,) = kept.history
-    assert told.contributed == (0, 1)
+    (entry,) = run_state.history
+    assert entry.contributed == (0, 1)
     assert any(
-        why in f"{told.rejected.get(client)}: {text}" for client, text in told.absent.items()
+        why in f"{entry.rejected.get(client)}: {text}" for client, text in entry.absent.items()
     )
-    assert kept.state["w"].tolist() == [2.0] * 3
+    assert run_state.state["w"].tolist() == [2.0] * 3
 
 
-def test_a_second_answer_does_not_count_and_a_missing_one_is_told() -> None:
-    kept = went(Scripted([sent(0), sent(0, 100.0)]), Settings(clients=2, rounds=1))
-    assert kept.state["w"].tolist() == [1.0] * 3
-    assert kept.history[0].absent == {
+def test_a_second_reply_does_not_count_and_a_missing_one_is_reported() -> None:
+    run_state = run_scripted(
+        Scripted([make_contribution(0), make_contribution(0, 100.0)]), Settings(clients=2, rounds=1)
+    )
+    assert run_state.state["w"].tolist() == [1.0] * 3
+    assert run_state.history[0].absent == {
         "0": "contributions must be one a client and round, got a second: the first counts",
         "1": "it did not answer",
     }
-    assert kept.history[0].rejected == {"0": "duplicate"}
+    assert run_state.history[0].rejected == {"0": "duplicate"}
 
 
-def test_a_round_with_too_few_is_void_and_asked_again(tmp_path: Path) -> None:
+def test_a_round_with_too_few_clients_is_void_and_repeated(tmp_path: Path) -> None:
     settings = Settings(clients=2, rounds=1, min_clients=2)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
-    kept = went(Scripted([sent(0)], [sent(0), sent(1)]), settings, folder)
-    assert [(r.number, r.void) for r in kept.history] == [(0, True), (0, False)]
-    assert len(completed_rounds(kept.history)) == 1
+    run_state = run_scripted(
+        Scripted([make_contribution(0)], [make_contribution(0), make_contribution(1)]),
+        settings,
+        folder,
+    )
+    assert [(r.number, r.void) for r in run_state.history] == [(0, True), (0, False)]
+    assert len(completed_rounds(run_state.history)) == 1
 
 
 def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -> None:
@@ -316,52 +336,56 @@ def test_a_run_without_clients_stops_by_name_and_goes_on_later(tmp_path: Path) -
         FederatedError,
         match=f"round 2 had too few contributions {MAX_VOID_ROUNDS} times.*client 0: gone",
     ):
-        went(Scripted([sent(0)], *[[Absence(0, "gone")]] * MAX_VOID_ROUNDS), settings, folder)
-    kept = went(Scripted([sent(1, 2.0, number=1)]), settings, folder)
-    assert kept.state["w"].tolist() == [3.0] * 3
-    assert [r.number for r in completed_rounds(kept.history)] == [0, 1]
+        run_scripted(
+            Scripted([make_contribution(0)], *[[Absence(0, "gone")]] * MAX_VOID_ROUNDS),
+            settings,
+            folder,
+        )
+    run_state = run_scripted(Scripted([make_contribution(1, 2.0, number=1)]), settings, folder)
+    assert run_state.state["w"].tolist() == [3.0] * 3
+    assert [r.number for r in completed_rounds(run_state.history)] == [0, 1]
 
 
-def test_clients_are_drawn_for_each_round() -> None:
+def test_clients_are_sampled_for_each_round() -> None:
     settings = Settings(clients=10, rounds=1, participation=0.4)
-    drawn = [select_clients(settings, n) for n in range(5)]
-    assert all(len(set(d)) == 4 for d in drawn)
-    assert len(set(drawn)) > 1
+    selections = [select_clients(settings, n) for n in range(5)]
+    assert all(len(set(d)) == 4 for d in selections)
+    assert len(set(selections)) > 1
 
 
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
     settings = replace(
         FOUR, strategy="fedadam", partition="dirichlet", step_jitter=0.5, drop=0.2, rounds=4
     )
-    whole = fed.ran(settings)
+    whole = fed.run_rounds(settings)
     folder = tmp_path / "run"
     state_store.begin(folder, settings, "l", {})
     halts = iter([False, False, True])
-    fed.ran(settings, folder=folder, stop=lambda: next(halts))
-    found = state_store.load(folder)
-    assert found is not None
-    assert len(found.history) == 2
-    again = fed.ran(settings, folder=folder)
+    fed.run_rounds(settings, folder=folder, stop=lambda: next(halts))
+    run_state = state_store.load(folder)
+    assert run_state is not None
+    assert len(run_state.history) == 2
+    again = fed.run_rounds(settings, folder=folder)
     assert same(again.state, whole.state)
     assert [r.number for r in again.history] == [0, 1, 2, 3]
 
 
-def test_drop_outs_are_told_and_the_same_in_every_run() -> None:
+def test_dropouts_are_reported_and_reproducible() -> None:
     settings = replace(FOUR, drop=0.4)
-    one, two = fed.ran(settings), fed.ran(settings)
+    one, two = fed.run_rounds(settings), fed.run_rounds(settings)
     assert same(one.state, two.state)
     assert any("it dropped out" in r.absent.values() for r in one.history)
-    assert not same(one.state, fed.ran(FOUR).state)
+    assert not same(one.state, fed.run_rounds(FOUR).state)
 
 
 def test_an_empty_part_takes_no_part() -> None:
     settings = Settings(clients=2, rounds=1)
     model = fed.vit()
-    kept = run(
+    run_state = run(
         InProcess(model, [fed.bars(8), fed.bars(8).only([])], settings), state_of(model), settings
     )
-    assert kept.history[0].contributed == (0,)
-    assert "its part is empty" in kept.history[0].absent["1"]
+    assert run_state.history[0].contributed == (0,)
+    assert "its part is empty" in run_state.history[0].absent["1"]
 
 
 # The folder
@@ -382,14 +406,14 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
         state_store.begin(other, FOUR, "l", {})
 
 
-def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_folder_is_locked_by_one_process_and_reading_needs_no_lock(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with state_store.hold_folder(folder):
         state_store.begin(folder, FOUR, "l", {})
         under_way = folder / f".{state_store.STATE_FILE}.partial-00"
         under_way.write_bytes(b"")
         assert state_store.load(folder) is None
-        assert under_way.exists()  # whoever looks into a run that is at work leaves its files alone
+        assert under_way.exists()  # reading a running run leaves its files alone
         with (
             pytest.raises(CheckpointError, match="another process is at work"),
             state_store.hold_folder(folder),
@@ -400,7 +424,7 @@ def test_a_folder_is_held_by_one_process_and_reading_disturbs_nobody(tmp_path: P
         assert not under_way.exists()
 
 
-def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
+def test_damaged_folders_are_rejected(tmp_path: Path) -> None:
     state_store.begin(tmp_path / "run", FOUR, "l", {})
     (tmp_path / "run" / state_store.STATE_FILE).write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"global.safetensors cannot be read"):
@@ -414,7 +438,7 @@ def test_damaged_folders_are_refused_by_name(tmp_path: Path) -> None:
         state_store.load_about(tmp_path / "nowhere")
 
 
-def test_settings_travel_and_faults_are_told_all_at_once() -> None:
+def test_settings_round_trip_and_all_faults_are_reported_at_once() -> None:
     settings = replace(FOUR, jigsaw=0.3, defences=("clip=1",))
     assert read_settings(settings.to_dict()) == settings
     with pytest.raises(FederatedError, match='"colour"'):

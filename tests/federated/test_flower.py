@@ -45,7 +45,7 @@ Answer = Callable[[Message, Message], Message | None]  # what becomes of a node'
 
 @pytest.fixture(autouse=True)
 def task(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flower's messages want to know in whose run they are made."""
+    """Flower's messages need the run in which they are made."""
     from flwr.supercore.task_identity import TaskIdentity
 
     monkeypatch.setattr(TaskIdentity, "_run_id", 1)
@@ -107,10 +107,10 @@ class Nodes:
                     1 if reply.has_error() else message.metadata.dst_node_id
                 )  # the SuperLink's own answers
                 replies.append(reply)
-        return replies[::-1]  # whoever was asked last answers first
+        return replies[::-1]  # the last client replies first
 
 
-def served(
+def serve(
     source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any
 ) -> flower.RunResult:
     return flower.serve(
@@ -136,7 +136,7 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
     settings = replace(SETTINGS, strategy="fedadam", partition="dirichlet", jigsaw=0.3)
     here, there = (
         run_federated(source, settings, tmp_path / "here"),
-        served(source, tmp_path / "there", settings),
+        serve(source, tmp_path / "there", settings),
     )
     assert [r.contributed for r in there.run_state.history] == [(0, 1, 2, 3)] * 2
     assert all(
@@ -149,12 +149,12 @@ def test_a_run_over_flowers_messages_is_a_run_in_this_process(
     )
 
 
-def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
+def test_a_run_continues_after_a_server_crash_without_counting_a_round_twice(
     source: Source, tmp_path: Path
 ) -> None:
-    whole = served(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
-    served(source, tmp_path / "run")
-    again = served(source, tmp_path / "run", replace(SETTINGS, rounds=3))
+    whole = serve(source, tmp_path / "whole", replace(SETTINGS, rounds=3))
+    serve(source, tmp_path / "run")
+    again = serve(source, tmp_path / "run", replace(SETTINGS, rounds=3))
     assert [r.number for r in again.run_state.history] == [0, 1, 2]
     assert all(
         torch.equal(whole.run_state.state[n], again.run_state.state[n])
@@ -162,7 +162,7 @@ def test_a_run_that_lost_its_server_goes_on_without_counting_a_round_twice(
     )
 
 
-def failed(message: Message, reply: Message) -> Message:
+def fail(message: Message, reply: Message) -> Message:
     return Message(Error(code=1, reason="out of memory"), reply_to=message)
 
 
@@ -174,7 +174,7 @@ def silent(message: Message, reply: Message) -> None:
     return None
 
 
-def poisoned(message: Message, reply: Message) -> Message:
+def poison(message: Message, reply: Message) -> Message:
     reply.content["arrays"]["classifier.bias"] = Array(np.full(10, np.nan, np.float32))
     return reply
 
@@ -204,14 +204,14 @@ def lossless(message: Message, reply: Message) -> Message:
     return reply
 
 
-def garbled(message: Message, reply: Message) -> Message:
+def garble(message: Message, reply: Message) -> Message:
     reply.content["arrays"]["classifier.bias"] = Array(
         "float32", (10,), "numpy.ndarray", b"nothing"
     )
     return reply
 
 
-def doubled(message: Message, reply: Message) -> Message:
+def double_reply(message: Message, reply: Message) -> Message:
     reply.content["arrays"]["classifier.bias"] = Array(np.zeros(10, np.float64))
     return reply
 
@@ -226,7 +226,7 @@ def exploding(message: Message, reply: Message) -> Message:
     return reply
 
 
-def amplified(message: Message, reply: Message) -> Message:
+def amplify(message: Message, reply: Message) -> Message:
     for name, array in reply.content["arrays"].items():
         reply.content["arrays"][name] = Array(-20 * array.numpy())
     return reply
@@ -245,32 +245,32 @@ def chatty(message: Message, reply: Message) -> Message:
 @pytest.mark.parametrize(
     ("bend", "why"),
     [
-        (failed, "it failed: out of memory"),
+        (fail, "it failed: out of memory"),
         (empty, "its reply cannot be read"),
         (silent, "it did not answer"),
-        (poisoned, '"classifier.bias" must be finite'),
+        (poison, '"classifier.bias" must be finite'),
         (stale, "another version of the model"),
         (newer, "the message version must be 1, got 99"),
         (misshapen, '"classifier.bias" must have the shape [10], got [11]'),
         (foreign, "tensors must be the model's, got 'another.bias'"),
         (lossless, "loss must be a finite float32 number, got nan"),
-        (doubled, '"classifier.bias" must be a dense float32 tensor, got float64'),
+        (double_reply, '"classifier.bias" must be a dense float32 tensor, got float64'),
         (boasting, "examples must be between 1 and 360, got 1000000000000"),
         (exploding, "the norm must be at most 1.845e+19"),
-        (amplified, "the median of the round"),
+        (amplify, "the median of the round"),
         (whole, "must be of the kind change, got 'weights'"),
         (chatty, "escaped \\x1b[31m "),
-        (garbled, "its reply cannot be read"),
+        (garble, "its reply cannot be read"),
     ],
 )
-def test_a_node_that_does_not_fit_is_told_by_name_and_the_run_goes_on(
+def test_an_incompatible_node_is_reported_and_the_run_continues(
     bend: Answer, why: str, source: Source, tmp_path: Path
 ) -> None:
-    found = served(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
-    (told,) = found.run_state.history
-    assert told.contributed == (0, 1, 3)
-    assert why in told.absent["2"]
-    assert len(told.absent["2"]) < 1100
+    run_result = serve(source, tmp_path / "run", replace(SETTINGS, rounds=1), bend={2: bend})
+    (entry,) = run_result.run_state.history
+    assert entry.contributed == (0, 1, 3)
+    assert why in entry.absent["2"]
+    assert len(entry.absent["2"]) < 1100
 
 
 def test_a_node_of_another_model_says_so(source: Source, tmp_path: Path) -> None:
@@ -291,12 +291,12 @@ def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
     settings = replace(SETTINGS, clients=20, rounds=1, partition="dirichlet", alpha=0.02)
     model = source.build_model(settings)
     sizes = [len(part) for part in partition_examples(source.load_examples(model)[0], settings)]
-    (told,) = served(source, tmp_path / "run", settings).run_state.history
+    (entry,) = serve(source, tmp_path / "run", settings).run_state.history
     empty = {str(client) for client, size in enumerate(sizes) if size == 0}
     assert (
         empty
-        == {client for client, why in told.absent.items() if "its part is empty" in why}
-        == told.absent.keys()
+        == {client for client, why in entry.absent.items() if "its part is empty" in why}
+        == entry.absent.keys()
     )
     assert 0 < len(empty) < 20
 
@@ -304,14 +304,14 @@ def test_an_empty_part_takes_no_part(source: Source, tmp_path: Path) -> None:
 def test_without_nodes_a_run_stops_by_name_and_goes_on_when_they_come(
     source: Source, tmp_path: Path
 ) -> None:
-    whole = served(source, tmp_path / "whole")
-    served(source, tmp_path / "run", replace(SETTINGS, rounds=1))
-    nobody = Nodes(source, 0)
+    whole = serve(source, tmp_path / "whole")
+    serve(source, tmp_path / "run", replace(SETTINGS, rounds=1))
+    without_nodes: Any = Nodes(source, 0)
     with pytest.raises(
         FederatedError, match=r"round 2 had too few contributions 3 times.*no node is connected"
     ):
-        flower.serve(nobody, source, SETTINGS, tmp_path / "run", gather=0.0)  # type: ignore[arg-type]
-    again = served(source, tmp_path / "run")
+        flower.serve(without_nodes, source, SETTINGS, tmp_path / "run", gather=0.0)
+    again = serve(source, tmp_path / "run")
     assert [(r.number, r.void) for r in again.run_state.history] == [
         (0, False),
         (1, True),
@@ -391,12 +391,12 @@ def test_defences_act_on_flowers_messages_as_in_this_process(
     )
     here, there = (
         run_federated(source, settings, tmp_path / "here"),
-        served(source, tmp_path / "there", settings),
+        serve(source, tmp_path / "there", settings),
     )
     assert all(
         torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
-    plain = served(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
+    plain = serve(source, tmp_path / "plain", replace(SETTINGS, rounds=1))
     assert any(
         not torch.equal(plain.run_state.state[n], there.run_state.state[n])
         for n in plain.run_state.state
@@ -443,27 +443,27 @@ def test_a_defence_is_a_mod_for_any_app_that_answers_with_weights() -> None:
         flower.make_mod("withhold=head")
 
 
-def test_what_a_node_withholds_is_kept_in_its_own_folder_and_as_in_this_process(
+def test_withheld_tensors_stay_in_the_nodes_folder_and_equal_the_in_process_run(
     source: Source, tmp_path: Path
 ) -> None:
     settings = replace(SETTINGS, defences=("withhold=embedding",))
     here = run_federated(source, settings, tmp_path / "here")
-    nodes = Nodes(source)
+    nodes: Any = Nodes(source)
     nodes.app = flower.client_app(source, local_folder=tmp_path / "own")
-    there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)  # type: ignore[arg-type]
+    there = flower.serve(nodes, source, settings, tmp_path / "there", gather=0.0)
     assert all(
         torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state
     )
     one, two = LocalState(tmp_path / "here" / "own"), LocalState(tmp_path / "own")
     assert one.clients() == two.clients() == [0, 1, 2, 3]
     assert all(torch.equal(t, two.latest(2)[n]) for n, t in one.latest(2).items())
-    (told, _) = (
+    (reason, _) = (
         a.reason
         for a in flower.GridEngine(Nodes(source), settings, gather=0.0).ask(
             0, [0, 1], state_of(fed.vit(num_labels=10))
         )
     )  # type: ignore
-    assert "the folder of withheld tensors" in told
+    assert "the folder of withheld tensors" in reason
 
 
 def test_a_message_names_a_run_and_no_file() -> None:
@@ -479,10 +479,12 @@ def test_a_message_names_a_run_and_no_file() -> None:
 # Secure aggregation
 
 
-def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path: Path) -> None:
+def test_a_secure_sum_is_the_mean_and_reveals_no_contribution(
+    source: Source, tmp_path: Path
+) -> None:
     settings = replace(SETTINGS, rounds=2, secure=True)
-    nodes = Nodes(source)
-    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)  # type: ignore[arg-type]
+    nodes: Any = Nodes(source)
+    secure = flower.serve(nodes, source, settings, tmp_path / "secure", gather=0.0, record=True)
     plain = run_federated(source, replace(settings, secure=False), tmp_path / "plain")
     assert [r.contributed for r in secure.run_state.history] == [(0, 1, 2, 3)] * 2
     worst = max(
@@ -492,8 +494,10 @@ def test_a_secure_sum_is_the_mean_and_shows_nobodys_own(source: Source, tmp_path
     assert 0 < worst < 1e-4
     from regauge.federated.recorder import load_update
 
-    one, two = (load_update(tmp_path / "secure", 0, c).tensors for c in (0, 1))
-    assert all(torch.equal(one[n], two[n]) for n in one)  # all that the server has is the mean
+    first, second = (load_update(tmp_path / "secure", 0, c).tensors for c in (0, 1))
+    assert all(
+        torch.equal(first[n], second[n]) for n in first
+    )  # all that the server has is the mean
     trained = [m for m in nodes.sent if m.has_content() and m.content.array_records]
     assert all(
         not record for m in trained for record in m.content.array_records.values()
@@ -507,9 +511,9 @@ def test_a_secure_sum_goes_on_without_one_and_refuses_two(source: Source, tmp_pa
             None if "fitins.parameters" in message.content or "arrays" in message.content else reply
         )
     }
-    found = served(source, tmp_path / "run", settings, bend=late)
-    assert found.run_state.history[0].contributed == (0, 1, 2)
-    assert "dropped out of the secure sum" in found.run_state.history[0].absent["3"]
+    run_result = serve(source, tmp_path / "run", settings, bend=late)
+    assert run_result.run_state.history[0].contributed == (0, 1, 2)
+    assert "dropped out of the secure sum" in run_result.run_state.history[0].absent["3"]
     engine = flower.GridEngine(Nodes(source, 2), settings, gather=0.0)  # type: ignore[arg-type]
     answers = list(engine.ask(0, [0, 1], state_of(fed.vit(num_labels=10))))
     assert all(isinstance(a, Absence) and "must have >= 3 clients" in a.reason for a in answers)
@@ -591,7 +595,7 @@ def test_a_bert_over_flowers_messages_is_a_bert_in_this_process(tmp_path: Path) 
     settings = replace(SETTINGS, jigsaw=0.3)
     here, there = (
         run_federated(texts, settings, tmp_path / "here"),
-        served(texts, tmp_path / "there", settings),
+        serve(texts, tmp_path / "there", settings),
     )
     assert all(
         torch.equal(here.run_state.state[n], there.run_state.state[n]) for n in here.run_state.state

@@ -74,13 +74,13 @@ class Scripted:
             )
 
 
-def ran(bad: Any, settings: Settings = FOUR, **more: Any) -> RunState:
+def run_with(bad: Any, settings: Settings = FOUR, **more: Any) -> RunState:
     return run(Scripted(settings, bad), START, settings, **more)
 
 
 def without(settings: Settings = FOUR) -> State:
     """The state of a run in which the last client never answers."""
-    return ran(lambda c: Absence(c.client, "away"), settings).state
+    return run_with(lambda c: Absence(c.client, "away"), settings).state
 
 
 def same(a: State, b: State) -> bool:
@@ -137,19 +137,19 @@ def test_a_bad_contribution_is_rejected_by_its_reason_and_leaves_no_trace(
 ) -> None:
     reason, bad = BAD[name]
     settings = replace(FOUR, strategy=strategy, rounds=2)
-    found = ran(
+    run_result = run_with(
         lambda c: replace(c, **({"round": c.round + 1} if name == "round" else bad)), settings
     )
-    assert [r.rejected for r in found.history] == [{"3": reason}] * 2
-    assert all(len(text) < 1100 for r in found.history for text in r.absent.values())
-    assert same(found.state, without(settings))
-    assert all(bool(torch.isfinite(t).all()) for t in found.memory.tensors.values())
-    honest = ran(lambda c: c, settings)
+    assert [r.rejected for r in run_result.history] == [{"3": reason}] * 2
+    assert all(len(text) < 1100 for r in run_result.history for text in r.absent.values())
+    assert same(run_result.state, without(settings))
+    assert all(bool(torch.isfinite(t).all()) for t in run_result.memory.tensors.values())
+    honest = run_with(lambda c: c, settings)
     assert [r.rejected for r in honest.history] == [{}] * 2
-    assert not same(honest.state, found.state)
+    assert not same(honest.state, run_result.state)
 
 
-def test_answers_of_another_type_and_of_nobody_are_rejected() -> None:
+def test_replies_of_another_type_and_of_unknown_clients_are_rejected() -> None:
     for answer in (
         None,
         7,
@@ -159,18 +159,22 @@ def test_answers_of_another_type_and_of_nobody_are_rejected() -> None:
         replace(change(3), client=-1),
         replace(change(3), client=10**5000),
     ):
-        found = ran(lambda c, answer=answer: answer)
-        assert set(found.history[0].rejected.values()) in ({"type"}, {"client"})
-        assert same(found.state, without())
+        run_result = run_with(lambda c, answer=answer: answer)
+        assert set(run_result.history[0].rejected.values()) in ({"type"}, {"client"})
+        assert same(run_result.state, without())
 
 
 def test_the_maximum_of_examples_is_a_setting_or_the_largest_part(tmp_path: Path) -> None:
     claim = lambda c: replace(c, examples=2000, steps=1)  # noqa: E731
-    assert ran(claim).history[0].rejected == {}
-    assert ran(claim, replace(FOUR, max_examples=1999)).history[0].rejected == {"3": "examples"}
-    assert ran(claim, limits=Limits(max_examples=1999)).history[0].rejected == {"3": "examples"}
+    assert run_with(claim).history[0].rejected == {}
+    assert run_with(claim, replace(FOUR, max_examples=1999)).history[0].rejected == {
+        "3": "examples"
+    }
+    assert run_with(claim, limits=Limits(max_examples=1999)).history[0].rejected == {
+        "3": "examples"
+    }
     assert (
-        ran(claim, replace(FOUR, max_examples=2000), limits=Limits(max_examples=1999))
+        run_with(claim, replace(FOUR, max_examples=2000), limits=Limits(max_examples=1999))
         .history[0]
         .rejected
         == {}
@@ -186,7 +190,7 @@ def test_the_maximum_of_examples_is_a_setting_or_the_largest_part(tmp_path: Path
 
 
 def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
-    """Otherwise one client alone would decide on tensors that nobody else sends."""
+    """Otherwise one client alone would decide on tensors that no other client sends."""
     settings = Settings(clients=3, rounds=1, defences=("freeze=embedding",))
     model, examples = fed.vit(), fed.bars()
     limits, state = server_limits(model, examples, settings), state_of(model)
@@ -218,17 +222,17 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     assert not torch.equal(unlimited.state[name], state[name])
 
 
-def test_norms_are_held_to_the_median_from_three_contributions_on() -> None:
+def test_norms_are_limited_by_the_median_from_three_contributions_on() -> None:
     def grown(c: Contribution) -> Contribution:
         return replace(c, tensors={n: 20 * t for n, t in c.tensors.items()})
 
-    assert ran(grown).history[0].rejected == {"3": "norm"}
-    assert ran(grown, replace(FOUR, norm_factor=30.0)).history[0].rejected == {}
-    assert ran(grown, replace(FOUR, norm_factor=0.0)).history[0].rejected == {}
+    assert run_with(grown).history[0].rejected == {"3": "norm"}
+    assert run_with(grown, replace(FOUR, norm_factor=30.0)).history[0].rejected == {}
+    assert run_with(grown, replace(FOUR, norm_factor=0.0)).history[0].rejected == {}
     two = Settings(clients=2, rounds=1)
-    assert ran(grown, two).history[0].rejected == {}  # of two, either may be the outlier
-    assert ran(grown, replace(two, max_norm=10.0)).history[0].rejected == {"1": "norm"}
-    tiny = ran(lambda c: replace(c, tensors={n: 1e-30 * t for n, t in c.tensors.items()}), two)
+    assert run_with(grown, two).history[0].rejected == {}  # of two, either may be the outlier
+    assert run_with(grown, replace(two, max_norm=10.0)).history[0].rejected == {"1": "norm"}
+    tiny = run_with(lambda c: replace(c, tensors={n: 1e-30 * t for n, t in c.tensors.items()}), two)
     assert tiny.history[0].contributed == (0, 1)  # nor can a small one have the other rejected
 
 
@@ -240,14 +244,14 @@ def test_a_client_that_takes_more_steps_may_change_more() -> None:
             c, examples=100, steps=steps, tensors={n: 10 * t for n, t in c.tensors.items()}
         )
 
-    assert ran(lambda c: grown(c, 10), settings).history[0].rejected == {}
-    assert ran(lambda c: grown(c, 1), settings).history[0].rejected == {"3": "norm"}
-    assert ran(lambda c: replace(grown(c, 10), examples=10), settings).history[0].rejected == {
+    assert run_with(lambda c: grown(c, 10), settings).history[0].rejected == {}
+    assert run_with(lambda c: grown(c, 1), settings).history[0].rejected == {"3": "norm"}
+    assert run_with(lambda c: replace(grown(c, 10), examples=10), settings).history[0].rejected == {
         "3": "metrics"
     }
 
 
-def test_zero_changes_of_most_clients_reject_nobody() -> None:
+def test_zero_updates_of_most_clients_reject_no_client() -> None:
     class Still(Scripted):
         def ask(
             self, number: int, clients: Sequence[int], state: State
@@ -268,18 +272,18 @@ def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_la
 ) -> None:
     settings, folder = replace(FOUR, min_clients=4, rounds=2), tmp_path / "run"
     state_store.begin(folder, settings, DIGEST, {})
-    first = ran(lambda c: c, replace(settings, rounds=1), folder=folder)
+    first = run_with(lambda c: c, replace(settings, rounds=1), folder=folder)
     with pytest.raises(
         FederatedError,
         match=rf"round 2 had too few contributions {MAX_VOID_ROUNDS} times \(4 are needed\): "
         r"client 3: "
         r"examples must be",
     ):
-        ran(lambda c: replace(c, examples=10**12), settings, folder=folder)
-    found = state_store.load(folder)
-    assert found is not None
-    assert same(found.state, first.state)
-    assert [r.rejected for r in found.history] == [{}, *[{"3": "examples"}] * MAX_VOID_ROUNDS]
+        run_with(lambda c: replace(c, examples=10**12), settings, folder=folder)
+    run_state = state_store.load(folder)
+    assert run_state is not None
+    assert same(run_state.state, first.state)
+    assert [r.rejected for r in run_state.history] == [{}, *[{"3": "examples"}] * MAX_VOID_ROUNDS]
 
 
 def test_a_result_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
@@ -300,7 +304,7 @@ def test_a_result_that_is_not_finite_does_not_count(tmp_path: Path) -> None:
         FederatedError,
         match=f"round 1 failed {MAX_VOID_ROUNDS} times: the aggregated state must be finite",
     ):
-        ran(lambda c: replace(c, tensors={n: 1e6 * t for n, t in c.tensors.items()}), settings)
+        run_with(lambda c: replace(c, tensors={n: 1e6 * t for n, t in c.tensors.items()}), settings)
 
 
 def test_texts_from_outside_are_one_printable_line_of_bounded_length() -> None:
@@ -345,16 +349,16 @@ def test_robust_rules_agree_with_slow_ones(rule: str, count: int) -> None:
     sent = [change(c, scale=0.5 + c, examples=1 + c) for c in range(count)]
     if count > 4:
         sent[2] = replace(sent[2], tensors={"w": sent[2].tensors["w"]})  # it withholds the other
-    found = COMBINE[rule](sent[::-1], settings)
+    combined = COMBINE[rule](sent[::-1], settings)
     want = slow(sent, rule, settings)
     assert all(
-        np.allclose(found[n].numpy(), want[n], rtol=1e-6) and found[n].dtype == torch.float32
+        np.allclose(combined[n].numpy(), want[n], rtol=1e-6) and combined[n].dtype == torch.float32
         for n in START
     )
-    assert same(found, COMBINE[rule](sent, settings))
+    assert same(combined, COMBINE[rule](sent, settings))
     if count > 2:
         mean = COMBINE["mean"](sent, settings)
-        assert not torch.allclose(mean["w"], found["w"], rtol=1e-4)
+        assert not torch.allclose(mean["w"], combined["w"], rtol=1e-4)
 
 
 def test_a_trimmed_mean_drops_at_least_one_of_three() -> None:
@@ -381,13 +385,13 @@ def test_robust_rules_hold_against_one_client_without_any_check(rule: str, strat
     def flipped(c: Contribution) -> Contribution:
         return replace(c, tensors={n: -1e6 * t for n, t in c.tensors.items()})
 
-    found = ran(flipped, settings)
-    plain = ran(flipped, replace(settings, aggregation="mean"))
+    run_result = run_with(flipped, settings)
+    plain = run_with(flipped, replace(settings, aggregation="mean"))
 
     def away(state: State) -> float:
         return norm_of({n: state[n] - t for n, t in honest.state.items()}) / norm_of(honest.state)
 
-    assert away(found.state) < 0.5
+    assert away(run_result.state) < 0.5
     assert away(plain.state) > 1.5
 
 
@@ -404,13 +408,13 @@ def test_the_default_is_the_weighted_mean_bit_for_bit() -> None:
             for weight, c in zip(weights, sent, strict=True):
                 total.add_(c.tensors[name].double(), alpha=weight)
             state[name] = state[name] + (total / sum(weights)).float()
-    found = fed.ran(settings)
-    assert same(found.state, state)
-    assert not any(r.rejected for r in found.history)
+    run_result = fed.run_rounds(settings)
+    assert same(run_result.state, state)
+    assert not any(r.rejected for r in run_result.history)
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("options", "why"),
     [
         ({"aggregation": "best"}, "aggregation must be one of mean, median"),
         ({"trim": 0.5}, r"trim must be in \(0, 0.5\), got 0.5"),
@@ -435,9 +439,11 @@ def test_the_default_is_the_weighted_mean_bit_for_bit() -> None:
         ),
     ],
 )
-def test_settings_that_contradict_themselves_are_one_error(given: dict[str, Any], why: str) -> None:
+def test_settings_that_contradict_themselves_are_one_error(
+    options: dict[str, Any], why: str
+) -> None:
     with pytest.raises(FederatedError, match=why):
-        Settings(**{"clients": 4, "rounds": 1, **given})
+        Settings(**{"clients": 4, "rounds": 1, **options})
 
 
 def test_a_run_from_before_goes_on_and_limits_may_change() -> None:
@@ -490,12 +496,12 @@ def test_results_count_rejections_by_client_and_reason(
     ]
     command = ["federate", str(tmp_path / "start"), *common]
     assert main([*command, "--aggregation", "trimmed-mean", "-o", str(tmp_path / "run")]) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     assert (
         "round 2/2: 2 contributed, 1 rejected, client 1: examples must be between 1 and 480, "
-        "got 1000000000000" in said.err
+        "got 1000000000000" in captured.err
     )
-    assert "rejected contributions: client 1: examples 2" in said.out
+    assert "rejected contributions: client 1: examples 2" in captured.out
     results = load_results(tmp_path / "run" / "results.json")
     assert results.facts["rejected"] == {"1": {"examples": 2}}
     assert results.tables[1].rows == (("1", "examples", 2),)
@@ -520,14 +526,14 @@ def test_results_count_rejections_by_client_and_reason(
     )  # the same run goes on
 
 
-def saved(folder: Path) -> None:
+def save_run(folder: Path) -> None:
     settings = replace(FOUR, strategy="fedadam", rounds=2)
     state_store.begin(folder, settings, DIGEST, {})
-    ran(lambda c: c, settings, folder=folder)
+    run_with(lambda c: c, settings, folder=folder)
 
 
 def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
-    saved(tmp_path / "run")
+    save_run(tmp_path / "run")
     path = tmp_path / "run" / state_store.STATE_FILE
     good = state_store.load(tmp_path / "run")
     assert good is not None
@@ -587,7 +593,7 @@ def test_a_damaged_state_is_one_typed_error(tmp_path: Path) -> None:
     ],
 )
 def test_a_damaged_description_is_one_typed_error(text: str, tmp_path: Path) -> None:
-    saved(tmp_path / "run")
+    save_run(tmp_path / "run")
     (tmp_path / "run" / state_store.RUN_FILE).write_text(text)
     with pytest.raises(FederatedError):
         state_store.begin(tmp_path / "run", FOUR, DIGEST, {})

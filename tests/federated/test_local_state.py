@@ -1,4 +1,4 @@
-"""What a client withholds is its own: kept from round to round, sent to nobody, and the same on
+"""What a client withholds is its own: saved from round to round, never sent, and the same on
 every engine.
 """
 
@@ -21,7 +21,7 @@ SETTINGS = Settings(clients=3, rounds=3, batch=8, lr=0.1, defences=("withhold=em
 NAME = "vit.embeddings.position_embeddings"
 
 
-def ran(
+def run_rounds(
     own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object
 ) -> state_store.RunState:
     model = fed.vit()
@@ -36,14 +36,14 @@ def ran(
 
 def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
     own, start = LocalState(), state_of(fed.vit())
-    kept = ran(own)
-    assert torch.equal(kept.state[NAME], start[NAME])
-    assert not torch.equal(kept.state["classifier.weight"], start["classifier.weight"])
+    run_state = run_rounds(own)
+    assert torch.equal(run_state.state[NAME], start[NAME])
+    assert not torch.equal(run_state.state["classifier.weight"], start["classifier.weight"])
     mine = [own.latest(client)[NAME] for client in own.clients()]
     assert len(mine) == 3
     assert not torch.equal(mine[0], mine[1])
     first = LocalState()
-    ran(first, replace(SETTINGS, rounds=1))
+    run_rounds(first, replace(SETTINGS, rounds=1))
     moved = [float((o.latest(0)[NAME] - start[NAME]).norm()) for o in (first, own)]
     assert (
         moved[1] > 1.5 * moved[0]
@@ -54,16 +54,16 @@ def test_what_is_withheld_is_each_clients_own_and_the_servers_stays() -> None:
     )
 
 
-def test_a_round_that_is_asked_again_begins_as_it_did(tmp_path: Path) -> None:
+def test_a_repeated_round_starts_from_the_same_state(tmp_path: Path) -> None:
     whole, again = LocalState(), LocalState(tmp_path / "own")
-    ran(whole)
-    ran(again)
+    run_rounds(whole)
+    run_rounds(again)
     model = fed.vit()
     engine = InProcess(model, partition_examples(fed.bars(), SETTINGS), SETTINGS, again)
     before = again.latest(1)[NAME]
     list(engine.ask(2, (1,), state_of(fed.vit())))  # the last round, from another state
     assert not torch.equal(again.latest(1)[NAME], before)
-    ran(again)
+    run_rounds(again)
     assert all(
         torch.equal(whole.latest(c)[n], again.latest(c)[n])
         for c in range(3)
@@ -101,6 +101,6 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
 
 def test_without_it_there_is_nothing_of_ones_own() -> None:
     own = LocalState()
-    kept = ran(own, replace(SETTINGS, defences=("freeze=embedding",)))
+    run_state = run_rounds(own, replace(SETTINGS, defences=("freeze=embedding",)))
     assert own.clients() == []
-    assert torch.equal(kept.state[NAME], state_of(fed.vit())[NAME])
+    assert torch.equal(run_state.state[NAME], state_of(fed.vit())[NAME])

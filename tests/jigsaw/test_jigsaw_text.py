@@ -89,14 +89,14 @@ def test_spans_reach_the_ratio_within_what_is_free() -> None:
     )  # they hang together
 
 
-@pytest.mark.parametrize("told", [True, False], ids=["with a mask", "by padding"])
-def test_the_ends_of_a_text_stay(told: bool) -> None:
+@pytest.mark.parametrize("has_mask", [True, False], ids=["with a mask", "by padding"])
+def test_the_ends_of_a_text_stay(has_mask: bool) -> None:
     """BERT's config names no CLS and no SEP: they are what stands first and last."""
     wrapped = TextJigsaw(bert(), ratio=0.9)
     assert wrapped.special == (0,)
     ids, attention = texts(0)
     taken = torch.stack(
-        [wrapped.sample(ids, attention if told else None, seed)[0] for seed in range(50)]
+        [wrapped.sample(ids, attention if has_mask else None, seed)[0] for seed in range(50)]
     ).any(0)
     lengths = attention.sum(1)
     for row, length in zip(taken, lengths, strict=True):
@@ -153,14 +153,14 @@ def test_without_a_tokenizer_a_pair_keeps_what_parts_it() -> None:
         ever_taken(wrapped) == ever_taken(wrapped, torch.zeros_like(TYPES)) == list(range(1, 11))
     ), "nor the SEP, where nothing tells of two texts"
     wrapped = TextJigsaw(bert(), 0.9, probability=1.0, seed=3).train()
-    seen: list[torch.Tensor] = []
+    recorded: list[torch.Tensor] = []
     wrapped.model.bert.embeddings.word_embeddings.register_forward_pre_hook(
-        lambda _, args: seen.append(args[0])
+        lambda _, args: recorded.append(args[0])
     )
     for _ in range(20):
         wrapped(PAIR, token_type_ids=TYPES)
-    assert all(ids[0, 5] == 3 for ids in seen), "in training too"
-    assert not all(ids[0, 6] == 8 for ids in seen)
+    assert all(ids[0, 5] == 3 for ids in recorded), "in training too"
+    assert not all(ids[0, 6] == 8 for ids in recorded)
 
 
 def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_ids_by_hand_join_the_tokenizers(tmp_path: Path) -> None:
     ).special == (0, 1, 2, 3, 4, 7)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_tokenizer_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(JigsawError, match="must be a tokenizer, got int"):
         TextJigsaw(bert(), tokenizer=3)
     for name, says in (
@@ -181,7 +181,7 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
             TextJigsaw(bert(), tokenizer=tmp_path / name)
 
 
-def test_what_is_no_probability_is_refused() -> None:
+def test_a_probability_outside_0_and_1_is_rejected() -> None:
     with pytest.raises(JigsawError, match=r"probability must be in .*got 1\.5"):
         TextJigsaw(bert(), probability=1.5)
 
@@ -237,18 +237,18 @@ def test_labels_of_tokens_go_with_their_tokens(head: str) -> None:
     ids, mask = texts(0)
     labels = torch.where(mask.bool(), ids % 2 if "Token" in head else ids, -100)
     labels[:, ::3] = -100
-    kept = labels.clone()
+    original = labels.clone()
     chosen, order = wrapped.sample(ids, mask, 3)
-    found = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
+    outputs = wrapped(ids, mask, labels=labels, puzzle=(chosen, order))
     by_hand = [
-        torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), at.flatten())
+        torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), at.flatten())
         for at in (labels.gather(1, order), labels)
     ]
-    assert torch.allclose(found.loss, by_hand[0])
-    assert not torch.allclose(found.loss, by_hand[1], atol=1e-4), (
+    assert torch.allclose(outputs.loss, by_hand[0])
+    assert not torch.allclose(outputs.loss, by_hand[1], atol=1e-4), (
         "the labels of the places are others"
     )
-    assert torch.equal(labels, kept)
+    assert torch.equal(labels, original)
 
 
 def test_labels_of_texts_stay() -> None:
@@ -256,8 +256,8 @@ def test_labels_of_texts_stay() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
     puzzle = wrapped.sample(ids, mask, 3)
-    found = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
-    assert torch.allclose(found.loss, torch.nn.functional.cross_entropy(found.logits, LABELS))
+    outputs = wrapped(ids, mask, labels=LABELS, puzzle=puzzle)
+    assert torch.allclose(outputs.loss, torch.nn.functional.cross_entropy(outputs.logits, LABELS))
     torch.manual_seed(0)
     config = transformers.BertConfig(
         **SIZE,
@@ -267,14 +267,14 @@ def test_labels_of_texts_stay() -> None:
     )
     wrapped = TextJigsaw(transformers.BertForSequenceClassification(config), 0.5).eval()
     labels = (ids % 2).float()
-    found = wrapped(ids, mask, labels=labels, puzzle=puzzle)
+    outputs = wrapped(ids, mask, labels=labels, puzzle=puzzle)
     assert torch.allclose(
-        found.loss, torch.nn.functional.binary_cross_entropy_with_logits(found.logits, labels)
+        outputs.loss, torch.nn.functional.binary_cross_entropy_with_logits(outputs.logits, labels)
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_given_places_are_kept_where_nothing_is_shuffled(name: str) -> None:
+def test_explicit_positions_are_unchanged_without_a_shuffle(name: str) -> None:
     wrapped = TextJigsaw(MODELS[name](), 0.5).eval()
     ids, mask = texts(wrapped.model.config.pad_token_id)
     ids, mask = ids[:1], mask[:1]
@@ -298,23 +298,23 @@ def test_a_row_of_places_serves_all_texts_and_none_is_none() -> None:
     wrapped = TextJigsaw(bert(), 0.5).eval()
     ids, mask = texts(0)
     puzzle = wrapped.sample(ids, mask, 3)
-    found = wrapped(ids, mask, puzzle=puzzle).logits
+    outputs = wrapped(ids, mask, puzzle=puzzle).logits
     assert torch.equal(
-        wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, found
+        wrapped(ids, mask, position_ids=torch.arange(20)[None], puzzle=puzzle).logits, outputs
     )
     assert torch.equal(
-        wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, found
+        wrapped(ids, mask, position_ids=None, token_type_ids=None, puzzle=puzzle).logits, outputs
     )
 
 
-def test_the_unknown_place_cannot_be_given() -> None:
+def test_the_unknown_position_cannot_be_passed() -> None:
     wrapped = TextJigsaw(bert(), 0.5, probability=1.0).train()
     ids, mask = texts(0)
     with pytest.raises(
         JigsawError, match=r'position_ids must be rows of "\S+", from 0 to 23, got 24'
     ):
         wrapped(ids, mask, position_ids=torch.arange(5, 25)[None])
-    assert wrapped.passes == 0, "what is refused is no pass"
+    assert wrapped.passes == 0, "a rejected call is not a pass"
     wrapped(ids, mask, position_ids=torch.arange(4, 24)[None])
 
 
@@ -387,9 +387,9 @@ def test_models_without_such_a_table_are_refused() -> None:
         JigsawError, match="one table of learned absolute positions of tokens, got 0"
     ):
         TextJigsaw(transformers.LlamaForCausalLM(config))
-    for given in ({"ratio": 1.0}, {"span": 0}):
+    for options in ({"ratio": 1.0}, {"span": 0}):
         with pytest.raises(JigsawError):
-            TextJigsaw(bert(), **given)
+            TextJigsaw(bert(), **options)
 
 
 def test_a_texts_puzzle_is_its_own_whatever_the_batch() -> None:
@@ -410,14 +410,14 @@ def test_consistency_is_of_answers_with_and_without_shuffled_spans() -> None:
     examples = Examples(
         3, 2, lambda rows: ({"input_ids": ids[rows], "attention_mask": there[rows]}, LABELS[rows])
     )
-    accuracy, found = evaluate(wrapped, examples, 0.5, 2)
+    accuracy, scores = evaluate(wrapped, examples, 0.5, 2)
     plain = wrapped(ids, there).logits.argmax(-1)
     shuffled = wrapped(
         ids, there, puzzle=puzzles_of(np.arange(3), wrapped, ids, there, 0.5)
     ).logits.argmax(-1)
     assert accuracy == pytest.approx((plain == LABELS).float().mean().item())
-    assert found["consistency"] == pytest.approx((plain == shuffled).float().mean().item())
-    assert found["norm"] > 0
+    assert scores["consistency"] == pytest.approx((plain == shuffled).float().mean().item())
+    assert scores["norm"] > 0
     still = evaluate(wrapped, examples, 0.0, 2)[1]
     assert still["consistency"] == 1
     assert still["norm"] < 1e-5

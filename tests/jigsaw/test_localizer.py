@@ -13,7 +13,7 @@ import transformers
 from regauge.jigsaw import JigsawError, MaskedJigsaw
 from regauge.jigsaw.localizer import Localizer
 
-KEPT = torch.rand(5, 16, generator=torch.Generator().manual_seed(1)) < 0.7
+MASK = torch.rand(5, 16, generator=torch.Generator().manual_seed(1)) < 0.7
 
 
 def table() -> torch.Tensor:
@@ -29,16 +29,16 @@ def table() -> torch.Tensor:
     )
 
 
-def randomised(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+def randomize_positions(embeddings: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """The reference's directions."""
-    share = (kept.float() / kept.sum(1, keepdim=True)).mean(0)
+    share = (mask.float() / mask.sum(1, keepdim=True)).mean(0)
     share = share / share.sum()
     centred = (embeddings - share @ embeddings) * share.sqrt()[:, None]
     return torch.pca_lowrank(centred, q=2, center=False, niter=5)[2]
 
 
-def directions(embeddings: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    weights = (kept.float() / kept.sum(1, keepdim=True)).mean(0)
+def directions(embeddings: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    weights = (mask.float() / mask.sum(1, keepdim=True)).mean(0)
     return Localizer("pca", 12, (4, 4))._directions(embeddings, weights)
 
 
@@ -49,45 +49,47 @@ def test_pca_draws_nothing_and_is_the_same_twice() -> None:
     )
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    found = localizer(noise, KEPT)
+    output = localizer(noise, MASK)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(4)
-    assert torch.equal(localizer(noise, KEPT), found)
+    assert torch.equal(localizer(noise, MASK), output)
     torch.manual_seed(3)
-    one = randomised(noise, KEPT)
+    one = randomize_positions(noise, MASK)
     torch.manual_seed(4)
-    assert not torch.equal(randomised(noise, KEPT).abs(), one.abs()), "the randomised one is not"
+    assert not torch.equal(randomize_positions(noise, MASK).abs(), one.abs()), (
+        "the randomised one is not"
+    )
 
 
 def test_pca_has_the_references_directions_up_to_their_signs() -> None:
     x = table()
-    ours, theirs = directions(x, KEPT), randomised(x, KEPT)
+    ours, theirs = directions(x, MASK), randomize_positions(x, MASK)
     assert torch.allclose((ours * theirs).sum(0).abs(), torch.ones(2), atol=1e-4)
     assert (ours.gather(0, ours.abs().argmax(0, keepdim=True)) > 0).all()
     signed = theirs * (ours * theirs).sum(0).sign()
-    weights = (KEPT.float() / KEPT.sum(1, keepdim=True)).mean(0)
+    weights = (MASK.float() / MASK.sum(1, keepdim=True)).mean(0)
     localizer = Localizer("pca", 12, (4, 4))
     by_hand = ((x @ signed - localizer.targets).abs().mean(1) * weights).sum()
-    assert localizer(x, KEPT).item() == pytest.approx(by_hand.item(), rel=1e-3)
-    off = torch.ones_like(KEPT)
+    assert localizer(x, MASK).item() == pytest.approx(by_hand.item(), rel=1e-3)
+    off = torch.ones_like(MASK)
     assert not torch.allclose(directions(x, off), ours, atol=1e-4), "it is of what is kept"
 
 
 def test_no_gradient_goes_through_the_directions() -> None:
     x = table().requires_grad_()
     localizer = Localizer("pca", 12, (4, 4))
-    localizer(x, KEPT).backward()
-    weights = (KEPT.float() / KEPT.sum(1, keepdim=True)).mean(0)
-    held = directions(x.detach(), KEPT)
-    slope = ((x.detach() @ held - localizer.targets).sign() * weights[:, None] / 2) @ held.T
+    localizer(x, MASK).backward()
+    weights = (MASK.float() / MASK.sum(1, keepdim=True)).mean(0)
+    normals = directions(x.detach(), MASK)
+    grad = ((x.detach() @ normals - localizer.targets).sign() * weights[:, None] / 2) @ normals.T
     assert x.grad is not None
     assert x.grad.abs().sum() > 0
-    assert torch.allclose(x.grad, slope, atol=1e-6)
+    assert torch.allclose(x.grad, grad, atol=1e-6)
 
 
 def test_a_blank_table_has_a_finite_loss() -> None:
     x = torch.zeros(16, 12, requires_grad=True)
-    loss = Localizer("pca", 12, (4, 4))(x, KEPT)
+    loss = Localizer("pca", 12, (4, 4))(x, MASK)
     loss.backward()
     assert torch.isfinite(loss)
     assert x.grad is not None
@@ -127,10 +129,10 @@ def test_a_pass_of_variant_h_is_the_same_after_a_round_trip() -> None:
     ).train()
     other.load_state_dict(one.state_dict())
     torch.manual_seed(2)
-    found = one(images, labels)
+    outputs = one(images, labels)
     torch.manual_seed(3)
     again = other(images, labels)
-    assert torch.equal(found.loss, again.loss)
-    assert torch.equal(found.extra, again.extra)
+    assert torch.equal(outputs.loss, again.loss)
+    assert torch.equal(outputs.extra, again.extra)
     later = one(images, labels)
-    assert not torch.equal(later.extra, found.extra), "the next puzzle is another"
+    assert not torch.equal(later.extra, outputs.extra), "the next puzzle is another"

@@ -33,7 +33,7 @@ def test_masks_achieve_the_ratio_that_the_reference_achieves(ratio: float) -> No
     assert shares.max() <= int(ratio * 196) / 196  # never more
 
 
-def test_blocks_have_the_sizes_aspects_and_places_that_were_asked_for() -> None:
+def test_blocks_have_the_requested_sizes_aspects_and_positions() -> None:
     top, left, tall, wide = sample_blocks(
         np.full(20_000, 75), 8, (14, 14), 0.3, np.random.default_rng(2)
     )
@@ -129,7 +129,7 @@ def test_a_seed_decides_and_nothing_else_does() -> None:
     assert not torch.equal(one.mask, other.mask)
 
 
-class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
+class SampledPuzzles(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __len__(self) -> int:
         return 6
 
@@ -138,8 +138,10 @@ class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def test_workers_draw_what_the_process_draws() -> None:
-    alone = torch.stack([Drawn()[i] for i in range(6)])
-    loaded = torch.cat(list(torch.utils.data.DataLoader(Drawn(), batch_size=2, num_workers=2)))
+    alone = torch.stack([SampledPuzzles()[i] for i in range(6)])
+    loaded = torch.cat(
+        list(torch.utils.data.DataLoader(SampledPuzzles(), batch_size=2, num_workers=2))
+    )
     assert torch.equal(alone, loaded)
     assert len({tuple(row.tolist()) for row in alone}) == 6
 
@@ -150,6 +152,6 @@ def test_a_ratio_outside_is_refused(ratio: float) -> None:
         sample_puzzle(1, (4, 4), ratio, 0)
 
 
-def test_an_image_that_is_no_multiple_of_the_patch_is_refused() -> None:
+def test_an_image_that_is_not_a_multiple_of_the_patch_is_rejected() -> None:
     with pytest.raises(JigsawError, match=r"multiple of the patch.*got 9 x 8 pixels"):
         sample_puzzle(1, (4, 4), 0.5, 0).apply(torch.zeros(1, 3, 9, 8))

@@ -57,9 +57,9 @@ def vit() -> Any:
 
 def test_a_table_that_holds_its_places_is_read_and_noise_is_not() -> None:
     linear = PLACES @ DRAW.normal(size=(2, 16)) + 3.0
-    found = regress_positions(linear, (5, 6))
-    assert found.grid_mae < 1e-9
-    assert found.index_mae < 1e-9  # the index is linear in row and column
+    regression = regress_positions(linear, (5, 6))
+    assert regression.grid_mae < 1e-9
+    assert regression.index_mae < 1e-9  # the index is linear in row and column
     noise = regress_positions(DRAW.normal(size=(30, 16)), (5, 6))
     assert noise.grid_mae > 0.8
     assert noise.index_mae > 4
@@ -81,20 +81,20 @@ def test_explained_variance_and_eigenvalues_by_hand() -> None:
 
 def test_projections_lay_a_grid_out_as_a_grid() -> None:
     table = PLACES @ np.linalg.qr(DRAW.normal(size=(16, 2)))[0].T
-    found = project_pca(table)
-    assert found.shape == (30, 2)
-    apart, meant = (np.linalg.norm(x[:, None] - x[None], axis=-1) for x in (found, PLACES))
-    assert np.allclose(apart, meant)
-    assert np.array_equal(found, project_pca(table))
+    projected = project_pca(table)
+    assert projected.shape == (30, 2)
+    distance, meant = (np.linalg.norm(x[:, None] - x[None], axis=-1) for x in (projected, PLACES))
+    assert np.allclose(distance, meant)
+    assert np.array_equal(projected, project_pca(table))
 
 
 @pytest.mark.slow
 def test_umap_keeps_neighbours() -> None:
     pytest.importorskip("umap")
-    found = project_umap(PLACES @ DRAW.normal(size=(2, 16)), neighbours=5)
-    apart = np.linalg.norm(found[:, None] - found[None], axis=-1)
+    projected = project_umap(PLACES @ DRAW.normal(size=(2, 16)), neighbours=5)
+    distance = np.linalg.norm(projected[:, None] - projected[None], axis=-1)
     near = np.abs(PLACES[:, None] - PLACES[None]).sum(-1) == 1
-    assert apart[near].mean() < 0.5 * apart[~near].mean()
+    assert distance[near].mean() < 0.5 * distance[~near].mean()
 
 
 def test_the_table_is_of_patches_alone() -> None:
@@ -123,7 +123,7 @@ def test_the_table_is_of_patches_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["CLIP", "Siglip"])
-def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> None:
+def test_positions_that_are_looked_up_are_not_reported_missing(name: str) -> None:
     size = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
@@ -156,13 +156,13 @@ def test_positions_that_are_looked_up_are_not_said_to_be_missing(name: str) -> N
 def test_attention_maps_are_those_of_the_library() -> None:
     model = vit().eval()
     images = torch.randn(2, 3, 20, 24)
-    found = attention_maps(MaskedJigsaw(model), images)
+    maps = attention_maps(MaskedJigsaw(model), images)
     assert model.config._attn_implementation != "eager"  # put back
     model.set_attn_implementation("eager")
     expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1:]
-    assert found.shape == (2, 2, 5, 6)
-    assert np.allclose(found.reshape(2, 2, 30), expected.detach().numpy(), atol=1e-6)
-    assert (attention_entropies(found) <= 1 + 1e-9).all()
+    assert maps.shape == (2, 2, 5, 6)
+    assert np.allclose(maps.reshape(2, 2, 30), expected.detach().numpy(), atol=1e-6)
+    assert (attention_entropies(maps) <= 1 + 1e-9).all()
     assert (
         attention_entropies(np.eye(4).reshape(1, 1, 4, 4)[..., :1, :]).max() < 1e-9
     )  # on one patch alone
@@ -179,9 +179,9 @@ def test_attention_maps_of_timm() -> None:
         num_heads=2,
         num_classes=3,
     )
-    found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
-    assert found.shape == (2, 2, 4, 4)
-    assert 0 < found.sum() < 4.01
+    maps = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
+    assert maps.shape == (2, 2, 4, 4)
+    assert 0 < maps.sum() < 4.01
     assert model.blocks[-1].attn.fused_attn
 
 
@@ -205,17 +205,17 @@ def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
     else:
         model = transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**size))
     images = torch.randn(2, 3, 12, 16)
-    found = attention_maps(MaskedJigsaw(model), images)
+    maps = attention_maps(MaskedJigsaw(model), images)
     model.eval().set_attn_implementation("eager")
     expected = model(images, output_attentions=True).attentions[-1][:, :, 0, 1 + registers :]
-    assert found.shape == (2, 2, 3, 4)
-    assert np.allclose(found.reshape(2, 2, 12), expected.detach().numpy(), atol=1e-6)
+    assert maps.shape == (2, 2, 3, 4)
+    assert np.allclose(maps.reshape(2, 2, 12), expected.detach().numpy(), atol=1e-6)
     with pytest.raises(JigsawError, match="multiple of the patch"):
         attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 13, 16))
 
 
 def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
-    """DeiT-III adds positions to patches alone. A register is no CLS, though it has a row in the
+    """DeiT-III adds positions to patches alone. A register is not a CLS token, though it has a row in the
     table.
     """
     timm = pytest.importorskip("timm")
@@ -228,12 +228,14 @@ def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
         "num_classes": 3,
     }
     model = timm.create_model("deit3_small_patch16_224", **size).eval()
-    kept: list[Any] = []
+    recorded: list[Any] = []
     model.blocks[-1].attn.attn_drop.register_forward_pre_hook(
-        lambda _, given: kept.append(given[0])
+        lambda _, args: recorded.append(args[0])
     )
-    found = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
-    assert np.allclose(found.reshape(2, 2, 16), kept[-1][:, :, 0, 1:].detach().numpy(), atol=1e-6)
+    maps = attention_maps(MaskedJigsaw(model), torch.randn(2, 3, 16, 16))
+    assert np.allclose(
+        maps.reshape(2, 2, 16), recorded[-1][:, :, 0, 1:].detach().numpy(), atol=1e-6
+    )
     bare = timm.create_model(
         "vit_small_patch16_224", **size, class_token=False, reg_tokens=1, global_pool="avg"
     )
@@ -263,15 +265,15 @@ def test_corruptions_corrupt_more_with_severity_at_any_size(name: str) -> None:
         images = pictures(*size)
         changes = []
         for severity in (1, 5):
-            found = corrupt(images, name, severity, seed=3)
-            assert found.shape == images.shape
-            assert found.dtype == np.uint8
-            changes.append(np.abs(found.astype(float) - images).mean())
+            changed = corrupt(images, name, severity, seed=3)
+            assert changed.shape == images.shape
+            assert changed.dtype == np.uint8
+            changes.append(np.abs(changed.astype(float) - images).mean())
         assert changes[0] > 0.2
         assert changes[1] > changes[0] * (
             0.5 if name == "elastic_transform" else 1.0
         )  # whose severities are of two kinds
-        assert np.array_equal(corrupt(images, name, 5, seed=3), found)
+        assert np.array_equal(corrupt(images, name, 5, seed=3), changed)
     assert corrupt(pictures(32, 32, 1), name, 3).shape == (2, 32, 32, 1)
 
 
@@ -290,18 +292,18 @@ def test_corruptions_keep_what_they_should() -> None:
     assert not np.array_equal(one, other)  # every image its own draw
 
 
-def test_what_is_no_corruption_is_refused() -> None:
-    for given, said in (
+def test_invalid_corruptions_are_rejected() -> None:
+    for options, message in (
         ({"name": "rain", "severity": 1}, "rain"),
         ({"name": "fog", "severity": 6}, "severity must be from 1 to 5, got 6"),
     ):
-        with pytest.raises(JigsawError, match=said):
-            corrupt(pictures(32, 32), **given)
+        with pytest.raises(JigsawError, match=message):
+            corrupt(pictures(32, 32), **options)
     with pytest.raises(JigsawError, match="bytes"):
         corrupt(pictures(32, 32) / 255, "fog", 1)
 
 
-def test_errors_are_told_where_the_reference_has_none() -> None:
+def test_errors_are_reported_where_the_reference_has_none() -> None:
     some, none = {"fog": [0.5]}, {"fog": [0.0]}
     (table,), _, missing = report_corruptions({"first": none, "second": some})
     assert [row[0] for row in table.rows] == ["fog", "mean"]

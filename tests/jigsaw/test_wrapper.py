@@ -121,11 +121,11 @@ LABELS = torch.tensor([0, 3, 1])
 
 
 def logits_of(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
-    found = model(images)
-    return found if isinstance(found, torch.Tensor) else found.logits
+    outputs = model(images)
+    return outputs if isinstance(outputs, torch.Tensor) else outputs.logits
 
 
-def made(name: str) -> Any:
+def make_wrapped(name: str) -> Any:
     """A model with positions that are felt: fresh ones are nothing, or almost."""
     model = WITH_TABLE[name]()
     with torch.no_grad():
@@ -141,7 +141,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", WITH_TABLE)
 def test_with_ratio_0_and_no_regression_it_is_the_plain_model(name: str) -> None:
-    plain = made(name).train()
+    plain = make_wrapped(name).train()
     wrapped = MaskedJigsaw(copy.deepcopy(plain), 0.0, variant="G").train()
     torch.manual_seed(2)
     expected = torch.nn.functional.cross_entropy(logits_of(plain, IMAGES), LABELS)
@@ -158,7 +158,7 @@ def test_with_ratio_0_and_no_regression_it_is_the_plain_model(name: str) -> None
 
 @pytest.mark.parametrize("name", WITH_TABLE)
 def test_without_a_puzzle_the_trained_wrapper_is_its_plain_model(name: str) -> None:
-    wrapped = MaskedJigsaw(made(name), 0.5, probability=1.0).train()
+    wrapped = MaskedJigsaw(make_wrapped(name), 0.5, probability=1.0).train()
     optimizer = torch.optim.SGD(wrapped.parameters(), 0.1)
     wrapped(IMAGES, LABELS).loss.backward()
     optimizer.step()
@@ -178,7 +178,7 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
     """Read off the gradient: masked places of the table have none, the tokens before the patches
     always have one.
     """
-    wrapped = MaskedJigsaw(made(name), 0.5).eval()
+    wrapped = MaskedJigsaw(make_wrapped(name), 0.5).eval()
     place = wrapped.layout
     table = wrapped.model.get_parameter(place.table)
     puzzle = sample_puzzle(rows, place.grid, 0.5, 4)
@@ -195,15 +195,15 @@ def test_only_masked_patches_carry_the_unknown_embedding(name: str, rows: int) -
     )
     wrapped(IMAGES, puzzle=puzzle).logits.square().sum().backward()
     felt = table.grad[0].abs().sum(1) > 0
-    kept = (~puzzle.mask).any(0)
-    assert torch.equal(felt[place.prefix :], kept)
+    visible = (~puzzle.mask).any(0)
+    assert torch.equal(felt[place.prefix :], visible)
     assert felt[: place.prefix].all()
     assert wrapped.unknown.grad.abs().sum() > 0
     assert puzzle.mask.any(0).any()
 
 
 def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees() -> None:
-    """Masked patches are told apart by nothing but what is in them: two shuffles of one mask give
+    """Only their content distinguishes masked patches: two shuffles of one mask give
     the same answer, and without it they do not.
     """
     puzzle = sample_puzzle(1, (4, 4), 0.5, 0)
@@ -214,9 +214,9 @@ def test_a_shuffle_under_the_unknown_embedding_moves_no_more_than_attention_sees
     with torch.no_grad():
         known, unknown = (MaskedJigsaw(vit(), 0.5, variant=v).eval() for v in "EG")
         same = [unknown(IMAGES, puzzle=p).logits for p in (puzzle, other)]
-        apart = [known(IMAGES, puzzle=p).logits for p in (puzzle, other)]
+        separate = [known(IMAGES, puzzle=p).logits for p in (puzzle, other)]
     assert torch.allclose(*same, atol=1e-5)
-    assert not torch.allclose(*apart, atol=1e-2)
+    assert not torch.allclose(*separate, atol=1e-2)
 
 
 def examples(count: int = 40) -> Examples:
@@ -230,23 +230,23 @@ def examples(count: int = 40) -> Examples:
 
 @pytest.mark.parametrize("name", ["ViT", "DeiT", "timm ViT", "timm DeiT"])
 def test_without_positions_consistency_is_100_percent(name: str) -> None:
-    bare = MaskedJigsaw(made(name), variant="B")
-    found = evaluate(bare, examples(), (0.5, 0.9))
-    assert [s.consistency for s in found.shuffled] == [1.0, 1.0]
-    assert max(s.norm for s in found.shuffled) < 1e-4
+    bare = MaskedJigsaw(make_wrapped(name), variant="B")
+    scores = evaluate(bare, examples(), (0.5, 0.9))
+    assert [s.consistency for s in scores.shuffled] == [1.0, 1.0]
+    assert max(s.norm for s in scores.shuffled) < 1e-4
     assert not any(
         p.requires_grad for n, p in bare.model.named_parameters() if n == bare.layout.table
     )
-    plain = evaluate(MaskedJigsaw(made(name), variant="A"), examples(), (0.5, 0.9))
-    assert plain.shuffled[1].norm > 100 * max(s.norm for s in found.shuffled)
+    plain = evaluate(MaskedJigsaw(make_wrapped(name), variant="A"), examples(), (0.5, 0.9))
+    assert plain.shuffled[1].norm > 100 * max(s.norm for s in scores.shuffled)
     assert plain.shuffled[1].squared != plain.shuffled[1].norm
 
 
 def test_measures_are_what_they_say() -> None:
     wrapped = MaskedJigsaw(vit(), variant="A").eval()
-    found = evaluate(wrapped, examples(12), (0.5,), batch=5)
+    scores = evaluate(wrapped, examples(12), (0.5,), batch=5)
     again = evaluate(wrapped, examples(12), (0.5,), batch=12)
-    for field, one in found.shuffled[0].to_dict().items():  # batches do not matter
+    for field, one in scores.shuffled[0].to_dict().items():  # batches do not matter
         assert one == pytest.approx(again.shuffled[0].to_dict()[field], rel=1e-5)
     images = examples(12).batch(range(12))[0]["pixel_values"]
     puzzle = evaluation_puzzles(list(range(12)), wrapped, images, 0.5, 0)
@@ -256,9 +256,9 @@ def test_measures_are_what_they_say() -> None:
         ]
         cls = [wrapped.model.vit.layernorm(s.hidden_states[-1])[:, 0] for s in states]
     norms = (cls[0] - cls[1]).norm(dim=1)
-    assert found.shuffled[0].norm == pytest.approx(float(norms.mean()), rel=1e-4)
-    assert found.shuffled[0].squared == pytest.approx(float(norms.square().mean()), rel=1e-4)
-    assert found.shuffled[0].consistency == pytest.approx(
+    assert scores.shuffled[0].norm == pytest.approx(float(norms.mean()), rel=1e-4)
+    assert scores.shuffled[0].squared == pytest.approx(float(norms.square().mean()), rel=1e-4)
+    assert scores.shuffled[0].consistency == pytest.approx(
         float((states[0].logits.argmax(1) == states[1].logits.argmax(1)).float().mean())
     )
 
@@ -290,7 +290,7 @@ def test_every_variant_trains_and_unwraps(letter: str) -> None:
     assert torch.allclose(wrapped(IMAGES).logits, before, atol=1e-6)
 
 
-def test_the_regression_is_of_the_kept_positions() -> None:
+def test_the_regression_is_on_the_unmasked_positions() -> None:
     """A table that says its places is without loss, wherever it is kept; a wrong one costs only
     where it is kept.
     """
@@ -302,12 +302,12 @@ def test_the_regression_is_of_the_kept_positions() -> None:
         localizer.project.weight.zero_()
         localizer.project.weight[0, 0] = localizer.project.weight[1, 1] = 1
         localizer.project.bias.zero_()
-    kept = torch.ones(1, 16, dtype=torch.bool)
-    assert localizer(table, kept) == 0
+    visible = torch.ones(1, 16, dtype=torch.bool)
+    assert localizer(table, visible) == 0
     table[5, 0] += 2
-    assert localizer(table, kept).item() == pytest.approx(2 / 2 / 16)
-    kept[0, 5] = False
-    assert localizer(table, kept) == 0
+    assert localizer(table, visible).item() == pytest.approx(2 / 2 / 16)
+    visible[0, 5] = False
+    assert localizer(table, visible) == 0
 
 
 def test_warm_up_probability_and_schedules() -> None:
@@ -334,18 +334,20 @@ def test_warm_up_probability_and_schedules() -> None:
 
 
 def test_the_puzzle_of_a_pass_is_known_by_its_number() -> None:
-    """Asking changes nothing, and a pass has what was told: its puzzle's images, and its
+    """A query changes nothing, and a pass uses the returned puzzle: its puzzle's images, and its
     regression.
     """
     wrapped = MaskedJigsaw(
         vit(), 0.5, probability=0.7, warmup=2, weight=lambda number: 0.1 * number, seed=3
     ).train()
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
-    told = [wrapped.puzzle_at(number, len(images), wrapped.grid_of(images)) for number in range(8)]
+    puzzles = [
+        wrapped.puzzle_at(number, len(images), wrapped.grid_of(images)) for number in range(8)
+    ]
     assert wrapped.passes == 0
-    assert [p is None for p in told[:2]] == [True, True]
-    assert {p is None for p in told[2:]} == {True, False}
-    for number, puzzle in enumerate(told):
+    assert [p is None for p in puzzles[:2]] == [True, True]
+    assert {p is None for p in puzzles[2:]} == {True, False}
+    for number, puzzle in enumerate(puzzles):
         out = wrapped(images)
         given = wrapped.eval()(images, puzzle=puzzle).logits
         wrapped.train()
@@ -368,7 +370,7 @@ def test_state_dict_round_trip_goes_on_with_the_same_puzzles(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_without_absolute_positions_the_shuffle_is_left_and_that_is_said(name: str) -> None:
+def test_without_absolute_positions_only_the_shuffle_remains_with_a_warning(name: str) -> None:
     with pytest.warns(
         UserWarning,
         match=r"no absolute position embedding: of MJP only the shuffle of patches applies "
@@ -411,7 +413,7 @@ def test_grids_that_are_not_square_and_other_patches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "message"),
     [
         ({"ratio": 1.0}, "ratio must be in .*got 1"),
         ({"ratio": -0.5}, "got -0.5"),
@@ -423,9 +425,9 @@ def test_grids_that_are_not_square_and_other_patches() -> None:
         ({"grid": (9, 9)}, "17 rows"),
     ],
 )
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(JigsawError, match=said):
-        MaskedJigsaw(vit(), **given)
+def test_invalid_arguments_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(JigsawError, match=message):
+        MaskedJigsaw(vit(), **options)
     with pytest.raises(JigsawError, match="wrapped already"):
         MaskedJigsaw(MaskedJigsaw(vit()))
 
@@ -451,7 +453,7 @@ STRETCHING = {
 
 @pytest.mark.parametrize("name", STRETCHING)
 def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None:
-    make, given = STRETCHING[name]
+    make, inputs = STRETCHING[name]
     model = make()
     wrapped = MaskedJigsaw(model, 0.5, probability=1.0, per="sample").eval()
     with torch.no_grad():
@@ -460,18 +462,18 @@ def test_positions_that_a_model_stretches_are_stretched_alike(name: str) -> None
         )
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
     none = Puzzle(torch.zeros(1, 16, dtype=torch.bool), torch.arange(16)[None], (4, 4))
-    plain = wrapped(images, **given).logits
+    plain = wrapped(images, **inputs).logits
     torch.testing.assert_close(
-        wrapped(images, puzzle=none, **given).logits, plain, rtol=0, atol=1e-6
+        wrapped(images, puzzle=none, **inputs).logits, plain, rtol=0, atol=1e-6
     )
     assert not torch.allclose(
-        wrapped(images, puzzle=sample_puzzle(2, (4, 4), 0.5, 0), **given).logits, plain, atol=1e-4
+        wrapped(images, puzzle=sample_puzzle(2, (4, 4), 0.5, 0), **inputs).logits, plain, atol=1e-4
     )
-    wrapped.train()(images, torch.tensor([1, 2]), **given).loss.backward()
+    wrapped.train()(images, torch.tensor([1, 2]), **inputs).loss.backward()
     assert wrapped.unknown.grad.abs().sum() > 0
     assert model.get_parameter(wrapped.layout.table).grad.abs().sum() > 0
     with pytest.raises(JigsawError, match="has 4 x 8 patches, but the position table has 6 x 6"):
-        wrapped(torch.zeros(1, 3, 16, 32), **given)
+        wrapped(torch.zeros(1, 3, 16, 32), **inputs)
 
 
 @pytest.mark.slow
@@ -632,7 +634,7 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         "dist.all_gather(both, flags)\n"
         "assert not torch.equal(*both)\n"
         "open(f'{sys.argv[1]}/done-{dist.get_rank()}', 'w').close()\n"
-        # whoever leaves first would take the other's connection away
+        # the first to leave would take the other's connection away
         "dist.barrier(); dist.destroy_process_group()\n"
     )
     command = [
@@ -697,7 +699,7 @@ def test_features_are_what_the_head_is_given() -> None:
 
 
 def test_a_score_tells_the_wrapped_model_from_the_unwrapped(tmp_path: Path) -> None:
-    """Under puzzles the wrapped model is told what was shuffled; a plain one, and the same one
+    """Under puzzles the wrapped model receives what was shuffled; a plain one, and the same one
     unwrapped, are not.
     """
     from experiments.paper_002.jigsaw_cells import how, score_of, subjects_of

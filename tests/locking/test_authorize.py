@@ -25,7 +25,7 @@ from regauge.locking.permuted import Permuted
 from regauge.models.families import Boundary
 from regauge.testing import compute_outputs, strict_float64
 from regauge.verification.claims import RECIPES
-from support.models import distance, gradients, locked
+from support.models import distance, gradients, lock_backbone
 from support.picos import IDS, PICOS, build, config_of, spec_of
 
 NAMES = (
@@ -41,10 +41,10 @@ def pair(
     """A plain model, its locked twin, and the element between them."""
     model = build(name)
     g = element(spec_of(model), seed, within=within)
-    return model, locked(model, g), g
+    return model, lock_backbone(model, g), g
 
 
-def rotated(
+def rotate(
     name: str, seed: int = 3, frozen: bool = True
 ) -> tuple[torch.nn.Module, torch.nn.Module, Element]:
     """A folded model, its twin locked by rotations, and the element. Folded gains are frozen at
@@ -54,7 +54,7 @@ def rotated(
     spec, state = fold_norms(spec_of(model), model.state_dict())
     model.load_state_dict(state)
     g = element(spec, seed, within="orthogonal")
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
     for m in (model, twin):
         for n, p in m.named_parameters():
             p.requires_grad_(not (frozen and n in spec.fixed))
@@ -68,13 +68,13 @@ def test_an_authorised_model_is_the_plain_one(name: str) -> None:
     """
     model, twin, g = pair(name)
     inputs, before = PICOS[name].inputs, {k: v.clone() for k, v in twin.state_dict().items()}
-    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
+    expected, grads = compute_outputs(model, inputs), gradients(model, inputs)
     assert distance(compute_outputs(twin, inputs), expected) > 1e-3
     assert authorize_with_element(twin, g, config=config_of(twin)) is twin
     assert is_authorized(twin)
     assert distance(compute_outputs(twin, inputs), expected) < 1e-9
     got, entries = gradients(twin, inputs), stored_tensors(g.spec)
-    for n, grad in slopes.items():
+    for n, grad in grads.items():
         moves = g.spec.parts[entries[n].pattern] == "backbone"
         assert (
             distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad})
@@ -145,12 +145,12 @@ def test_hidden_states_of_a_swin_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["vit", "llama"])
 def test_rotations_are_undone_at_the_edges(name: str) -> None:
-    model, twin, g = rotated(name)
+    model, twin, g = rotate(name)
     expected = compute_outputs(model, PICOS[name].inputs)
     assert distance(compute_outputs(twin, PICOS[name].inputs), expected) > 1e-3
     spec, state = fold_norms(
         spec_of(twin), twin.state_dict()
-    )  # what a folded model's own spec is, to whoever has only that model
+    )  # the spec of a folded model, inferred from that model alone
     assert all(torch.equal(state[n], t) for n, t in twin.state_dict().items())
     authorize_with_element(twin, g.to(spec))
     assert distance(compute_outputs(twin, PICOS[name].inputs), expected) < 1e-9
@@ -174,7 +174,7 @@ def test_generation_with_a_cache_is_the_same(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "kind"), [("gpt2", "permutation"), ("vit", "rotation")])
 def test_torch_compile_has_one_graph(name: str, kind: str) -> None:
-    model, twin, g = rotated(name) if kind == "rotation" else pair(name, kind)
+    model, twin, g = rotate(name) if kind == "rotation" else pair(name, kind)
     authorize_with_element(twin, g)
     inputs = PICOS[name].inputs | ({} if name == "vit" else {"use_cache": False})
     compiled = torch.compile(twin, backend="eager", fullgraph=True)
@@ -205,11 +205,11 @@ def test_gradient_checkpointing_changes_nothing(name: str, reentrant: bool) -> N
     next(
         m for m in twin.modules() if isinstance(m, GradientCheckpointingLayer)
     ).register_forward_pre_hook(lambda *a: runs.append(1))
-    assert distance(gradients(undropped(twin).train(), inputs), expected) < 1e-9
+    assert distance(gradients(disable_dropout(twin).train(), inputs), expected) < 1e-9
     assert len(runs) == 2  # once forwards, and once more backwards
 
 
-def undropped(model: torch.nn.Module) -> torch.nn.Module:
+def disable_dropout(model: torch.nn.Module) -> torch.nn.Module:
     for m in model.modules():
         if isinstance(m, torch.nn.Dropout):
             m.p = 0.0
@@ -221,15 +221,15 @@ def undropped(model: torch.nn.Module) -> torch.nn.Module:
 
 def test_the_stream_is_moved_in_its_own_precision_under_autocast() -> None:
     """Autocast would round a rotation of the float32 stream to bfloat16."""
-    _, twin, g = rotated("llama")
-    seen: list[torch.Tensor] = []
-    twin.float().model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    _, twin, g = rotate("llama")
+    recorded: list[torch.Tensor] = []
+    twin.float().model.layers[0].register_forward_pre_hook(lambda m, args: recorded.append(args[0]))
     authorize_with_element(twin, g)
     entered: list[torch.Tensor] = []
     twin.model.layers[0].register_forward_pre_hook(lambda m, args: entered.append(args[0]))
     with torch.autocast("cpu", torch.bfloat16):
         twin(**IDS)
-    exact = act(g, seen[0].double(), "_ _ stream")
+    exact = act(g, recorded[0].double(), "_ _ stream")
     assert entered[0].dtype == torch.float32
     assert float((entered[0] - exact).abs().max()) < 1e-5
 
@@ -245,7 +245,7 @@ def test_half_precision_models_and_other_devices() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_what_was_first_used_in_inference_mode_can_be_trained(dtype: torch.dtype) -> None:
-    _, twin, g = rotated("llama")
+    _, twin, g = rotate("llama")
     twin.to(dtype)
     with torch.inference_mode():
         authorize_with_element(twin, g)
@@ -257,7 +257,7 @@ def test_what_was_first_used_in_inference_mode_can_be_trained(dtype: torch.dtype
 def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
     model = build("gpt2")
     g = element(spec_of(model), 3, spaces=["ffn", "head"])
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
     assert not is_authorized(twin)
     authorize_with_element(twin, g)
     assert is_authorized(twin)
@@ -321,7 +321,9 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1)
 
 
-def parted(g: Element, start: dict, plain: torch.nn.Module, twin: torch.nn.Module) -> float:
+def split_parameters(
+    g: Element, start: dict, plain: torch.nn.Module, twin: torch.nn.Module
+) -> float:
     """How far the locked model, moved back, is from the plain one, relative to what training
     changed.
     """
@@ -358,11 +360,11 @@ def test_a_hundred_steps_are_those_of_the_plain_model(name: str, kind: str, make
     )
     train(model, inputs, make, 100)
     train(authorize_with_element(twin, g), inputs, make, 100)
-    assert parted(g, start, model, twin) < 1e-9
+    assert split_parameters(g, start, model, twin) < 1e-9
     for m in (short, lost):
         train(m, inputs, make, 10)
     assert (
-        parted(g, start, short, lost) > 0.1
+        split_parameters(g, start, short, lost) > 0.1
     )  # the control: without its edges the locked model learns something else
 
 
@@ -375,21 +377,21 @@ def test_a_hundred_steps_in_single_precision() -> None:
     train(exact, IDS, adamw, 100)
     train(model, IDS, adamw, 100)
     train(authorize_with_element(twin.float(), g), IDS, adamw, 100)
-    rounding = parted(element(g.spec, 1).only(), start, exact, model)
-    assert parted(g, start, model, twin) < 4 * rounding < 1e-2
+    rounding = split_parameters(element(g.spec, 1).only(), start, exact, model)
+    assert split_parameters(g, start, model, twin) < 4 * rounding < 1e-2
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
 def test_rotations_train_with_sgd_and_frozen_gains(name: str) -> None:
-    model, twin, g = rotated(name)
+    model, twin, g = rotate(name)
     start, inputs = start_of(model), PICOS[name].inputs
     train(model, inputs, sgd, 20)
     train(authorize_with_element(twin, g), inputs, sgd, 20)
-    assert parted(g, start, model, twin) < 1e-9
+    assert split_parameters(g, start, model, twin) < 1e-9
 
 
 def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
-    model, twin, g = rotated("llama")
+    model, twin, g = rotate("llama")
     start = start_of(model)
     authorize_with_element(twin, g)
     with pytest.raises(
@@ -402,15 +404,15 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     deauthorize(twin)
     train(model, IDS, adamw, 5)
     train(authorize_with_element(twin, g, any_optimizer=True), IDS, adamw, 5)
-    assert parted(g, start, model, twin) > 0.1
+    assert split_parameters(g, start, model, twin) > 0.1
 
 
 def test_trained_gains_dropout_and_scales_are_refused() -> None:
-    _, twin, g = rotated("llama", frozen=False)
+    _, twin, g = rotate("llama", frozen=False)
     authorize_with_element(twin, g)
     with pytest.raises(EdgeError, match=r"norm.*freeze it at one"):
         train(twin, IDS, sgd, 1)
-    _, vit, h = rotated("vit")
+    _, vit, h = rotate("vit")
     vit.vit.layers[0].attention.add_module("drop", torch.nn.Dropout(0.1))
     authorize_with_element(vit, h).train()
     with pytest.raises(EdgeError, match="dropout"):
@@ -425,7 +427,7 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
     """A new head on a frozen backbone; another model; the same model after its authorisation was
     taken off.
     """
-    _, twin, g = rotated("llama")
+    _, twin, g = rotate("llama")
     authorize_with_element(twin, g)
     other = build("llama")
     train(other, IDS, adamw, 1)
@@ -444,16 +446,16 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
 def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -> None:
-    _, twin, g = rotated("llama")
+    _, twin, g = rotate("llama")
     authorize_with_element(twin, g)
-    held = {n: p for n, p in twin.named_parameters() if p.requires_grad}
-    for n, p in held.items():
+    trainable = {n: p for n, p in twin.named_parameters() if p.requires_grad}
+    for n, p in trainable.items():
         p.requires_grad_(n == "lm_head.weight")
     optimizer = torch.optim.AdamW(
-        twin.parameters() if how == "unfrozen" else [held["lm_head.weight"]]
+        twin.parameters() if how == "unfrozen" else [trainable["lm_head.weight"]]
     )
     optimizer.step()
-    inner = held["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
+    inner = trainable["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
     if how == "added":
         optimizer.add_param_group({"params": [inner]})
     with pytest.raises(EdgeError, match=r"up_proj.*AdamW commutes with signed permutations only"):
@@ -464,7 +466,7 @@ def test_the_guard_agrees_with_the_measured_matrix() -> None:
     """Every optimizer that was measured to break rotations of the stream with frozen gains is
     refused.
     """
-    _, twin, g = rotated("llama")
+    _, twin, g = rotate("llama")
     edge = edge_of(authorize_with_element(twin, g))
     params = {n: p for n, p in twin.named_parameters() if p.requires_grad}
     for recipe in RECIPES:
@@ -503,13 +505,13 @@ def test_the_trainer_trains_it_as_the_plain_model(tmp_path) -> None:
         )
         T.Trainer(m, arguments, train_dataset=data).train()
     assert (
-        parted(g, start, model, twin) < 1e-6
+        split_parameters(g, start, model, twin) < 1e-6
     )  # rotary tables and norms are computed in float32 whatever the model is
     saved = type(twin).from_pretrained(tmp_path / "checkpoint-3", dtype=torch.float64)
     assert all(torch.equal(saved.state_dict()[k], v) for k, v in twin.state_dict().items())
 
 
-def distributed(rank: int, folder: str, port: int) -> None:
+def run_distributed(rank: int, folder: str, port: int) -> None:
     """One of two processes: its half of every batch, and the state dict that accelerate saves."""
     import os
 
@@ -548,7 +550,7 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(distributed, (str(tmp_path), port), nprocs=2)
+    torch.multiprocessing.spawn(run_distributed, (str(tmp_path), port), nprocs=2)
     model, _, g = pair("gpt2", "permutation")
     start = start_of(model)
     still(model)
@@ -560,10 +562,10 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
         ).backward()
         optimizer.step()
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
     assert list(saved) == list(twin.state_dict())
     twin.load_state_dict(saved)
-    assert parted(g, start, model, twin) < 1e-9
+    assert split_parameters(g, start, model, twin) < 1e-9
 
 
 # What is kept, copied and saved.
@@ -590,7 +592,7 @@ def test_taking_it_off_leaves_nothing() -> None:
     assert edge_of(twin) is None
 
 
-def test_a_copy_in_memory_is_authorised_and_apart() -> None:
+def test_a_copy_in_memory_is_authorized_and_independent() -> None:
     model, twin, g = pair("gpt2")
     expected = compute_outputs(model, IDS)
     other = copy.deepcopy(authorize_with_element(twin, g))
@@ -636,11 +638,11 @@ def test_save_pretrained_writes_the_locked_model(tmp_path) -> None:
 
 
 def test_an_edge_dies_with_its_model() -> None:
-    _, twin, g = rotated("llama")
-    seen = weakref.ref(authorize_with_element(twin, g)), weakref.ref(edge_of(twin))
+    _, twin, g = rotate("llama")
+    references = weakref.ref(authorize_with_element(twin, g)), weakref.ref(edge_of(twin))
     del twin
     gc.collect()
-    assert [ref() for ref in seen] == [None, None]
+    assert [ref() for ref in references] == [None, None]
 
 
 def test_pipelines_take_the_model_as_it_is() -> None:
@@ -715,7 +717,7 @@ def test_a_module_of_your_own() -> None:
     spec = Spec("mine", {"stream": Space(4, Permutation())}, tensors, parts)
     mine, x = Mine(), torch.randn(5, 3)
     g = element(spec, 2)
-    twin = locked(mine, g)
+    twin = lock_backbone(mine, g)
     boundary = Boundary("", "mid", {"input": "_ stream"}, "_ stream")
     assert not torch.allclose(twin(x), mine(x))
     assert torch.allclose(

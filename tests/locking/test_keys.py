@@ -143,7 +143,7 @@ def test_a_looser_mode_is_refused(file: Path, mode: int) -> None:
     file.chmod(mode)
     with pytest.raises(
         KeyFileError, match="is not a usable key file"
-    ) as refused:  # nobody is told to chmod what is no key
+    ) as refused:  # no chmod hint for a file that is not a key
         load_key(file, "lock")
 
 
@@ -165,14 +165,14 @@ def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch
     assert file.read_bytes() == before
 
 
-def test_a_key_for_another_purpose_is_refused_by_name(file: Path) -> None:
+def test_a_key_for_another_purpose_is_rejected(file: Path) -> None:
     with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
         load_key(file, "seal")
     with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
         Key(SECRET).require("seal")
 
 
-def test_what_is_no_key_file_is_refused(tmp_path: Path, file: Path) -> None:
+def test_files_without_a_key_are_rejected(tmp_path: Path, file: Path) -> None:
     def refused(path: Path, why: str) -> None:
         with pytest.raises(KeyFileError, match=why):
             load_key(path, "lock")
@@ -257,16 +257,18 @@ def test_the_header_of_a_wrapped_key_is_bound(tmp_path: Path, change: dict[str, 
 )
 def test_what_a_file_may_ask_for_is_capped(tmp_path: Path, costs: dict[str, int]) -> None:
     save_key(Key(SECRET), tmp_path / "key", "x", scrypt=CHEAP)
-    asked = json.loads((tmp_path / "key").read_text())["scrypt"] | costs
+    scrypt = json.loads((tmp_path / "key").read_text())["scrypt"] | costs
 
     def never() -> str:
         raise AssertionError("the passphrase is not asked for")
 
     with pytest.raises(KeyFileError, match=r"to unwrap|scrypt parameters"):
-        load_key(rewrite(tmp_path / "key", scrypt=asked), "lock", never)
+        load_key(rewrite(tmp_path / "key", scrypt=scrypt), "lock", never)
 
 
-def test_too_little_memory_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from regauge.locking import keys
 
     def none_left(*args: object) -> bytes:

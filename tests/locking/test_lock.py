@@ -122,12 +122,12 @@ def test_one_key_locks_models_by_unrelated_elements() -> None:
     b = lock(spec, {**state, "transformer.ln_f.bias": state["transformer.ln_f.bias"] + 1}, KEY)
     c = lock(spec, state, OTHER)
     again = lock(spec, state, KEY)
-    drawn = [
+    samples = [
         locked_element(spec, x.record, k).members["stream"].index.tolist()
         for x, k in ((a, KEY), (b, KEY), (c, OTHER), (again, KEY))
     ]  # type: ignore[union-attr]
-    assert drawn[0] == drawn[3]
-    assert len({str(d) for d in drawn}) == 3
+    assert samples[0] == samples[3]
+    assert len({str(d) for d in samples}) == 3
     assert a.record == again.record
 
 
@@ -183,7 +183,7 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
     assert record.layout == digest_of(spaces)
     assert (
         len({row[3] for row in spaces}) == {"permutation": 1, "signed": 2, "rotation": 4}[group]
-    ), "the group that is drawn from, space by space"
+    ), "the group that is sampled, space by space"
     plain: dict[str, Any] = {
         "version": 2,
         "scheme": "backbone",
@@ -232,7 +232,7 @@ def test_a_changed_record_is_found(field: str) -> None:
         unlock(spec, locked, replace(record, **{field: CHANGES[field]}), KEY)
 
 
-def test_changed_data_is_found_and_training_is_told_from_it() -> None:
+def test_changed_data_is_detected_and_distinguished_from_training() -> None:
     model = build("gpt2")
     spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
     g = locked_element(spec, record, KEY)

@@ -52,7 +52,7 @@ def plain(tmp_path: Path) -> Path:
     return folder
 
 
-def locked(plain: Path, out: Path, group: str = "signed") -> Path:
+def write_locked(plain: Path, out: Path, group: str = "signed") -> Path:
     opened = open_checkpoint(plain)
     plan_lock(opened, spec_of(opened), out, KEY, group=group).write()
     return out
@@ -92,7 +92,7 @@ def overwrite(path: Path, at: int = -4) -> None:
 def test_a_file_that_is_rewritten_after_the_check(
     plain: Path, tmp_path: Path, command: str, group: str, where: str
 ) -> None:
-    folder = plain if command == "lock" else locked(plain, tmp_path / "in", group)
+    folder = plain if command == "lock" else write_locked(plain, tmp_path / "in", group)
     if command == "lock" and where == "tokenizer.json":
         pytest.skip("what is locked is what was copied")
     names = sorted(p.name for p in tmp_path.iterdir())
@@ -105,9 +105,9 @@ def test_a_file_that_is_rewritten_after_the_check(
     job(command, folder, tmp_path / "out").write()
 
 
-def test_every_tensor_is_held_to_its_check(plain: Path, tmp_path: Path) -> None:
+def test_every_tensor_is_compared_with_its_checksum(plain: Path, tmp_path: Path) -> None:
     """Those that are moved and those that are copied, in the middle of the writing."""
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     for name, entry in open_checkpoint(folder).entries.items():
         planned = job("unlock", folder, tmp_path / "out")
         overwrite(folder / "model.safetensors", entry.start)
@@ -122,7 +122,7 @@ def test_what_is_hashed_is_what_is_written(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is rewritten between the hash of a piece and its write."""
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     write, entry = writer.os.write, open_checkpoint(folder).entries["model.embed_tokens.weight"]
     rewritten = []
 
@@ -155,7 +155,7 @@ ADDED: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("name", ADDED)
 def test_files_that_are_added_are_refused(run: Run, plain: Path, tmp_path: Path, name: str) -> None:
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     checkpoint = open_checkpoint(folder)
     verify_files(checkpoint, spec_of(checkpoint), KEY)
     ADDED[name](folder / name)
@@ -178,7 +178,7 @@ def test_files_that_are_added_are_refused(run: Run, plain: Path, tmp_path: Path,
 
 
 def test_files_that_are_changed_or_removed_are_refused(plain: Path, tmp_path: Path) -> None:
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     good = contents(folder)
     for name in ("tokenizer.json", "generation_config.json"):
         (folder / name).write_text('{"model": {"changed": 1}}')
@@ -212,7 +212,7 @@ def test_files_that_are_changed_or_removed_are_refused(plain: Path, tmp_path: Pa
 
 
 def test_what_nothing_loads_may_be_added_and_changed(plain: Path, tmp_path: Path) -> None:
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     (folder / "README.md").write_text("another page")
     (folder / "LICENSE").write_text("MIT")
     (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
@@ -238,21 +238,21 @@ def test_what_nothing_loads_may_be_added_and_changed(plain: Path, tmp_path: Path
 
 
 def test_what_is_bound(plain: Path, tmp_path: Path) -> None:
-    folder = locked(shard(plain, tmp_path / "shards"), tmp_path / "in")
+    folder = write_locked(shard(plain, tmp_path / "shards"), tmp_path / "in")
     record = record_of(open_checkpoint(folder))
     assert record is not None
     assert record.version == 2
     assert record.files == bound_files(open_checkpoint(folder))
     assert set(record.files) == {"config.json", "model.safetensors.index.json"}
     assert record.plain == record.digest
-    whole = record_of(open_checkpoint(locked(plain, tmp_path / "whole", "rotation")))
+    whole = record_of(open_checkpoint(write_locked(plain, tmp_path / "whole", "rotation")))
     assert whole is not None
     assert set(whole.files or ()) == {"config.json", "tokenizer.json", "generation_config.json"}
     assert whole.plain == UNKNOWN
 
 
 def test_reseal_binds_what_is_there(run: Run, plain: Path, tmp_path: Path) -> None:
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     before = record_of(open_checkpoint(folder))
     (folder / "chat_template.jinja").write_text("x")
     checkpoint = open_checkpoint(folder)
@@ -272,7 +272,7 @@ def test_reseal_binds_what_is_there(run: Run, plain: Path, tmp_path: Path) -> No
 def test_authorize_holds_memory_to_the_files(plain: Path, tmp_path: Path) -> None:
     import transformers
 
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
 
     def loaded() -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -298,27 +298,27 @@ def test_an_adapter_in_a_locked_folder_is_not_loaded(plain: Path, tmp_path: Path
 
     from regauge import load_model
 
-    folder = locked(plain, tmp_path / "in")
+    folder = write_locked(plain, tmp_path / "in")
     expected = load_model(folder).state_dict()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     adapted = peft.get_peft_model(
         model, peft.LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)
     )
     adapted.save_pretrained(folder)
-    found = load_model(folder)
-    assert {n: t.shape for n, t in found.state_dict().items()} == {
+    loaded = load_model(folder)
+    assert {n: t.shape for n, t in loaded.state_dict().items()} == {
         n: t.shape for n, t in expected.items()
     }
     with pytest.raises(EdgeError, match="was loaded with an adapter"):
         authorize(transformers.AutoModelForCausalLM.from_pretrained(folder), KEY)
-    authorize(found, KEY)
+    authorize(loaded, KEY)
 
 
 def test_saved_again_by_the_library(plain: Path, tmp_path: Path) -> None:
     import transformers
 
     model = authorize(
-        transformers.AutoModelForCausalLM.from_pretrained(locked(plain, tmp_path / "in")), KEY
+        transformers.AutoModelForCausalLM.from_pretrained(write_locked(plain, tmp_path / "in")), KEY
     )
     save_trained(model, tmp_path / "trained", KEY)
     job("unlock", tmp_path / "trained", tmp_path / "out").write()
@@ -352,7 +352,7 @@ def test_version_1_stays_readable(run: Run, tmp_path: Path) -> None:
             "data": "063d9038190b2cc0f7048869649d98313b99c3f98e2aa0afd5ea3d5d32db7c36",
         },
     }
-    locked(folder, tmp_path / "in")
+    write_locked(folder, tmp_path / "in")
     (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "regauge_lock": old}))
     (tmp_path / "in" / "tokenizer.json").write_text("{}")
     job("unlock", tmp_path / "in", tmp_path / "out").write()
@@ -378,7 +378,7 @@ def test_a_live_model_of_another_class(tmp_path: Path) -> None:
     import transformers
 
     build("gpt2").save_pretrained(tmp_path / "plain")
-    folder = locked(tmp_path / "plain", tmp_path / "in")
+    folder = write_locked(tmp_path / "plain", tmp_path / "in")
     model = transformers.AutoModel.from_pretrained(folder)
     checkpoint = open_checkpoint(folder)
     locked_checkpoints.verify_loaded(model, checkpoint, spec_of(checkpoint), KEY)

@@ -97,7 +97,7 @@ def test_two_seals_differ(tmp_path: Path, folder: Path) -> None:
     assert a[-64:] != b[-64:]
 
 
-def refused(sealed: Path, data: bytes, key: Key = KEY) -> RegaugeError:
+def assert_rejected(sealed: Path, data: bytes, key: Key = KEY) -> RegaugeError:
     """Opening this is an error, and leaves nothing."""
     sealed.write_bytes(data)
     before = sorted(p.name for p in sealed.parent.iterdir())
@@ -114,7 +114,7 @@ def test_every_bit_is_authenticated(tmp_path: Path) -> None:
     for i in range(len(good)):
         bad = bytearray(good)
         bad[i] ^= 1 << (i % 8)
-        error = refused(tmp_path / "sealed", bytes(bad))
+        error = assert_rejected(tmp_path / "sealed", bytes(bad))
         assert isinstance(
             error, TamperedFileError if i >= START else LockError | TamperedFileError
         ) or "sealed by the key" in str(error)
@@ -128,7 +128,7 @@ def test_a_header_with_a_lone_surrogate_is_rejected(tmp_path: Path) -> None:
     header = json.loads(good[START + 4 : START + 4 + length]) | {"key": "4db28193\ud80005"}
     raw = canonical_json(header)
     bad = good[:START] + len(raw).to_bytes(4, "little") + raw + good[START + 4 + length :]
-    assert isinstance(refused(tmp_path / "sealed", bad), TamperedFileError)
+    assert isinstance(assert_rejected(tmp_path / "sealed", bad), TamperedFileError)
 
 
 def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
@@ -151,7 +151,9 @@ def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
         len(good) - 1,
         *range(at, len(good), 80),
     ):
-        assert isinstance(refused(tmp_path / "sealed", good[:n]), TamperedFileError | LockError), n
+        assert isinstance(
+            assert_rejected(tmp_path / "sealed", good[:n]), TamperedFileError | LockError
+        ), n
     head = good[:at]
     for order in (
         [1, 0, 2, 3, 4, 5, 6],
@@ -160,14 +162,14 @@ def test_truncation_reordering_and_appending_are_found(tmp_path: Path) -> None:
         [0, 1, 2, 3, 4, 5, 6, 6],
     ):
         assert isinstance(
-            refused(tmp_path / "sealed", head + b"".join(chunks[i] for i in order)),
+            assert_rejected(tmp_path / "sealed", head + b"".join(chunks[i] for i in order)),
             TamperedFileError,
         ), order
-    assert isinstance(refused(tmp_path / "sealed", good + b"x"), TamperedFileError)
+    assert isinstance(assert_rejected(tmp_path / "sealed", good + b"x"), TamperedFileError)
     seal(tmp_path / "in", KEY, tmp_path / "second")
     other = (tmp_path / "second").read_bytes()
     (tmp_path / "second").unlink()
-    assert isinstance(refused(tmp_path / "sealed", head + other[at:]), TamperedFileError), (
+    assert isinstance(assert_rejected(tmp_path / "sealed", head + other[at:]), TamperedFileError), (
         "chunks belong to their header"
     )
 
@@ -183,7 +185,7 @@ def test_wrong_keys(tmp_path: Path, folder: Path) -> None:
         with pytest.raises(KeyFileError, match='must be "seal", got "lock"'):
             purpose(Key(seed_key(1), "lock"))
     forged = (tmp_path / "sealed").read_bytes().replace(KEY.id.encode(), OTHER.id.encode())
-    assert isinstance(refused(tmp_path / "sealed", forged, OTHER), TamperedFileError)
+    assert isinstance(assert_rejected(tmp_path / "sealed", forged, OTHER), TamperedFileError)
 
 
 def test_bad_places(tmp_path: Path, folder: Path) -> None:
@@ -205,7 +207,7 @@ def test_bad_places(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
         seal(folder, KEY, tmp_path / "x")
     newer = (tmp_path / "sealed").read_bytes().replace(b"sealed 1\n", b"sealed 2\n")
-    assert "format version 2" in str(refused(tmp_path / "sealed", newer))
+    assert "format version 2" in str(assert_rejected(tmp_path / "sealed", newer))
     assert not (tmp_path / "x").exists()
 
 
@@ -218,7 +220,7 @@ def test_names_stay_in_their_folder(
     )
     seal(folder, KEY, tmp_path / "sealed")
     assert isinstance(
-        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+        assert_rejected(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
     )
 
 
@@ -250,7 +252,7 @@ def test_a_file_that_changes_while_it_is_sealed(
 def test_what_follows_the_end_and_a_file_that_is_none(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only who has the key can make these; they are refused all the same."""
+    """Only the key holder can make these; they are rejected all the same."""
     close = sealing._Sealer.close
 
     def more(self: sealing._Sealer) -> None:
@@ -261,7 +263,7 @@ def test_what_follows_the_end_and_a_file_that_is_none(
         patch.setattr(sealing._Sealer, "close", more)
         seal(folder, KEY, tmp_path / "sealed")
     assert isinstance(
-        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+        assert_rejected(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
     )
     (tmp_path / "sealed").unlink()
     monkeypatch.setattr(
@@ -271,7 +273,7 @@ def test_what_follows_the_end_and_a_file_that_is_none(
     )
     seal(folder, KEY, tmp_path / "sealed")
     assert isinstance(
-        refused(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
+        assert_rejected(tmp_path / "sealed", (tmp_path / "sealed").read_bytes()), TamperedFileError
     )
 
 
@@ -302,7 +304,7 @@ def test_what_could_not_be_opened_again_is_not_sealed(
     assert [p.name for p in tmp_path.iterdir()] == ["in"]
 
 
-def test_what_a_killed_process_has_left_is_in_nobodys_way(
+def test_leftovers_of_a_killed_process_are_ignored(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container every process may have the same number."""

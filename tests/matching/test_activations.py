@@ -29,14 +29,18 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
         spec, a = fold_norms(spec, a)
     b = apply(element(spec, 3), a)
     with strict_float64():
-        seen = tuple(record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b))
-    assert seen[0].streams
-    found = match_states(spec, a, b, activations=seen, sweeps=1)  # type: ignore[arg-type]
-    moved = apply(found.element, a)
+        activations = tuple(
+            record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b)
+        )
+    assert activations[0].streams
+    result = match(spec, a, b, activations=activations, sweeps=1)  # type: ignore[arg-type]
+    moved = apply(result.element, a)
     scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
     rows: dict[str, int] = {}
-    for place, text in seen[0].axes.items():
-        rows[text.split()[-1]] = rows.get(text.split()[-1], 0) + seen[0].streams[place].shape[0]
+    for place, text in activations[0].axes.items():
+        rows[text.split()[-1]] = (
+            rows.get(text.split()[-1], 0) + activations[0].streams[place].shape[0]
+        )
     if not folded or all(
         n >= 2 * spec.spaces[s].size for s, n in rows.items()
     ):  # fewer rows than coordinates do not tell a rotation
@@ -56,7 +60,7 @@ def test_models_write_text_by_themselves() -> None:
         generate_text([picos.build("vit")])
 
 
-def test_noise_is_drawn_for_models_that_write_nothing() -> None:
+def test_noise_is_sampled_for_models_that_generate_no_text() -> None:
     vit, bert = picos.build("vit"), picos.build("bert")
     one, other, strange = (
         torch.cat([b["pixel_values"] for b in sample_noise(vit, count=70, seed=s, batch_size=32)])
@@ -77,7 +81,7 @@ def test_noise_is_drawn_for_models_that_write_nothing() -> None:
         sample_noise(torch.nn.Linear(2, 2))
 
 
-def test_what_was_not_seen_on_the_same_inputs_is_refused() -> None:
+def test_activations_of_different_inputs_are_rejected() -> None:
     model = picos.build("gpt2")
     spec, a = picos.spec_of(model), dict(model.state_dict())
     with pytest.raises(RecordError, match="no block of this GPT2LMHeadModel was reached"):
@@ -105,7 +109,7 @@ def test_blocks_whose_stream_is_not_described_are_not_watched() -> None:
     assert record(model, None, spec, [picos.PICOS["gpt2"].inputs]).streams
 
 
-def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
+def test_sweeps_continue_from_activations_to_the_nearest_weights() -> None:
     """Two models that are alike only in part: what they do shows where to start, and weights say
     where it ends; `nearest` off keeps what was seen.
     """
@@ -118,14 +122,15 @@ def test_sweeps_go_on_from_what_was_seen_to_the_nearest_weights() -> None:
         n: t + 0.1 * t.std() * torch.randn(t.shape, generator=noise, dtype=t.dtype)
         for n, t in apply(element(spec, 3), a).items()
     }
-    ids = torch.randint(0, model.config.vocab_size, (16, 8), generator=noise)  # type: ignore[union-attr,arg-type]
+    vocabulary, _ = model.get_input_embeddings().weight.shape
+    ids = torch.randint(0, vocabulary, (16, 8), generator=noise)
     with strict_float64():
-        one, other = (record(model, state, spec, [{"input_ids": ids}]) for state in (a, b))
-    first, kept, swept = (
-        match_states(spec, a, b, activations=(one, other), **how)  # type: ignore[arg-type]
+        activations = tuple(record(model, s, spec, [{"input_ids": ids}]) for s in (a, b))
+    first, by_activations, swept = (
+        match(spec, a, b, activations=activations, **how)  # type: ignore[arg-type]
         for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
     )
-    streams = [m.element.members["stream"].matrix() for m in (first, kept, swept)]
+    streams = [m.element.members["stream"].matrix() for m in (first, by_activations, swept)]
     assert (streams[0] == streams[1]).all()
     assert abs(streams[0] - streams[2]).max() > 1e-3
-    assert swept.distance < kept.distance <= first.distance
+    assert swept.distance < by_activations.distance <= first.distance

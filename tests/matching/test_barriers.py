@@ -40,7 +40,7 @@ from support.picos import PICOS, build
 from support.texts import WORDS, readings, spoken, words
 
 
-def labelled(model: Any, count: int = 40) -> Examples:
+def label_examples(model: Any, count: int = 40) -> Examples:
     """Images or texts with the labels that the model itself gives them, after its head was made to
     have no favourite.
     """
@@ -121,15 +121,15 @@ def test_what_no_line_joins(change: dict[str, Any], says: str) -> None:
 
 def test_a_score_is_the_mean_loss_and_leaves_the_module_alone() -> None:
     model, other = build("vit"), build("vit", seed=1)
-    examples = labelled(other)
+    examples = label_examples(other)
     before = {n: x.clone() for n, x in model.state_dict().items()}
-    found = score(model, other.state_dict(), examples, batch_size=7)
+    scores = score(model, other.state_dict(), examples, batch_size=7)
     inputs, labels = examples.batch(np.arange(len(examples)))
     with torch.no_grad():
-        assert found.loss == pytest.approx(
+        assert scores.loss == pytest.approx(
             float(F.cross_entropy(other(**inputs).logits, labels)), rel=1e-5
         )
-    assert found.accuracy == 1
+    assert scores.accuracy == 1
     assert score(model, before, examples).accuracy < 0.9
     assert all(torch.equal(x, before[n]) for n, x in model.state_dict().items())
     assert not model.training
@@ -153,13 +153,13 @@ def test_the_temperature_that_was_used(true: float) -> None:
     labels = torch.multinomial(
         (logits / true).softmax(1), 1, generator=torch.Generator().manual_seed(1)
     )[:, 0]
-    found = _fit_temperature([(logits[:7000], labels[:7000]), (logits[7000:], labels[7000:])])
-    assert found == pytest.approx(true, rel=0.05)
+    temperature = _fit_temperature([(logits[:7000], labels[:7000]), (logits[7000:], labels[7000:])])
+    assert temperature == pytest.approx(true, rel=0.05)
 
     def loss(t: float) -> float:
         return float(F.cross_entropy(logits / t, labels))
 
-    assert loss(found) <= min(loss(0.98 * found), loss(1.02 * found))
+    assert loss(temperature) <= min(loss(0.98 * temperature), loss(1.02 * temperature))
 
 
 def test_temperatures_of_odd_logits() -> None:
@@ -175,7 +175,7 @@ def test_temperatures_of_odd_logits() -> None:
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama", "vit", "bert-classifier"])
 def test_a_planted_element_makes_a_barrier_and_its_inverse_undoes_it(name: str) -> None:
     model = build(name)
-    examples = labelled(model) if hasattr(model, "classifier") else readings(spoken(model))
+    examples = label_examples(model) if hasattr(model, "classifier") else readings(spoken(model))
     spec, a = fold_norms(spec_of(model), model.state_dict())
     g = element(spec, 3)
     b = apply(g, a)
@@ -190,19 +190,19 @@ def test_a_planted_element_makes_a_barrier_and_its_inverse_undoes_it(name: str) 
 
 def test_the_path_has_its_midpoint_and_temperatures() -> None:
     model, other = build("vit"), build("vit", seed=1)
-    examples = labelled(model)
-    seen: list[tuple[int, int, str]] = []
+    examples = label_examples(model)
+    recorded: list[tuple[int, int, str]] = []
     path = measure_path(
         model,
         model.state_dict(),
         other.state_dict(),
         examples,
         points=4,
-        progress=lambda *a: seen.append(a),
+        progress=lambda *a: recorded.append(a),
         calibration=examples,
     )
     assert path.ts == pytest.approx((0, 1 / 3, 0.5, 2 / 3, 1))
-    assert [s[0] for s in seen] == [0, 1, 2, 3, 4]
+    assert [s[0] for s in recorded] == [0, 1, 2, 3, 4]
     assert path.calibrated is not None
     assert all(
         cool <= warm + 1e-6 for cool, warm in zip(path.calibrated.losses, path.losses, strict=True)
@@ -214,36 +214,33 @@ def test_the_path_has_its_midpoint_and_temperatures() -> None:
 
 def test_the_plane_goes_through_its_corners() -> None:
     model = build("vit").float()
-    examples = labelled(build("vit"))
+    examples = label_examples(build("vit"))
     states = [build("vit", seed=s).float().state_dict() for s in range(3)]
-    found = measure_plane(
+    plane = measure_plane(
         model, dict(zip("ABC", states, strict=True)), examples, points=3, margin=0.0
     )
-    (ax, ay), (bx, by), (cx, cy) = found.points.values()
+    (ax, ay), (bx, by), (cx, cy) = plane.points.values()
     assert (bx, by, ay) == (0, 0, 0)
 
-    def far(one: int, other: int) -> float:
+    def far(a: int, b: int) -> float:
         return math.sqrt(
-            sum(
-                float((states[one][n] - states[other][n]).double().square().sum())
-                for n in states[0]
-            )
+            sum(float((states[a][n] - states[b][n]).double().square().sum()) for n in states[0])
         )
 
     assert math.hypot(ax - bx, ay - by) == pytest.approx(far(0, 1), rel=1e-5)
     assert math.hypot(cx - bx, cy - by) == pytest.approx(far(2, 1), rel=1e-5)
     assert math.hypot(cx - ax, cy - ay) == pytest.approx(far(2, 0), rel=1e-5)
-    assert found.losses[0][0] == pytest.approx(score(model, states[1], examples).loss, rel=1e-4)
-    assert found.losses[0][-1] == pytest.approx(score(model, states[0], examples).loss, rel=1e-4)
+    assert plane.losses[0][0] == pytest.approx(score(model, states[1], examples).loss, rel=1e-4)
+    assert plane.losses[0][-1] == pytest.approx(score(model, states[0], examples).loss, rel=1e-4)
     middle = interpolate(states[0], states[1], 0.5)
-    assert found.losses[0][1] == pytest.approx(score(model, middle, examples).loss, rel=1e-4)
+    assert plane.losses[0][1] == pytest.approx(score(model, middle, examples).loss, rel=1e-4)
     with pytest.raises(PathError, match="lie on one line"):
         measure_plane(model, {"A": states[0], "B": states[1], "C": middle}, examples, points=3)
 
 
 def test_results_of_a_planted_pair() -> None:
     a, b = build("gpt2").float(), build("gpt2").float()
-    g = element(spec_of(b), 4)  # in the group of the model as it stands, so that B is a plain GPT-2
+    g = element(spec_of(b), 4)  # in the group of the unmatched model, so that B is a plain GPT-2
     b.load_state_dict(apply(g, b.state_dict()))
     examples = readings(spoken(a))
     results = connect(
@@ -293,18 +290,18 @@ def test_the_plane_of_a_pair() -> None:
         ["A", "B", "A, moved"],
     )
     assert figure.data["joined"] == [["B", "A"], ["B", "A, moved"]]
-    drawn = page(results)
-    assert "The loss on the plane through A, B and the moved A" in drawn
-    assert ">A, moved<" in drawn
+    html = page(results)
+    assert "The loss on the plane through A, B and the moved A" in html
+    assert ">A, moved<" in html
 
 
-def test_an_element_that_is_no_symmetry_is_told() -> None:
+def test_an_element_that_is_not_a_symmetry_is_reported() -> None:
     a, b = build("gpt2").float(), build("gpt2", seed=1).float()
     wrong = element(spec_of(a), 4).only("stream")
 
-    def mover(spec: Any, one: dict[str, torch.Tensor], two: Any) -> Any:
-        one["transformer.h.0.mlp.c_fc.weight"] = (
-            one["transformer.h.0.mlp.c_fc.weight"] * 1.3
+    def mover(spec: Any, state_a: dict[str, torch.Tensor], state_b: Any) -> Any:
+        state_a["transformer.h.0.mlp.c_fc.weight"] = (
+            state_a["transformer.h.0.mlp.c_fc.weight"] * 1.3
         )  # behind the element's back
         return wrong.to(spec)
 
@@ -370,17 +367,17 @@ def test_the_command_with_an_element(pair: Path, capsys: pytest.CaptureFixture[s
         )
         == 0
     )
-    said = capsys.readouterr()
-    lines = said.out.splitlines()
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
     assert lines[0] == "GPT2LMHeadModel: the loss on the straight line from A to B"
     assert lines[2].split()[:2] == ["path", "barrier"]
     assert lines[3].startswith("unaligned ")
     assert (
         "the loss, inside the path, over the straight line between the losses of the two ends, "
-        "in nats" in said.out
+        "in nats" in captured.out
     )
-    assert "holds  the ends of the path, moved, compute what A and B compute" in said.out
-    assert "regauge: barrier 2/9: path unaligned: t = 0.5\n" in said.err
+    assert "holds  the ends of the path, moved, compute what A and B compute" in captured.out
+    assert "regauge: barrier 2/9: path unaligned: t = 0.5\n" in captured.err
     results = load_results(out)
     moved = results.facts["paths"]["moved"]
     assert moved["loss"] == pytest.approx([moved["loss"][0]] * 3, abs=1e-3)
@@ -394,20 +391,20 @@ def test_the_command_finds_the_element_itself(
     pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(pair, "--json", "-", "--no-calibrate") == 0
-    found = json.loads(capsys.readouterr().out)["facts"]["paths"]
-    assert list(found) == ["as they stand", FOLDED, "matched"]
-    assert found["matched"]["loss"] == pytest.approx(
-        [found["as they stand"]["loss"][0]] * 3, abs=1e-3
+    report = json.loads(capsys.readouterr().out)["facts"]["paths"]
+    assert list(report) == ["as they stand", FOLDED, "matched"]
+    assert report["matched"]["loss"] == pytest.approx(
+        [report["as they stand"]["loss"][0]] * 3, abs=1e-3
     )
-    assert "calibrated" not in found["matched"]
+    assert "calibrated" not in report["matched"]
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(pair, "--no-match", "--no-calibrate", "--samples", "8", "--json", "-") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert list(found["facts"]["paths"]) == ["as they stand"]
-    assert found["facts"]["examples"] == 8
-    assert found["unchecked"]
+    report = json.loads(capsys.readouterr().out)
+    assert list(report["facts"]["paths"]) == ["as they stand"]
+    assert report["facts"]["examples"] == 8
+    assert report["unchecked"]
 
 
 def test_what_the_command_refuses(
@@ -415,9 +412,9 @@ def test_what_the_command_refuses(
 ) -> None:
     def says(code: int, text: str, *arguments: str) -> None:
         assert main(["barrier", *arguments]) == code
-        said = capsys.readouterr().err
-        assert text in said
-        assert ("loading" in said) == (text in loaded), (
+        output = capsys.readouterr().err
+        assert text in output
+        assert ("loading" in output) == (text in loaded), (
             "what is wrong with data is said before the weights are loaded"
         )
 
@@ -500,45 +497,47 @@ def test_what_is_not_to_be_measured_needs_no_labels(tmp_path: Path) -> None:
 
 
 def test_a_masked_model_predicts_what_is_hidden(tmp_path: Path) -> None:
-    said = Data("d", {"text": [" ".join(WORDS[3 + i * i % 26] for i in range(400))]}, "")
+    data = Data("d", {"text": [" ".join(WORDS[3 + i * i % 26] for i in range(400))]}, "")
     model = build("bert")
-    task, reader = task_of(model, said, tokenizer=words(tmp_path), length=12)
-    found = prepare(task, said, reader)
-    inputs, labels = found.batch(np.arange(len(found)))
+    task, reader = task_of(model, data, tokenizer=words(tmp_path), length=12)
+    prepared = prepare(task, data, reader)
+    inputs, labels = prepared.batch(np.arange(len(prepared)))
     hidden = labels != -100
-    assert (len(found), found.tokens) == (40, True)
+    assert (len(prepared), prepared.tokens) == (40, True)
     assert (inputs["input_ids"][:, 0] == 1).all()
     assert (inputs["input_ids"][:, -1] == 2).all()
     assert (inputs["input_ids"][hidden] == 29).all()
     assert not (inputs["input_ids"][~hidden] == 29).any()
     assert hidden.any(1).all()
     assert 0.1 < hidden.double().mean() < 0.2
-    assert torch.equal(prepare(task, said, reader).batch(np.arange(40))[1], labels)
+    assert torch.equal(prepare(task, data, reader).batch(np.arange(40))[1], labels)
     with torch.no_grad():
         logits = model(**inputs).logits
     expected = F.cross_entropy(logits[hidden], labels[hidden])
-    torch.testing.assert_close(loss_of(found, logits, labels), expected)
-    assert score(model, model.state_dict(), found).loss == pytest.approx(float(expected), rel=1e-5)
+    torch.testing.assert_close(loss_of(prepared, logits, labels), expected)
+    assert score(model, model.state_dict(), prepared).loss == pytest.approx(
+        float(expected), rel=1e-5
+    )
     plain = tmp_path / "plain" / "tokenizer.json"
     plain.parent.mkdir()
     plain.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
     with pytest.raises(DataError, match="has no mask"):
-        prepare(task, said, plain)
+        prepare(task, data, plain)
 
 
 def test_what_is_cut_keeps_the_mark_of_its_end(tmp_path: Path) -> None:
-    said = Data("d", {"text": ["w3 w4 w5 w6", "w7", "w8 w9"], "label": np.array([0, 1, 0])}, "")
-    task, reader = task_of(build("bert-classifier"), said, tokenizer=words(tmp_path), length=4)
-    assert prepare(task, said, reader).batch(np.arange(3))[0]["input_ids"].tolist() == [
+    data = Data("d", {"text": ["w3 w4 w5 w6", "w7", "w8 w9"], "label": np.array([0, 1, 0])}, "")
+    task, reader = task_of(build("bert-classifier"), data, tokenizer=words(tmp_path), length=4)
+    assert prepare(task, data, reader).batch(np.arange(3))[0]["input_ids"].tolist() == [
         [1, 3, 4, 2],
         [1, 7, 2, 0],
         [1, 8, 9, 2],
     ]
-    plain = prepare({**task, "special": False}, said, reader).batch(np.arange(3))[0]["input_ids"]
+    plain = prepare({**task, "special": False}, data, reader).batch(np.arange(3))[0]["input_ids"]
     assert plain.tolist() == [[3, 4, 5, 6], [7, 0, 0, 0], [8, 9, 0, 0]]
     unmasked = tmp_path / "plain.json"  # a tokenizer without a mask has an end too
     unmasked.write_text((tmp_path / "tokenizer.json").read_text().replace("[MASK]", "[HIDE]"))
-    assert prepare(task, said, unmasked).batch(np.arange(1))[0]["input_ids"].tolist() == [
+    assert prepare(task, data, unmasked).batch(np.arange(1))[0]["input_ids"].tolist() == [
         [1, 3, 4, 2]
     ]
 
@@ -547,14 +546,14 @@ def test_places_behind_the_padding_token_are_counted(tmp_path: Path) -> None:
     """RoBERTa's first place is that behind its padding token: a text as long as its table would
     reach over the end.
     """
-    said = Data("d", {"text": [" ".join(WORDS[3 + i % 20] for i in range(100))]}, "")
+    data = Data("d", {"text": [" ".join(WORDS[3 + i % 20] for i in range(100))]}, "")
     for name, offset in (("roberta", True), ("bert", False)):
         model = build(name)
         rows = model.config.max_position_embeddings
-        task, reader = task_of(model, said, tokenizer=words(tmp_path), length=1000)
+        task, reader = task_of(model, data, tokenizer=words(tmp_path), length=1000)
         assert task["length"] == rows - (model.config.pad_token_id + 1 if offset else 0)
         with torch.no_grad():
-            model(**prepare(task, said, reader).batch(np.arange(1))[0])
+            model(**prepare(task, data, reader).batch(np.arange(1))[0])
 
 
 def test_several_answers_to_each_example_have_no_path() -> None:
@@ -568,4 +567,4 @@ def test_several_answers_to_each_example_have_no_path() -> None:
     )
     with pytest.raises(PathError, match="one label each"):
         score(model, model.state_dict(), several)
-    assert score(model, model.state_dict(), labelled(model, 4)).accuracy == 1
+    assert score(model, model.state_dict(), label_examples(model, 4)).accuracy == 1

@@ -1,4 +1,4 @@
-"""Fixing gauges: the function is kept, in every family, and what nobody sees is gone."""
+"""Fixing gauges: the function is unchanged in every family, and the gauge freedom is gone."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(
 
 
 @pytest.mark.parametrize("name", PICOS)
-def test_the_function_is_kept(name: str) -> None:
+def test_the_function_is_unchanged(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
     before = compute_outputs(model, inputs)
     state = {n: v.clone() for n, v in model.state_dict().items()}
@@ -53,7 +53,7 @@ def test_key_and_value_biases_are_gone_where_they_are_unseen() -> None:
     )
 
 
-def test_what_is_seen_stays() -> None:
+def test_activations_are_unchanged() -> None:
     """DeBERTa's keys meet relative positions; Qwen2's keys are turned, and its values' bias has
     nowhere to go.
     """

@@ -1,5 +1,5 @@
 """Matching: what was planted is found, on every family; what the paper's formulas give is given;
-what cannot be matched is refused by name.
+unmatchable models are rejected.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,12 +63,12 @@ def state_of(name: str, seed: int = 0) -> tuple[Spec, dict[str, torch.Tensor]]:
     return picos.spec_of(model), {n: t.detach().clone() for n, t in model.state_dict().items()}
 
 
-def furthest(one: State, other: State) -> float:
+def furthest(a: State, b: State) -> float:
     """The largest difference of a tensor, as a share of its norm."""
     return max(
-        float((one[n] - other[n]).norm() / other[n].norm().clamp(min=1e-30))
-        for n in other
-        if other[n].is_floating_point() and other[n].any()
+        float((a[n] - b[n]).norm() / b[n].norm().clamp(min=1e-30))
+        for n in b
+        if b[n].is_floating_point() and b[n].any()
     )
 
 
@@ -75,10 +76,10 @@ def furthest(one: State, other: State) -> float:
 def test_a_planted_element_of_the_full_group_is_found_in_one_call(name: str) -> None:
     spec, a = state_of(name)
     b = apply(element(spec, 3), a)
-    found = match_states(spec, a, b)
-    moved = apply(found.element, a)
+    result = match(spec, a, b)
+    moved = apply(result.element, a)
     assert max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point()) < 1e-9
-    assert found.distance < 1e-9 < found.distance_before
+    assert result.distance < 1e-9 < result.distance_before
     model = picos.build(name)
     with torch.no_grad(), strict_float64():
         model.load_state_dict(b)
@@ -110,8 +111,8 @@ def test_with_folded_norms_rotations_of_the_stream_are_found_too(
     spec, a = fold_norms(*state_of(name))
     a = {n: t.to(dtype) if t.is_floating_point() else t for n, t in a.items()}
     b = apply(element(spec, 5), a)
-    found = match_states(spec, a, b)
-    assert furthest(apply(found.element, a), b) < (1e-9 if dtype == torch.float64 else 1e-4)
+    result = match(spec, a, b)
+    assert furthest(apply(result.element, a), b) < (1e-9 if dtype == torch.float64 else 1e-4)
 
 
 def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
@@ -145,10 +146,11 @@ def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
     )
     noisy = {n: t + sigma * torch.randn_like(t) for n, t in b.items() if n not in spec.ties}
     noisy |= {alias: noisy[target] for alias, target in spec.ties.items()}
-    found = match_states(spec, a, noisy)
+    result = match(spec, a, noisy)
     for space in ("stream", "ffn.0"):
         assert (
-            found.element.members[space].permutation().index == g.members[space].permutation().index
+            result.element.members[space].permutation().index
+            == g.members[space].permutation().index
         ).all()
 
 
@@ -162,11 +164,11 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
     torch.manual_seed(0)
     b |= {n: 5 * torch.randn_like(b[n]) for n in ("transformer.wte.weight", "lm_head.weight")}
     truth = g.members["stream"].permutation().index
-    misled = match_states(spec, a, b, sweeps=0, spaces=["stream"])
-    found = match_states(spec, a, b, sweeps=0, anchors=["*wpe*"])
-    weighed = match_states(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
+    misled = match(spec, a, b, sweeps=0, spaces=["stream"])
+    result = match(spec, a, b, sweeps=0, anchors=["*wpe*"])
+    weighed = match(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
     assert (misled.element.members["stream"].permutation().index != truth).any()
-    for one in (found, weighed):
+    for one in (result, weighed):
         assert (one.element.members["stream"].permutation().index == truth).all()
         assert (
             one.element.members["ffn.0"].permutation().index
@@ -245,11 +247,16 @@ def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
 def test_the_papers_own_matcher_is_a_special_case() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     plain, scaled = _paper(a, b, layers=2, heads=3)
-    options = {"spaces": ["qk", "vo", "ffn"], "within": "orthogonal", "sweeps": 0, "whole": True}
-    assert match_states(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)  # type: ignore[arg-type]
-    found = match_states(spec, a, b, **options, rescale=True)  # type: ignore[arg-type]
-    assert found.distance == pytest.approx(scaled, abs=1e-6)
-    assert scaled < plain < found.distance_before
+    options: dict[str, Any] = {
+        "spaces": ["qk", "vo", "ffn"],
+        "within": "orthogonal",
+        "sweeps": 0,
+        "whole": True,
+    }
+    assert match(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)
+    result = match(spec, a, b, **options, rescale=True)
+    assert result.distance == pytest.approx(scaled, abs=1e-6)
+    assert scaled < plain < result.distance_before
 
 
 def test_more_of_the_group_is_never_further_away() -> None:
@@ -264,8 +271,8 @@ def test_more_of_the_group_is_never_further_away() -> None:
 
 def test_only_what_takes_part_moves() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    found = match_states(spec, a, b, spaces=["qk", "ffn"], layers=[1])
-    assert set(found.element.members) == {"qk.1", "ffn.1"}
+    result = match(spec, a, b, spaces=["qk", "ffn"], layers=[1])
+    assert set(result.element.members) == {"qk.1", "ffn.1"}
     assert layers_of(spec)["vo.1"] == 1
     assert "stream" not in layers_of(spec)
     with pytest.raises(MatchError, match="layers must be from 0 to 1, got 7"):
@@ -276,12 +283,12 @@ def test_only_what_takes_part_moves() -> None:
 
 def test_identical_models_need_nothing() -> None:
     spec, a = state_of("gpt2")
-    found = match_states(spec, a, {n: t.clone() for n, t in a.items()})
-    assert not found.element.members
-    assert found.distance == found.distance_before == 0
+    result = match(spec, a, {n: t.clone() for n, t in a.items()})
+    assert not result.element.members
+    assert result.distance == result.distance_before == 0
 
 
-def test_what_cannot_be_matched_is_refused_by_name() -> None:
+def test_unmatchable_models_raise_an_error_that_names_the_cause() -> None:
     spec, a = state_of("gpt2")
     other = dict(a)
     other["transformer.h.0.mlp.c_fc.weight"] = other["transformer.h.0.mlp.c_fc.weight"][:, :-1]
@@ -304,10 +311,10 @@ def test_what_cannot_be_matched_is_refused_by_name() -> None:
 def test_blocks_of_a_fused_tensor() -> None:
     spec, a = state_of("gpt2")
     name = "transformer.h.0.attn.c_attn.weight"
-    found = split_blocks(spec, spec.tensors[name], a[name].numpy())
-    assert [str(d) for d in found[1].dims] == ["stream*", "head.0", "qk.0*"]
-    assert found[1].values.shape == (12, 3, 4)
-    assert_allclose(found[1].values.reshape(12, 12), a[name][:, 12:24].numpy())
+    tensors = split_blocks(spec, spec.tensors[name], a[name].numpy())
+    assert [str(d) for d in tensors[1].dims] == ["stream*", "head.0", "qk.0*"]
+    assert tensors[1].values.shape == (12, 3, 4)
+    assert_allclose(tensors[1].values.reshape(12, 12), a[name][:, 12:24].numpy())
 
 
 def _pair(seed: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -370,9 +377,9 @@ def test_two_levels_of_assignment_find_a_planted_wreath() -> None:
     features = random.normal(size=(4, 3, 20))
     outer, inner = random.permutation(4), np.stack([random.permutation(3) for _ in range(4)])
     there = np.stack([features[outer[i]][inner[i]] for i in range(4)])
-    found = assign_two_level(np.einsum("irf,jsf->irjs", there, features))
-    assert_allclose(found[0], outer)
-    assert_allclose(found[1], inner)
+    assignment = assign_two_level(np.einsum("irf,jsf->irjs", there, features))
+    assert_allclose(assignment[0], outer)
+    assert_allclose(assignment[1], inner)
 
 
 def test_two_factors_that_share_one_inner_order_are_assigned_together() -> None:
@@ -382,9 +389,9 @@ def test_two_factors_that_share_one_inner_order_are_assigned_together() -> None:
     features = common + 0.3 * random.normal(size=(4, 5, 4))
     outer, inner = random.permutation(4), random.permutation(5)
     there = features[outer][:, inner]
-    found = assign_factors(np.einsum("irf,jsf->irjs", there, features))
-    assert_allclose(found[0], outer)
-    assert_allclose(found[1], inner)
+    assignment = assign_factors(np.einsum("irf,jsf->irjs", there, features))
+    assert_allclose(assignment[0], outer)
+    assert_allclose(assignment[1], inner)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -397,9 +404,9 @@ def test_heads_wait_for_more_than_their_biases(seed: int) -> None:
 
 def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    alone, apart = (match_states(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
-    assert apart.distance == pytest.approx(alone.distance, rel=1e-9)
-    assert apart.element.members.keys() == alone.element.members.keys()
+    alone, parallel = (match(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
+    assert parallel.distance == pytest.approx(alone.distance, rel=1e-9)
+    assert parallel.element.members.keys() == alone.element.members.keys()
 
 
 def test_a_worker_is_sent_no_layouts() -> None:
@@ -454,9 +461,9 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
 
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    seen: list[tuple[Element, list[str]]] = []
-    whole = match_states(spec, a, b, sweeps=0, save=lambda g, known: seen.append((g, known)))
-    g, known = seen[0]
+    recorded: list[tuple[Element, list[str]]] = []
+    whole = match(spec, a, b, sweeps=0, save=lambda g, known: recorded.append((g, known)))
+    g, known = recorded[0]
     assert len(known) < len(whole.element.members)
     rest = match_states(spec, a, b, sweeps=0, start=g, known_spaces=known)
     assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
@@ -500,16 +507,14 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
 
 def test_models_with_a_single_number_are_compared() -> None:
     spec, a = state_of("clip")  # whose logit_scale has no axes
-    found = compare_states(spec, a, apply(element(spec, 3), a), sweeps=1)
-    assert found.verdict == "another description"
-    assert compare_states(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
+    comparison = compare(spec, a, apply(element(spec, 3), a), sweeps=1)
+    assert comparison.verdict == "another description"
+    assert compare(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
 
 
 @pytest.mark.parametrize("folded", [False, True])
 @pytest.mark.parametrize("name", FOLDED)
-def test_invariants_are_the_same_in_every_description_and_tell_models_apart(
-    name: str, folded: bool
-) -> None:
+def test_invariants_agree_in_every_basis_and_differ_between_models(name: str, folded: bool) -> None:
     spec, a = state_of(name)
     _, other = state_of(name, 1)
     if folded:
@@ -517,8 +522,8 @@ def test_invariants_are_the_same_in_every_description_and_tell_models_apart(
     here, there, strange = (invariants(spec, s) for s in (a, apply(element(spec, 3), a), other))
     assert here.keys() == there.keys()
     assert max(d / max(n, 1e-30) for d, n in invariant_distance(here, there).values()) < 1e-18
-    apart = invariant_distance(here, strange)
-    assert sum(d for d, _ in apart.values()) > 1e-3 * sum(n for _, n in apart.values())
+    distance = invariant_distance(here, strange)
+    assert sum(d for d, _ in distance.values()) > 1e-3 * sum(n for _, n in distance.values())
 
 
 @pytest.mark.parametrize("seed", range(4))

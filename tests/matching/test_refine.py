@@ -1,4 +1,4 @@
-"""Refinement: slopes on the group are right, members stay in it, ends keep their function, and
+"""Refinement: gradients on the group are right, members stay in it, ends keep their function, and
 nothing comes back worse than it started.
 """
 
@@ -30,7 +30,7 @@ N, K = 6, 3
 CONTINUOUS = [g for g in GROUPS.values() if g.dim(N) > 0]
 
 
-def folded(name: str, seed: int) -> tuple[Spec, State]:
+def folded_model(name: str, seed: int) -> tuple[Spec, State]:
     model = build(name, seed)
     return fold_norms(spec_of(model), model.state_dict())
 
@@ -95,11 +95,11 @@ def test_a_small_member_is_the_identity_and_its_tangent(group: Group) -> None:
 @pytest.mark.parametrize(
     "name", ["gpt2", "llama", "mixtral", "qwen3", "timm-vit-swiglu", "swin", "deberta-v3", "bert"]
 )
-def test_the_slope_is_that_of_finite_differences(name: str) -> None:
+def test_the_gradient_equals_finite_differences(name: str) -> None:
     """For a loss that is linear in the moved weights, on every space at once: products, sums,
     stacks, duals, bars and children.
     """
-    spec, state = folded(name, 0)
+    spec, state = folded_model(name, 0)
     g = element(spec, 3)
     rng = np.random.default_rng(0)
     grads = {
@@ -116,27 +116,27 @@ def test_the_slope_is_that_of_finite_differences(name: str) -> None:
         )
 
     moved = apply(g, state)
-    found = tangents.collect_sides(spec, moved, grads, set(spec.spaces))
-    for space, side in found.items():
+    sides = tangents.collect_sides(spec, moved, grads, set(spec.spaces))
+    for space, side in sides.items():
         group = spec.spaces[space].group
         x = tangent(group, spec.spaces[space].size, spec.count(space), rng)
-        slope = tangents.tangent_grad(group, side)
-        assert (x is None) == (slope is None)
+        grad = tangents.tangent_grad(group, side)
+        assert (x is None) == (grad is None)
         if x is not None:
             up, down = (
                 loss(Element(spec, {space: tangents.retract(group, e * x)}) @ g)
                 for e in (1e-5, -1e-5)
             )
             assert (up - down) / 2e-5 == pytest.approx(
-                float((slope.conj() * x).real.sum()), rel=1e-5, abs=1e-5
+                float((grad.conj() * x).real.sum()), rel=1e-5, abs=1e-5
             ), space
 
 
-def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
+def test_votes_are_the_gradient_of_the_permutation_matrix() -> None:
     """Permuting neurons, or heads, changes a linear loss by what the votes say, in one unit; and by
     likeness alone all stay.
     """
-    spec, state = folded("gpt2", 0)
+    spec, state = folded_model("gpt2", 0)
     rng = np.random.default_rng(0)
     grads = {n: torch.from_numpy(rng.normal(size=tuple(w.shape))) for n, w in state.items()}
     for space in ("ffn.1", "head.0"):
@@ -144,7 +144,7 @@ def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
             spec.spaces[space].group, tangents.collect_sides(spec, state, grads, {space})[space]
         )
         assert votes is not None
-        alike, slopes = votes
+        alike, matrix_grad = votes
         units = []
         for by in (1, 2):
             g = Element(spec, {space: Monomial(np.roll(np.arange(alike.shape[1]), by)[None])})
@@ -152,7 +152,9 @@ def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
             change = sum(float((grads[n] * (moved[n] - state[n])).sum()) for n in state)
             units.append(
                 change
-                / float((slopes * (g.members[space].matrix() - np.eye(slopes.shape[1]))).sum())
+                / float(
+                    (matrix_grad * (g.members[space].matrix() - np.eye(matrix_grad.shape[1]))).sum()
+                )
             )
         assert units[0] == pytest.approx(units[1])
         assert units[0] > 0
@@ -162,17 +164,17 @@ def test_votes_are_the_slope_of_the_permutation_matrix() -> None:
 # Refining
 
 
-def planted(name: str, size: float) -> tuple[Spec, State, State, Element, Element]:
-    spec, a = folded(name, 0)
+def plant_element(name: str, size: float) -> tuple[Spec, State, State, Element, Element]:
+    spec, a = folded_model(name, 0)
     truth = element(spec, 7)
     return spec, a, apply(truth, a), truth, near(spec, size) @ truth
 
 
 @pytest.mark.parametrize("name", ["gpt2-untied", "llama", "vit", "qwen3"])
 def test_a_planted_element_is_found_again_from_nearby(name: str) -> None:
-    spec, a, b, _, g = planted(name, 0.02)
+    spec, a, b, _, g = plant_element(name, 0.02)
     model = build(name)
-    found = refine(
+    result = refine(
         spec,
         a,
         b,
@@ -183,12 +185,12 @@ def test_a_planted_element_is_found_again_from_nearby(name: str) -> None:
         eval_every=20,
         lr=LearningRates(0.01, 0.01, 0.01, 0.01),
     )
-    assert found.loss < 0.1 * found.initial_loss
-    assert found.gain == pytest.approx(found.initial_loss - found.loss)
-    assert found.best_step > 0
-    assert [m.step for m in found.history] == [0, 20, 40, 60]
-    assert symmetry_error_of(name, spec, a, found.g) < 1e-9
-    assert found.h.members == {}
+    assert result.loss < 0.1 * result.initial_loss
+    assert result.gain == pytest.approx(result.initial_loss - result.loss)
+    assert result.best_step > 0
+    assert [m.step for m in result.history] == [0, 20, 40, 60]
+    assert symmetry_error_of(name, spec, a, result.g) < 1e-9
+    assert result.h.members == {}
 
 
 def symmetry_error_of(name: str, spec: Spec, state: State, g: Element) -> float:
@@ -203,8 +205,8 @@ def symmetry_error_of(name: str, spec: Spec, state: State, g: Element) -> float:
 
 
 def test_both_ends_move_and_keep_their_functions() -> None:
-    spec, a, b, _, g = planted("gpt2-untied", 0.02)
-    found = refine(
+    spec, a, b, _, g = plant_element("gpt2-untied", 0.02)
+    result = refine(
         spec,
         a,
         b,
@@ -215,15 +217,15 @@ def test_both_ends_move_and_keep_their_functions() -> None:
         steps=40,
         lr=LearningRates(1e-3, 1e-3, 1e-3, 1e-3),
     )
-    assert found.loss < 0.3 * found.initial_loss
-    assert found.h.members.keys() == {n for n, s in spec.spaces.items() if s.group.dim(s.size)}
-    for state, one in ((a, found.g), (b, found.h)):
+    assert result.loss < 0.3 * result.initial_loss
+    assert result.h.members.keys() == {n for n, s in spec.spaces.items() if s.group.dim(s.size)}
+    for state, one in ((a, result.g), (b, result.h)):
         assert symmetry_error_of("gpt2-untied", spec, state, one) < 1e-9
 
 
 def test_moving_both_ends_reaches_no_other_path() -> None:
     """The action is linear: h^-1 takes one path to the other, point by point."""
-    spec, a, b, _, g = planted("llama", 0.3)
+    spec, a, b, _, g = plant_element("llama", 0.3)
     h = element(spec, 5)
     one = [
         torch.lerp(x, y, 0.3) for x, y in zip(apply(~h @ g, a).values(), b.values(), strict=True)
@@ -234,9 +236,9 @@ def test_moving_both_ends_reaches_no_other_path() -> None:
 
 
 def test_it_is_never_worse_than_the_start() -> None:
-    spec, a, b, truth, _ = planted("gpt2-untied", 0.0)
+    spec, a, b, truth, _ = plant_element("gpt2-untied", 0.0)
     wild = LearningRates(rotation=1.0, linear=1.0)
-    found = refine(
+    result = refine(
         spec,
         a,
         b,
@@ -247,9 +249,9 @@ def test_it_is_never_worse_than_the_start() -> None:
         eval_every=1,
         lr=wild,
     )
-    assert found.loss <= found.initial_loss < 1e-12
+    assert result.loss <= result.initial_loss < 1e-12
     noisy = near(spec, 0.05) @ truth
-    found = refine(
+    result = refine(
         spec,
         a,
         b,
@@ -260,12 +262,12 @@ def test_it_is_never_worse_than_the_start() -> None:
         eval_every=1,
         lr=wild,
     )
-    assert found.loss <= found.initial_loss
-    found.g.require()
+    assert result.loss <= result.initial_loss
+    result.g.require()
 
 
 def test_the_same_seed_gives_the_same_element() -> None:
-    spec, a, b, _, g = planted("llama", 0.02)
+    spec, a, b, _, g = plant_element("llama", 0.02)
     batches = [
         {"input_ids": torch.randint(0, 30, (2, 7), generator=torch.Generator().manual_seed(i))}
         for i in range(6)
@@ -284,7 +286,7 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
     """Two key-value heads in each other's places, with all that is theirs; a plane with the wrong
     sign: the votes bring them back.
     """
-    spec, a, b, truth, _ = planted(name, 0.0)
+    spec, a, b, truth, _ = plant_element(name, 0.0)
     wrong: Member = Monomial(np.array([[1, 0]]))
     if space == "qk.0":
         factor = np.ones((2, 4), np.complex128)
@@ -296,7 +298,7 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
     ]
     begin = Element(spec, {space: wrong}) @ truth
     rates = LearningRates(assignment=0.5)
-    found = refine(
+    result = refine(
         spec,
         a,
         b,
@@ -309,10 +311,10 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
         lr=rates,
         held_out=batches[:1],
     )
-    assert found.initial_loss > 0.1
-    assert found.loss < 1e-9
-    assert np.allclose(found.g.members[space].matrix(), truth.members[space].matrix())
-    found = refine(
+    assert result.initial_loss > 0.1
+    assert result.loss < 1e-9
+    assert np.allclose(result.g.members[space].matrix(), truth.members[space].matrix())
+    result = refine(
         spec,
         a,
         b,
@@ -324,7 +326,7 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
         eval_every=1,
         held_out=batches[:1],
     )
-    assert found.loss == found.initial_loss  # without votes nothing discrete moves
+    assert result.loss == result.initial_loss  # without votes nothing discrete moves
 
 
 @pytest.mark.parametrize("name", PICOS)
@@ -338,7 +340,7 @@ def test_every_family_takes_a_step(name: str) -> None:
         a, b = model.state_dict(), build(name, 1).state_dict()
     g = element(spec, 2)
     before = {n: w.clone() for n, w in model.state_dict().items()}
-    found = refine(
+    result = refine(
         spec,
         a,
         b,
@@ -352,28 +354,28 @@ def test_every_family_takes_a_step(name: str) -> None:
         t_range=(0.0, 1.0),
         lr=LearningRates(1e-4, 1e-4, 1e-4, 1e-4, 1e-4),
     )
-    assert found.loss <= found.initial_loss
-    found.g.require()
-    found.h.require()
+    assert result.loss <= result.initial_loss
+    result.g.require()
+    result.h.require()
     assert all(torch.equal(w, before[n]) for n, w in model.state_dict().items())
 
 
 def test_text_that_the_models_write_serves_as_data() -> None:
-    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+    spec, a, b, _, g = plant_element("gpt2-untied", 0.02)
     models = []
     for state in (a, b):
         model = build("gpt2-untied")
         model.load_state_dict(state)
         models.append(model)
     batches = generate_text(models, count=8, length=8, batch_size=2)
-    found = refine(
+    result = refine(
         spec, a, b, g, models[0], batches, steps=20, eval_every=10, lr=LearningRates(1e-3, 1e-3)
     )
-    assert found.loss < 0.8 * found.initial_loss
+    assert result.loss < 0.8 * result.initial_loss
 
 
 def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
-    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+    spec, a, b, _, g = plant_element("gpt2-untied", 0.02)
     aside = replace(
         spec,
         tensors={f"file.{n}": text for n, text in spec.tensors.items()},
@@ -389,27 +391,27 @@ def test_an_element_over_the_stored_form_is_that_over_the_live_one() -> None:
     assert other.g.spec == spec
 
 
-def test_what_is_held_out_is_not_learnt_from() -> None:
-    spec, a, b, _, g = planted("gpt2-untied", 0.02)
+def test_held_out_batches_are_not_trained_on() -> None:
+    spec, a, b, _, g = plant_element("gpt2-untied", 0.02)
     batches = [{"input_ids": torch.full((1, 4), i)} for i in range(10)]
-    seen: dict[bool, set[int]] = {True: set(), False: set()}
+    recorded: dict[bool, set[int]] = {True: set(), False: set()}
 
     def loss(run: Any, batch: Any) -> torch.Tensor:
-        seen[torch.is_grad_enabled()].add(int(batch["input_ids"][0, 0]))
+        recorded[torch.is_grad_enabled()].add(int(batch["input_ids"][0, 0]))
         return squares(run, batch)
 
     refine(
         spec, a, b, g, build("gpt2-untied"), batches, loss=loss, steps=8, eval_every=4, held_out=0.2
     )
-    assert len(seen[False]) == 2
-    assert seen[True] == set(range(10)) - seen[False]
+    assert len(recorded[False]) == 2
+    assert recorded[True] == set(range(10)) - recorded[False]
 
 
 # What is refused
 
 
 def test_bad_input_is_one_clear_error() -> None:
-    spec, a, b, _, g = planted("gpt2-untied", 0.0)
+    spec, a, b, _, g = plant_element("gpt2-untied", 0.0)
     model, inputs = build("gpt2-untied"), PICOS["gpt2-untied"].inputs
     broken = {n: w.clone() for n, w in a.items()}
     broken["lm_head.weight"][0, 0] = float("nan")
@@ -419,13 +421,13 @@ def test_bad_input_is_one_clear_error() -> None:
         refine(spec, broken, b, g, model, [inputs])
     with pytest.raises(MatchError, match="batches must not be empty"):
         refine(spec, a, b, g, model, [])
-    other, _ = folded("llama", 0)
+    other, _ = folded_model("llama", 0)
     with pytest.raises(ElementError, match="must have the spaces of the spec"):
         refine(spec, a, b, identity(other), model, [inputs])
     with pytest.raises(SpecError, match='but lacks "transformer'):
         refine(spec, a, b, g, build("llama"), [inputs])
     with pytest.raises(SpecError, match="model B does not fit"):
-        refine(spec, a, folded("llama", 0)[1], g, model, [inputs])
+        refine(spec, a, folded_model("llama", 0)[1], g, model, [inputs])
     with pytest.raises(MatchError, match=r"got 0\.6 and 0\.4"):
         refine(spec, a, b, g, model, [inputs], t_range=(0.6, 0.4))
     with pytest.raises(MatchError, match="not finite at the start"):
@@ -438,6 +440,6 @@ def test_bad_input_is_one_clear_error() -> None:
             [inputs],
             loss=lambda run, batch: squares(run, batch) * float("inf"),
         )
-    base, state = folded("gpt2-base", 0)
+    base, state = folded_model("gpt2-base", 0)
     with pytest.raises(SpecError, match="live in stream, which moves"):
         refine(base, state, state, identity(base), build("gpt2-base"), [inputs])

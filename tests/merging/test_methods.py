@@ -17,35 +17,37 @@ from regauge.merging.statistics import Gram
 BIG = (1 << 17) + 77  # more than one block
 
 
-def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def three(
     *shape: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    base = drawn(*shape, seed=1)
+    base = random_tensor(*shape, seed=1)
     return (
         base.to(dtype),
-        (base + 0.1 * drawn(*shape, seed=2)).to(dtype),
-        (base + 0.1 * drawn(*shape, seed=3)).to(dtype),
+        (base + 0.1 * random_tensor(*shape, seed=2)).to(dtype),
+        (base + 0.1 * random_tensor(*shape, seed=3)).to(dtype),
     )
 
 
-def same(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
-    assert found.shape == wanted.shape
+def same(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-6) -> None:
+    assert actual.shape == wanted.shape
     scale = wanted.double().abs().max().item()
-    assert (found.double() - wanted.double()).abs().max().item() <= tolerance * scale
+    assert (actual.double() - wanted.double()).abs().max().item() <= tolerance * scale
 
 
-def one_unit(found: torch.Tensor, wanted: torch.Tensor, units: float = 1.0) -> None:
+def one_unit(actual: torch.Tensor, wanted: torch.Tensor, units: float = 1.0) -> None:
     """Equal up to so many units in the last place of bfloat16, which is the dtype of the found;
     half a unit is what one rounding costs.
     """
-    assert found.dtype == torch.bfloat16
+    assert actual.dtype == torch.bfloat16
     wanted = wanted.double()
     unit = torch.exp2(wanted.abs().clamp(min=1e-30).log2().floor() - 7)
-    assert bool(((found.double() - wanted).abs() <= units * unit + 1e-6 * wanted.abs().max()).all())
+    assert bool(
+        ((actual.double() - wanted).abs() <= units * unit + 1e-6 * wanted.abs().max()).all()
+    )
 
 
 @pytest.mark.parametrize("shape", [(3, 5), (BIG,), (0, 4)])
@@ -54,28 +56,31 @@ def test_linear(shape: tuple[int, ...]) -> None:
     same(
         merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5]), (a + 0.3 * b + 0.5 * c) / 1.8
     ) if a.numel() else None
-    found = merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5], normalize=False)
-    assert found.shape == a.shape
+    merged_tensor = merge_tensors("linear", [a, b, c], weight=[1, 0.3, 0.5], normalize=False)
+    assert merged_tensor.shape == a.shape
     if a.numel():
-        same(found, a + 0.3 * b + 0.5 * c)
+        same(merged_tensor, a + 0.3 * b + 0.5 * c)
 
 
 def test_linear_rounds_once() -> None:
     a, b, _ = three(BIG, dtype=torch.bfloat16)
-    found = merge_tensors("linear", [a, b], weight=[0.3, 0.7])
-    one_unit(found, a.double() * 0.3 + b.double() * 0.7, 0.5)
+    merged_tensor = merge_tensors("linear", [a, b], weight=[0.3, 0.7])
+    one_unit(merged_tensor, a.double() * 0.3 + b.double() * 0.7, 0.5)
     with pytest.raises(MergeError, match="must not add up to 0"):
         merge_tensors("linear", [a, b], weight=[1, -1], name="x")
 
 
-def test_the_precision_of_a_double_is_kept() -> None:
-    a, b = drawn(50, seed=1).double(), drawn(50, seed=2).double() * math.pi
+def test_the_precision_of_a_double_is_preserved() -> None:
+    a, b = random_tensor(50, seed=1).double(), random_tensor(50, seed=2).double() * math.pi
     assert torch.equal(merge_tensors("linear", [a, b], weight=[0.5, 0.5]), a / 2 + b / 2)
 
 
 @pytest.mark.parametrize("t", [0.0, 0.3, 1.0])
 def test_slerp(t: float) -> None:
-    a, b = drawn(BIG, seed=1), drawn(BIG, seed=2) * 3 + 0.2 * drawn(BIG, seed=1)
+    a, b = (
+        random_tensor(BIG, seed=1),
+        random_tensor(BIG, seed=2) * 3 + 0.2 * random_tensor(BIG, seed=1),
+    )
     x, y = a.double(), b.double()
     angle = math.acos(float(x @ y / x.norm() / y.norm()))
     wanted = (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
@@ -92,7 +97,7 @@ def test_slerp_of_what_is_almost_parallel_is_the_line() -> None:
 
 
 def test_slerp_from_zero() -> None:
-    a, b = torch.zeros(30), drawn(30, seed=2)
+    a, b = torch.zeros(30), random_tensor(30, seed=2)
     same(
         merge_tensors("slerp", [b], base=a, t=0.25), math.sin(0.25 * math.pi / 2) * b
     )  # a vector without direction counts as orthogonal
@@ -128,9 +133,9 @@ def plain_ties(
     for model, d in zip(models, density, strict=True):
         delta = (model - base).ravel()
         order = np.argsort(-np.abs(delta), kind="stable")
-        kept = np.zeros_like(delta)
-        kept[order[: int(d * delta.size)]] = delta[order[: int(d * delta.size)]]
-        deltas.append(kept * (np.abs(delta).sum() / np.abs(kept).sum() if rescale else 1))
+        trimmed = np.zeros_like(delta)
+        trimmed[order[: int(d * delta.size)]] = delta[order[: int(d * delta.size)]]
+        deltas.append(trimmed * (np.abs(delta).sum() / np.abs(trimmed).sum() if rescale else 1))
     out = base.ravel().copy()
     for i in range(out.size):
         votes = [w * d[i] for w, d in zip(weights, deltas, strict=True)]
@@ -147,7 +152,7 @@ def plain_ties(
 @pytest.mark.parametrize("rescale", [True, False])
 def test_ties(density: float, normalize: bool, rescale: bool) -> None:
     base, a, b = three(37, 53)
-    c = base + 0.3 * drawn(37, 53, seed=5)
+    c = base + 0.3 * random_tensor(37, 53, seed=5)
     wanted = plain_ties(
         base.numpy(),
         [x.numpy() for x in (a, b, c)],
@@ -172,16 +177,16 @@ def test_ties(density: float, normalize: bool, rescale: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_ties_keeps_exactly_so_many_and_of_equal_ones_the_first(dtype: torch.dtype) -> None:
     base = torch.zeros(BIG, dtype=dtype)
-    a = (drawn(BIG, seed=3) * 8).round().to(dtype)  # few different values: ties everywhere
-    found = merge_tensors("ties", [a], base=base, weight=1, density=0.3)
+    a = (random_tensor(BIG, seed=3) * 8).round().to(dtype)  # few different values: ties everywhere
+    merged_tensor = merge_tensors("ties", [a], base=base, weight=1, density=0.3)
     order = np.argsort(-a.double().abs().numpy(), kind="stable")[: int(0.3 * BIG)]
     wanted = torch.zeros_like(a)
     wanted[order] = a[order]
-    assert torch.equal(found, wanted)
-    b = drawn(BIG, seed=4).to(dtype)  # and hardly any ties
-    found = merge_tensors("ties", [b], base=base, weight=1, density=0.3)
-    assert int((found != 0).sum()) == int(0.3 * BIG)
-    assert found.abs()[found != 0].min() >= b.abs()[found == 0].max()
+    assert torch.equal(merged_tensor, wanted)
+    b = random_tensor(BIG, seed=4).to(dtype)  # and hardly any ties
+    merged_tensor = merge_tensors("ties", [b], base=base, weight=1, density=0.3)
+    assert int((merged_tensor != 0).sum()) == int(0.3 * BIG)
+    assert merged_tensor.abs()[merged_tensor != 0].min() >= b.abs()[merged_tensor == 0].max()
 
 
 SAMPLED = (1 << 18) + 7_777  # large enough for a sample
@@ -193,7 +198,7 @@ def test_what_is_selected_by_a_sample_is_what_sorting_selects(density: float, va
     """However the values are spread: few of them, most of them zero, or such that the sample sees
     none of the large ones.
     """
-    x = drawn(SAMPLED, seed=3).double()
+    x = random_tensor(SAMPLED, seed=3).double()
     x = {
         "normal": x,
         "rounded": (x * 8).round(),
@@ -205,11 +210,11 @@ def test_what_is_selected_by_a_sample_is_what_sorting_selects(density: float, va
     if values == "deceiving":
         x[torch.arange(SAMPLED) % 61 != 0] *= 1e6
     x = x if values == "double" else x.float()
-    found = merge_tensors("ties", [x], base=torch.zeros_like(x), weight=1, density=density)
+    merged_tensor = merge_tensors("ties", [x], base=torch.zeros_like(x), weight=1, density=density)
     wanted = torch.zeros_like(x)
     order = np.argsort(-x.abs().numpy(), kind="stable")[: int(density * SAMPLED)]
     wanted[order] = x[order]
-    assert torch.equal(found, wanted)
+    assert torch.equal(merged_tensor, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -241,19 +246,19 @@ def test_ties_of_half_precision_selects_as_half_precision_computes() -> None:
     """
     base, a, b = three(300, 70, dtype=torch.bfloat16)
     deltas = [(x - base) for x in (a, b)]
-    kept = []
+    trimmed = []
     for delta in deltas:
         order = torch.argsort(delta.abs().float().view(-1), descending=True, stable=True)[
             : int(0.5 * delta.numel())
         ]
         mask = torch.zeros(delta.numel())
         mask[order] = 1
-        kept.append(delta.float() * mask.view(delta.shape))
-    total = kept[0] + kept[1]
+        trimmed.append(delta.float() * mask.view(delta.shape))
+    total = trimmed[0] + trimmed[1]
     sign = torch.where(total >= 0, 1.0, -1.0)
-    agreed = [(k.sign() == sign) for k in kept]
+    agreed = [(k.sign() == sign) for k in trimmed]
     share = agreed[0].float() + agreed[1].float()
-    wanted = base.float() + (kept[0] * agreed[0] + kept[1] * agreed[1]) / share.clamp(min=1)
+    wanted = base.float() + (trimmed[0] * agreed[0] + trimmed[1] * agreed[1]) / share.clamp(min=1)
     one_unit(merge_tensors("ties", [a, b], base=base, weight=1, density=0.5), wanted)
 
 
@@ -261,25 +266,27 @@ def test_ties_of_half_precision_selects_as_half_precision_computes() -> None:
 def test_random_methods_drop_by_chance_and_keep_the_length(method: str) -> None:
     base, a, _ = three(300, 400)
     delta = a - base
-    found = merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7) - base
-    kept = found.abs() > 1e-7
-    assert abs(float(kept.float().mean()) - 0.4) < 0.01
+    merged_tensor = (
+        merge_tensors(method, [a], base=base, weight=1, density=0.4, name="x", seed=7) - base
+    )
+    mask = merged_tensor.abs() > 1e-7
+    assert abs(float(mask.float().mean()) - 0.4) < 0.01
     assert (
-        abs(float(found.abs().sum() / delta.abs().sum()) - 1) < 1e-4
+        abs(float(merged_tensor.abs().sum() / delta.abs().sum()) - 1) < 1e-4
     )  # rescaled to the same sum of magnitudes
-    factor = (found[kept] / delta[kept]).median()
-    same(found[kept], factor * delta[kept], 1e-4)
+    factor = (merged_tensor[mask] / delta[mask]).median()
+    same(merged_tensor[mask], factor * delta[mask], 1e-4)
     plain = (
         merge_tensors(
             method, [a], base=base, weight=1, density=0.4, name="x", seed=7, rescale=False
         )
         - base
     )
-    same(plain[kept], delta[kept], 1e-5)  # the same draws, not rescaled
+    same(plain[mask], delta[mask], 1e-5)  # the same draws, not rescaled
 
 
 @pytest.mark.parametrize("method", ["dare_ties", "della"])
-def test_draws_are_told_by_name_seed_and_model(method: str) -> None:
+def test_samples_depend_on_name_seed_and_model(method: str) -> None:
     base, a, b = three(60, 70)
 
     def run(**more: object) -> torch.Tensor:
@@ -310,12 +317,12 @@ def test_draws_are_told_by_name_seed_and_model(method: str) -> None:
 
 def test_della_keeps_large_values_more_often() -> None:
     base = torch.zeros(500, 200)
-    a = drawn(500, 200, seed=4)
-    kept = (
+    a = random_tensor(500, 200, seed=4)
+    mask = (
         merge_tensors("della_linear", [a], base=base, weight=1, density=0.5, epsilon=0.3) != 0
     ).float()
     rank = a.abs().argsort(dim=1).argsort(dim=1)
-    low, high = (float(kept[rank < 40].mean()), float(kept[rank >= 160].mean()))
+    low, high = (float(mask[rank < 40].mean()), float(mask[rank >= 160].mean()))
     assert (
         abs(low - 0.26) < 0.02
     )  # the mean chance of the lowest fifth of each row: 0.2 + 0.1 * 0.6
@@ -330,7 +337,7 @@ def test_della_keeps_large_values_more_often() -> None:
 @pytest.mark.parametrize("filter_wise", [False, True])
 def test_model_stock(filter_wise: bool) -> None:
     base, a, b = three(20, 30)
-    c = base + 0.1 * drawn(20, 30, seed=6) + 0.5 * (a - base)
+    c = base + 0.1 * random_tensor(20, 30, seed=6) + 0.5 * (a - base)
 
     def stock(w0: torch.Tensor, ws: list[torch.Tensor]) -> torch.Tensor:
         offsets = [(w - w0).double().flatten() for w in ws]
@@ -356,24 +363,26 @@ def test_model_stock(filter_wise: bool) -> None:
 
 
 def test_karcher_is_where_the_logarithms_cancel() -> None:
-    xs = [drawn(3000, seed=i).double() * (i + 1) + 2 for i in range(4)]
-    found = merge_tensors("karcher", xs, max_iter=100, tol=1e-12)
-    assert math.isclose(float(found.norm()), sum(float(x.norm()) for x in xs) / 4, rel_tol=1e-9)
-    u = found / found.norm()
+    xs = [random_tensor(3000, seed=i).double() * (i + 1) + 2 for i in range(4)]
+    merged_tensor = merge_tensors("karcher", xs, max_iter=100, tol=1e-12)
+    assert math.isclose(
+        float(merged_tensor.norm()), sum(float(x.norm()) for x in xs) / 4, rel_tol=1e-9
+    )
+    u = merged_tensor / merged_tensor.norm()
     total = torch.zeros_like(u)
     for x in xs:
         unit = x / x.norm()
         angle = torch.arccos(unit @ u)
         total += angle / torch.sin(angle) * (unit - (unit @ u) * u)
     assert float(total.norm()) < 1e-9
-    assert not torch.allclose(found, sum(xs) / 4)  # it is not the plain mean
+    assert not torch.allclose(merged_tensor, sum(xs) / 4)  # it is not the plain mean
     two = merge_tensors("karcher", xs[:2])
     middle = merge_tensors("slerp", [xs[1] / xs[1].norm()], base=xs[0] / xs[0].norm(), t=0.5)
     same(two / two.norm(), middle / middle.norm(), 1e-5)  # of two, the middle of the great circle
 
 
 def test_karcher_of_zeros() -> None:
-    zero, x = torch.zeros(20), drawn(20, seed=1)
+    zero, x = torch.zeros(20), random_tensor(20, seed=1)
     assert torch.equal(merge_tensors("karcher", [zero, zero]), zero)
     same(merge_tensors("karcher", [zero, x]), x / 2)  # a zero has no direction, but a length
     assert torch.equal(merge_tensors("karcher", [x]), x)
@@ -415,18 +424,18 @@ def test_nothing_is_changed_in_place() -> None:
 
 
 def test_state_dicts() -> None:
-    base = {"w": drawn(4, 5, seed=1), "ids": torch.arange(3)}
-    others = [{"w": drawn(4, 5, seed=i), "ids": torch.arange(3)} for i in (2, 3)]
-    found = merge(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
+    base = {"w": random_tensor(4, 5, seed=1), "ids": torch.arange(3)}
+    others = [{"w": random_tensor(4, 5, seed=i), "ids": torch.arange(3)} for i in (2, 3)]
+    merged_state = merge(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
     same(
-        found["w"],
+        merged_state["w"],
         base["w"] + 0.5 * (others[0]["w"] - base["w"]) + 0.25 * (others[1]["w"] - base["w"]),
     )
-    assert torch.equal(found["ids"], base["ids"])
+    assert torch.equal(merged_state["ids"], base["ids"])
     same(merge(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
 
 
-def test_what_cannot_be_is_refused_by_name() -> None:
+def test_invalid_input_raises_an_error_that_names_it() -> None:
     a, b, _ = three(4, 5)
     for call, words in (
         (lambda: merge_tensors("tie", [a, b]), 'got "tie"'),

@@ -1,10 +1,11 @@
-"""Recipes: mergekit's keys read as mergekit reads them, and everything else refused by name and
+"""Recipes: mergekit's keys read as mergekit reads them, and everything else rejected by name and
 line.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,8 @@ def test_a_recipe_of_mergekit() -> None:
     part = recipe.slices[0]
     one, two = part.sources
 
-    def at(name: str, source: object, tensor: str, t: float) -> object:
-        return recipe.resolve_parameter(name, part, source, tensor, t, None)  # type: ignore[arg-type]
+    def at(name: str, source: Any, tensor: str, t: float) -> object:
+        return recipe.resolve_parameter(name, part, source, tensor, t, None)
 
     assert [at("density", one, "x", t) for t in (0, 0.25, 0.5, 0.75, 1)] == pytest.approx(
         [1, 0.85, 0.7, 0.4, 0.1]
@@ -83,10 +84,12 @@ def test_the_nearest_parameter_counts() -> None:
 def test_tokenizer_and_align() -> None:
     head = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n"
     assert parse_recipe(head).tokens is None
-    assert parse_recipe(head + "tokenizer_source: union").tokens.source == "union"  # type: ignore[union-attr]
-    found = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
-    assert found is not None
-    assert (found.source, found.pad_multiple) == ("base", 64)
+    tokens = parse_recipe(head + "tokenizer_source: union").tokens
+    assert tokens is not None
+    assert tokens.source == "union"
+    tokens = parse_recipe(head + "tokenizer: {source: base, pad_to_multiple_of: 64}").tokens
+    assert tokens is not None
+    assert (tokens.source, tokens.pad_multiple) == ("base", 64)
     assert parse_recipe(head + "align: true").align == AlignConfig()
     assert parse_recipe(head + "align: false").align is None
     how = parse_recipe(
@@ -97,7 +100,7 @@ def test_tokenizer_and_align() -> None:
     )
 
 
-def test_a_parameter_of_another_method_is_told_and_changes_nothing() -> None:
+def test_a_parameter_of_another_method_is_reported_and_ignored() -> None:
     recipe = parse_recipe(
         "merge_method: slerp\nbase_model: a\nmodels: [{model: a}, {model: b}]\nparameters:\n  "
         "t: 0.5\n  int8_mask: true\n"
@@ -189,7 +192,7 @@ LINEAR = (
         ),
     ],
 )
-def test_what_is_wrong_is_refused_by_name_and_line(text: str, line: int, words: str) -> None:
+def test_errors_name_the_key_and_the_line(text: str, line: int, words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(text, "r.yaml")
     assert words in str(caught.value)
@@ -205,7 +208,7 @@ def test_hints_say_what_was_meant(tmp_path: Path) -> None:
         read_recipe(tmp_path / "r.yaml")
 
 
-def test_layers_are_told_by_names() -> None:
+def test_layers_are_identified_by_names() -> None:
     llama = [f"model.layers.{i}.{x}.weight" for i in range(3) for x in "qkvo"] + [
         "model.norm.weight",
         "classifier.0.weight",

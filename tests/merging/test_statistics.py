@@ -26,7 +26,7 @@ MODELS = ["vit", "gpt2", "llama", "bert", "mixtral", "t5", "swin", "timm-vit", "
 ALL = {"fisher": fisher, "gram": grams, "activations": activations}
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
@@ -43,12 +43,12 @@ def two(name: str) -> tuple[Any, dict[str, Tensor], dict[str, Tensor]]:
     )
 
 
-def apart(one: Any, other: Any) -> float:
+def relative_distance(a: Any, b: Any) -> float:
     """The largest difference of two states, as a share of the largest value."""
     return max(
-        float((one[n] - other[n]).abs().max() / other[n].abs().max().clamp(min=1e-30))
-        for n in other
-        if other[n].is_floating_point()
+        float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp(min=1e-30))
+        for n in b
+        if b[n].is_floating_point()
     )
 
 
@@ -56,10 +56,10 @@ def apart(one: Any, other: Any) -> float:
 
 
 def test_fisher_weighs_every_value() -> None:
-    x, y, f, h = (drawn(7, 9, seed=s) for s in range(4))
+    x, y, f, h = (random_tensor(7, 9, seed=s) for s in range(4))
     f, h = f.square(), h.square()
-    found = merge_tensors("fisher", [x, y], statistics=[f, h], weight=[1, 0.3], floor=0)
-    assert torch.allclose(found, (f * x + 0.3 * h * y) / (f + 0.3 * h), rtol=1e-12)
+    merged_tensor = merge_tensors("fisher", [x, y], statistics=[f, h], weight=[1, 0.3], floor=0)
+    assert torch.allclose(merged_tensor, (f * x + 0.3 * h * y) / (f + 0.3 * h), rtol=1e-12)
     assert torch.allclose(
         merge_tensors("fisher", [x, y], statistics=[f, f]), (x + y) / 2, rtol=1e-12
     )
@@ -78,8 +78,8 @@ def test_fisher_weighs_every_value() -> None:
 def test_the_floor_of_a_fisher() -> None:
     x, y = torch.tensor([1.0, 2.0]).double(), torch.tensor([3.0, 6.0]).double()
     f, h = torch.tensor([4.0, 0.0]).double(), torch.tensor([0.0, 0.0]).double()  # their mean is 1
-    found = merge_tensors("fisher", [x, y], statistics=[f, h], floor=0.5)
-    assert torch.allclose(found, torch.tensor([(4 * 1 + 0.5 * 3) / 4.5, 4.0]).double())
+    merged_tensor = merge_tensors("fisher", [x, y], statistics=[f, h], floor=0.5)
+    assert torch.allclose(merged_tensor, torch.tensor([(4 * 1 + 0.5 * 3) / 4.5, 4.0]).double())
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -87,15 +87,18 @@ def test_regmean_solves_the_least_squares_problem(dim: int) -> None:
     """With the whole Gram matrix, no other weight does better on sum |X_i W - X_i W_i|^2: the same
     as one regression on all inputs.
     """
-    inputs = [drawn(40, 6, seed=1), 3 * drawn(30, 6, seed=2) @ drawn(6, 6, seed=3)]
-    maps = [drawn(6, 4, seed=4), drawn(6, 4, seed=5)]
+    inputs = [
+        random_tensor(40, 6, seed=1),
+        3 * random_tensor(30, 6, seed=2) @ random_tensor(6, 6, seed=3),
+    ]
+    maps = [random_tensor(6, 4, seed=4), random_tensor(6, 4, seed=5)]
     known = [Gram(x.T @ x, dim) for x in inputs]
     stored = [w.T.contiguous() if dim else w for w in maps]
-    found = merge_tensors("regmean", stored, statistics=known, alpha=1)
+    merged_tensor = merge_tensors("regmean", stored, statistics=known, alpha=1)
     wanted = torch.linalg.lstsq(
         torch.cat(inputs), torch.cat([x @ w for x, w in zip(inputs, maps, strict=True)])
     ).solution
-    assert torch.allclose(found.T if dim else found, wanted, rtol=1e-9)
+    assert torch.allclose(merged_tensor.T if dim else merged_tensor, wanted, rtol=1e-9)
     half = merge_tensors("regmean", stored, statistics=known, alpha=0.1, weight=[1, 0.5])
     a, b = (0.1 * k.values + 0.9 * torch.diag(k.values.diag()) for k in known)
     wanted = torch.linalg.inv(a + 0.5 * b) @ (a @ maps[0] + 0.5 * b @ maps[1])
@@ -105,20 +108,25 @@ def test_regmean_solves_the_least_squares_problem(dim: int) -> None:
 
 
 def test_what_the_inputs_of_regmean_leave_open_is_averaged() -> None:
-    x, maps = drawn(30, 6, seed=1), [drawn(4, 6, seed=4), drawn(4, 6, seed=5)]
+    x, maps = (
+        random_tensor(30, 6, seed=1),
+        [random_tensor(4, 6, seed=4), random_tensor(4, 6, seed=5)],
+    )
     x[:, 2] = 0  # an input that never comes
     y = x.clone()
     y[:, 3] = y[:, 1]  # and two that always come together
     for alpha, twin in ((0.9, x), (1.0, y)):
         known = [Gram(v.T @ v, 1) for v in (twin, 2 * twin)]
-        found = merge_tensors("regmean", maps, statistics=known, alpha=alpha)
-        assert torch.allclose(found, (maps[0] + 4 * maps[1]) / 5, rtol=1e-8) is False
-        assert torch.allclose(found[:, 2], (maps[0] + maps[1])[:, 2] / 2, rtol=1e-8)
-        assert torch.allclose(twin @ found.T, twin @ ((maps[0] + 4 * maps[1]) / 5).T, rtol=1e-7)
+        merged_tensor = merge_tensors("regmean", maps, statistics=known, alpha=alpha)
+        assert torch.allclose(merged_tensor, (maps[0] + 4 * maps[1]) / 5, rtol=1e-8) is False
+        assert torch.allclose(merged_tensor[:, 2], (maps[0] + maps[1])[:, 2] / 2, rtol=1e-8)
+        assert torch.allclose(
+            twin @ merged_tensor.T, twin @ ((maps[0] + 4 * maps[1]) / 5).T, rtol=1e-7
+        )
 
 
-def test_what_cannot_be_weighed_is_refused() -> None:
-    x = drawn(3, 4)
+def test_invalid_statistics_are_rejected() -> None:
+    x = random_tensor(3, 4)
     with pytest.raises(MergeError, match=r"got \[1.0, -1.0\]"):
         merge_tensors("fisher", [x, x], statistics=[x.square(), x.square()], weight=[1, -1])
     with pytest.raises(MergeError, match="needs 2 statistics, one for each model, got 0"):
@@ -142,13 +150,16 @@ def test_what_cannot_be_weighed_is_refused() -> None:
 def test_the_fisher_of_a_logistic_regression() -> None:
     """Against its closed form: sum over classes of p (delta - p)^2 x^2."""
     module = torch.nn.Sequential(torch.nn.Linear(5, 3)).double()
-    module.forward = lambda pixel_values: torch.nn.Sequential.forward(module, pixel_values)  # type: ignore[method-assign]
-    x, state = drawn(8, 5), {n: t.detach().clone() for n, t in build_linear(3, 5).items()}
-    found = fisher(module, state, [{"pixel_values": x[:3]}, {"pixel_values": x[3:]}])
+    call = module.forward
+    module.forward = lambda pixel_values: call(pixel_values)  # type: ignore[method-assign]
+    x, state = random_tensor(8, 5), {n: t.detach().clone() for n, t in build_linear(3, 5).items()}
+    fisher_values = fisher(module, state, [{"pixel_values": x[:3]}, {"pixel_values": x[3:]}])
     p = (x @ state["0.weight"].T + state["0.bias"]).softmax(-1)
     variance = p * (1 - p)
-    assert torch.allclose(found["0.bias"], variance.mean(0))
-    assert torch.allclose(found["0.weight"], torch.einsum("nc,ni->ci", variance, x.square()) / 8)
+    assert torch.allclose(fisher_values["0.bias"], variance.mean(0))
+    assert torch.allclose(
+        fisher_values["0.weight"], torch.einsum("nc,ni->ci", variance, x.square()) / 8
+    )
     labels = torch.arange(8) % 3
     empirical = fisher(module, state, [{"pixel_values": x}], [labels])
     wrong = (F.one_hot(labels, 3) - p).square()
@@ -156,20 +167,22 @@ def test_the_fisher_of_a_logistic_regression() -> None:
 
 
 def build_linear(out: int, into: int) -> dict[str, Tensor]:
-    return {"0.weight": drawn(out, into, seed=7), "0.bias": drawn(out, seed=8)}
+    return {"0.weight": random_tensor(out, into, seed=7), "0.bias": random_tensor(out, seed=8)}
 
 
-def test_labels_that_are_drawn_give_the_same_fisher_in_the_mean(
+def test_sampled_labels_give_the_same_fisher_in_the_mean(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     module, a, _ = two("bert-classifier")
     batch = {k: v.repeat(200, 1) for k, v in inputs("bert-classifier").items()}
     exact = fisher(module, a, [inputs("bert-classifier")])
     monkeypatch.setattr("regauge.merging.statistics.MAX_EXACT_CLASSES", 1)
-    found = fisher(module, a, [batch])
+    fisher_values = fisher(module, a, [batch])
     name = "classifier.weight"
-    assert torch.allclose(found[name], exact[name], rtol=0.3, atol=0.1 * float(exact[name].max()))
-    assert not torch.equal(found[name], exact[name])
+    assert torch.allclose(
+        fisher_values[name], exact[name], rtol=0.3, atol=0.1 * float(exact[name].max())
+    )
+    assert not torch.equal(fisher_values[name], exact[name])
 
 
 def test_a_language_models_labels() -> None:
@@ -183,8 +196,10 @@ def test_a_language_models_labels() -> None:
     )
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
-    found = fisher(module, a, [batch], [ids], causal=True)["transformer.h.0.mlp.c_fc.weight"]
-    wanted = torch.zeros_like(found)
+    fisher_values = fisher(module, a, [batch], [ids], causal=True)[
+        "transformer.h.0.mlp.c_fc.weight"
+    ]
+    wanted = torch.zeros_like(fisher_values)
     for row in ids:
         module.load_state_dict(a)
         module.zero_grad()
@@ -192,7 +207,7 @@ def test_a_language_models_labels() -> None:
             module(input_ids=row[None]).logits[0, :-1], row[1:], reduction="sum"
         ).backward()
         wanted += module.transformer.h[0].mlp.c_fc.weight.grad.square() / len(ids)
-    assert torch.allclose(found, wanted, rtol=1e-9)
+    assert torch.allclose(fisher_values, wanted, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", list(ALL))
@@ -219,7 +234,7 @@ def test_grams_are_what_the_layers_read() -> None:
     module, a, _ = two("vit")
     module.load_state_dict(a)
     batch = inputs("vit")
-    found = grams(
+    gram_values = grams(
         module, a, [{k: v[:1] for k, v in batch.items()}, {k: v[1:] for k, v in batch.items()}]
     )
     images = batch["pixel_values"]
@@ -232,7 +247,7 @@ def test_grams_are_what_the_layers_read() -> None:
         ]
     )
     assert torch.allclose(
-        found["vit.embeddings.patch_embeddings.projection.weight"].values, patches.T @ patches
+        gram_values["vit.embeddings.patch_embeddings.projection.weight"].values, patches.T @ patches
     )
     read = (
         module.vit.layers[1]
@@ -240,8 +255,8 @@ def test_grams_are_what_the_layers_read() -> None:
         .reshape(-1, 12)
         .detach()
     )
-    assert torch.allclose(found["vit.layers.1.attention.v_proj.weight"].values, read.T @ read)
-    assert not any("layernorm" in name or name.endswith("bias") for name in found)
+    assert torch.allclose(gram_values["vit.layers.1.attention.v_proj.weight"].values, read.T @ read)
+    assert not any("layernorm" in name or name.endswith("bias") for name in gram_values)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -257,13 +272,14 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
     ):
         if name in ("t5",) and kind == "fisher":
             continue
-        known = [ALL[kind](module, s, [batch]) for s in (a, b)] if kind else None  # type: ignore[operator]
-        found = merge([a, b], method, statistics=known, spec=spec_of(module))
-        assert found.keys() == a.keys()
-        assert all(bool(t.isfinite().all()) for t in found.values() if t.is_floating_point())
+        compute = ALL[kind] if kind else None
+        known = [compute(module, s, [batch]) for s in (a, b)] if compute else None
+        merged_state = merge([a, b], method, statistics=known, spec=spec_of(module))
+        assert merged_state.keys() == a.keys()
+        assert all(bool(t.isfinite().all()) for t in merged_state.values() if t.is_floating_point())
         mean = merge([a, b], weight=1)
-        assert apart(found, mean) > 1e-3, method
-        module.load_state_dict(found)
+        assert relative_distance(merged_state, mean) > 1e-3, method
+        module.load_state_dict(merged_state)
 
 
 @pytest.mark.parametrize("kind", list(ALL))
@@ -312,7 +328,7 @@ def test_statistics_of_a_moved_model_are_the_moved_statistics(name: str, kind: s
         }
     else:
         carried = {
-            n: _carried(g, before[n], spec.tensors[n])
+            n: _transform_statistics(g, before[n], spec.tensors[n])
             for n in before
             if n in spec.tensors and n not in spec.ties
         }
@@ -329,7 +345,7 @@ def test_statistics_of_a_moved_model_are_the_moved_statistics(name: str, kind: s
     )
 
 
-def _carried(g: Element, gram: Gram, axes: str) -> Tensor:
+def _transform_statistics(g: Element, gram: Gram, axes: str) -> Tensor:
     """A Gram matrix, moved along both axes as activations are: the term that the layer reads,
     without its star.
     """
@@ -363,8 +379,8 @@ def test_the_wrong_order_changes_the_result(method: str) -> None:
     back = apply(~g, hidden)
     right = merge([a, back], method, statistics=[known, compute(module, back, [batch])])
     wrong = merge([a, back], method, statistics=[known, compute(module, hidden, [batch])])
-    assert apart(right, wanted) < 1e-6
-    assert apart(wrong, wanted) > 1e-2
+    assert relative_distance(right, wanted) < 1e-6
+    assert relative_distance(wrong, wanted) > 1e-2
 
 
 # transport
@@ -379,9 +395,9 @@ def test_transport_undoes_a_permutation(name: str, method: str) -> None:
     more = {} if method == "ot_acts_emd" else {"regularization": 0}
     hidden = apply(element(spec, 3, within="permutation", spaces=movable(name, method, spec)), a)
     known = [activations(module, s, [batch]) for s in (a, hidden)] if method != "ot_wts" else None
-    found = merge([a, hidden], method, statistics=known, spec=spec, **more)
-    assert apart(found, a) < 1e-5
-    assert apart(merge([a, hidden], weight=1), a) > 0.1
+    merged_state = merge([a, hidden], method, statistics=known, spec=spec, **more)
+    assert relative_distance(merged_state, a) < 1e-5
+    assert relative_distance(merge([a, hidden], weight=1), a) > 0.1
 
 
 def movable(name: str, method: str, spec: Any) -> list[str] | None:
@@ -411,14 +427,14 @@ def test_exact_plans_are_permutations_and_soft_ones_are_not() -> None:
     assert matrix.sum(0) == pytest.approx(np.ones(20), abs=1e-3)
     assert matrix.sum(1) == pytest.approx(np.ones(20), abs=1e-3)
     with torch.no_grad():
-        kept, changed = (
+        unchanged, changed = (
             _logits(module, apply(g, a, force=True)) for g in (hard.without("stream"), soft)
         )
         wanted = _logits(module, a)
     assert torch.allclose(
-        kept, wanted, rtol=1e-6
+        unchanged, wanted, rtol=1e-6
     )  # exact plans are elements: the moved model is the same function
-    assert float((changed - wanted).abs().max()) > 0.1  # soft ones are none
+    assert float((changed - wanted).abs().max()) > 0.1  # soft plans are not
 
 
 def _logits(module: Any, state: dict[str, Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from regauge.errors import CutError, UnknownModelError
 from regauge.models.cut import Crossing, Cut, cut
 from regauge.models.families import Boundary
 from regauge.testing import compute_outputs, strict_float64
-from support.models import distance, gradients, locked
+from support.models import distance, gradients, lock_backbone
 from support.picos import IDS, PICOS, build, config_of, spec_of
 
 UNCUT = {
@@ -52,19 +53,19 @@ def attributes(model: torch.nn.Module) -> list[dict]:
 @ALL
 def test_a_routed_model_is_the_same_bit_for_bit(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
-    expected, slopes, left = (
+    expected, grads, left = (
         compute_outputs(model, inputs),
         gradients(model, inputs),
         attributes(model),
     )
-    seen: list[str] = []
-    with cut_of(model).route(lambda c: (seen.append(c.boundary.name), c.run())[1]):
+    recorded: list[str] = []
+    with cut_of(model).route(lambda c: (recorded.append(c.boundary.name), c.run())[1]):
         assert list(model.state_dict()) == list(build(name).state_dict())
         got, routed = compute_outputs(model, inputs), gradients(model, inputs)
-    assert sorted(set(seen)) == sorted(b.name for b in cut_of(model).boundaries)
+    assert sorted(set(recorded)) == sorted(b.name for b in cut_of(model).boundaries)
     assert all(torch.equal(got[k], expected[k]) for k in expected)
-    assert slopes.keys() == routed.keys()
-    assert all(torch.equal(routed[k], slopes[k]) for k in slopes)
+    assert grads.keys() == routed.keys()
+    assert all(torch.equal(routed[k], grads[k]) for k in grads)
     assert [a.keys() for a in attributes(model)] == [a.keys() for a in left]
 
 
@@ -74,8 +75,8 @@ def test_a_locked_backbone_works_with_its_key_and_only_with_it(name: str) -> Non
     model, inputs = build(name), PICOS[name].inputs
     spec = spec_of(model)
     g, wrong = element(spec, 3), element(spec, 4)
-    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
-    twin = locked(model, g)
+    expected, grads = compute_outputs(model, inputs), gradients(model, inputs)
+    twin = lock_backbone(model, g)
     assert distance(compute_outputs(twin, inputs), expected) > 1e-3
     with cut_of(twin).route(edges(wrong)):
         assert distance(compute_outputs(twin, inputs), expected) > 1e-3
@@ -83,7 +84,7 @@ def test_a_locked_backbone_works_with_its_key_and_only_with_it(name: str) -> Non
         assert distance(compute_outputs(twin, inputs), expected) < 1e-9
         got = gradients(twin, inputs)
     entries = stored_tensors(spec)
-    for n, grad in slopes.items():
+    for n, grad in grads.items():
         moves = spec.parts[entries[n].pattern] == "backbone"
         assert (
             distance({n: got[n]}, {n: act(g, grad, dual(entries[n].axes)) if moves else grad})
@@ -131,7 +132,7 @@ def test_generation_with_a_cache_is_the_same(name: str, how: dict) -> None:
     model = build(name)
     inputs = {k: v for k, v in PICOS[name].inputs.items() if k != "decoder_input_ids"}
     g = element(spec_of(model), 3)
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
 
     def speak(speaker: torch.nn.Module) -> torch.Tensor:
         torch.manual_seed(0)
@@ -170,27 +171,27 @@ def test_the_decoders_view_of_the_encoder_is_moved_on_entry() -> None:
 )
 def test_embed_backbone_head_are_the_model(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
-    expected, slopes = compute_outputs(model, inputs), gradients(model, inputs)
+    expected, grads = compute_outputs(model, inputs), gradients(model, inputs)
     c = cut_of(model)
 
-    def parts(**given: torch.Tensor):
+    def parts(**args: torch.Tensor):
         results: dict[str, torch.Tensor] = {}
         for _ in c.boundaries:
-            crossing = c.embed(**given, results=results)
+            crossing = c.embed(**args, results=results)
             results[crossing.boundary.name] = c.backbone(crossing)
-        return c.head(results, **given)
+        return c.head(results, **args)
 
     with torch.no_grad(), strict_float64():
         got = parts(**inputs)
     got = {"logits": got} if isinstance(got, torch.Tensor) else got
     assert all(torch.equal(got[k], expected[k]) for k in expected)
     model.zero_grad()
-    whole = type("Parts", (torch.nn.Module,), {"forward": lambda self, **given: parts(**given)})()
+    whole = type("Parts", (torch.nn.Module,), {"forward": lambda self, **values: parts(**values)})()
     whole.model = model
     joined = gradients(whole, inputs)
     # The head's own run of embed is not used, so its gradients come from the crossing alone; sums
     # may be in another order.
-    assert distance({k.removeprefix("model."): v for k, v in joined.items()}, slopes) < 1e-12
+    assert distance({k.removeprefix("model."): v for k, v in joined.items()}, grads) < 1e-12
 
 
 # Rows: a preview of token shuffles. Masks and positions move with the rows.
@@ -240,7 +241,7 @@ def test_rows_and_columns_move_together() -> None:
     model, inputs = build("llama"), IDS | {"attention_mask": causal(7)}
     expected = compute_outputs(model, inputs)
     g, r = element(spec_of(model), 3), rows(7)
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
     with cut(twin).route(lambda c: c.restore(g, c.restore(r, c.transform(r).transform(g).run()))):
         assert distance(compute_outputs(twin, inputs), expected) < 1e-9
 
@@ -440,7 +441,7 @@ def test_training_goes_the_same_way() -> None:
     model = build("gpt2")
     spec = spec_of(model)
     g = element(spec, 3, within="permutation")
-    twin = locked(model, g)
+    twin = lock_backbone(model, g)
 
     def train(m: torch.nn.Module) -> None:
         adam = torch.optim.Adam(m.parameters(), lr=1e-2)
@@ -463,10 +464,10 @@ def test_training_goes_the_same_way() -> None:
 
 def test_several_boundaries_are_routed_by_name() -> None:
     model, inputs = build("t5"), PICOS["t5"].inputs
-    seen: list[str] = []
-    with cut(model).route({"decoder": lambda c: (seen.append(c.boundary.name), c.run())[1]}):
+    recorded: list[str] = []
+    with cut(model).route({"decoder": lambda c: (recorded.append(c.boundary.name), c.run())[1]}):
         compute_outputs(model, inputs)
-    assert seen == ["decoder"]
+    assert recorded == ["decoder"]
     with pytest.raises(CutError, match='no boundary "middle"') as error:
         cut(model).route({"middle": local})
     assert "encoder, decoder" in str(error.value.hint)
@@ -496,7 +497,11 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(CutError, match='no argument "mask"') as error:
         crossing.run(mask=None)
     assert "attention_mask" in str(error.value.hint)
-    with cut(model).route(lambda c: None), pytest.raises(CutError, match="got NoneType"):  # type: ignore[arg-type, return-value]
+
+    def without_result(crossing: Crossing) -> Any:
+        return None
+
+    with cut(model).route(without_result), pytest.raises(CutError, match="got NoneType"):
         model(**IDS)
     with pytest.raises(CutError, match='"stream", which the element'):
         crossing.transform(element(spec_of(build("swin")), 1))
@@ -571,7 +576,7 @@ def test_rows_refuse_where_any_block_makes_its_own_mask(kind: str) -> None:
         model(**IDS)
 
 
-def test_rows_refuse_where_there_are_none() -> None:
+def test_rows_need_a_token_axis() -> None:
     model = build("swin")
     rows = element(Spec("rows", {"token": Space(64, Permutation())}, {}), 1)
     with (

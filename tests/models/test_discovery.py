@@ -350,8 +350,10 @@ class Stream(nn.Module):
         return self.head(z + self.down(F.gelu(self.up(self.norm(z)))))
 
 
-def stream_of(found: Discovery) -> str | None:
-    return next((n for n in found.spec.spaces if n in found.spec.tensors["table.weight"]), None)
+def stream_of(discovery: Discovery) -> str | None:
+    return next(
+        (n for n in discovery.spec.spaces if n in discovery.spec.tensors["table.weight"]), None
+    )
 
 
 def test_a_stream_is_found_and_folds() -> None:
@@ -373,19 +375,19 @@ def test_a_tied_head_is_one_tensor_with_two_names() -> None:
 def test_an_asymmetric_module_loses_its_stream_and_nothing_else(
     way: str, culprit: str, code: str
 ) -> None:
-    found = discovery_of(Stream(way), IDS)
-    assert stream_of(found) is None
-    assert groups(found.spec) == {"up": "permutation"}  # the hidden layer keeps what it had
-    told = explain_space(found, "table.weight[1]")
-    assert told["group"] == "nothing acts"
+    discovery = discovery_of(Stream(way), IDS)
+    assert stream_of(discovery) is None
+    assert groups(discovery.spec) == {"up": "permutation"}  # the hidden layer keeps what it had
+    explanation = explain_space(discovery, "table.weight[1]")
+    assert explanation["group"] == "nothing acts"
     source = Path(__file__).read_text().splitlines()
     lines = [
         p
-        for r in told["reasons"]
+        for r in explanation["reasons"]
         for p in r["places"]
         if r["operator"] == culprit or code in p["code"]
     ]
-    assert lines, told
+    assert lines, explanation
     assert all(
         p["file"] == "models/test_discovery.py" and code in source[p["line"] - 1] for p in lines
     )
@@ -396,16 +398,18 @@ def test_the_same_number_at_every_channel_takes_nothing_away(way: str) -> None:
     """Positions that are the same for all channels, and a gate that does not differ: the norm's own
     restriction is the larger one.
     """
-    found = discovery_of(Stream(way), IDS)
-    name = stream_of(found)
+    discovery = discovery_of(Stream(way), IDS)
+    name = stream_of(discovery)
     assert name is not None
-    assert str(found.spec.spaces[name].group) == "permutation"
+    assert str(discovery.spec.spaces[name].group) == "permutation"
 
 
-def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
-    found = discovery_of(Stream(), IDS)
-    told = explain_space(found, stream_of(found) or "")
-    norm = next(r for r in told["reasons"] if r["operator"] == "layer_norm" and "mean" in r["does"])
+def test_explanations_of_a_groups_limits_name_lines() -> None:
+    discovery = discovery_of(Stream(), IDS)
+    explanation = explain_space(discovery, stream_of(discovery) or "")
+    norm = next(
+        r for r in explanation["reasons"] if r["operator"] == "layer_norm" and "mean" in r["does"]
+    )
     line = Path(__file__).read_text().splitlines()[norm["places"][0]["line"] - 1]
     assert "self.norm(z)" in line
     assert (
@@ -413,7 +417,7 @@ def test_why_a_group_is_not_larger_is_told_with_lines() -> None:
         "the mean" in norm["text"]
     )
     with pytest.raises(SpecError, match='got "nothing"'):
-        explain_space(found, "nothing")
+        explain_space(discovery, "nothing")
 
 
 def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> None:
@@ -422,21 +426,21 @@ def test_an_operator_without_a_rule_freezes_what_it_touches_and_is_named() -> No
     assert spec.notes == ("no rule for special_bessel_j0: nothing acts on axes that they touch",)
 
 
-def test_what_the_rules_get_wrong_is_dropped_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_inferences_are_dropped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rule that lies: GELU would keep signs."""
     from regauge.models.discovery import elementwise
     from regauge.models.discovery.rules import RULES
 
     monkeypatch.setitem(RULES, "gelu", elementwise.pointwise("odd"))
-    found = discovery_of(Hidden(F.gelu), ROWS)
-    assert groups(found.spec) == {"up": "permutation"}
-    assert found.dropped == ('"up" has the group permutation, not signed as inferred',)
+    discovery = discovery_of(Hidden(F.gelu), ROWS)
+    assert groups(discovery.spec) == {"up": "permutation"}
+    assert discovery.dropped == ('"up" has the group permutation, not signed as inferred',)
     monkeypatch.setitem(RULES, "cos", elementwise.neg)
-    found = discovery_of(Hidden(lambda x: torch.cos(x).cumsum(-1)), ROWS)
-    assert found.spec.spaces == {}
+    discovery = discovery_of(Hidden(lambda x: torch.cos(x).cumsum(-1)), ROWS)
+    assert discovery.spec.spaces == {}
 
 
-def test_inputs_may_be_given_by_place_and_what_cannot_be_traced_is_told() -> None:
+def test_inputs_may_be_positional_and_untraceable_modules_are_reported() -> None:
     assert groups(regauge.discover(Hidden(F.gelu), (ROWS,))) == {"up": "permutation"}
     with pytest.raises(DiscoveryError, match="takes 1 arguments, got 2"):
         regauge.discover(Hidden(F.gelu), (ROWS, ROWS))
@@ -476,9 +480,11 @@ def test_a_model_that_no_family_knows_goes_the_whole_way(
     torch.manual_seed(0)
     FURTHER["opt"]().save_pretrained(tmp_path / "opt")
     assert run(["inspect", str(tmp_path / "opt"), "--json"]) == 0
-    said = capsys.readouterr()
-    assert "no family describes this model: its symmetry was inferred from its graph" in said.err
-    facts = json.loads(said.out)
+    captured = capsys.readouterr()
+    assert (
+        "no family describes this model: its symmetry was inferred from its graph" in captured.err
+    )
+    facts = json.loads(captured.out)
     assert {s["name"]: s["group"] for s in facts["spaces"]}["ffn.0..1"] == "monomial+"
     assert len(list((tmp_path / "cache" / "discovered").iterdir())) == 1
     assert run(["inspect", str(tmp_path / "opt"), "--explain", "ffn.0"]) == 0
@@ -521,14 +527,14 @@ def test_a_large_model_is_discovered_without_memory_and_verified_on_a_twin(tmp_p
     )
     module = build({**config.to_dict(), "architectures": ["Starcoder2ForCausalLM"]}, "meta")
     inputs = example_inputs(module)
-    found = discovery_of(module, inputs, cache=tmp_path)
-    assert found.verified_on.startswith("a twin of ")
-    assert any("verified on a twin" in note for note in found.spec.notes)
-    assert found.spec.spaces["kv.2"].size == 2
-    assert str(found.spec.spaces["qk.2"].group) == "rotary-half"
-    kept = discovery_of(module, inputs, cache=tmp_path)
-    assert kept.spec == found.spec
-    assert kept.reasons == found.reasons
+    discovery = discovery_of(module, inputs, cache=tmp_path)
+    assert discovery.verified_on.startswith("a twin of ")
+    assert any("verified on a twin" in note for note in discovery.spec.notes)
+    assert discovery.spec.spaces["kv.2"].size == 2
+    assert str(discovery.spec.spaces["qk.2"].group) == "rotary-half"
+    cached = discovery_of(module, inputs, cache=tmp_path)
+    assert cached.spec == discovery.spec
+    assert cached.reasons == discovery.reasons
     assert cache_key(Hidden(F.gelu), {"x": ROWS}) is None
     other = build(
         {**config.to_dict(), "hidden_act": "relu", "architectures": ["Starcoder2ForCausalLM"]},
@@ -588,12 +594,12 @@ def test_without_memory_as_much_is_found(name: str) -> None:
         "architectures": [kind],
     }
     empty, here = build(config, "meta"), build(config)
-    found, whole = (discovery_of(m, example_inputs(m)) for m in (empty, here))
-    assert found.verified_on.startswith("a twin of ")
+    discovery, whole = (discovery_of(m, example_inputs(m)) for m in (empty, here))
+    assert discovery.verified_on.startswith("a twin of ")
     assert whole.verified_on == "the module itself"
-    assert found.spec.tensors == whole.spec.tensors
-    assert found.spec.spaces == whole.spec.spaces
-    assert "head.0" in found.spec.spaces or "kv.0" in found.spec.spaces
+    assert discovery.spec.tensors == whole.spec.tensors
+    assert discovery.spec.spaces == whole.spec.spaces
+    assert "head.0" in discovery.spec.spaces or "kv.0" in discovery.spec.spaces
     assert all(t.is_meta for t in empty.parameters())  # as it was given
 
 
@@ -621,7 +627,7 @@ def test_a_discovered_spec_is_an_ordinary_one() -> None:
     }
 
 
-def test_what_timm_cannot_build_is_told() -> None:
+def test_models_unknown_to_timm_are_reported() -> None:
     from regauge.models.discovery.twins import build
 
     with pytest.raises(DiscoveryError, match="timm cannot build a vit_of_no_kind"):

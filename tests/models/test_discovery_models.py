@@ -73,21 +73,21 @@ def test_what_is_discovered_is_what_the_family_says(name: str, kernel: str) -> N
     inputs = PICOS[name].inputs
     if name == "vit-masked" or name.startswith("dinov2"):
         inputs = inputs | MASKED
-    found, known = discovery_of(model, inputs), spec_of(model)
+    discovery, known = discovery_of(model, inputs), spec_of(model)
     shapes = {
         n: tuple(t.shape)
         for n, t in model.state_dict().items()
         if not n.startswith(UNREAD.get(name, ("-",)))
     }
-    assert differences(found.spec, known, shapes) == []
-    assert found.dropped == ()
-    assert found.error < 1e-9
-    assert larger(found.spec, known, shapes) == []  # a family that says less is to be corrected
-    assert useful(found.spec) == useful(known)
-    assert_symmetry(model, found.spec, element(found.spec, 5), inputs)
+    assert differences(discovery.spec, known, shapes) == []
+    assert discovery.dropped == ()
+    assert discovery.error < 1e-9
+    assert larger(discovery.spec, known, shapes) == []  # a family that says less is to be corrected
+    assert useful(discovery.spec) == useful(known)
+    assert_symmetry(model, discovery.spec, element(discovery.spec, 5), inputs)
 
 
-def test_a_poorer_spec_is_told_from_the_family() -> None:
+def test_a_smaller_spec_than_the_familys_is_reported() -> None:
     """The comparison itself can fail."""
     from dataclasses import replace
 
@@ -124,10 +124,10 @@ def test_further_architectures_are_discovered_moved_saved_and_loaded(
     inputs = {
         k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()
     }
-    found = discovery_of(model, inputs)
-    assert found.dropped == ()
-    assert found.error < 1e-9
-    spec = found.spec
+    discovery = discovery_of(model, inputs)
+    assert discovery.dropped == ()
+    assert discovery.error < 1e-9
+    spec = discovery.spec
     roles = {n.split(".")[0] for n in spec.spaces}
     assert roles >= {"stream", "ffn"}
     assert roles & {"head", "kv", "vo"}
@@ -158,11 +158,11 @@ def test_models_of_timm(name: str) -> None:
     images = torch.randn(
         2, 3, 32, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    found = discovery_of(model, {"x": images})
-    assert found.dropped == ()
-    assert found.error < 1e-9
-    assert any(n.startswith("stream") for n in found.spec.spaces)
-    assert_symmetry(model, found.spec, element(found.spec, 2), {"x": images})
+    discovery = discovery_of(model, {"x": images})
+    assert discovery.dropped == ()
+    assert discovery.error < 1e-9
+    assert any(n.startswith("stream") for n in discovery.spec.spaces)
+    assert_symmetry(model, discovery.spec, element(discovery.spec, 2), {"x": images})
 
 
 OWN = {
@@ -179,11 +179,13 @@ def test_modules_of_no_library(name: str) -> None:
     make, inputs = OWN[name]
     torch.manual_seed(0)
     module = make()
-    found = discovery_of(module, inputs())
+    discovery = discovery_of(module, inputs())
     known = load_spec(Path(__file__).parents[1] / "support" / "specs" / f"{name}.toml")
-    assert found.dropped == ()
+    assert discovery.dropped == ()
     assert (
-        differences(found.spec, known, {n: tuple(t.shape) for n, t in module.state_dict().items()})
+        differences(
+            discovery.spec, known, {n: tuple(t.shape) for n, t in module.state_dict().items()}
+        )
         == []
     )
 
@@ -214,31 +216,31 @@ def test_modules_of_no_library_with_the_weights_that_they_were_trained_to(name: 
     state = load_file(ASSETS / f"{name}.safetensors")
     module.load_state_dict({k: v.float() for k, v in state.items()})
     module = module.double().eval()
-    given = {k: v.double() if v.is_floating_point() else v for k, v in inputs().items()}
-    found = discovery_of(module, given)
-    assert (found.dropped, found.spec.notes) == ((), ())
-    g = element(found.spec, 8)
-    before = compute_outputs(module, given)["logits"]
+    double_inputs = {k: v.double() if v.is_floating_point() else v for k, v in inputs().items()}
+    discovery = discovery_of(module, double_inputs)
+    assert (discovery.dropped, discovery.spec.notes) == ((), ())
+    g = element(discovery.spec, 8)
+    before = compute_outputs(module, double_inputs)["logits"]
     moved = apply(g, module.state_dict())
     assert all(
         not torch.equal(moved[n], t)
         for n, t in module.state_dict().items()
-        if "weight" in n and n in found.spec.tensors
+        if "weight" in n and n in discovery.spec.tensors
     )
     module.load_state_dict(moved)
-    assert float((compute_outputs(module, given)["logits"] - before).abs().max()) < 1e-9 * max(
-        1.0, float(before.abs().max())
-    )
+    assert float(
+        (compute_outputs(module, double_inputs)["logits"] - before).abs().max()
+    ) < 1e-9 * max(1.0, float(before.abs().max()))
     if name == "lpips_alex":
-        assert [str(s.group) for s in found.spec.spaces.values()] == ["permutation"] * 5
-        assert found.spec.tensors["lin1.weight"] == "_1 conv1* _1 _1"
+        assert [str(s.group) for s in discovery.spec.spaces.values()] == ["permutation"] * 5
+        assert discovery.spec.tensors["lin1.weight"] == "_1 conv1* _1 _1"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_discovery_misses_no_continuous_symmetry(case: str) -> None:
     """The certificate: the kernel of the Jacobian is the discovered group and the flat directions
-    that are no change of basis.
+    that are not a change of basis.
     """
     model, inputs, extras, folds = CASES[case]()
     spec = discovery_of(model, inputs).spec

@@ -101,10 +101,10 @@ def test_it_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         run(["verify", str(folder / "plain"), "--dtype", "float64", "--steps", "0", "--no-general"])
         == 0
     )
-    said = capsys.readouterr()
-    assert "no family describes this model" in said.err
-    assert "holds  column/forward" in said.out
-    assert "holds  description/forward" in said.out
+    captured = capsys.readouterr()
+    assert "no family describes this model" in captured.err
+    assert "holds  column/forward" in captured.out
+    assert "holds  description/forward" in captured.out
 
 
 def test_it_is_locked_used_with_its_key_and_unlocked(folder: Path) -> None:
@@ -149,33 +149,35 @@ def test_in_python_a_module_of_ones_own_is_locked_at_the_cut_that_was_found() ->
 
     torch.manual_seed(0)
     module, images = Mnist().double().eval(), {"x": torch.randn(2, 1, 28, 28, dtype=torch.float64)}
-    found = discovery_of(module, images)
-    (boundary,) = found.boundaries
+    discovery = discovery_of(module, images)
+    (boundary,) = discovery.boundaries
     assert (boundary.blocks, boundary.enter, boundary.leave) == (
         "transformer.layers",
         {"input": "_ _ stream"},
         "_ _ stream",
     )
-    assert {p for n, p in found.spec.parts.items() if n.startswith("transformer.layers.")} == {
+    assert {p for n, p in discovery.spec.parts.items() if n.startswith("transformer.layers.")} == {
         "backbone"
     }
-    assert {found.spec.parts[n] for n in ("cls_token", "patch_to_embedding.weight")} == {"embed"}
-    assert found.spec.parts["mlp_head.0.weight"] == "head"
+    assert {discovery.spec.parts[n] for n in ("cls_token", "patch_to_embedding.weight")} == {
+        "embed"
+    }
+    assert discovery.spec.parts["mlp_head.0.weight"] == "head"
     key, before = regauge.generate_key(), compute_outputs(module, images)["logits"]
-    locked = regauge.lock(found.spec, module.state_dict(), key)
+    locked = regauge.lock(discovery.spec, module.state_dict(), key)
     module.load_state_dict(locked.state)
     assert float((compute_outputs(module, images)["logits"] - before).abs().max()) > 1e-3
     authorize_with_element(
-        module, locked_element(locked.spec, locked.record, key), boundaries=found.boundaries
+        module, locked_element(locked.spec, locked.record, key), boundaries=discovery.boundaries
     )
     assert float((compute_outputs(module, images)["logits"] - before).abs().max()) < 1e-9
 
 
 def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
-    found = discovery_of(Hidden(torch.relu), torch.randn(2, 6))
-    assert found.boundaries == ()
+    discovery = discovery_of(Hidden(torch.relu), torch.randn(2, 6))
+    assert discovery.boundaries == ()
     with pytest.raises(LockError, match="the lock would have no effect") as caught:
-        regauge.lock(found.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
+        regauge.lock(discovery.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
     assert "no embedding or head" in str(caught.value.hint)
     torch.manual_seed(0)
     with pytest.raises(
@@ -200,19 +202,20 @@ def test_a_locked_backbone_computes_the_plain_function_between_its_boundaries(na
             k: v.double() if v.is_floating_point() else v for k, v in example_inputs(model).items()
         }
     model = proof.randomized_copy(model)
-    found = discovery_of(model, inputs)
-    assert len(found.boundaries) == CUTS.get(name, len(found.boundaries)) > 0
+    discovery = discovery_of(model, inputs)
+    assert len(discovery.boundaries) == CUTS.get(name, len(discovery.boundaries)) > 0
     before = compute_outputs(model, inputs)
-    whole = regauge.element(found.spec, 4)
+    whole = regauge.element(discovery.spec, 4)
     g = Element(
-        found.spec, {n: m for n, m in whole.members.items() if found.spec.spaces[n].size > 1}
+        discovery.spec,
+        {n: m for n, m in whole.members.items() if discovery.spec.spaces[n].size > 1},
     )
     model.load_state_dict(apply(g, model.state_dict(), "backbone"))
     assert (
         max(float((compute_outputs(model, inputs)[k] - v).abs().max()) for k, v in before.items())
         > 1e-3
     )
-    with cut(model, boundaries=found.boundaries).route(
+    with cut(model, boundaries=discovery.boundaries).route(
         lambda x: x.restore(g, x.transform(g).run())
     ):
         after = compute_outputs(model, inputs)
@@ -233,9 +236,9 @@ def test_what_is_stored_in_another_form_is_described_as_the_family_does(
     model = build(name)
     model.save_pretrained(tmp_path)
     state = state_of(tmp_path)
-    found = discovery_of(model, PICOS[name].inputs).spec
-    assert check(found, state) != []
-    spec, names = stored_spec(found, model, state)
+    discovery = discovery_of(model, PICOS[name].inputs).spec
+    assert check(discovery, state) != []
+    spec, names = stored_spec(discovery, model, state)
     known = spec_from(json.loads((tmp_path / "config.json").read_text()), state)
     assert check(spec, state) == []
     assert {n.gain: set(n.readers) for n in spec.norms} == {

@@ -217,8 +217,8 @@ def test_heads_move_as_wholes_and_break_when_they_are_mixed(name: str) -> None:
     spec = spec_of(model)
     layers = [s.removeprefix("vo.") for s in spec.spaces if s.startswith("vo.")]
     assert layers
-    flat = _flattened(spec, layers)
-    whole = {s: m for layer in layers for s, m in _shifted(spec, layer, mix=False).items()}
+    flat = _flatten(spec, layers)
+    whole = {s: m for layer in layers for s, m in _shift_members(spec, layer, mix=False).items()}
     heads = {
         spec.spaces[f"vo.{layer}"].over for layer in layers
     }  # tables of relative positions have a column for each head
@@ -227,13 +227,16 @@ def test_heads_move_as_wholes_and_break_when_they_are_mixed(name: str) -> None:
     for layer in layers:
         assert (
             symmetry_error(
-                model, flat, Element(flat, _shifted(spec, layer, mix=True)), PICOS[name].inputs
+                model,
+                flat,
+                Element(flat, _shift_members(spec, layer, mix=True)),
+                PICOS[name].inputs,
             )
             > 1e-4
         ), layer
 
 
-def _flattened(spec: Spec, layers: list[str]) -> Spec:
+def _flatten(spec: Spec, layers: list[str]) -> Spec:
     """The same spec with the axes of queries, keys, values and outputs as flat as they are
     stored.
     """
@@ -270,7 +273,7 @@ def _sizes(spec: Spec, layer: str) -> tuple[int, int, int, int]:
     )
 
 
-def _shifted(spec: Spec, layer: str, mix: bool) -> dict[str, Monomial]:
+def _shift_members(spec: Spec, layer: str, mix: bool) -> dict[str, Monomial]:
     """Every head in the place of the one before, and every query within its group; to mix, all but
     the first rotary plane or coordinate of each.
     """
@@ -280,8 +283,8 @@ def _shifted(spec: Spec, layer: str, mix: bool) -> dict[str, Monomial]:
         index = np.arange(outer * rep * n).reshape(outer, rep, n)
         moved = np.roll(index, (1, 1), (0, 1))
         if mix:
-            kept = [0, n // 2] if isinstance(spec.spaces[f"qk.{layer}"].group, Rotary) else [0]
-            moved[:, :, kept] = index[:, :, kept]
+            fixed = [0, n // 2] if isinstance(spec.spaces[f"qk.{layer}"].group, Rotary) else [0]
+            moved[:, :, fixed] = index[:, :, fixed]
         return Monomial(moved.reshape(1, -1))
 
     return {

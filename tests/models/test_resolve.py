@@ -45,7 +45,7 @@ def test_live_timm_models_bring_their_own_config(name: str) -> None:
     assert_symmetry(model, spec, regauge.element(spec, 1), {"x": IMAGES["pixel_values"]})
 
 
-def test_what_cannot_be_understood_is_named(tmp_path) -> None:
+def test_unresolvable_models_are_named(tmp_path) -> None:
     with pytest.raises(UnknownModelError, match="Linear has neither"):
         spec_of(torch.nn.Linear(2, 2))
     model = build("llama")
@@ -83,7 +83,7 @@ def test_what_cannot_be_understood_is_named(tmp_path) -> None:
         (T.LlamaConfig, "cannot read a spec from <class"),
     ],
 )
-def test_what_is_no_model(source: object, says: str) -> None:
+def test_paths_without_a_model(source: object, says: str) -> None:
     with pytest.raises(RegaugeError) as caught:
         spec_of(source)
     assert says in str(caught.value)
@@ -97,7 +97,7 @@ def test_a_module_with_a_config_of_another_kind() -> None:
         spec_of(module)
 
 
-def test_weights_are_drawn_anew_from_a_seed() -> None:
+def test_weights_are_reinitialized_from_a_seed() -> None:
     model = build("vit")
     torch.manual_seed(5)
     plain = type(model)(model.config).state_dict()

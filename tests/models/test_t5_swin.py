@@ -22,7 +22,7 @@ from regauge.testing import compute_outputs
 from support.picos import PICOS, build, config_of, spec_of
 
 
-def resaved(folder: Path, state: dict[str, torch.Tensor], changes: dict) -> None:
+def save_again(folder: Path, state: dict[str, torch.Tensor], changes: dict) -> None:
     import json
 
     save_file(
@@ -52,13 +52,13 @@ def test_a_checkpoint_on_disk_is_moved_and_folded(name: str, tmp_path: Path) -> 
     spec, state = stored_spec(tmp_path)
     assert check(spec, state) == []
     assert spec.spaces.keys() == spec_of(model).spaces.keys()
-    resaved(tmp_path, apply(element(spec, 5), state), {})
+    save_again(tmp_path, apply(element(spec, 5), state), {})
     same(model, tmp_path, expected, spec.outputs, name)
     spec, folded = fold_norms(spec, state)
     assert Orthogonal() in [s.group for s in spec.spaces.values()] or OrthogonalFixingOnes() in [
         s.group for s in spec.spaces.values()
     ]
-    resaved(tmp_path, apply(element(spec, 6), folded), dict(spec.config))
+    save_again(tmp_path, apply(element(spec, 6), folded), dict(spec.config))
     same(model, tmp_path, expected, spec.outputs, name)
 
 

@@ -77,7 +77,9 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "marker"
 
 
-def changed(good: Path, tmp_path: Path, change: Callable[[Path, Path], None], marker: Path) -> Path:
+def change_folder(
+    good: Path, tmp_path: Path, change: Callable[[Path, Path], None], marker: Path
+) -> Path:
     folder = tmp_path / "MODEL"
     shutil.copytree(good, folder)
     change(folder, marker)
@@ -97,13 +99,13 @@ def test_no_command_runs_code_of_a_model(
 ) -> None:
     if command == "inspect" and kind in ("auto_class_of_known_type", "custom_class"):
         pytest.skip("the family describes these weights, and nothing is loaded")
-    folder = changed(good, tmp_path, hostile.MODELS[kind], marker)
+    folder = change_folder(good, tmp_path, hostile.MODELS[kind], marker)
     places = {"MODEL": str(folder), "OUT": str(tmp_path / "OUT")}
     assert main([places.get(a, a) for a in COMMANDS[command]]) == 1
-    said = capsys.readouterr().err
-    assert "error: " in said
+    output = capsys.readouterr().err
+    assert "error: " in output
     assert kind == "nested_auto_map" or (
-        "custom code, which regauge never runs" in said and "hint: load it in Python" in said
+        "custom code, which regauge never runs" in output and "hint: load it in Python" in output
     )
     assert answers.tell() == 0, "standard input was read"
     assert not marker.exists()
@@ -122,22 +124,22 @@ def test_no_command_runs_code_of_a_tokenizer(
     (tmp_path / "book.txt").write_text("a b c d " * 50)
     (tmp_path / "tokenizer").mkdir()
     hostile.TOKENIZERS[kind](tmp_path / "tokenizer", marker)
-    given = ["--data", str(tmp_path / "book.txt"), "--tokenizer", str(tmp_path / "tokenizer")]
+    options = ["--data", str(tmp_path / "book.txt"), "--tokenizer", str(tmp_path / "tokenizer")]
     model = str(tmp_path / "MODEL")
     for command in (
-        ["split", "predict", model, *given, "--server", "127.0.0.1:9"],
-        ["barrier", model, model, *given],
+        ["split", "predict", model, *options, "--server", "127.0.0.1:9"],
+        ["barrier", model, model, *options],
     ):
         assert main(command) == 1
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         if (
             kind == "tokenizer_of_config"
         ):  # the library goes on without the config, and finds no tokenizer
-            assert "cannot be loaded" in said
+            assert "cannot be loaded" in output
         else:
             assert (
                 "needs custom code, which regauge never runs\nregauge: hint: give a tokenizer.json"
-                in said
+                in output
             )
     with pytest.raises(DataError if kind == "tokenizer_of_config" else CustomCodeError):
         open_tokenizer(tmp_path / "tokenizer")
@@ -148,7 +150,7 @@ def test_no_command_runs_code_of_a_tokenizer(
 def test_a_class_of_the_library_loads_and_the_code_beside_it_does_not_run(
     good: Path, tmp_path: Path, marker: Path, answers: io.StringIO
 ) -> None:
-    folder = changed(good, tmp_path, hostile.unused_code, marker)
+    folder = change_folder(good, tmp_path, hostile.unused_code, marker)
     loaded, plain = load_model(folder), load_model(good)
     assert type(loaded) is transformers.ViTForImageClassification
     assert all(
@@ -185,13 +187,13 @@ def test_a_tokenizer_of_the_library_opens_and_the_code_beside_it_does_not_run(
     assert not marker.exists()
 
 
-def test_the_library_would_have_asked(
+def test_transformers_would_have_prompted(
     good: Path, tmp_path: Path, marker: Path, answers: io.StringIO
 ) -> None:
     """The control: the same folder runs its code if the library is left to ask, and inside
     `code_disabled` it does not.
     """
-    folder = changed(good, tmp_path, hostile.auto_class, marker)
+    folder = change_folder(good, tmp_path, hostile.auto_class, marker)
     with pytest.raises(ValueError, match="trust_remote_code"), code_disabled():
         transformers.AutoConfig.from_pretrained(folder)
     assert answers.tell() == 0
@@ -238,7 +240,7 @@ def test_auto_classes_are_custom_code(name: str) -> None:
         "",
     ],
 )
-def test_what_is_no_model_class_of_the_library(name: str) -> None:
+def test_classes_that_are_not_models_of_transformers(name: str) -> None:
     with pytest.raises(UnknownModelError) as caught:
         library_class({"architectures": [name]}, "MODEL")
     assert not isinstance(caught.value, CustomCodeError)
@@ -381,7 +383,7 @@ def test_only_the_weights_and_the_config_are_shown_to_the_library(
     good: Path, tmp_path: Path, marker: Path
 ) -> None:
     """Shards load, and an adapter or a pickle beside them does not."""
-    folder = changed(
+    folder = change_folder(
         good,
         tmp_path,
         lambda folder, marker: hostile.bomb(folder / "adapter_model.bin", marker),
@@ -414,7 +416,7 @@ def test_every_call_of_the_library_that_may_run_code_says_no() -> None:
                 continue
             passed = {k.arg: ast.unparse(k.value) for k in node.keywords}
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
-            said = passed.get("trust_remote_code") == "False" or (
+            is_disabled = passed.get("trust_remote_code") == "False" or (
                 None in passed and '"trust_remote_code": False' in path.read_text()
             )
-            assert said, where
+            assert is_disabled, where

@@ -16,14 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-APART = {"federated_loopback"}  # minutes, and an environment of its own
-PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem not in APART)
+SEPARATE = {"federated_loopback"}  # minutes, and an environment of its own
+PROGRAMS = sorted(p.stem for p in EXAMPLES.glob("*.py") if p.stem not in SEPARATE)
 NOTEBOOKS = sorted(p.stem for p in EXAMPLES.glob("*.ipynb"))
 NEEDS = {"lock_and_finetune": "peft", "split_trainer": "accelerate", "jigsaw_timm": "timm"}
 QUICK = ("seal_and_open", "first_steps")
 
 
-def ran(code: str, tmp_path: Path) -> str:
+def run_code(code: str, tmp_path: Path) -> str:
     """What a program prints, in a process and a folder of its own."""
     paths = [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
@@ -45,11 +45,11 @@ def ran(code: str, tmp_path: Path) -> str:
     return done.stdout
 
 
-def marked(name: str) -> object:
+def is_marked(name: str) -> object:
     return pytest.param(name, marks=() if name in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in PROGRAMS])
+@pytest.mark.parametrize("name", [is_marked(name) for name in PROGRAMS])
 def test_a_program_runs(name: str, tmp_path: Path) -> None:
     library = NEEDS.get(name)
     first = (
@@ -59,12 +59,12 @@ def test_a_program_runs(name: str, tmp_path: Path) -> None:
         pytest.importorskip("timm")
     elif library and importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed")
-    said = ran(
+    output = run_code(
         f"{first}import runpy; runpy.run_path({str(EXAMPLES / f'{name}.py')!r}, "
         "run_name='__main__')",
         tmp_path,
     )
-    assert said.strip()
+    assert output.strip()
 
 
 def cells(name: str) -> list[str]:
@@ -73,9 +73,9 @@ def cells(name: str) -> list[str]:
     return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
-@pytest.mark.parametrize("name", [marked(name) for name in NOTEBOOKS])
+@pytest.mark.parametrize("name", [is_marked(name) for name in NOTEBOOKS])
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
-    assert ran("\n\n".join(cells(name)), tmp_path).strip()
+    assert run_code("\n\n".join(cells(name)), tmp_path).strip()
 
 
 def test_notebooks_carry_no_outputs() -> None:
@@ -96,6 +96,6 @@ def test_there_are_enough_and_all_are_listed() -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_says_what_it_is_and_how_it_is_run(name: str) -> None:
     text = (EXAMPLES / f"{name}.py").read_text()
-    told = ast.get_docstring(ast.parse(text)) or ""
-    assert f"examples/{name}.py" in told
+    docstring = ast.get_docstring(ast.parse(text)) or ""
+    assert f"examples/{name}.py" in docstring
     assert len(text.splitlines()) <= 100, "short enough to be read from top to bottom"

@@ -81,7 +81,7 @@ def package_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def misplaced(package: str, source: str) -> list[str]:
+def misplaced_imports(package: str, source: str) -> list[str]:
     """List the imports of a file that point against the order."""
     rank = ORDER.index(package)
     return [
@@ -103,13 +103,13 @@ def files() -> dict[str, Path]:
 FILES = files()
 
 
-def reached(start: str) -> set[str]:
+def reachable_modules(start: str) -> set[str]:
     """Return every module that a package needs, however indirectly, file by file."""
     todo = {name for name in FILES if name == start or name.startswith(f"{start}.")}
-    found: set[str] = set()
+    packages: set[str] = set()
     while todo:
         name = todo.pop()
-        found.add(name)
+        packages.add(name)
         for _, module in imports(FILES[name].read_text()):
             names = module.split(".")
             own = next(
@@ -121,8 +121,8 @@ def reached(start: str) -> set[str]:
                 "",
             )
             parents = {".".join(own.split(".")[:n]) for n in range(2, len(own.split(".")) + 1)}
-            todo |= (parents & FILES.keys()) - found
-    return found
+            todo |= (parents & FILES.keys()) - packages
+    return packages
 
 
 def test_only_five_files_at_the_top() -> None:
@@ -137,33 +137,33 @@ def test_every_package_is_in_the_order() -> None:
 def test_imports_follow_the_order(package: str) -> None:
     for name, path in FILES.items():
         if package_of(name) == package:
-            assert misplaced(package, path.read_text()) == [], path
+            assert misplaced_imports(package, path.read_text()) == [], path
 
 
 def test_a_misplaced_import_is_found() -> None:
-    assert misplaced("core", "def f():\n    from regauge.locking.lock import lock\n") == [
+    assert misplaced_imports("core", "def f():\n    from regauge.locking.lock import lock\n") == [
         "line 2: regauge.locking.lock.lock"
     ]
-    assert misplaced("core", "from regauge import cli") == ["line 1: regauge.cli"]
+    assert misplaced_imports("core", "from regauge import cli") == ["line 1: regauge.cli"]
     assert (
-        misplaced(
+        misplaced_imports(
             "core",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from regauge.locking.lock "
             "import lock\n",
         )
         == []
     )
-    assert misplaced("locking", "from regauge.core.groups import Group") == []
+    assert misplaced_imports("locking", "from regauge.core.groups import Group") == []
 
 
 def test_attacks_reach_neither_keys_nor_locks_nor_the_truth() -> None:
     """Not even indirectly: nothing that an attack imports can give it a key. Puzzles are part of a
     public model.
     """
-    modules = reached("regauge.attacks")
+    modules = reachable_modules("regauge.attacks")
     assert [name for name in sorted(modules) if name.startswith(SECRET)] == []
     assert {"regauge.matching", "regauge.core.action"} <= modules
-    assert {"regauge.locking.keys", "regauge.locking.lock"} <= reached("regauge.audit"), (
+    assert {"regauge.locking.keys", "regauge.locking.lock"} <= reachable_modules("regauge.audit"), (
         "the audit that scores attacks does"
     )
 
@@ -182,9 +182,9 @@ def test_applications_do_not_import_each_other() -> None:
         "cli",
     }
     for name in ("locking", "matching", "merging", "jigsaw", "verification"):
-        others = {package_of(module) for module in reached(f"regauge.{name}")} & applications - {
-            name
-        }
+        others = {
+            package_of(module) for module in reachable_modules(f"regauge.{name}")
+        } & applications - {name}
         assert others == ({"locking"} if name == "verification" else set()), name
 
 

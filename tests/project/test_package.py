@@ -15,14 +15,14 @@ import regauge
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_exported_name_is_there_and_is_no_module() -> None:
+def test_every_exported_name_exists_and_is_not_a_module() -> None:
     """A module named like a function would take the function's place as soon as it is imported."""
     for path in (ROOT / "src" / "regauge").glob("*.py"):
         importlib.import_module(f"regauge.{path.stem}")
     for name in regauge.__all__:
-        found = getattr(regauge, name)
-        assert callable(found), name
-        assert found.__module__ == f"regauge.{regauge._HOME[name]}", name
+        exported = getattr(regauge, name)
+        assert callable(exported), name
+        assert exported.__module__ == f"regauge.{regauge._HOME[name]}", name
     assert not hasattr(regauge, "nothing")
     assert set(regauge.__all__) <= set(dir(regauge))
 
@@ -39,7 +39,7 @@ def test_the_table_and_the_typed_imports_agree() -> None:
     assert typed == {name: f"regauge.{home}" for name, home in regauge._HOME.items()}
 
 
-def loaded(code: str) -> set[str]:
+def loaded_modules(code: str) -> set[str]:
     script = f"import sys; {code}; print(*sorted(m for m in sys.modules if '.' not in m))"
     return set(
         subprocess.run(
@@ -50,15 +50,15 @@ def loaded(code: str) -> set[str]:
 
 def test_import_and_help_load_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "scipy", "cryptography"}
-    assert not loaded("import regauge") & heavy
-    assert not loaded("from regauge.cli import main; main(['--help'])") & heavy
+    assert not loaded_modules("import regauge") & heavy
+    assert not loaded_modules("from regauge.cli import main; main(['--help'])") & heavy
 
 
 def test_moving_by_a_permutation_loads_no_torch(tmp_path: Path) -> None:
     from support.picos import build
 
     build("llama").save_pretrained(tmp_path / "in")
-    moved = loaded(
+    moved = loaded_modules(
         f"from regauge.cli import main; main(['move', {str(tmp_path / 'in')!r}, '--random', "
         f"'-o', {str(tmp_path / 'out')!r}])"
     )

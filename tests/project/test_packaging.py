@@ -37,22 +37,22 @@ DISTRIBUTIONS = {
 
 
 def name_of(requirement: str) -> str:
-    found = re.match(r"[\w.-]+", requirement)
-    assert found is not None
-    return re.sub(r"[-_.]+", "-", found.group()).lower()
+    match = re.match(r"[\w.-]+", requirement)
+    assert match is not None
+    return re.sub(r"[-_.]+", "-", match.group()).lower()
 
 
 def libraries(extra: str) -> set[str]:
     """The distributions of an extra, those of extras inside it too."""
-    found: set[str] = set()
+    names: set[str] = set()
     for line in PROJECT["optional-dependencies"][extra]:
         inside = re.fullmatch(r"regauge\[([\w,]+)\]", line)
-        found |= (
+        names |= (
             set().union(*(libraries(e) for e in inside.group(1).split(",")))
             if inside
             else {name_of(line)}
         )
-    return found
+    return names
 
 
 ALWAYS = {name_of(line) for line in PROJECT["dependencies"]}
@@ -103,7 +103,7 @@ def test_every_need_names_an_extra_that_brings_it() -> None:
     found = list(needs())
     assert len(found) > 20
     for where, module, extra in found:
-        assert extra in PROJECT["optional-dependencies"], f"{where}: there is no extra {extra}"
+        assert extra in PROJECT["optional-dependencies"], f"{where}: {extra} is not an extra"
         assert distribution(module) in libraries(extra), (
             f"{where}: the extra {extra} does not bring {module}"
         )
@@ -205,7 +205,7 @@ def test_extras_are_minimal() -> None:
 
 
 def test_the_error_names_the_extra_and_the_command() -> None:
-    need("json", "split")  # what is there is no error
+    need("json", "split")  # an installed module raises nothing
     with pytest.raises(
         MissingExtraError,
         match='no_such_module is required but not installed: it is in the extra "split"',
@@ -222,7 +222,8 @@ def test_the_range_of_transformers_is_the_one_that_is_tested() -> None:
         re.search(rf"^{name} := ([\d.]+)$", makefile, re.M).group(1)
         for name in ("OLDEST", "NEWEST")
     )  # type: ignore[union-attr]
-    least, below = re.fullmatch(r"transformers>=([\d.]+),<([\d.]+)", wanted).groups()  # type: ignore[union-attr]
+    (bounds,) = re.findall(r"^transformers>=([\d.]+),<([\d.]+)$", wanted)
+    least, below = bounds
     pinned = re.search(
         r"^transformers==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.M
     ).group(1)  # type: ignore[union-attr]
@@ -234,25 +235,25 @@ def test_the_range_of_transformers_is_the_one_that_is_tested() -> None:
     assert key(pinned) <= key(newest) < key(below)
 
 
-def needed(names: set[str]) -> set[str]:
+def needed_extras(names: set[str]) -> set[str]:
     """Distributions with all that they need in turn, as they are installed here."""
-    found: set[str] = set()
+    packages: set[str] = set()
     todo = list(names)
     while todo:
         name = todo.pop()
-        if name in found:
+        if name in packages:
             continue
         try:
             lines = metadata.requires(name) or []
         except metadata.PackageNotFoundError:  # for another system
             continue
-        found.add(name)
+        packages.add(name)
         todo += [name_of(line) for line in lines if "extra ==" not in line]
-    return found
+    return packages
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def build_wheel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """(wheel, sdist), made of the files that are committed or about to be."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("built")
     listed = subprocess.run(
@@ -278,8 +279,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.slow
-def test_wheel_and_sdist(built: tuple[Path, Path]) -> None:
-    wheel, sdist = built
+def test_wheel_and_sdist(build_wheel: tuple[Path, Path]) -> None:
+    wheel, sdist = build_wheel
     from regauge import __version__
 
     assert wheel.name == f"regauge-{__version__}-py3-none-any.whl"
@@ -300,21 +301,21 @@ def test_wheel_and_sdist(built: tuple[Path, Path]) -> None:
 
 
 @pytest.fixture(scope="module")
-def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def clean(build_wheel: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and what it always needs, and nothing else: its libraries are
     linked from here, so that nothing is fetched.
     """
     folder = tmp_path_factory.mktemp("clean")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    asked = subprocess.run(
+    process = subprocess.run(
         [str(python), "-c", "import site; print(site.getsitepackages()[0])"],
         capture_output=True,
         text=True,
         check=True,
     )
-    site = Path(asked.stdout.strip())
-    for name in needed(ALWAYS):
+    site = Path(process.stdout.strip())
+    for name in needed_extras(ALWAYS):
         for file in metadata.files(name) or []:
             top = file.parts[0]
             real = Path(str(metadata.distribution(name).locate_file(top)))
@@ -331,7 +332,7 @@ def clean(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         "--no-deps",
         "--no-index",
     ]
-    subprocess.run([*command, str(built[0])], check=True)
+    subprocess.run([*command, str(build_wheel[0])], check=True)
     return folder
 
 
@@ -360,8 +361,8 @@ def test_the_wheel_in_a_clean_environment(clean: Path, tmp_path: Path) -> None:
     assert where.stdout.startswith(str(clean)), where
     health = in_clean(clean, regauge, "doctor", "--json")
     assert health.returncode == 0, health.stdout + health.stderr
-    told = json.loads(health.stdout)
-    assert {extra["name"]: extra["complete"] for extra in told["extras"]}["models"] is False
+    report = json.loads(health.stdout)
+    assert {extra["name"]: extra["complete"] for extra in report["extras"]}["models"] is False
     for line in (
         f"inspect {model}",
         f"move {model} --random -o {tmp_path}/moved --save-element {tmp_path}/g",

@@ -50,10 +50,10 @@ def test_every_attack_fills_in_the_template() -> None:
 
     for info in pkgutil.iter_modules(regauge.attacks.__path__):
         module = importlib.import_module(f"regauge.attacks.{info.name}")
-        for found in vars(module).values():
-            if pages.is_attack(found) and found.__module__ == module.__name__:
-                first, parts = pages.parse_docstring(found)
-                assert first, found
+        for member in vars(module).values():
+            if pages.is_attack(member) and member.__module__ == module.__name__:
+                first, parts = pages.parse_docstring(member)
+                assert first, member
                 assert {
                     "Sees",
                     "Recovers",
@@ -61,7 +61,7 @@ def test_every_attack_fills_in_the_template() -> None:
                     "What stops it",
                     "Floor",
                     "Ceiling",
-                } <= parts.keys(), found
+                } <= parts.keys(), member
 
 
 def test_the_picture_is_as_its_script_makes_it(tmp_path: Path) -> None:

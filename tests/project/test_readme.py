@@ -9,6 +9,7 @@ import shlex
 import shutil
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,10 +60,10 @@ def test_python(folder: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", README, re.S)
     assert snippets
     for snippet in snippets:
-        scope: dict[str, object] = {}
+        scope: dict[str, Any] = {}
         exec(snippet, scope)
     spec = scope["spec"]
-    assert f"`{spec.tensors['model.layers.0.self_attn.q_proj.weight']!r}`" in README  # type: ignore[attr-defined]
+    assert f"`{spec.tensors['model.layers.0.self_attn.q_proj.weight']!r}`" in README
 
 
 SECTIONS = (
@@ -131,13 +132,13 @@ def test_facts_of_the_comparison() -> None:
 def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The rows, that is; numbers differ from machine to machine."""
     assert main(["demo"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip(
         "`\n "
     )
     for line in filter(None, shown.splitlines()):
         label = re.split(r"  +|\d", line.strip())[0].strip()
-        assert label in said, label
+        assert label in output, label
 
 
 def test_the_documented_refusal_is_the_real_one() -> None:

@@ -30,10 +30,10 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_mutated_files_are_rejected_by_a_typed_error_or_read_right(name: str) -> None:
-    found = fuzz(name, QUICK.get(name, 60), seed=2)
-    assert found.passed, found.notes
-    assert found.rejected > 0
-    assert found.accepted + found.rejected == found.trials
+    outcome = fuzz(name, QUICK.get(name, 60), seed=2)
+    assert outcome.passed, outcome.notes
+    assert outcome.rejected > 0
+    assert outcome.accepted + outcome.rejected == outcome.trials
 
 
 def parser(data: bytes) -> bool:
@@ -48,21 +48,21 @@ def parser(data: bytes) -> bool:
 def test_a_broken_parser_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
     good = b'{"a": [1, 2, 3], "b": "text"}'
     monkeypatch.setitem(KINDS, "broken", lambda folder: [Kind(good + b" ", parser)])
-    found = fuzz("broken", 300)
-    assert found.untyped > 0
-    assert found.lost > 0
-    assert found.rejected > 0
-    assert not found.passed
-    assert any("IndexError" in note for note in found.notes)
+    outcome = fuzz("broken", 300)
+    assert outcome.untyped > 0
+    assert outcome.lost > 0
+    assert outcome.rejected > 0
+    assert not outcome.passed
+    assert any("IndexError" in note for note in outcome.notes)
 
     def broken(scale: float) -> Iterator[Outcome]:
-        yield found
+        yield outcome
 
     monkeypatch.setitem(SCENARIOS, "broken", broken)
     assert main(["broken"]) == 1
 
 
-def test_an_output_that_a_rejected_file_leaves_behind_is_lost(tmp_path: Path) -> None:
+def test_output_left_by_a_rejected_file_counts_as_lost(tmp_path: Path) -> None:
     def read(data: bytes) -> bool:
         (tmp_path / "partial").touch()
         raise RegaugeError("rejected")

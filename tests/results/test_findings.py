@@ -59,7 +59,7 @@ def test_nan_is_written_as_its_name():
         (to_json(RESULTS).replace("1e-07", '"seven"', 1), "is damaged"),
     ],
 )
-def test_what_is_no_results_is_refused(text, says):
+def test_files_without_results_are_rejected(text, says):
     with pytest.raises(FindingsError, match="the text") as raised:
         from_json(text)
     assert says in str(raised.value)

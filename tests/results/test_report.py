@@ -115,7 +115,7 @@ RESULTS = Results(
 
 def text_of(html: str) -> str:
     """What a reader sees, on one line."""
-    seen: list[str] = []
+    recorded: list[str] = []
 
     class Reader(HTMLParser):
         hidden = False
@@ -124,10 +124,10 @@ def text_of(html: str) -> str:
             self.hidden = tag == "style"
 
         def handle_data(self, data: str) -> None:
-            seen.append("" if self.hidden else data)
+            recorded.append("" if self.hidden else data)
 
     Reader().feed(html)
-    return re.sub(r"\s+", " ", " ".join(seen))
+    return re.sub(r"\s+", " ", " ".join(recorded))
 
 
 def test_the_page_is_a_function_of_the_json() -> None:
@@ -187,25 +187,28 @@ def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> 
 
 
 def test_inconclusive_findings_are_no_good_news() -> None:
-    held, undecided = (
+    passing, inconclusive = (
         Finding("s/0", "it is so", True),
         Finding(
             "s/1", "it is so", None, sentence="inconclusive in bfloat16: the control is too small"
         ),
     )
-    assert verdict(Results("t", (held, undecided))) == ("none", "1 check holds; 1 inconclusive")
-    assert verdict(Results("t", (held, replace(held, holds=False), undecided))) == (
+    assert verdict(Results("t", (passing, inconclusive))) == (
+        "none",
+        "1 check holds; 1 inconclusive",
+    )
+    assert verdict(Results("t", (passing, replace(passing, holds=False), inconclusive))) == (
         "bad",
         "1 of 2 checks fails; 1 inconclusive",
     )
-    assert "○ 1 check holds; 1 inconclusive" in text_of(page(Results("t", (held, undecided))))
-    older = replace(undecided, sentence="cannot be told in bfloat16: the control is too small")
+    assert "○ 1 check holds; 1 inconclusive" in text_of(page(Results("t", (passing, inconclusive))))
+    older = replace(inconclusive, sentence="cannot be told in bfloat16: the control is too small")
     assert Results("t", (older,)).inconclusive == (older,)
 
 
 def test_everything_in_the_results_is_on_the_page() -> None:
     html = page(RESULTS)
-    seen = text_of(html)
+    text = text_of(html)
     for words in (
         (
             "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32 "
@@ -224,7 +227,7 @@ def test_everything_in_the_results_is_on_the_page() -> None:
         "How to repeat this regauge verify 'a model'",
         "seed 12345 versions torch 2.13.0 flags x, 1",
     ):
-        assert words in seen, words
+        assert words in text, words
     order = [
         "Symmetries of a model",
         "checks fail",
@@ -235,7 +238,7 @@ def test_everything_in_the_results_is_on_the_page() -> None:
         "What was not",
         "How to repeat",
     ]
-    assert [seen.index(words) for words in order] == sorted(seen.index(words) for words in order)
+    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
     assert (
         len(re.findall(r"(https?:)?//(?!www\.w3\.org)", re.sub(r"base64,[^\"]*", "", html))) == 0
     )  # nothing comes from a network
@@ -244,13 +247,13 @@ def test_everything_in_the_results_is_on_the_page() -> None:
 
 
 def test_the_summary_stays_short() -> None:
-    seen = text_of(
+    text = text_of(
         page(Results("t", tuple(Finding(f"s/{i}", f"statement {i}", False) for i in range(30))))
     )
-    assert "and 22 more, below" in seen
-    assert "statement 7 : fails." in seen
-    assert seen.count("statement 7") == 2
-    assert seen.count("statement 8") == 1
+    assert "and 22 more, below" in text
+    assert "statement 7 : fails." in text
+    assert text.count("statement 7") == 2
+    assert text.count("statement 8") == 1
 
 
 def test_panels() -> None:
@@ -325,7 +328,7 @@ def poisoned(value: Any, poison: str) -> Any:
             "xlabel",
             "ylabel",
         }
-        kept = fixed | {
+        allowed = fixed | {
             "rows",
             "columns",
             "images",
@@ -341,7 +344,7 @@ def poisoned(value: Any, poison: str) -> Any:
             "model",
             "dtype",
         }
-        kept |= {
+        allowed |= {
             "findings",
             "tables",
             "figures",
@@ -356,7 +359,9 @@ def poisoned(value: Any, poison: str) -> Any:
             "trials",
         }
         return {
-            k if k in kept else k + poison: v if k in ("kind", "regauge") else poisoned(v, poison)
+            k if k in allowed else k + poison: v
+            if k in ("kind", "regauge")
+            else poisoned(v, poison)
             for k, v in value.items()
         }
     if isinstance(value, list):
@@ -423,7 +428,7 @@ def test_images_are_what_they_were() -> None:
 
 
 def test_charts_say_what_they_show() -> None:
-    seen = text_of(page(RESULTS))
+    text = text_of(page(RESULTS))
     for words in (
         "step",
         "loss",
@@ -437,7 +442,7 @@ def test_charts_say_what_they_show() -> None:
         "1.0e-7",
         "0.5",
     ):
-        assert words in seen, words
+        assert words in text, words
     html = page(RESULTS)
     assert 'role="img" aria-labelledby="f0-title"' in html
     assert "#0101" not in html  # every stand-in has become a colour of the page
@@ -488,9 +493,7 @@ def test_charts_say_what_they_show() -> None:
         ),
     ],
 )
-def test_figures_that_are_none_are_refused_by_name(
-    kind: str, data: dict[str, Any], says: str
-) -> None:
+def test_invalid_figures_are_rejected(kind: str, data: dict[str, Any], says: str) -> None:
     with pytest.raises(FindingsError, match=says) as raised:
         page(Results("t", figures=(Figure("my figure", kind, data),)))
     assert '"my figure"' in str(raised.value)
@@ -530,7 +533,7 @@ def test_figures_that_are_none_are_refused_by_name(
         ),
     ],
 )
-def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
+def test_unusual_charts_are_rendered(kind: str, data: dict[str, Any]) -> None:
     assert 'aria-labelledby="f0-title"' in page(Results("t", figures=(Figure("f", kind, data),)))
 
 
@@ -543,7 +546,7 @@ def test_odd_charts_are_drawn(kind: str, data: dict[str, Any]) -> None:
         ({"trials": "5"}, "trials"),
     ],
 )
-def test_findings_that_are_none_are_refused_by_name(change: dict[str, Any], says: str) -> None:
+def test_invalid_findings_are_rejected(change: dict[str, Any], says: str) -> None:
     with pytest.raises(FindingsError, match="finding 'row/forward'") as raised:
         page(Results("t", (replace(RESULTS.findings[0], **change),)))
     assert says in str(raised.value)
@@ -575,11 +578,11 @@ def test_a_large_page_stays_small() -> None:
 
 @pytest.mark.parametrize("missing", ["jinja2", "matplotlib"])
 def test_without_the_extra(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == missing else found(name, *rest),
+        lambda name, *rest: None if name == missing else find_spec(name, *rest),
     )
     with pytest.raises(
         MissingExtraError, match=f"{missing} is required but not installed"
@@ -685,9 +688,9 @@ def test_in_a_browser(tmp_path: Path) -> None:
         Results(long, findings, (*RESULTS.tables, wide), (*RESULTS.figures, grid), facts, (long,))
     )
     assert browse(html, tmp_path) == ([360, 1280], [])
-    widths, said = browse(
+    widths, console = browse(
         html.replace("<main>", '<main><div style="width:2000px">x</div><script>1</script>'),
         tmp_path,
     )  # the test can fail
     assert min(widths) >= 2000
-    assert any("Content Security Policy" in line for line in said)
+    assert any("Content Security Policy" in line for line in console)

@@ -1,10 +1,11 @@
 """What one client can take of a server: memory while frames come, streams, places, and bytes that
-are no requests.
+are not requests.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from regauge.split.server import network as module
 from regauge.split.server.flow_control import FlowControl, StreamUsage
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
-from support.split_pairs import ADAMW, batch, made, optimizer_of, train
+from support.split_pairs import ADAMW, batch, make_model, optimizer_of, train
 
 pytest.importorskip("grpc")
 GOOD = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
@@ -37,7 +38,7 @@ def test_past_its_share_a_client_is_read_from_one_stream_at_a_time() -> None:
     with holdings.stream("ann") as a, holdings.stream("ann") as b, holdings.stream("bob") as c:
 
         def who() -> list[bool]:
-            return [holdings.may_read(held) for held in (a, b, c)]
+            return [holdings.may_read(usage) for usage in (a, b, c)]
 
         assert who() == [True, True, True]
         b.add(60)
@@ -62,11 +63,11 @@ def test_a_stream_that_ends_gives_back_what_it_held() -> None:
             a.add(1)
             assert not holdings.may_read(a)
             with (
-                pytest.raises(FrameError, match="ann has reached its limit of 2 streams") as found,
+                pytest.raises(FrameError, match="ann has reached its limit of 2 streams") as error,
                 holdings.stream("ann"),
             ):
                 pass
-            assert found.value.code == "busy"
+            assert error.value.code == "busy"
             with holdings.stream("bob"):
                 pass
         assert holdings.may_read(a)
@@ -94,7 +95,7 @@ def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     half = len(GOOD) // 2
     with (
-        Server(Host(made("gpt2"), limits=Limits(payload=2 * half))) as server,
+        Server(Host(make_model("gpt2"), limits=Limits(payload=2 * half))) as server,
         Grpc(f"127.0.0.1:{server.port}") as link,
     ):
         server.flow_control.share = 2 * half
@@ -120,7 +121,7 @@ def test_half_frames_of_many_streams_wait_for_each_other_and_are_all_answered(
 
 def test_streams_of_one_client_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_STREAMS", 2)
-    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+    with Server(Host(make_model("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
 
         async def run() -> None:
             one, two = await _stream(link, GOOD), await _stream(link, GOOD)
@@ -136,7 +137,7 @@ def test_streams_of_one_client_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_bytes_that_are_no_request_count_too() -> None:
     now = [0.0]
-    host = Host(made("gpt2"), quotas=Quotas(Quota(bytes=600), clock=lambda: now[0]))
+    host = Host(make_model("gpt2"), quotas=Quotas(Quota(bytes=600), clock=lambda: now[0]))
     broken = GOOD[:-1] + bytes([GOOD[-1] ^ 1]) + bytes(600)
     with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as link:
 
@@ -146,7 +147,7 @@ def test_bytes_that_are_no_request_count_too() -> None:
             waits = await _stream(link, GOOD)
             assert (
                 await asyncio.wait_for(waits.read(), 30) == b""
-            )  # it has used its minute, and is told that the server is there
+            )  # it has used its minute, and still learns that the server is healthy
             before = server.received
             await asyncio.sleep(0.1)
             assert server.received == before
@@ -157,16 +158,16 @@ def test_bytes_that_are_no_request_count_too() -> None:
 
 
 def test_a_known_client_takes_a_quarter_of_all_places() -> None:
-    host = Host(made("gpt2"), max_sessions=8)
+    host = Host(make_model("gpt2"), max_sessions=8)
     for _ in range(2):
-        connect(made("gpt2"), InProcess(host, "ann")).close()
+        connect(make_model("gpt2"), InProcess(host, "ann")).close()
     with pytest.raises(RefusedError, match="ann has 2 sessions, and its quota is 2"):
-        connect(made("gpt2"), InProcess(host, "ann"))
-    connect(made("gpt2"), InProcess(host, "bob")).close()
+        connect(make_model("gpt2"), InProcess(host, "ann"))
+    connect(make_model("gpt2"), InProcess(host, "bob")).close()
     for _ in range(5):
-        connect(made("gpt2"), InProcess(host)).close()  # without certificates all are one
+        connect(make_model("gpt2"), InProcess(host)).close()  # without certificates all are one
     with pytest.raises(RefusedError, match="has reached its limit of 8 sessions"):
-        connect(made("gpt2"), InProcess(host))
+        connect(make_model("gpt2"), InProcess(host))
 
 
 def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
@@ -174,7 +175,7 @@ def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
 ) -> None:
     monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 0.05)
     with (
-        Server(Host(made("gpt2"))) as server,
+        Server(Host(make_model("gpt2"))) as server,
         Grpc(f"127.0.0.1:{server.port}", compute_timeout=0.5) as link,
     ):
         server.flow_control.share = -1
@@ -185,14 +186,14 @@ def test_a_server_that_says_for_ever_that_it_computes_is_given_up(
 
 
 def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
-    class Nobody:
-        def exchange(self, request: object) -> bytes:
-            raise TransportError("nobody is there")
+    class Unreachable:
+        def exchange(self, request: Sequence[memoryview]) -> bytes:
+            raise TransportError("no server is listening")
 
     with pytest.raises(TransportError):
-        connect(made("gpt2"), Nobody(), journal=tmp_path / "a", patience=0.01)  # type: ignore[arg-type]
+        connect(make_model("gpt2"), Unreachable(), journal=tmp_path / "a", patience=0.01)
     assert not list((tmp_path / "a").iterdir())
-    host, mine = Host(made("gpt2"), ADAMW), made("gpt2")
+    host, mine = Host(make_model("gpt2"), ADAMW), make_model("gpt2")
     with connect(mine, InProcess(host), journal=tmp_path / "a"):
         train("gpt2", mine, optimizer_of(mine), range(1))
     session = FolderJournal(tmp_path / "a").session
@@ -201,11 +202,11 @@ def test_a_first_contact_that_fails_leaves_no_journal(tmp_path: Path) -> None:
     assert batch("gpt2", 0)
 
 
-def test_what_is_held_is_of_one_stream() -> None:
+def test_memory_is_counted_per_stream() -> None:
     peer: dict[StreamUsage, int] = {}
-    one, other = StreamUsage(peer), StreamUsage(peer)
-    one.add(3)
-    one.add(4)
-    assert (one.size, other.size) == (7, 0)
-    other.clear()
-    assert one.size == 7
+    first, second = StreamUsage(peer), StreamUsage(peer)
+    first.add(3)
+    first.add(4)
+    assert (first.size, second.size) == (7, 0)
+    second.clear()
+    assert first.size == 7

@@ -32,33 +32,33 @@ from regauge.split.protocol.frames import (
 )
 
 
-def whole(frame: Frame, codec: str = "") -> bytes:
+def encode_frame(frame: Frame, codec: str = "") -> bytes:
     return b"".join(encode(frame, codec))
 
 
-def packed(said: object, held: bytes = b"", **more: int) -> bytes:
-    """A frame with any table, and a header that fits it but for what is said otherwise."""
-    text = said if isinstance(said, bytes) else json.dumps(said).encode()
+def pack_frame(document: object, body: bytes = b"", **more: int) -> bytes:
+    """Encode any table with a matching header; `more` overrides header fields."""
+    text = document if isinstance(document, bytes) else json.dumps(document).encode()
     fields = {
         "version": VERSION,
         "kind": 3,
         "zero": 0,
         "table": len(text),
-        "payload": len(held),
+        "payload": len(body),
         "number": 7,
         **more,
     }
     bare = HEADER.pack(MAGIC, *fields.values(), b"")[:UNCHECKED_SIZE]
-    return bare + checksum(bare, text, held) + text + held
+    return bare + checksum(bare, text, body) + text + body
 
 
-def garbled(data: bytes, at: int = -1) -> bytes:
+def garble(data: bytes, at: int = -1) -> bytes:
     out = bytearray(data)
     out[at] ^= 1
     return bytes(out)
 
 
-def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     g = torch.Generator().manual_seed(1)
     if dtype.is_floating_point:
         return torch.randn(shape, generator=g).to(dtype)
@@ -70,35 +70,41 @@ SHAPES = [(), (0,), (3,), (2, 0, 4), (2, 3, 5)]
 
 def test_every_dtype_and_shape_comes_out_as_it_went_in() -> None:
     tensors = {
-        f"{name}{shape}": drawn(dtype, shape) for name, dtype in DTYPES.items() for shape in SHAPES
+        f"{name}{shape}": random_tensor(dtype, shape)
+        for name, dtype in DTYPES.items()
+        for shape in SHAPES
     }
-    tensors["turned"] = drawn(torch.float32, (4, 6)).T
+    tensors["turned"] = random_tensor(torch.float32, (4, 6)).T
     frame = Frame(Kind.FORWARD, 2**63, {"a": 1, "b": "ü", "c": [True, None, 0.5]}, tensors)
-    found = decode(whole(frame))
-    assert (found.kind, found.number, found.values) == (frame.kind, frame.number, frame.values)
-    assert list(found.tensors) == list(tensors)
+    decoded = decode(encode_frame(frame))
+    assert (decoded.kind, decoded.number, decoded.values) == (
+        frame.kind,
+        frame.number,
+        frame.values,
+    )
+    assert list(decoded.tensors) == list(tensors)
     for name, tensor in tensors.items():
-        assert found.tensors[name].dtype == tensor.dtype
-        assert torch.equal(found.tensors[name], tensor)
+        assert decoded.tensors[name].dtype == tensor.dtype
+        assert torch.equal(decoded.tensors[name], tensor)
 
 
 def test_codecs() -> None:
     x = {
-        "x": drawn(torch.float32, (4, 5, 300)),
+        "x": random_tensor(torch.float32, (4, 5, 300)),
         "ids": torch.arange(5),
         "zero": torch.zeros(2, 3),
-        "wide": drawn(torch.float64, (7, 8)),
+        "wide": random_tensor(torch.float64, (7, 8)),
     }
     size, errors = {}, {}
     for codec in ("", "BF16", "F16", "Q8"):
-        data = whole(Frame(Kind.OUTPUT, 0, {}, x), codec)
-        found = decode(data).tensors
-        assert all(found[n].dtype == t.dtype for n, t in x.items())
-        assert torch.equal(found["ids"], x["ids"])
-        assert torch.equal(found["zero"], x["zero"])
+        data = encode_frame(Frame(Kind.OUTPUT, 0, {}, x), codec)
+        tensors = decode(data).tensors
+        assert all(tensors[n].dtype == t.dtype for n, t in x.items())
+        assert torch.equal(tensors["ids"], x["ids"])
+        assert torch.equal(tensors["zero"], x["zero"])
         size[codec], errors[codec] = (
             len(data),
-            float((found["x"] - x["x"]).abs().max() / x["x"].abs().max()),
+            float((tensors["x"] - x["x"]).abs().max() / x["x"].abs().max()),
         )
     assert errors[""] == 0
     assert 0 < errors["F16"] < errors["BF16"] < 2**-8
@@ -109,14 +115,14 @@ def test_codecs() -> None:
 
 def test_chunks_and_frames_that_follow_each_other() -> None:
     frames = [
-        Frame(Kind.FORWARD, i, {}, {"x": drawn(torch.float32, (n,))})
+        Frame(Kind.FORWARD, i, {}, {"x": random_tensor(torch.float32, (n,))})
         for i, n in enumerate((10, 700_000, 3))
     ]
-    stream = b"".join(whole(f) for f in frames)
+    stream = b"".join(encode_frame(f) for f in frames)
     assert [len(c) for c in chunks(encode(frames[1]))] == [
         CHUNK,
         CHUNK,
-        len(whole(frames[1])) - 2 * CHUNK,
+        len(encode_frame(frames[1])) - 2 * CHUNK,
     ]
     for step in (1 << 20, 4096, 33):
         box, found = Assembler(), []
@@ -137,50 +143,50 @@ ROW = ["x", "F32", [2], ""]
     [
         (b"", "length"),
         (b"GET / HTTP/1.1\r\n" + bytes(32), "magic"),
-        (packed({}, version=VERSION + 1), "version"),
-        (packed({}, version=1), "version"),
-        (packed({}, kind=0), "kind"),
-        (packed({}, kind=99), "kind"),
-        (packed({}, zero=1), "kind"),
-        (packed({}, table=1 << 20), "limit"),
-        (packed({}, payload=1 << 40), "limit"),
-        (packed({}, table=1), "length"),
-        (garbled(packed({"values": {}, "tensors": [ROW]}, bytes(8))), "checksum"),
-        (garbled(packed({"values": {}, "tensors": [ROW]}, bytes(8)), 20), "checksum"),
-        (packed({}), "table"),
-        (packed([]), "table"),
-        (packed(b"{"), "table"),
-        (packed(b"[" * 60000), "table"),
-        (packed(b'{"values": {"a": NaN}, "tensors": []}'), "table"),
-        (packed({"values": [], "tensors": []}), "table"),
-        (packed({"values": {}, "tensors": {}}), "limit"),
-        (packed({"values": {}, "tensors": [ROW] * 65}), "limit"),
-        (packed({"values": {}, "tensors": [["x"]]}), "table"),
-        (packed({"values": {}, "tensors": [[1, "F32", [2], ""]]}), "table"),
-        (packed({"values": {}, "tensors": [ROW, ROW]}, bytes(16)), "table"),
-        (packed({"values": {}, "tensors": [["x", "F99", [2], ""]]}), "dtype"),
-        (packed({"values": {}, "tensors": [["x", [], [2], ""]]}), "table"),
-        (packed({"values": {}, "tensors": [["x", "I64", [2], "Q8"]]}), "dtype"),
-        (packed({"values": {}, "tensors": [["x", "F32", [], "Q8"]]}), "dtype"),
-        (packed({"values": {}, "tensors": [["x", "F32", [-1], ""]]}), "shape"),
-        (packed({"values": {}, "tensors": [["x", "F32", [True], ""]]}), "shape"),
-        (packed({"values": {}, "tensors": [["x", "F32", [1.5], ""]]}), "shape"),
-        (packed({"values": {}, "tensors": [["x", "F32", [1] * 9, ""]]}), "shape"),
-        (packed({"values": {}, "tensors": [["x", "F32", [1 << 39, 1 << 39], ""]]}), "shape"),
-        (packed({"values": {}, "tensors": [["x", "F32", [1 << 30], ""]]}, bytes(8)), "length"),
-        (packed({"values": {}, "tensors": [ROW]}, bytes(9)), "length"),
-        (packed({"values": {}, "tensors": [ROW]}, bytes(7)), "length"),
+        (pack_frame({}, version=VERSION + 1), "version"),
+        (pack_frame({}, version=1), "version"),
+        (pack_frame({}, kind=0), "kind"),
+        (pack_frame({}, kind=99), "kind"),
+        (pack_frame({}, zero=1), "kind"),
+        (pack_frame({}, table=1 << 20), "limit"),
+        (pack_frame({}, payload=1 << 40), "limit"),
+        (pack_frame({}, table=1), "length"),
+        (garble(pack_frame({"values": {}, "tensors": [ROW]}, bytes(8))), "checksum"),
+        (garble(pack_frame({"values": {}, "tensors": [ROW]}, bytes(8)), 20), "checksum"),
+        (pack_frame({}), "table"),
+        (pack_frame([]), "table"),
+        (pack_frame(b"{"), "table"),
+        (pack_frame(b"[" * 60000), "table"),
+        (pack_frame(b'{"values": {"a": NaN}, "tensors": []}'), "table"),
+        (pack_frame({"values": [], "tensors": []}), "table"),
+        (pack_frame({"values": {}, "tensors": {}}), "limit"),
+        (pack_frame({"values": {}, "tensors": [ROW] * 65}), "limit"),
+        (pack_frame({"values": {}, "tensors": [["x"]]}), "table"),
+        (pack_frame({"values": {}, "tensors": [[1, "F32", [2], ""]]}), "table"),
+        (pack_frame({"values": {}, "tensors": [ROW, ROW]}, bytes(16)), "table"),
+        (pack_frame({"values": {}, "tensors": [["x", "F99", [2], ""]]}), "dtype"),
+        (pack_frame({"values": {}, "tensors": [["x", [], [2], ""]]}), "table"),
+        (pack_frame({"values": {}, "tensors": [["x", "I64", [2], "Q8"]]}), "dtype"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [], "Q8"]]}), "dtype"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [-1], ""]]}), "shape"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [True], ""]]}), "shape"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [1.5], ""]]}), "shape"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [1] * 9, ""]]}), "shape"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [1 << 39, 1 << 39], ""]]}), "shape"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [1 << 30], ""]]}, bytes(8)), "length"),
+        (pack_frame({"values": {}, "tensors": [ROW]}, bytes(9)), "length"),
+        (pack_frame({"values": {}, "tensors": [ROW]}, bytes(7)), "length"),
         (
-            packed(
+            pack_frame(
                 {"values": {}, "tensors": [["x", "F64", [1 << 28], "BITS"]]}, bytes(16 + (1 << 25))
             ),
             "limit",
         ),
-        (packed({"values": {}, "tensors": [["x", "F32", [9], "BITS"]]}, bytes(9)), "length"),
+        (pack_frame({"values": {}, "tensors": [["x", "F32", [9], "BITS"]]}, bytes(9)), "length"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_frame_is_refused_by_code(data: bytes, code: str) -> None:
+def test_invalid_frames_are_rejected_with_a_code(data: bytes, code: str) -> None:
     with pytest.raises(FrameError) as caught:
         decode(data)
     assert caught.value.code == code
@@ -189,7 +195,7 @@ def test_what_is_no_frame_is_refused_by_code(data: bytes, code: str) -> None:
 def test_limits_are_looked_at_before_anything_is_held() -> None:
     box = Assembler(Limits(payload=100))
     with pytest.raises(FrameError) as caught:
-        list(box.feed(packed({"values": {}, "tensors": []}, payload=101)[: HEADER.size]))
+        list(box.feed(pack_frame({"values": {}, "tensors": []}, payload=101)[: HEADER.size]))
     assert caught.value.code == "limit"
     assert box.buffer is None
     for limits, code in (
@@ -198,7 +204,7 @@ def test_limits_are_looked_at_before_anything_is_held() -> None:
         (Limits(table=4), "limit"),
     ):
         with pytest.raises(FrameError) as caught:
-            decode(packed({"values": {}, "tensors": [ROW]}, bytes(8)), limits)
+            decode(pack_frame({"values": {}, "tensors": [ROW]}, bytes(8)), limits)
         assert caught.value.code == code
 
 
@@ -209,7 +215,7 @@ def test_what_does_not_cross_is_refused_where_it_is() -> None:
         encode(Frame(Kind.FORWARD), "zip")
 
 
-GOOD = whole(
+GOOD = encode_frame(
     Frame(Kind.FORWARD, 5, {"a": 1}, {"x": torch.arange(6.0).view(2, 3), "ids": torch.arange(3)})
 )
 
@@ -248,8 +254,8 @@ def test_mutants_are_frames_or_typed_errors(data: st.DataObject) -> None:
 @given(st.data())
 def test_what_happens_to_bytes_on_their_way_is_found(data: st.DataObject) -> None:
     """Any burst, any two words that are swapped, any end that is cut off."""
-    held = torch.arange(600, dtype=torch.int32)
-    good = whole(Frame(Kind.FORWARD, 5, {"a": 1}, {"x": held}))
+    values = torch.arange(600, dtype=torch.int32)
+    good = encode_frame(Frame(Kind.FORWARD, 5, {"a": 1}, {"x": values}))
     bad = bytearray(good)
     match data.draw(st.sampled_from(["burst", "swap", "cut"])):
         case "burst":
@@ -295,9 +301,9 @@ def test_masks_of_two_values_cross_as_bits_and_come_out_bit_for_bit(data: st.Dat
     mask = bits.view(dtype) if shape else bits.reshape(1).view(dtype).reshape(())
     frame = Frame(Kind.FORWARD, 1, {}, {"mask": mask})
     parts = encode(frame, data.draw(st.sampled_from(["", "BF16", "Q8"])), exact=("mask",))
-    found = decode(b"".join(parts)).tensors["mask"]
-    assert (found.dtype, found.shape) == (dtype, mask.shape)
-    assert torch.equal(found.reshape(-1).view(integers), mask.reshape(-1).view(integers))
+    tensors = decode(b"".join(parts)).tensors["mask"]
+    assert (tensors.dtype, tensors.shape) == (dtype, mask.shape)
+    assert torch.equal(tensors.reshape(-1).view(integers), mask.reshape(-1).view(integers))
     assert (b'"BITS"' in bytes(parts[0])) == (
         mask.numel() >= 64 and len(set(bits.reshape(-1).tolist())) < 3
     )
@@ -316,13 +322,13 @@ def test_masks_of_models_cross_as_bits() -> None:
     )
     data = b"".join(encode(plain, exact=("causal", "hidden", "rows")))
     assert len(data) < features.numel() * 4 + 2 * 8 * 64 * 64 // 8 + 8 * 64 // 8 + 400
-    found = decode(data).tensors
-    assert all(torch.equal(found[name], tensor) for name, tensor in plain.tensors.items())
+    tensors = decode(data).tensors
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in plain.tensors.items())
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_a_header_alone_costs_nothing() -> None:
-    head = packed({"values": {}, "tensors": []}, payload=1 << 30)[: HEADER.size]
+    head = pack_frame({"values": {}, "tensors": []}, payload=1 << 30)[: HEADER.size]
     before = resident()
     boxes = [Assembler() for _ in range(16)]
     for box in boxes:

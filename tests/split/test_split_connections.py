@@ -23,16 +23,16 @@ from regauge.split.server.connections import (
     server_options,
 )
 from regauge.split.server.network import Grpc, Server
-from support.split_pairs import ADAMW, batch, made
+from support.split_pairs import ADAMW, batch, make_model
 
 WATCH = "/grpc.health.v1.Health/Watch"
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    with Server(Host(made("gpt2"), ADAMW)) as found:
-        yield found
-        found.stop(0.0)
+    with Server(Host(make_model("gpt2"), ADAMW)) as running:
+        yield running
+        running.stop(0.0)
 
 
 def test_watch_streams_are_bounded_per_client(server: Server) -> None:
@@ -64,11 +64,11 @@ def test_watch_streams_are_bounded_in_all() -> None:
         assert admitted
 
 
-def closed(one: socket.socket, seconds: float) -> bool:
+def is_closed(connection: socket.socket, seconds: float) -> bool:
     """Return whether the other side closes a connection within some seconds."""
-    one.settimeout(seconds)
+    connection.settimeout(seconds)
     try:
-        return one.recv(1) == b""
+        return connection.recv(1) == b""
     except ConnectionResetError:
         return True
     except TimeoutError:
@@ -81,13 +81,13 @@ def test_connections_without_a_handshake_are_bounded_and_end(
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)
     monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 2)
     tls = make_certificates(tmp_path, ["127.0.0.1"], ["ann"])
-    with Server(Host(made("gpt2"), ADAMW), tls=tls["server"]) as server, ExitStack() as stack:
+    with Server(Host(make_model("gpt2"), ADAMW), tls=tls["server"]) as server, ExitStack() as stack:
         idle = [
             stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 30))
             for _ in range(40)
         ]
-        assert closed(idle[-1], 30)  # past the bound: at once
-        model = made("gpt2")
+        assert is_closed(idle[-1], 30)  # past the bound: at once
+        model = make_model("gpt2")
         with (
             Grpc(f"127.0.0.1:{server.port}", tls=tls["ann"]) as network,
             connect(model, network, patience=60),
@@ -96,7 +96,7 @@ def test_connections_without_a_handshake_are_bounded_and_end(
                 **batch("gpt2", 0)
             ).loss.backward()  # a client gets through when handshakes have timed out
         assert server.host.step == 1
-        assert all(closed(one, 30) for one in idle)
+        assert all(is_closed(one, 30) for one in idle)
         server.stop(0.0)
 
 

@@ -29,20 +29,29 @@ from support.split_pairs import (
     ADAMW,
     KINDS,
     Faulty,
+    assemble_state,
     columns,
-    locked,
-    made,
+    lock_backbone,
+    make_model,
     optimizer_of,
     same,
-    whole,
 )
-from support.split_processes import SECRET, Child, calm, client, ended, kept, server, trained
+from support.split_processes import (
+    SECRET,
+    Child,
+    calm,
+    client,
+    end_server,
+    saved_weights,
+    server,
+    train_steps,
+)
 
 COUNT = int(os.environ.get("REGAUGE_SOAK", "2"))
 IS_SOAK = "REGAUGE_SOAK" in os.environ
 EACH = 3  # steps between two faults
 STEPS = EACH * (COUNT + 1)
-FOUND = RESUMED = 5.0  # seconds
+DETECTED = RESUMED = 5.0  # seconds
 
 
 def free_port() -> int:
@@ -64,13 +73,13 @@ class Run:
         self.client.pipe.send(EACH * (fault + 1))
         at = EACH * fault + self.random.randrange(2)
         while self.reached < at:
-            self.reached = self.client.said("step")[1]
+            self.reached = self.client.receive("step")[1]
         time.sleep(self.random.uniform(0, 0.02))
 
     def finish(self) -> None:
         self.client.pipe.send(STEPS)
-        self.client.said("end")
-        ended(self.server)
+        self.client.receive("end")
+        end_server(self.server)
 
     def close(self) -> None:
         for child in (self.client, self.server):
@@ -90,7 +99,7 @@ def test_a_server_that_is_killed(run: Run) -> None:
         run.server.kill()
         run.server = server(run.port, run.folder)
     run.finish()
-    assert same(kept(run.folder, STEPS), calm(STEPS))
+    assert same(saved_weights(run.folder, STEPS), calm(STEPS))
 
 
 def test_a_client_that_is_killed(run: Run) -> None:
@@ -100,7 +109,7 @@ def test_a_client_that_is_killed(run: Run) -> None:
         run.client = client(run.port, run.folder, STEPS)
         run.reached = -1
     run.finish()
-    assert same(kept(run.folder, STEPS), calm(STEPS))
+    assert same(saved_weights(run.folder, STEPS), calm(STEPS))
 
 
 @pytest.mark.parametrize("which", ["server", "client"])
@@ -118,14 +127,14 @@ def test_a_process_that_hangs(run: Run, which: str) -> None:
         hung.signal(signal.SIGCONT)
         back = time.monotonic()
         if IS_SOAK and which == "server":
-            assert run.client.said("broken")[2] - stopped < FOUND
+            assert run.client.receive("broken")[2] - stopped < DETECTED
         until = EACH * (fault + 1)
         while run.reached < until:
-            _, run.reached, when = run.client.said("step")
+            _, run.reached, when = run.client.receive("step")
             if IS_SOAK and run.reached == until:
                 assert when - back < RESUMED
     run.finish()
-    assert same(kept(run.folder, STEPS), calm(STEPS))
+    assert same(saved_weights(run.folder, STEPS), calm(STEPS))
 
 
 ROWS = 256
@@ -133,9 +142,9 @@ ROWS = 256
 
 def test_a_connection_that_is_reset_in_the_middle_of_a_frame(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path)
-    mine, dice = made("gpt2"), random.Random(1)
+    mine, dice = make_model("gpt2"), random.Random(1)
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with (
         Server(host, tls=tls["server"]) as served,
         Proxy(served.port) as way,
@@ -149,17 +158,17 @@ def test_a_connection_that_is_reset_in_the_middle_of_a_frame(tmp_path: Path) -> 
                 )  # a step moves four tensors of that size
 
         with connect(mine, network, element=g, rows="batch", secret=SECRET):
-            trained(mine, optimizer_of(mine), range(STEPS), ROWS, after)
+            train_steps(mine, optimizer_of(mine), range(STEPS), ROWS, after)
         assert way.resets == COUNT
         assert way.connections > COUNT
     assert host.step == STEPS
-    assert same(whole(mine, host, g), calm(STEPS, ROWS))
+    assert same(assemble_state(mine, host, g), calm(STEPS, ROWS))
 
 
 def test_a_network_that_is_parted_for_a_while() -> None:
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     parted: list[float] = []
     with (
         Server(host) as served,
@@ -176,30 +185,30 @@ def test_a_network_that_is_parted_for_a_while() -> None:
                 way.part(seconds)
 
         with connect(mine, network, element=g, rows="batch", secret=SECRET):
-            trained(mine, optimizer_of(mine), range(STEPS), after=after)
+            train_steps(mine, optimizer_of(mine), range(STEPS), after=after)
     assert len(parted) == COUNT
-    assert same(whole(mine, host, g), calm(STEPS))
+    assert same(assemble_state(mine, host, g), calm(STEPS))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frames_that_are_lost_repeated_reordered_or_cut(kind: str) -> None:
-    mine = made("gpt2")
+def test_frames_that_are_dropped_repeated_reordered_or_truncated(kind: str) -> None:
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     network = Faulty(lambda: host, 0, rate=0.4, kinds=(kind,))
     with connect(mine, network, element=g, rows="batch", secret=SECRET) as link:
         link.log.sleep = lambda _: None
-        trained(mine, optimizer_of(mine), range(STEPS), rows=2)
+        train_steps(mine, optimizer_of(mine), range(STEPS), rows=2)
     assert network.faults[kind] >= COUNT
     assert host.step == STEPS
-    assert same(whole(mine, host, g), calm(STEPS, 2))
+    assert same(assemble_state(mine, host, g), calm(STEPS, 2))
 
 
 def test_a_way_with_delay_stalls_and_resets_is_the_local_run() -> None:
     """As bad as a mobile network: 50 ms each way, a stall and a reset now and then."""
-    mine, dice = made("gpt2"), random.Random(2)
+    mine, dice = make_model("gpt2"), random.Random(2)
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with (
         Server(host) as served,
         Proxy(served.port, delay=0.05) as way,
@@ -213,28 +222,28 @@ def test_a_way_with_delay_stalls_and_resets_is_the_local_run() -> None:
                 way.reset_after(dice.randrange(1, 300_000))
 
         with connect(mine, network, element=g, rows="batch", secret=SECRET):
-            trained(mine, optimizer_of(mine), range(STEPS), after=after)
+            train_steps(mine, optimizer_of(mine), range(STEPS), after=after)
         assert way.resets > 0
-    assert same(whole(mine, host, g), calm(STEPS))
+    assert same(assemble_state(mine, host, g), calm(STEPS))
 
 
 @pytest.mark.slow
 def test_a_slow_link_is_not_taken_for_a_hung_peer() -> None:
     """A frame takes longer than any ping may: 2 MiB at 200 kB/s."""
     rows = 1400
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with (
         Server(host) as served,
         Proxy(served.port, rate=200e3) as way,
         Grpc(f"127.0.0.1:{way.port}") as network,
     ):
         with connect(mine, network, element=g, rows="batch", secret=SECRET, patience=5):
-            trained(mine, optimizer_of(mine), range(1), rows)
+            train_steps(mine, optimizer_of(mine), range(1), rows)
         assert way.connections == 1  # nothing broke
         assert way.crossed[0] > 2 * rows * 16 * 12 * 8
-    assert same(whole(mine, host, g), calm(1, rows))
+    assert same(assemble_state(mine, host, g), calm(1, rows))
 
 
 def test_threads_are_fixed() -> None:

@@ -33,7 +33,7 @@ from regauge.split.protocol.frames import (
     decode,
 )
 from regauge.split.protocol.transport import deliver
-from support.frame_mutants import SESSION, fitted, in_bytes, mutated, requests
+from support.frame_mutants import SESSION, fit_header, in_bytes, mutate, requests
 
 COUNT = int(os.environ.get("REGAUGE_SOAK", "600"))
 ROOM = 256 << 20  # what a process may grow by: buffers, graphs, and what allocators keep
@@ -55,7 +55,7 @@ def _no_hang() -> Iterator[None]:
 
 
 @contextmanager
-def watched() -> Iterator[None]:
+def limit_memory() -> Iterator[None]:
     """What is done here must not take long; what the test does in between may."""
     signal.setitimer(signal.ITIMER_REAL, 1.0 if "REGAUGE_SOAK" in os.environ else 30.0)
     try:
@@ -79,15 +79,15 @@ def test_mutated_frames_are_answered(name: str) -> None:
             host, _ = requests(name)
             session = host.sessions[SESSION]
         done = session.done
-        data = mutated(good, dice, done)
+        data = mutate(good, dice, done)
         step = dice.choice((17, 1000, 1 << 20))
         try:
-            with watched():
+            with limit_memory():
                 reply = decode(
                     deliver(host, [data[at : at + step] for at in range(0, len(data), step)])
                 )
         except TransportError:
-            codes["half"] += 1  # what is no whole frame is never answered
+            codes["half"] += 1  # an incomplete frame is never answered
             continue
         codes[reply.values["code"] if reply.kind is Kind.ERROR else reply.kind.name] += 1
         assert reply.kind is not Kind.ERROR or reply.values["code"]
@@ -130,7 +130,7 @@ def test_streams_of_mutants_are_cut_or_refused() -> None:
         )
         box, size = Assembler(limits), dice.choice((1, 50, 5000)) if len(stream) < 9000 else 5000
         try:
-            with watched():
+            with limit_memory():
                 for at in range(0, len(stream), size):
                     for frame in box.feed(stream[at : at + size]):
                         assert (
@@ -151,12 +151,12 @@ def test_every_dtype_and_codec_that_a_table_may_name_is_read_or_refused() -> Non
         for codec in (*CODECS, BITS, "zip"):
             for shape in ([], [0], [64], [2, 64]):
                 text = json.dumps({"values": {}, "tensors": [["x", dtype, shape, codec]]}).encode()
-                for held in (b"", bytes(24), bytes(64), b"\xff" * 512, bytes(1024)):
-                    head = bytearray(HEADER.pack(b"rgsp", 2, 3, 0, len(text), len(held), 1, b""))
+                for payload in (b"", bytes(24), bytes(64), b"\xff" * 512, bytes(1024)):
+                    head = bytearray(HEADER.pack(b"rgsp", 2, 3, 0, len(text), len(payload), 1, b""))
                     with suppress(FrameError):
-                        (found,) = decode(fitted(head + text + held)).tensors.values()
-                        assert list(found.shape) == shape
-                        assert DTYPE_NAMES[found.dtype] == dtype
+                        (decoded,) = decode(fit_header(head + text + payload)).tensors.values()
+                        assert list(decoded.shape) == shape
+                        assert DTYPE_NAMES[decoded.dtype] == dtype
 
 
 def resident() -> int:

@@ -39,7 +39,7 @@ from regauge.split.protocol.frames import (
 from regauge.split.protocol.transport import deliver
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
-from support.split_pairs import ADAMW, batch, made, optimizer_of, same, train
+from support.split_pairs import ADAMW, batch, make_model, optimizer_of, same, train
 
 pytest.importorskip("grpc")
 
@@ -67,19 +67,19 @@ def raw(kind: int, number: int, table: bytes, payload: bytes = b"") -> bytes:
     return bare + checksum(bare, table, payload) + table + payload
 
 
-def said(host: Host, data: bytes, peer: str = "") -> Frame:
+def exchange(host: Host, data: bytes, peer: str = "") -> Frame:
     return decode(deliver(host, [data], peer))
 
 
-def opened(host: Host, peer: str = "") -> bytes:
+def open_session(host: Host, peer: str = "") -> bytes:
     """The bytes of a first training request, whose session is there and which was not sent."""
-    spare = Host(made("gpt2"), ADAMW)
-    mine = made("gpt2")
+    spare = Host(make_model("gpt2"), ADAMW)
+    mine = make_model("gpt2")
     tap = Tapped(spare)
     with connect(mine, tap):
         mine(**batch("gpt2", 0)).loss.backward()
     hello, forward = tap.sent[0], next(d for d in tap.sent if decode(d).kind is Kind.FORWARD)
-    assert said(host, hello, peer).kind is Kind.WELCOME
+    assert exchange(host, hello, peer).kind is Kind.WELCOME
     return forward
 
 
@@ -88,30 +88,32 @@ def with_value(data: bytes, name: str, value: str) -> bytes:
     program would.
     """
     table, payload = HEADER.unpack_from(data)[4:6]
-    found = json.loads(data[HEADER.size : HEADER.size + table])
-    text = json.dumps(found, ensure_ascii=False).replace(
+    report = json.loads(data[HEADER.size : HEADER.size + table])
+    text = json.dumps(report, ensure_ascii=False).replace(
         '{"values": {', f'{{"values": {{"{name}": {value}, ', 1
     )
     return raw(data[5], HEADER.unpack_from(data)[6], text.encode(), data[len(data) - payload :])
 
 
 def test_a_request_cannot_make_the_checkpoint_unwritable(tmp_path: Path) -> None:
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path)
-    forward = opened(host)
-    assert said(host, with_value(forward, "x", "1e999")).values["code"] == "table"
-    assert said(host, with_value(forward, "x", "1e99")).kind is Kind.OUTPUT
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path)
+    forward = open_session(host)
+    assert exchange(host, with_value(forward, "x", "1e999")).values["code"] == "table"
+    assert exchange(host, with_value(forward, "x", "1e99")).kind is Kind.OUTPUT
     host.save()
 
 
 def test_a_request_cannot_make_the_checkpoint_unreadable(tmp_path: Path) -> None:
     """Its table is within the limits in UTF-8, and is not when it is written with escapes."""
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path)
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path)
     assert (
-        said(host, with_value(opened(host), "x", '"' + "\u4e2d" * 20_000 + '"')).kind is Kind.OUTPUT
+        exchange(host, with_value(open_session(host), "x", '"' + "\u4e2d" * 20_000 + '"')).kind
+        is Kind.OUTPUT
     )
     host.save()
     assert (
-        len(next(iter(Host(made("gpt2"), ADAMW, folder=tmp_path).sessions.values())).pending) == 1
+        len(next(iter(Host(make_model("gpt2"), ADAMW, folder=tmp_path).sessions.values())).pending)
+        == 1
     )
 
 
@@ -133,13 +135,13 @@ def test_shapes_that_overflow_behind_a_zero_are_refused(shape: list[int]) -> Non
 
 
 def test_refusals_tell_nothing_of_others_sessions() -> None:
-    host = Host(made("gpt2"), ADAMW)
-    mine = made("gpt2")
+    host = Host(make_model("gpt2"), ADAMW)
+    mine = make_model("gpt2")
     with connect(mine, InProcess(host, "bob")) as link:
         train("gpt2", mine, optimizer_of(mine), range(2))
-        asked = b"".join(encode(Frame(Kind.STEP, 99, {"session": link.log.journal.session})))
-    assert said(host, asked, "bob").values["done"] == 4
-    refused = said(host, asked, "ann").values
+        request = b"".join(encode(Frame(Kind.STEP, 99, {"session": link.log.journal.session})))
+    assert exchange(host, request, "bob").values["done"] == 4
+    refused = exchange(host, request, "ann").values
     assert (refused["code"], refused["done"], refused["saved"]) == ("session", 0, 0)
 
 
@@ -157,13 +159,13 @@ def full_disk(most: int = 4096) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
+def test_a_failing_checkpoint_does_not_reject_completed_steps(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine, calm = made("gpt2"), made("gpt2")
+    mine, calm = make_model("gpt2"), make_model("gpt2")
     host, other = (
-        Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=2),
-        Host(made("gpt2"), ADAMW),
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path, save_every=2),
+        Host(make_model("gpt2"), ADAMW),
     )
     optimizer = optimizer_of(mine)
     with connect(mine, InProcess(host)) as link:
@@ -191,8 +193,10 @@ def test_a_checkpoint_that_fails_is_no_reason_to_refuse_what_was_done(
 
 @pytest.mark.parametrize(("size", "accumulate"), [(1e30, 1), (2.5e38, 4)])
 def test_gradients_that_overflow_later_are_refused_now(size: float, accumulate: int) -> None:
-    host = Host(made("gpt2", torch.float32), OptimizerConfig("adamw", 1e-3, accumulate=accumulate))
-    mine = made("gpt2", torch.float32)
+    host = Host(
+        make_model("gpt2", torch.float32), OptimizerConfig("adamw", 1e-3, accumulate=accumulate)
+    )
+    mine = make_model("gpt2", torch.float32)
     with connect(mine, InProcess(host)):
         with pytest.raises(FrameError, match="and their squares must be finite"):
             (mine(**batch("gpt2", 0, torch.float32)).logits.mean() * size).backward()
@@ -214,30 +218,32 @@ def test_a_session_that_is_over_is_not_taken_again(tmp_path: Path, how: str) -> 
     """The client's journal still has all requests: no checkpoint was there to say that they are
     kept.
     """
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=1000, max_sessions=1, idle=0.0)
-    mine, journal = made("gpt2"), MemoryJournal()
+    host = Host(
+        make_model("gpt2"), ADAMW, folder=tmp_path, save_every=1000, max_sessions=1, idle=0.0
+    )
+    mine, journal = make_model("gpt2"), MemoryJournal()
     with connect(mine, InProcess(host), journal=journal) as link:
         train("gpt2", mine, optimizer_of(mine), range(2))
         if how == "ended":
             link.end()
     if how == "idle":
-        connect(made("gpt2"), InProcess(host)).close()  # takes its place
+        connect(make_model("gpt2"), InProcess(host)).close()  # takes its place
     before = host.backbone()
     assert sorted(journal.requests) == [1, 2, 3, 4]
     host.save()
-    for server in (host, Host(made("gpt2"), ADAMW, folder=tmp_path)):
+    for server in (host, Host(make_model("gpt2"), ADAMW, folder=tmp_path)):
         with pytest.raises(RefusedError, match="the session has ended") as error:
             link.log.flush() if server is host else connect(
-                made("gpt2"), InProcess(server), journal=journal
+                make_model("gpt2"), InProcess(server), journal=journal
             )
         assert error.value.code == "ended"
         assert server.step == 2
         assert same(server.backbone(), before)
 
 
-def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Path) -> None:
+def test_a_server_that_crashes_again_during_recovery(tmp_path: Path) -> None:
     def fresh(folder: str) -> Host:
-        return Host(made("gpt2"), ADAMW, folder=tmp_path / folder, save_every=1000)
+        return Host(make_model("gpt2"), ADAMW, folder=tmp_path / folder, save_every=1000)
 
     class Lost(Tapped):
         def exchange(self, request: Sequence[memoryview]) -> Bytes:
@@ -249,8 +255,8 @@ def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Pat
             return super().exchange(request)
 
     mine, calm, host, spare = (
-        made("gpt2"),
-        made("gpt2"),
+        make_model("gpt2"),
+        make_model("gpt2"),
         fresh("calm"),
         [fresh("lost"), fresh("lost")],
     )
@@ -265,61 +271,61 @@ def test_a_server_that_is_lost_again_while_it_is_told_what_it_lost(tmp_path: Pat
 
 
 def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
-    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), idle=1000.0)
-    connect(made("gpt2"), InProcess(host, "ann")).close()
+    host = Host(make_model("gpt2"), quotas=Quotas(Quota(sessions=1)), idle=1000.0)
+    connect(make_model("gpt2"), InProcess(host, "ann")).close()
     with pytest.raises(RefusedError, match="its quota is 1"):
-        connect(made("gpt2"), InProcess(host, "ann"))
-    connect(made("gpt2"), InProcess(host, "bob")).close()
+        connect(make_model("gpt2"), InProcess(host, "ann"))
+    connect(make_model("gpt2"), InProcess(host, "bob")).close()
     host.idle = 0.0
-    connect(made("gpt2"), InProcess(host, "ann")).close()
+    connect(make_model("gpt2"), InProcess(host, "ann")).close()
     assert sorted(s.peer for s in host.sessions.values()) == ["ann", "bob"]
 
 
-def test_who_is_refused_takes_nobodys_place() -> None:
-    """Carol is idle and the server full: bob, at his quota, is told no, and carol stays; dave takes
+def test_rejected_clients_take_no_slot() -> None:
+    """Carol is idle and the server full: bob, at his quota, is rejected, and carol stays; dave takes
     her place. A client over a quota that was lowered loses none of its sessions by asking in vain.
     """
-    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1)), max_sessions=2, idle=100.0)
+    host = Host(make_model("gpt2"), quotas=Quotas(Quota(sessions=1)), max_sessions=2, idle=100.0)
     for peer in ("carol", "bob"):
-        connect(made("gpt2"), InProcess(host, peer)).close()
+        connect(make_model("gpt2"), InProcess(host, peer)).close()
     (carols, carol), (_, bob) = host.sessions.items()
     carol.last_seen -= 200.0
     with pytest.raises(RefusedError, match="bob has 1 sessions, and its quota is 1"):
-        connect(made("gpt2"), InProcess(host, "bob"))
+        connect(make_model("gpt2"), InProcess(host, "bob"))
     assert [s.peer for s in host.sessions.values()] == ["carol", "bob"]
-    connect(made("gpt2"), InProcess(host, "dave")).close()
+    connect(make_model("gpt2"), InProcess(host, "dave")).close()
     assert [s.peer for s in host.sessions.values()] == ["bob", "dave"]
     assert carols not in host.sessions
     with pytest.raises(RefusedError, match="the server has reached its limit of 2 sessions"):
-        connect(made("gpt2"), InProcess(host, "erin"))
+        connect(make_model("gpt2"), InProcess(host, "erin"))
     host.quotas, host.max_sessions = Quotas(), 8
-    connect(made("gpt2"), InProcess(host, "bob")).close()
+    connect(make_model("gpt2"), InProcess(host, "bob")).close()
     host.quotas = Quotas(Quota(sessions=1))
     bob.last_seen -= 200.0
     with pytest.raises(RefusedError, match="bob has 2 sessions, and its quota is 1"):
-        connect(made("gpt2"), InProcess(host, "bob"))
+        connect(make_model("gpt2"), InProcess(host, "bob"))
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "bob", "dave"]
     for session in host.sessions.values():
         session.last_seen -= 200.0
-    connect(made("gpt2"), InProcess(host, "bob")).close()
+    connect(make_model("gpt2"), InProcess(host, "bob")).close()
     assert sorted(s.peer for s in host.sessions.values()) == ["bob", "dave"]
 
 
 # Memory
 
 
-def test_those_who_come_and_go_in_a_round_are_counted() -> None:
-    host = Host(made("gpt2"), ADAMW, average=3, max_sessions=4)
-    slow = made("gpt2")
+def test_clients_that_join_and_leave_in_a_round_are_counted() -> None:
+    host = Host(make_model("gpt2"), ADAMW, average=3, max_sessions=4)
+    slow = make_model("gpt2")
     with connect(slow, InProcess(host)):
         train("gpt2", slow, optimizer_of(slow), range(1))  # the round waits for it
         for _ in range(4):
-            mine = made("gpt2")
+            mine = make_model("gpt2")
             with connect(mine, InProcess(host)) as link:
                 train("gpt2", mine, optimizer_of(mine), range(1))
                 link.end()
         assert len(host.rounds.departed) == 4
-        mine = made("gpt2")
+        mine = make_model("gpt2")
         with (
             connect(mine, InProcess(host), patience=0.01),
             pytest.raises(TransportError, match="the round ends when 1 more"),
@@ -333,30 +339,30 @@ def test_those_who_come_and_go_in_a_round_are_counted() -> None:
 
 
 def test_a_text_in_a_cache_has_an_end() -> None:
-    host = Host(made("gpt2").eval(), max_length=8)
-    mine = made("gpt2").eval()
+    host = Host(make_model("gpt2").eval(), max_length=8)
+    mine = make_model("gpt2").eval()
     ids = batch("gpt2", 0)["input_ids"][:, :4]
     with connect(mine, InProcess(host)), torch.no_grad():
-        found = mine(ids, use_cache=True)
-        found = mine(ids, past_key_values=found.past_key_values, use_cache=True)
+        outputs = mine(ids, use_cache=True)
+        outputs = mine(ids, past_key_values=outputs.past_key_values, use_cache=True)
         with pytest.raises(RefusedError, match="at most 8 tokens"):
-            mine(ids, past_key_values=found.past_key_values, use_cache=True)
+            mine(ids, past_key_values=outputs.past_key_values, use_cache=True)
 
 
 def test_a_turn_that_failed_half_way_is_not_taken_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host(made("gpt2").eval())
-    mine = made("gpt2").eval()
+    host = Host(make_model("gpt2").eval())
+    mine = make_model("gpt2").eval()
     ids = batch("gpt2", 0)["input_ids"]
     with connect(mine, InProcess(host)), torch.no_grad():
-        found = mine(ids, use_cache=True)
+        outputs = mine(ids, use_cache=True)
         with monkeypatch.context() as patch:
             patch.setattr(
                 host.blocks[-1].mlp, "forward", lambda *a: torch.zeros(3, 3) @ torch.zeros(4)
             )
             with pytest.raises(RefusedError, match="could not compute"):
-                mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
+                mine(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True)
         with pytest.raises(RefusedError, match="unknown cache"):
-            mine(ids[:, :1], past_key_values=found.past_key_values, use_cache=True)
+            mine(ids[:, :1], past_key_values=outputs.past_key_values, use_cache=True)
 
 
 # A server that lies
@@ -382,9 +388,9 @@ def test_what_a_server_returns_is_looked_at(
             else frame
         )
 
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     optimizer = optimizer_of(mine)
-    with connect(mine, Tapped(Host(made("gpt2"), ADAMW), change=changed)):
+    with connect(mine, Tapped(Host(make_model("gpt2"), ADAMW), change=changed)):
         with pytest.raises(FrameError, match=words):
             train("gpt2", mine, optimizer, range(1))
         if "shape" in words and kind is Kind.OUTPUT:
@@ -393,20 +399,20 @@ def test_what_a_server_returns_is_looked_at(
 
 
 def test_sgds_moments_are_no_others(tmp_path: Path) -> None:
-    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1, momentum=0.9), folder=tmp_path)
-    mine = made("gpt2")
+    host = Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1, momentum=0.9), folder=tmp_path)
+    mine = make_model("gpt2")
     with connect(mine, InProcess(host)):
         train("gpt2", mine, optimizer_of(mine), range(1))
     (tmp_path / ".split.safetensors.partial-0123456789ab").write_bytes(b"half")
     host.save()
     with pytest.raises(CheckpointError, match="was trained with sgd, got adamw"):
-        Host(made("gpt2"), ADAMW, folder=tmp_path)
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path)
     without_a_trainer(tmp_path / "split.safetensors")
     with pytest.raises(
         CheckpointError, match="holds the optimizer state of sgd, got adamw"
     ):  # by its moments, then
-        Host(made("gpt2"), ADAMW, folder=tmp_path)
-    assert Host(made("gpt2"), host.training, folder=tmp_path).step == 1
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path)
+    assert Host(make_model("gpt2"), host.training, folder=tmp_path).step == 1
     assert [p.name for p in tmp_path.iterdir()] == [
         "split.safetensors"
     ]  # and what a killed process had begun is gone
@@ -422,20 +428,20 @@ def without_a_trainer(path: Path) -> None:
 
 
 def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
-    Host(made("gpt2"), ADAMW, folder=tmp_path).save()
+    Host(make_model("gpt2"), ADAMW, folder=tmp_path).save()
     for other in (OptimizerConfig("sgd", 0.1), OptimizerConfig("adam", 1e-2)):
         with pytest.raises(
             CheckpointError,
             match=f"was trained with adamw, got {other.optimizer}",
         ) as caught:
-            Host(made("gpt2"), other, folder=tmp_path)
+            Host(make_model("gpt2"), other, folder=tmp_path)
         assert "--optimizer adamw" in (caught.value.hint or "")
     assert (
-        Host(made("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0
+        Host(make_model("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0
     )  # at any rate
-    assert Host(made("gpt2"), folder=tmp_path).step == 0  # it only serves
+    assert Host(make_model("gpt2"), folder=tmp_path).step == 0  # it only serves
     without_a_trainer(tmp_path / "split.safetensors")
-    assert Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path).step == 0
+    assert Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path).step == 0
 
 
 @pytest.mark.parametrize(
@@ -454,23 +460,23 @@ def test_what_a_server_says_of_itself_is_printable() -> None:
             else frame
         )
 
-    with connect(made("gpt2"), Tapped(Host(made("gpt2")), change=changed)) as link:
+    with connect(make_model("gpt2"), Tapped(Host(make_model("gpt2")), change=changed)) as link:
         assert link.server_info["key"] == "[2J" + "k" * 9
 
 
 @pytest.mark.parametrize(
-    "told", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
+    "config", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
 )
-def test_a_training_that_is_told_wrongly_is_refused(told: dict[str, object]) -> None:
+def test_an_invalid_optimizer_config_in_a_frame_is_rejected(config: dict[str, object]) -> None:
     from regauge.cli.split_client import _check_server_config
 
     good = {"trains": True, **ADAMW.to_dict()}
     assert _check_server_config(good) == good
-    with pytest.raises(FrameError, match=f'sent an invalid "{min(told)}"'):
-        _check_server_config({**good, **told})
+    with pytest.raises(FrameError, match=f'sent an invalid "{min(config)}"'):
+        _check_server_config({**good, **config})
 
 
-def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_frame_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     import grpc
 
     from regauge.split.server import network
@@ -484,7 +490,7 @@ def test_half_a_frame_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
             await stream.write(piece)
         return await asyncio.wait_for(stream.read(), 30)
 
-    with Server(Host(made("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
+    with Server(Host(make_model("gpt2"))) as server, Grpc(f"127.0.0.1:{server.port}") as link:
         assert (
             decode(Loop.run(written([good[:50], good[50:]]))).kind is Kind.ERROR
         )  # a whole one is answered

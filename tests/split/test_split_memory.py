@@ -27,7 +27,7 @@ from regauge.split.server.costs import Estimator
 from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
 from regauge.split.server.metrics import render_metrics
 from support.cli_runs import Run
-from support.split_pairs import ADAMW, batch, made, same
+from support.split_pairs import ADAMW, batch, make_model, same
 
 MB = 1 << 20
 
@@ -44,54 +44,60 @@ def wide(rows: int, tokens: int = 16) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def record_unpacked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The sizes of all tensors that are unpacked."""
-    seen: list[int] = []
+    recorded: list[int] = []
     real = frames_module._unpack_tensor
 
     def watched(data: memoryview, dtype: str, shape: tuple[int, ...], codec: str) -> torch.Tensor:
         found = real(data, dtype, shape, codec)
-        seen.append(found.numel() * found.element_size())
+        recorded.append(found.numel() * found.element_size())
         return found
 
     monkeypatch.setattr(frames_module, "_unpack_tensor", watched)
-    return seen
+    return recorded
 
 
 # Before anything is unpacked
 
 
-def test_tensors_are_unpacked_when_they_are_looked_up(unpacked: list[int]) -> None:
+def test_tensors_are_unpacked_when_they_are_looked_up(record_unpacked: list[int]) -> None:
     frame = decode(bits(1000))
     assert list(frame.tensors) == ["x"]
-    assert not unpacked
+    assert not record_unpacked
     assert frames_module.nbytes(frame) == 8000
     assert frame.tensors["x"].shape == (1000,)
     assert frame.tensors["x"] is frame.tensors["x"]
-    assert unpacked == [8000]
+    assert record_unpacked == [8000]
 
 
-def test_a_frame_without_a_session_is_not_unpacked(unpacked: list[int]) -> None:
-    host = Host(made("gpt2"))
+def test_a_frame_without_a_session_is_not_unpacked(record_unpacked: list[int]) -> None:
+    host = Host(make_model("gpt2"))
     reply = decode(deliver(host, [bits(1 << 16, session="0" * 32)]))
     assert reply.values["code"] == "session"
-    assert not unpacked
+    assert not record_unpacked
 
 
 @pytest.mark.parametrize("kind", [Kind.STEP, Kind.BACKWARD, Kind.BYE, Kind.FORWARD])
 def test_tensors_that_a_request_does_not_use_are_not_unpacked(
-    kind: Kind, unpacked: list[int]
+    kind: Kind, record_unpacked: list[int]
 ) -> None:
-    host, model = Host(made("gpt2"), ADAMW, memory=8 * MB, limits=Limits()), made("gpt2")
+    host, model = (
+        Host(make_model("gpt2"), ADAMW, memory=8 * MB, limits=Limits()),
+        make_model("gpt2"),
+    )
     with connect(model, InProcess(host)) as link:
         values = {"session": link.log.journal.session, "of": 1, "training": True}
         x = torch.zeros(1 << 21, dtype=torch.float64)
         deliver(host, [b"".join(encode(Frame(kind, 1, values, {"stream": x}), exact=("stream",)))])
-    assert 8 << 21 not in unpacked
+    assert 8 << 21 not in record_unpacked
 
 
-def test_a_gradient_larger_than_its_pass_is_not_unpacked(unpacked: list[int]) -> None:
-    host, model = Host(made("gpt2"), ADAMW, memory=16 * MB, limits=Limits()), made("gpt2")
+def test_a_gradient_larger_than_its_pass_is_not_unpacked(record_unpacked: list[int]) -> None:
+    host, model = (
+        Host(make_model("gpt2"), ADAMW, memory=16 * MB, limits=Limits()),
+        make_model("gpt2"),
+    )
     with connect(model, InProcess(host)) as link:
         loss = model(**batch("gpt2", 0)).loss
         x = torch.zeros(1 << 21, dtype=torch.float64)
@@ -105,7 +111,7 @@ def test_a_gradient_larger_than_its_pass_is_not_unpacked(unpacked: list[int]) ->
             decode(deliver(host, [b"".join(encode(frame, exact=("stream",)))])).values["code"]
             == "memory"
         )
-        assert 8 << 21 not in unpacked
+        assert 8 << 21 not in record_unpacked
         loss.backward()  # the pass is still open
 
 
@@ -113,7 +119,7 @@ def test_a_gradient_larger_than_its_pass_is_not_unpacked(unpacked: list[int]) ->
 
 
 def test_a_pass_over_the_budget_is_refused_with_both_numbers_and_changes_nothing() -> None:
-    host, model = Host(made("gpt2"), ADAMW, memory=8 * MB), made("gpt2")
+    host, model = Host(make_model("gpt2"), ADAMW, memory=8 * MB), make_model("gpt2")
     before = host.backbone()
     with connect(model, InProcess(host)) as link:
         with pytest.raises(
@@ -130,7 +136,7 @@ def test_a_pass_over_the_budget_is_refused_with_both_numbers_and_changes_nothing
 
 
 def test_open_passes_are_bounded_by_bytes_and_free_them() -> None:
-    host, model = Host(made("gpt2"), ADAMW, memory=1 << 30), made("gpt2")
+    host, model = Host(make_model("gpt2"), ADAMW, memory=1 << 30), make_model("gpt2")
     with connect(model, InProcess(host)):
         first = model(**wide(16)).loss
         (cost,) = [c for _, c in host.charges() if c.working]
@@ -146,13 +152,13 @@ def test_open_passes_are_bounded_by_bytes_and_free_them() -> None:
 
 
 def test_a_client_is_bounded_by_its_own_budget_and_all_by_the_servers() -> None:
-    host = Host(made("gpt2"), ADAMW, memory=1 << 30, client_memory=1 << 29)
-    ann, ben = made("gpt2"), made("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, memory=1 << 30, client_memory=1 << 29)
+    ann, ben = make_model("gpt2"), make_model("gpt2")
     with (
         connect(ann, InProcess(host, "ann"), patience=0.05),
         connect(ben, InProcess(host, "ben"), patience=0.05),
     ):
-        held = ann(**wide(16)).loss
+        loss = ann(**wide(16)).loss
         cost = max(c.held + c.working for _, c in host.charges())
         host.budget = Budget(int(1.5 * cost), int(1.2 * cost))
         with pytest.raises(RefusedError, match="the memory budget of a client") as refused:
@@ -161,14 +167,17 @@ def test_a_client_is_bounded_by_its_own_budget_and_all_by_the_servers() -> None:
         with pytest.raises(
             Exception, match=r"no reply within .* clients hold .* of the server's memory budget"
         ):
-            ben(**wide(16))  # told "busy": it tries again as long as its patience lasts
-        held.backward()
+            ben(**wide(16))  # on "busy" it retries until its patience ends
+        loss.backward()
         ben(**wide(16)).loss.backward()
     assert host.requests["forward", "busy"] >= 1
 
 
 def test_predictions_are_admitted_by_their_peak() -> None:
-    host, model = Host(made("gpt2"), memory=8 * MB, limits=Limits()), made("gpt2").eval()
+    host, model = (
+        Host(make_model("gpt2"), memory=8 * MB, limits=Limits()),
+        make_model("gpt2").eval(),
+    )
     with connect(model, InProcess(host)), torch.no_grad():
         with pytest.raises(RefusedError, match="this pass needs about"):
             model(**wide(1024), use_cache=False)
@@ -177,7 +186,7 @@ def test_predictions_are_admitted_by_their_peak() -> None:
 
 
 def test_caches_of_generated_texts_are_charged() -> None:
-    host, model = Host(made("gpt2"), memory=64 * MB, max_caches=20), made("gpt2").eval()
+    host, model = Host(make_model("gpt2"), memory=64 * MB, max_caches=20), make_model("gpt2").eval()
     with connect(model, InProcess(host)), torch.no_grad():
         first = model(input_ids=wide(256, 8)["input_ids"], use_cache=True).past_key_values
         (charged,) = [c.held for _, c in host.charges() if c.held]
@@ -199,23 +208,28 @@ def test_caches_of_generated_texts_are_charged() -> None:
 
 
 def test_beams_cannot_multiply_a_cache_past_the_budget() -> None:
-    host, model = Host(made("gpt2"), memory=4 * MB), made("gpt2").eval()
+    host, model = Host(make_model("gpt2"), memory=4 * MB), make_model("gpt2").eval()
     with connect(model, InProcess(host)) as link, torch.no_grad():
         model(input_ids=wide(1, 12)["input_ids"], use_cache=True)
         (session,) = host.sessions.values()
         ((name, cache),) = session.caches.items()
-        seen: list[Frame] = []
+        frames: list[Frame] = []
         real = link.log.predict
-        link.log.predict = lambda frame, exact=(): (seen.append(frame), real(frame, exact))[1]  # type: ignore[method-assign, func-returns-value]
+
+        def recorded(frame: Frame, exact: Any = ()) -> Any:
+            frames.append(frame)
+            return real(frame, exact)
+
+        link.log.predict = recorded  # type: ignore[method-assign]
         model(input_ids=torch.full((400, 1), 5), use_cache=True)
-        rows = {**seen[0].values, "cache": name, "turn": cache.turn + 1, "rows": [0] * 400}
+        rows = {**frames[0].values, "cache": name, "turn": cache.turn + 1, "rows": [0] * 400}
         with pytest.raises(RefusedError, match="this turn of a generated text needs"):
-            real(Frame(Kind.FORWARD, 0, rows, seen[0].tensors))
+            real(Frame(Kind.FORWARD, 0, rows, frames[0].tensors))
 
 
 def test_copies_that_are_averaged_are_charged() -> None:
-    host = Host(made("gpt2"), ADAMW, average=2, memory=1 << 30)
-    copy, model, other = host.copy_bytes, made("gpt2"), made("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, average=2, memory=1 << 30)
+    copy, model, other = host.copy_bytes, make_model("gpt2"), make_model("gpt2")
     with connect(model, InProcess(host, "ann")), connect(other, InProcess(host, "ann")):
         model(**batch("gpt2", 0)).loss.backward()
         assert max(c.held for _, c in host.charges()) >= copy
@@ -232,13 +246,13 @@ def test_copies_that_are_averaged_are_charged() -> None:
 
 
 def test_a_pass_out_of_a_checkpoint_is_admitted_when_it_is_run_again(tmp_path: Path) -> None:
-    model, journal = made("gpt2"), MemoryJournal()
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
+    model, journal = make_model("gpt2"), MemoryJournal()
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
     network = InProcess(host)
     link = connect(model, network, journal=journal)
     loss = model(**batch("gpt2", 0)).loss
     host.save()
-    network.host = Host(made("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
+    network.host = Host(make_model("gpt2"), ADAMW, folder=tmp_path, memory=1 << 30)
     (passed,) = next(iter(network.host.sessions.values())).pending.values()
     assert passed.cost is None
     loss.backward()
@@ -257,21 +271,21 @@ def saved_bytes(host: Host, frame: Frame) -> int:
         t.untyped_storage().data_ptr()
         for t in (*host.main.state().values(), *frame.tensors.values())
     }
-    seen: dict[int, int] = {}
-    kept: list[torch.Tensor] = []
+    sizes: dict[int, int] = {}
+    tensors: list[torch.Tensor] = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         place = t.untyped_storage().data_ptr()
         if place not in own:
-            kept.append(t)
-            seen[place] = t.untyped_storage().nbytes()
+            tensors.append(t)
+            sizes[place] = t.untyped_storage().nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         passed = host.executor.forward(host.main, frame)
     assert passed.output is not None
-    seen[passed.output.untyped_storage().data_ptr()] = passed.output.untyped_storage().nbytes()
-    return sum(seen.values())
+    sizes[passed.output.untyped_storage().data_ptr()] = passed.output.untyped_storage().nbytes()
+    return sum(sizes.values())
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -279,14 +293,17 @@ def saved_bytes(host: Host, frame: Frame) -> int:
 def test_the_estimate_is_what_a_graph_saves(
     name: str, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host, model = Host(made(name, dropout=dropout), OptimizerConfig("sgd", lr=0.0)), made(name)
-    asked: list[Frame] = []
+    host, model = (
+        Host(make_model(name, dropout=dropout), OptimizerConfig("sgd", lr=0.0)),
+        make_model(name),
+    )
+    requests: list[Frame] = []
     real = Estimator.estimate_pass
     monkeypatch.setattr(
         Estimator,
         "estimate_pass",
         lambda self, frame, *, with_backward: (
-            asked.append(frame),
+            requests.append(frame),
             real(self, frame, with_backward=with_backward),
         )[1],
     )
@@ -302,8 +319,8 @@ def test_the_estimate_is_what_a_graph_saves(
     with connect(model, InProcess(host)):
         inputs = batch(name, 0)
         loss = model(**{k: v.repeat(8, *[1] * (v.dim() - 1)) for k, v in inputs.items()}).loss
-        estimate = host.costs.estimate_pass(asked[0], with_backward=True)
-        measured = saved_bytes(host, asked[0]) + frames_module.nbytes(asked[0])
+        estimate = host.costs.estimate_pass(requests[0], with_backward=True)
+        measured = saved_bytes(host, requests[0]) + frames_module.nbytes(requests[0])
         loss.backward()
     assert len(parts) == len(host.blocks)  # counted on fake tensors, not bounded
     assert 0.95 * measured <= estimate.held <= 1.4 * measured
@@ -313,31 +330,31 @@ def test_the_estimate_is_what_a_graph_saves(
 def test_the_bound_for_blocks_that_cannot_be_simulated_is_not_less(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, costs = made(name), []
-    asked: list[Frame] = []
+    model, costs = make_model(name), []
+    requests: list[Frame] = []
     real = Estimator.estimate_pass
     monkeypatch.setattr(
         Estimator,
         "estimate_pass",
         lambda self, frame, *, with_backward: (
-            asked.append(frame),
+            requests.append(frame),
             real(self, frame, with_backward=with_backward),
         )[1],
     )
     for fails in (False, True):
         if fails:
             monkeypatch.setattr(Estimator, "_simulate", lambda *args, **kwargs: 1 / 0)
-        host = Host(made(name), OptimizerConfig("sgd", lr=0.0), memory=1 << 30)
+        host = Host(make_model(name), OptimizerConfig("sgd", lr=0.0), memory=1 << 30)
         with connect(model, InProcess(host)):
             model(**batch(name, 0)).loss.backward()
-        costs.append(host.costs.estimate_pass(asked[-1], with_backward=True))
+        costs.append(host.costs.estimate_pass(requests[-1], with_backward=True))
     assert costs[0].held <= costs[1].held <= 6 * costs[0].held
 
 
 def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    host, model, count = Host(made("gpt2"), ADAMW, memory=1 << 30), made("gpt2"), []
+    host, model, count = Host(make_model("gpt2"), ADAMW, memory=1 << 30), make_model("gpt2"), []
     real = Estimator._simulate
     monkeypatch.setattr(
         Estimator,
@@ -358,9 +375,12 @@ def test_estimates_are_reused_for_shapes_that_are_a_little_smaller(
 def test_the_result_is_the_same_with_a_budget() -> None:
     weights = []
     for memory in (None, 64 * MB):
-        host, model = Host(made("gpt2", dropout=0.1), ADAMW, memory=memory), made("gpt2")
+        host, model = (
+            Host(make_model("gpt2", dropout=0.1), ADAMW, memory=memory),
+            make_model("gpt2"),
+        )
         journal = MemoryJournal()
-        journal.session = "0" * 32  # dropout is drawn from the session's name
+        journal.session = "0" * 32  # dropout is sampled from the session's name
         with connect(model, InProcess(host), journal=journal, secret=1):
             for step in range(2):
                 model(**batch("gpt2", step)).loss.backward()
@@ -429,7 +449,7 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
 
 
 def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
-    host = Host(made("gpt2"), memory=8 * MB, client_memory=4 * MB)
+    host = Host(make_model("gpt2"), memory=8 * MB, client_memory=4 * MB)
     assert host.limits.payload == MB
     assert decode(deliver(host, [bits(1 << 18)])).values["code"] == "limit"
     text = render_metrics(host)
@@ -451,8 +471,8 @@ def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
 def test_budgets_on_the_command_line(
     options: list[str], message: str, run: Run, tmp_path: Path
 ) -> None:
-    made("gpt2").save_pretrained(tmp_path / "model")
-    found = run(
+    make_model("gpt2").save_pretrained(tmp_path / "model")
+    result = run(
         "split",
         "serve",
         tmp_path / "model",
@@ -462,6 +482,6 @@ def test_budgets_on_the_command_line(
         "float64",
         *options,
     )
-    assert found.code == 1
-    assert message in found.err
-    assert "hint:" in found.err
+    assert result.code == 1
+    assert message in result.err
+    assert "hint:" in result.err

@@ -22,25 +22,34 @@ from regauge.split.protocol.channel import Tls, is_loopback
 from regauge.split.protocol.frames import HEADER, Frame, Kind, Limits, RefusedError, decode, encode
 from regauge.split.server.network import Grpc, Server
 from support.ports import free_port
-from support.split_pairs import ADAMW, columns, locked, made, optimizer_of, same, train, whole
+from support.split_pairs import (
+    ADAMW,
+    assemble_state,
+    columns,
+    lock_backbone,
+    make_model,
+    optimizer_of,
+    same,
+    train,
+)
 
 STEPS = range(4)
 
 
-def undisturbed() -> dict[str, torch.Tensor]:
-    mine = made("gpt2")
+def reference_run() -> dict[str, torch.Tensor]:
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with connect(mine, InProcess(host), element=g, rows="batch", secret=5):
         train("gpt2", mine, optimizer_of(mine), STEPS)
-    return whole(mine, host, g)
+    return assemble_state(mine, host, g)
 
 
 def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path, clients=("ann", "bob"))
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with Server(host, tls=tls["server"], clients=["ann"]) as server:
         with (
             Grpc(f"localhost:{server.port}", tls=tls["ann"]) as network,
@@ -52,20 +61,20 @@ def test_training_over_mutual_tls_is_training_in_process(tmp_path: Path) -> None
             Grpc(f"localhost:{server.port}", tls=tls["bob"]) as network,
             pytest.raises(RefusedError, match="not on the server's list"),
         ):
-            connect(made("gpt2"), network, patience=3)
+            connect(make_model("gpt2"), network, patience=3)
         stranger = make_certificates(tmp_path / "other")["client"]
         for tls_or_none in (stranger, None):
             with (
                 Grpc(f"localhost:{server.port}", tls=tls_or_none) as network,
                 pytest.raises(TransportError),
             ):
-                connect(made("gpt2"), network, patience=0.3)
-    assert same(whole(mine, host, g), undisturbed())
+                connect(make_model("gpt2"), network, patience=0.3)
+    assert same(assemble_state(mine, host, g), reference_run())
     assert all(f.stat().st_mode & 0o077 == 0 for f in tmp_path.glob("*.key"))
 
 
 def test_large_frames_cross_in_chunks_and_nonsense_is_answered() -> None:
-    with Server(Host(made("gpt2"), ADAMW)) as server:
+    with Server(Host(make_model("gpt2"), ADAMW)) as server:
         for data in (b"x" * 100, b"x" * 5_000_000):
             with Grpc(f"127.0.0.1:{server.port}") as network:
                 reply = decode(network.exchange([memoryview(data)]))
@@ -91,7 +100,7 @@ def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     )
 
     tls = make_certificates(tmp_path)
-    good, host = tls["server"], Host(made("gpt2"))
+    good, host = tls["server"], Host(make_model("gpt2"))
     (bad := tmp_path / "bad.pem").write_text(
         "-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
     )
@@ -122,13 +131,13 @@ def test_certificates_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             pytest.raises((CheckpointError, KeyFileError), match=words),
             Grpc("127.0.0.1:1", tls=files) as network,
         ):
-            connect(made("gpt2"), network, patience=0.1)
+            connect(make_model("gpt2"), network, patience=0.1)
     Server(host, tls=good).stop()
 
 
 def test_strangers_and_expired_certificates_are_refused(tmp_path: Path) -> None:
     tls = make_certificates(tmp_path / "good")
-    with Server(Host(made("gpt2")), tls=tls["server"]) as server:
+    with Server(Host(make_model("gpt2")), tls=tls["server"]) as server:
         for other in (
             make_certificates(tmp_path / "other"),
             make_certificates(tmp_path / "expired", days=0),
@@ -141,11 +150,11 @@ def test_strangers_and_expired_certificates_are_refused(tmp_path: Path) -> None:
                     Grpc(f"localhost:{server.port}", tls=shown) as network,
                     pytest.raises(TransportError, match="certificate"),
                 ):
-                    connect(made("gpt2"), network, patience=0.5)
-        connect(made("gpt2"), Grpc(f"localhost:{server.port}", tls=tls["client"])).end()
+                    connect(make_model("gpt2"), network, patience=0.5)
+        connect(make_model("gpt2"), Grpc(f"localhost:{server.port}", tls=tls["client"])).end()
 
 
-def _asked(network: Grpc, data: bytes) -> Any:
+def _exchange(network: Grpc, data: bytes) -> Any:
     """The reply, as a client gets it: a stream that the server ends is asked on until another one
     is open.
     """
@@ -157,9 +166,9 @@ def _asked(network: Grpc, data: bytes) -> Any:
     raise AssertionError("no reply")
 
 
-def test_what_is_no_frame_is_refused_by_name_over_the_wire() -> None:
+def test_invalid_frames_are_rejected_over_the_wire() -> None:
     good = bytearray(b"".join(encode(Frame(Kind.HELLO, 0, {}))))
-    with Server(Host(made("gpt2"), limits=Limits(payload=1 << 20, table=1 << 10))) as server:
+    with Server(Host(make_model("gpt2"), limits=Limits(payload=1 << 20, table=1 << 10))) as server:
         for at, data, code in (
             (4, b"\x63", "version"),
             (5, b"\x63", "kind"),
@@ -172,12 +181,12 @@ def test_what_is_no_frame_is_refused_by_name_over_the_wire() -> None:
             with Grpc(f"127.0.0.1:{server.port}") as network:
                 reply = decode(network.exchange([memoryview(bytes(bad))]))
                 assert (reply.kind, reply.values["code"]) == (Kind.ERROR, code)
-                again = decode(_asked(network, bytes(good)))  # on a new stream
+                again = decode(_exchange(network, bytes(good)))  # on a new stream
                 assert again.values["code"] == "version"  # a HELLO that says no protocol
 
 
 def test_plaintext_is_for_loopback() -> None:
-    host = Host(made("gpt2"))
+    host = Host(make_model("gpt2"))
     for address in ("0.0.0.0:0", "192.168.1.5:7000", "example.org:7000", "[::]:0"):
         with pytest.raises(TransportError, match="without TLS"):
             Server(host, address)
@@ -187,14 +196,15 @@ def test_plaintext_is_for_loopback() -> None:
 
 
 def test_a_server_that_is_gone_for_a_while_is_found_again(tmp_path: Path) -> None:
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    start = locked(mine, g)
+    start = lock_backbone(mine, g)
     port = free_port()
 
     def served() -> Server:
         return Server(
-            Host(locked(start, None), ADAMW, folder=tmp_path, save_every=2), f"127.0.0.1:{port}"
+            Host(lock_backbone(start, None), ADAMW, folder=tmp_path, save_every=2),
+            f"127.0.0.1:{port}",
         )
 
     servers = [served()]
@@ -216,16 +226,16 @@ def test_a_server_that_is_gone_for_a_while_is_found_again(tmp_path: Path) -> Non
         timer.join()
     servers[-1].stop()
     assert len(servers) == 3
-    assert same(whole(mine, servers[-1].host, g), undisturbed())
+    assert same(assemble_state(mine, servers[-1].host, g), reference_run())
 
 
 def test_clients_at_once() -> None:
-    host = Host(made("gpt2"), ADAMW)
+    host = Host(make_model("gpt2"), ADAMW)
     faults: list[BaseException] = []
 
     def one(seed: int) -> None:
         try:
-            mine = made("gpt2")
+            mine = make_model("gpt2")
             with Grpc(f"127.0.0.1:{server.port}") as network, connect(mine, network, rows="batch"):
                 optimizer = optimizer_of(mine)
                 for step in range(3):

@@ -26,33 +26,33 @@ from support.split_pairs import (
     ADAMW,
     KINDS,
     Faulty,
+    assemble_state,
     batch,
     columns,
-    locked,
-    made,
+    lock_backbone,
+    make_model,
     optimizer_of,
     same,
     train,
-    whole,
 )
 
 STEPS = range(8)
 
 
-def undisturbed(
+def reference_run(
     name: str = "gpt2", options: OptimizerConfig = ADAMW, dropout: float = 0.0
 ) -> dict[str, torch.Tensor]:
-    """The weights after all steps, with a session of a known name: dropout is drawn from it."""
-    mine = made(name, dropout=dropout)
+    """The weights after all steps, with a session of a known name: it seeds dropout."""
+    mine = make_model(name, dropout=dropout)
     g = columns(mine)
-    host = Host(locked(mine, g), options)
-    with connect(mine, InProcess(host), element=g, rows="batch", secret=5, journal=known()):
+    host = Host(lock_backbone(mine, g), options)
+    with connect(mine, InProcess(host), element=g, rows="batch", secret=5, journal=known_state()):
         torch.manual_seed(0)
         train(name, mine, optimizer_of(mine), STEPS)
-    return whole(mine, host, g)
+    return assemble_state(mine, host, g)
 
 
-def known(journal: MemoryJournal | None = None) -> MemoryJournal:
+def known_state(journal: MemoryJournal | None = None) -> MemoryJournal:
     journal = journal or MemoryJournal()
     journal.session = "0" * 32
     return journal
@@ -60,31 +60,31 @@ def known(journal: MemoryJournal | None = None) -> MemoryJournal:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_network_that_loses_repeats_reorders_and_garbles_changes_nothing(seed: int) -> None:
-    mine = made("gpt2", dropout=0.1)
+    mine = make_model("gpt2", dropout=0.1)
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     network = Faulty(lambda: host, seed, rate=0.6)
-    with connect(mine, network, element=g, rows="batch", secret=5, journal=known()) as link:
+    with connect(mine, network, element=g, rows="batch", secret=5, journal=known_state()) as link:
         link.log.sleep = lambda _: None
         torch.manual_seed(0)
         train("gpt2", mine, optimizer_of(mine), STEPS)
     assert len(network.faults) > len(KINDS) // 2  # of all kinds, most
     assert host.step == len(STEPS)
-    assert same(whole(mine, host, g), undisturbed(dropout=0.1))
+    assert same(assemble_state(mine, host, g), reference_run(dropout=0.1))
 
 
 def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to_end() -> None:
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     network = Faulty(lambda: host, 0, rate=0.0, kinds=("garbled",))
-    with connect(mine, network, element=g, rows="batch", secret=5, journal=known()) as link:
+    with connect(mine, network, element=g, rows="batch", secret=5, journal=known_state()) as link:
         link.log.sleep = lambda _: None
         network.rate = 0.9
         train("gpt2", mine, optimizer_of(mine), STEPS)
         network.rate = 0.0
     assert network.faults["garbled"] > 50
-    assert same(whole(mine, host, g), undisturbed())
+    assert same(assemble_state(mine, host, g), reference_run())
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def test_a_line_that_garbles_nine_requests_in_ten_is_a_bad_line_and_no_reason_to
     ],
     ids=["adamw", "sgd"],
 )
-def test_a_server_that_starts_again_is_told_what_it_lost(
+def test_a_restarted_server_receives_its_missing_steps(
     tmp_path: Path, options: OptimizerConfig
 ) -> None:
-    mine = made("gpt2", dropout=0.1)
+    mine = make_model("gpt2", dropout=0.1)
     g = columns(mine)
-    start = locked(mine, g)
+    start = lock_backbone(mine, g)
 
     def started() -> Host:
         return Host(
-            locked(start, None),
+            lock_backbone(start, None),
             options,
             folder=tmp_path,
             save_every=1 if options.accumulate > 1 else 3,
@@ -117,7 +117,7 @@ def test_a_server_that_starts_again_is_told_what_it_lost(
         if step in (1, 4, 5):  # before the first checkpoint, after it, and at once again
             hosts.append(started())
 
-    with connect(mine, network, element=g, rows="batch", secret=5, journal=known()) as link:
+    with connect(mine, network, element=g, rows="batch", secret=5, journal=known_state()) as link:
         torch.manual_seed(0)
         train("gpt2", mine, optimizer_of(mine), STEPS, after)
         assert link.log.saved > 0
@@ -129,39 +129,39 @@ def test_a_server_that_starts_again_is_told_what_it_lost(
         hosts.append(started())
         loss.backward()
     assert len(hosts) == 6
-    calm = made("gpt2", dropout=0.1)
-    host = Host(locked(calm, g), options)
-    with connect(calm, InProcess(host), element=g, rows="batch", secret=5, journal=known()):
+    calm = make_model("gpt2", dropout=0.1)
+    host = Host(lock_backbone(calm, g), options)
+    with connect(calm, InProcess(host), element=g, rows="batch", secret=5, journal=known_state()):
         torch.manual_seed(0)
         train("gpt2", calm, optimizer_of(calm), STEPS)
         calm(**batch("gpt2", 0)).loss.backward()
-    assert same(whole(mine, hosts[-1], g), whole(calm, host, g))
+    assert same(assemble_state(mine, hosts[-1], g), assemble_state(calm, host, g))
 
 
 def test_a_checkpoint_has_the_passes_that_are_open(tmp_path: Path) -> None:
-    mine = made("gpt2", dropout=0.1)
-    hosts = [Host(made("gpt2", dropout=0.1), ADAMW, folder=tmp_path)]
-    seen: list[int] = []
+    mine = make_model("gpt2", dropout=0.1)
+    hosts = [Host(make_model("gpt2", dropout=0.1), ADAMW, folder=tmp_path)]
+    recorded: list[int] = []
 
-    class Watched(Faulty):
+    class RecordingFaulty(Faulty):
         def exchange(self, request: list[memoryview]) -> bytes:
-            seen.append(frame_identity(request[0])[0])
+            recorded.append(frame_identity(request[0])[0])
             return super().exchange(request)
 
-    with connect(mine, Watched(lambda: hosts[-1], 0, rate=0.0), journal=known()):
+    with connect(mine, RecordingFaulty(lambda: hosts[-1], 0, rate=0.0), journal=known_state()):
         torch.manual_seed(0)
         loss = mine(**batch("gpt2", 0)).loss
         hosts[0].save()
-        hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path))
+        hosts.append(Host(make_model("gpt2"), ADAMW, folder=tmp_path))
         for block, other in zip(hosts[0].blocks, hosts[1].blocks, strict=True):
             for a, b in zip(block.modules(), other.modules(), strict=True):
                 if isinstance(a, torch.nn.Dropout):
                     b.p = a.p
         loss.backward()
-    assert seen == [0, 1, 2]  # HELLO, FORWARD, BACKWARD: nothing was sent again
-    calm = made("gpt2", dropout=0.1)
-    host = Host(made("gpt2", dropout=0.1), ADAMW)
-    with connect(calm, InProcess(host), journal=known()):
+    assert recorded == [0, 1, 2]  # HELLO, FORWARD, BACKWARD: nothing was sent again
+    calm = make_model("gpt2", dropout=0.1)
+    host = Host(make_model("gpt2", dropout=0.1), ADAMW)
+    with connect(calm, InProcess(host), journal=known_state()):
         torch.manual_seed(0)
         calm(**batch("gpt2", 0)).loss.backward()
     assert same(hosts[1].backbone(), host.backbone())
@@ -192,17 +192,17 @@ class Killing:
 def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(
     tmp_path: Path, at: int, late: bool
 ) -> None:
-    first = made("gpt2")
+    first = make_model("gpt2")
     g = columns(first)
-    host = Host(locked(first, g), ADAMW, folder=tmp_path / "server", save_every=2)
-    kept: dict = {}
+    host = Host(lock_backbone(first, g), ADAMW, folder=tmp_path / "server", save_every=2)
+    checkpoint: dict = {}
 
     def run(
         model: torch.nn.Module, link: RemoteBackbone, optimizer: torch.optim.Optimizer, steps: range
     ) -> None:
         def after(step: int) -> None:
             if step % 2 == 1:
-                kept.update(
+                checkpoint.update(
                     step=step + 1,
                     model=clone(model.state_dict()),
                     optimizer=clone(optimizer.state_dict()),
@@ -226,26 +226,26 @@ def test_a_client_that_was_killed_goes_on_from_its_own_checkpoint(
             STEPS,
         )
     link.close()
-    second = made("gpt2")
+    second = make_model("gpt2")
     with connect(
         second, InProcess(host), element=g, rows="batch", journal=tmp_path / "journal"
     ) as link:
         optimizer = optimizer_of(second)
-        if kept:
-            second.load_state_dict(kept["model"])
-            optimizer.load_state_dict(kept["optimizer"])
-            link.load_state_dict(kept["link"])
-        run(second, link, optimizer, range(kept.get("step", 0), len(STEPS)))
+        if checkpoint:
+            second.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            link.load_state_dict(checkpoint["link"])
+        run(second, link, optimizer, range(checkpoint.get("step", 0), len(STEPS)))
         secret = link.secret
     assert host.step == len(STEPS)
     assert (
         len(list((tmp_path / "journal").glob("*.reply"))) < 4
     )  # no more than since the last checkpoint
-    calm = made("gpt2")
-    other = Host(locked(calm, g), ADAMW)
+    calm = make_model("gpt2")
+    other = Host(lock_backbone(calm, g), ADAMW)
     with connect(calm, InProcess(other), element=g, rows="batch", secret=secret):
         train("gpt2", calm, optimizer_of(calm), STEPS)
-    assert same(whole(second, host, g), whole(calm, other, g))
+    assert same(assemble_state(second, host, g), assemble_state(calm, other, g))
 
 
 def clone(value: object) -> object:
@@ -255,8 +255,8 @@ def clone(value: object) -> object:
 
 
 def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
-    first = made("gpt2")
-    host = Host(made("gpt2"), ADAMW)
+    first = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW)
     with connect(first, InProcess(host), journal=tmp_path):
         losses = train("gpt2", first, optimizer_of(first), range(3))
 
@@ -264,14 +264,14 @@ def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
         def exchange(self, request: object) -> bytes:
             raise TransportError("no network")
 
-    second = made("gpt2")
+    second = make_model("gpt2")
     with connect(second, Absent(), journal=tmp_path, patience=0.01) as link:
         optimizer = optimizer_of(second)
         assert train("gpt2", second, optimizer, range(3)) == losses
         with pytest.raises(TransportError, match="no network"):
             train("gpt2", second, optimizer, range(3, 4))
         assert link.log.number == 6
-    third = made("gpt2")
+    third = make_model("gpt2")
     with (
         connect(third, InProcess(host), journal=tmp_path),
         pytest.raises(JournalError, match="request 1 must be the one"),
@@ -279,10 +279,10 @@ def test_a_client_that_catches_up_needs_no_network(tmp_path: Path) -> None:
         train("gpt2", third, optimizer_of(third), range(5, 6))
 
 
-def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
-    mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, max_length=64)
-    link = connect(mine, InProcess(host), journal=known())
+def test_invalid_requests_are_rejected_and_the_session_continues() -> None:
+    mine = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, max_length=64)
+    link = connect(mine, InProcess(host), journal=known_state())
     sent: list[Frame] = []
     exchange = link.log.transport.exchange
 
@@ -365,8 +365,8 @@ def test_what_is_wrong_is_refused_by_name_and_the_session_goes_on() -> None:
     ],
 )
 def test_a_handshake_compares_all_that_must_agree(code: str, change: dict) -> None:
-    host = Host(made("gpt2"), ADAMW, key="beef")
-    link = connect(made("gpt2"), InProcess(host), key="beef")
+    host = Host(make_model("gpt2"), ADAMW, key="beef")
+    link = connect(make_model("gpt2"), InProcess(host), key="beef")
     reply = decode(
         InProcess(host).exchange(encode(Frame(Kind.HELLO, 0, {**link.log.hello, **change})))
     )
@@ -374,37 +374,37 @@ def test_a_handshake_compares_all_that_must_agree(code: str, change: dict) -> No
 
 
 def test_another_model_is_refused_when_connecting() -> None:
-    host = Host(made("gpt2"), ADAMW)
-    for other in (made("llama"), made("gpt2", torch.float32)):
+    host = Host(make_model("gpt2"), ADAMW)
+    for other in (make_model("llama"), make_model("gpt2", torch.float32)):
         with pytest.raises(RefusedError, match="as on the server"):
             connect(other, InProcess(host))
         assert all(p.requires_grad for p in other.parameters())
 
 
 def test_a_session_is_its_owners_and_sessions_are_counted() -> None:
-    host = Host(made("gpt2"), ADAMW, max_sessions=1)
-    link = connect(made("gpt2"), InProcess(host, "ann"))
+    host = Host(make_model("gpt2"), ADAMW, max_sessions=1)
+    link = connect(make_model("gpt2"), InProcess(host, "ann"))
     with pytest.raises(RefusedError, match="belongs to another client"):
-        connect(made("gpt2"), InProcess(host, "bob"), journal=link.log.journal)
+        connect(make_model("gpt2"), InProcess(host, "bob"), journal=link.log.journal)
     with pytest.raises(RefusedError, match="has reached its limit of 1 sessions"):
-        connect(made("gpt2"), InProcess(host, "bob"))
+        connect(make_model("gpt2"), InProcess(host, "bob"))
     link.end()
-    connect(made("gpt2"), InProcess(host, "bob"))
+    connect(make_model("gpt2"), InProcess(host, "bob"))
 
 
-def test_a_lost_checkpoint_is_told_and_not_papered_over(tmp_path: Path) -> None:
-    mine = made("gpt2")
-    hosts = [Host(made("gpt2"), ADAMW, folder=tmp_path / "a", save_every=1)]
+def test_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
+    mine = make_model("gpt2")
+    hosts = [Host(make_model("gpt2"), ADAMW, folder=tmp_path / "a", save_every=1)]
     with connect(mine, Faulty(lambda: hosts[-1], 0, rate=0.0)):
         train("gpt2", mine, optimizer_of(mine), range(3))
-        hosts.append(Host(made("gpt2"), ADAMW, folder=tmp_path / "b", save_every=1))
+        hosts.append(Host(make_model("gpt2"), ADAMW, folder=tmp_path / "b", save_every=1))
         with pytest.raises(FrameError, match="has lost request 1"):
             train("gpt2", mine, optimizer_of(mine), range(1))
     with pytest.raises(CheckpointError, match="got another model's"):
-        Host(made("llama"), ADAMW, folder=tmp_path / "a")
+        Host(make_model("llama"), ADAMW, folder=tmp_path / "a")
     (tmp_path / "a" / "split.safetensors").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match="cannot be read"):
-        Host(made("gpt2"), ADAMW, folder=tmp_path / "a")
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path / "a")
 
 
 def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
@@ -419,19 +419,19 @@ def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
 
 
 def test_mutated_requests_are_answered_and_the_session_goes_on() -> None:
-    mine = made("llama")
-    host = Host(made("llama"), ADAMW, max_length=64, max_open_passes=500)
-    seen: list[Frame] = []
+    mine = make_model("llama")
+    host = Host(make_model("llama"), ADAMW, max_length=64, max_open_passes=500)
+    frames: list[Frame] = []
 
-    class Watched(InProcess):
+    class RecordingInProcess(InProcess):
         def exchange(self, request: list[memoryview]) -> bytes:
-            seen.append(decode(b"".join(request)))
+            frames.append(decode(b"".join(request)))
             return super().exchange(request)
 
-    network = Watched(host)
-    with connect(mine, network, journal=known()) as link:
+    network = RecordingInProcess(host)
+    with connect(mine, network, journal=known_state()) as link:
         train("llama", mine, optimizer_of(mine), range(1))
-        pool = [frame for frame in seen if frame.number]
+        pool = [frame for frame in frames if frame.number]
         dice = random.Random(0)
         codes: dict[object, int] = {}
         for _ in range(400):

@@ -27,10 +27,10 @@ from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, parse_req
 from regauge.split.server.metrics import render_metrics
 from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
-from support.split_pairs import ADAMW, batch, distance, made, optimizer_of, same, train
+from support.split_pairs import ADAMW, batch, distance, make_model, optimizer_of, same, train
 
 
-def named(letter: str) -> MemoryJournal:
+def named_journal(letter: str) -> MemoryJournal:
     journal = MemoryJournal()
     journal.session = letter * 32
     return journal
@@ -41,10 +41,10 @@ def named(letter: str) -> MemoryJournal:
 
 def test_quotas_are_read_and_refused_by_line() -> None:
     assert read_quota("sessions=2 requests=0.5, bytes=1.5M") == Quota(2, 0.5, 1_500_000)
-    found = read_clients(
+    clients = read_clients(
         "# who may come\nann\n\nbob\tsessions=3  # of the other team\n", Quota(requests=9)
     )
-    assert found == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
+    assert clients == {"ann": Quota(requests=9), "bob": Quota(3, 9)}
     for text in ("requests", "sessions=1.5", "bytes=-1", "speed=3"):
         with pytest.raises(QuotaError, match="a quota must be"):
             read_quota(text)
@@ -78,12 +78,12 @@ def test_requests_and_bytes_are_counted_over_time() -> None:
 
 def test_a_client_that_is_too_fast_waits_and_trains_as_ever() -> None:
     now = [0.0]
-    host = Host(made("gpt2"), ADAMW, quotas=Quotas(Quota(requests=2), clock=lambda: now[0]))
-    calm = Host(made("gpt2"), ADAMW)
+    host = Host(make_model("gpt2"), ADAMW, quotas=Quotas(Quota(requests=2), clock=lambda: now[0]))
+    calm = Host(make_model("gpt2"), ADAMW)
     for h in (host, calm):
-        mine = made("gpt2")
+        mine = make_model("gpt2")
         network = InProcess(h)
-        with connect(mine, network, journal=named("a")) as link:
+        with connect(mine, network, journal=named_journal("a")) as link:
             link.log.sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
             train("gpt2", mine, optimizer_of(mine), range(4))
     assert host.requests["forward", "busy"] + host.requests["backward", "busy"] > 4
@@ -91,12 +91,12 @@ def test_a_client_that_is_too_fast_waits_and_trains_as_ever() -> None:
 
 
 def test_sessions_of_one_client_are_counted() -> None:
-    host = Host(made("gpt2"), quotas=Quotas(Quota(sessions=1), {"bob": Quota(sessions=2)}))
-    connect(made("gpt2"), InProcess(host, "ann"))
+    host = Host(make_model("gpt2"), quotas=Quotas(Quota(sessions=1), {"bob": Quota(sessions=2)}))
+    connect(make_model("gpt2"), InProcess(host, "ann"))
     with pytest.raises(RefusedError, match="ann has 1 sessions, and its quota is 1"):
-        connect(made("gpt2"), InProcess(host, "ann"))
+        connect(make_model("gpt2"), InProcess(host, "ann"))
     for _ in range(2):
-        connect(made("gpt2"), InProcess(host, "bob"))
+        connect(make_model("gpt2"), InProcess(host, "bob"))
     assert host.requests["hello", "quota"] == 1
 
 
@@ -104,11 +104,11 @@ def test_sessions_of_one_client_are_counted() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_is_near_and_told(precision: str) -> None:
+def test_mixed_precision_is_close_and_reported(precision: str) -> None:
     losses = []
     for chosen in ("", precision):
-        mine = made("gpt2", torch.float32)
-        host = Host(made("gpt2", torch.float32), ADAMW, precision=chosen)
+        mine = make_model("gpt2", torch.float32)
+        host = Host(make_model("gpt2", torch.float32), ADAMW, precision=chosen)
         with connect(mine, InProcess(host)) as link:
             assert link.server_info["precision"] == chosen
             losses.append(train("gpt2", mine, optimizer_of(mine), range(6)))
@@ -120,25 +120,25 @@ def test_mixed_precision_is_near_and_told(precision: str) -> None:
 def test_small_gradients_do_not_vanish_in_half_precision() -> None:
     weight = torch.randn(8, 8, requires_grad=True)
     x = torch.randn(4, 8)
-    slope = torch.randn(4, 8) * 1e-9
+    grad = torch.randn(4, 8) * 1e-9
     with torch.autocast("cpu", dtype=torch.float16):
         y = (torch.nn.functional.gelu(x @ weight) @ weight).float()
-    plain = torch.autograd.grad(y, [weight], slope, retain_graph=True)[0]
-    (scaled,) = compute_gradients(y, [weight], slope, "fp16")
-    exact = torch.autograd.grad(torch.nn.functional.gelu(x @ weight) @ weight, [weight], slope)[0]
+    plain = torch.autograd.grad(y, [weight], grad, retain_graph=True)[0]
+    (scaled,) = compute_gradients(y, [weight], grad, "fp16")
+    exact = torch.autograd.grad(torch.nn.functional.gelu(x @ weight) @ weight, [weight], grad)[0]
     assert scaled is not None
     assert float((scaled - exact).norm() / exact.norm()) < 0.01
     assert float((plain - exact).norm() / exact.norm()) > 0.05
-    (huge,) = compute_gradients(y, [weight], slope * 1e12, "fp16")
+    (huge,) = compute_gradients(y, [weight], grad * 1e12, "fp16")
     assert huge is not None
     assert bool(torch.isfinite(huge).all())
 
 
 def test_mixed_precision_is_over_float32() -> None:
     with pytest.raises(TrainingError, match="must be float32 for mixed precision"):
-        Host(made("gpt2"), precision="bf16")
+        Host(make_model("gpt2"), precision="bf16")
     with pytest.raises(TrainingError, match="precision must be bf16 or fp16"):
-        Host(made("gpt2", torch.float32), precision="fp8")
+        Host(make_model("gpt2", torch.float32), precision="fp8")
 
 
 @pytest.mark.slow
@@ -147,9 +147,10 @@ def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptur
         raise RuntimeError("no compiler here")
 
     found = []
-    for compiler in ("", "aot_eager", broken):
-        mine = made("gpt2", torch.float32)
-        host = Host(made("gpt2", torch.float32), ADAMW, compiler=compiler)  # type: ignore[arg-type]
+    compilers: tuple[Any, ...] = ("", "aot_eager", broken)
+    for compiler in compilers:
+        mine = make_model("gpt2", torch.float32)
+        host = Host(make_model("gpt2", torch.float32), ADAMW, compiler=compiler)
         with connect(mine, InProcess(host)), caplog.at_level(logging.WARNING, "regauge.split"):
             train("gpt2", mine, optimizer_of(mine), range(1))
         found.append(host.backbone())
@@ -163,19 +164,19 @@ def test_compiled_blocks_compute_the_same_and_fall_back(caplog: pytest.LogCaptur
 # Copies that are averaged
 
 
-def stepped(mine: torch.nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> None:
+def train_steps(mine: torch.nn.Module, steps: range, optimizer: torch.optim.Optimizer) -> None:
     train("gpt2", mine, optimizer, steps)
 
 
 def test_the_average_of_one_is_plain_training() -> None:
     found = []
     for average in (0, 2):
-        mine = made("gpt2", dropout=0.1)
-        host = Host(made("gpt2", dropout=0.1), ADAMW, average=average)
-        with connect(mine, InProcess(host), journal=named("a")) as link:
+        mine = make_model("gpt2", dropout=0.1)
+        host = Host(make_model("gpt2", dropout=0.1), ADAMW, average=average)
+        with connect(mine, InProcess(host), journal=named_journal("a")) as link:
             assert link.server_info["average"] == average
             torch.manual_seed(0)
-            stepped(mine, range(5), optimizer_of(mine))
+            train_steps(mine, range(5), optimizer_of(mine))
         found.append(host.backbone())
         assert host.step == 5
     assert same(*found)
@@ -184,51 +185,51 @@ def test_the_average_of_one_is_plain_training() -> None:
 def test_copies_become_their_mean_after_steps_of_each() -> None:
     alone = []
     for first in (0, 10):
-        mine = made("gpt2")
-        host = Host(made("gpt2"), ADAMW)
+        mine = make_model("gpt2")
+        host = Host(make_model("gpt2"), ADAMW)
         with connect(mine, InProcess(host)):
-            stepped(mine, range(first, first + 2), optimizer_of(mine))
+            train_steps(mine, range(first, first + 2), optimizer_of(mine))
         alone.append(host.backbone())
-    host = Host(made("gpt2"), ADAMW, average=2)
+    host = Host(make_model("gpt2"), ADAMW, average=2)
     start = host.backbone()
-    ann, bob = made("gpt2"), made("gpt2")
+    ann, bob = make_model("gpt2"), make_model("gpt2")
     with (
-        connect(ann, InProcess(host), journal=named("a")),
-        connect(bob, InProcess(host), journal=named("b"), patience=0.0) as link,
+        connect(ann, InProcess(host), journal=named_journal("a")),
+        connect(bob, InProcess(host), journal=named_journal("b"), patience=0.0) as link,
     ):
         optimizers = optimizer_of(ann), optimizer_of(bob)
-        stepped(ann, range(1), optimizers[0])
-        stepped(bob, range(10, 12), optimizers[1])
+        train_steps(ann, range(1), optimizers[0])
+        train_steps(bob, range(10, 12), optimizers[1])
         assert same(host.main.state(), start)  # the round is not over
         with pytest.raises(
             TransportError, match="the round ends when 1 more sessions have taken 2 steps"
         ):
-            stepped(bob, range(12, 13), optimizers[1])
+            train_steps(bob, range(12, 13), optimizers[1])
         with torch.no_grad():
             bob(**batch("gpt2", 0))  # a prediction has no turn
-        stepped(ann, range(1, 2), optimizers[0])
+        train_steps(ann, range(1, 2), optimizers[0])
         expected = weighted_mean([(1, alone[0]), (1, alone[1])])
         assert same(dict(host.main.state()), expected)
         assert all(
             same(dict(s.backbone.state()), expected) for s in host.sessions.values() if s.backbone
         )
         link.log.patience = 60.0
-        stepped(bob, range(12, 13), optimizers[1])
+        train_steps(bob, range(12, 13), optimizers[1])
         assert host.step == 5
         assert [s.backbone.steps_since_mean for s in host.sessions.values() if s.backbone] == [0, 1]
 
 
-def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
+def test_absent_clients_count_by_their_completed_steps() -> None:
     for how in ("leaves", "is away"):
-        host = Host(made("gpt2"), ADAMW, average=2, away=0.0 if how == "is away" else 60.0)
-        ann, bob = made("gpt2"), made("gpt2")
+        host = Host(make_model("gpt2"), ADAMW, average=2, away=0.0 if how == "is away" else 60.0)
+        ann, bob = make_model("gpt2"), make_model("gpt2")
         with (
-            connect(ann, InProcess(host), journal=named("a")),
-            connect(bob, InProcess(host), journal=named("b")) as link,
+            connect(ann, InProcess(host), journal=named_journal("a")),
+            connect(bob, InProcess(host), journal=named_journal("b")) as link,
         ):
             optimizer, other = optimizer_of(ann), optimizer_of(bob)
-            stepped(bob, range(10, 11), other)
-            stepped(ann, range(2), optimizer)
+            train_steps(bob, range(10, 11), other)
+            train_steps(ann, range(2), optimizer)
             copies = {
                 n: {k: t.clone() for k, t in s.backbone.state().items()}
                 for n, s in host.sessions.items()
@@ -241,7 +242,7 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
                 loss = ann(**batch("gpt2", 2)).loss  # who waits finds that the other is away
                 assert same(dict(host.main.state()), expected)
                 loss.backward()
-                stepped(bob, range(11, 12), other)  # and is a member again when it comes back
+                train_steps(bob, range(11, 12), other)  # and is a member again when it comes back
                 assert [
                     s.backbone.steps_since_mean for s in host.sessions.values() if s.backbone
                 ] == [1, 1]
@@ -251,14 +252,14 @@ def test_whoever_leaves_or_is_away_counts_by_what_was_done() -> None:
 
 def test_averaging_needs_training_and_its_own_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="0 without training"):
-        Host(made("gpt2"), average=3)
-    mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, average=2)
+        Host(make_model("gpt2"), average=3)
+    mine = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path, average=2)
     with connect(mine, InProcess(host)):
-        stepped(mine, range(1), optimizer_of(mine))
+        train_steps(mine, range(1), optimizer_of(mine))
     host.save()
     with pytest.raises(CheckpointError, match="was trained with averaged copies"):
-        Host(made("gpt2"), ADAMW, folder=tmp_path)
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path)
 
 
 class Restarting:
@@ -285,16 +286,18 @@ class Restarting:
             return reply
 
 
-def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.Tensor], list[Host]]:
+def run_average(
+    folder: Path, after: int, at_once: bool
+) -> tuple[dict[str, torch.Tensor], list[Host]]:
     """Two clients of six steps each, with a mean after every two; at once, or one after the
     other.
     """
     network = Restarting(
-        lambda: Host(made("gpt2"), ADAMW, folder=folder, save_every=2, average=2), after
+        lambda: Host(make_model("gpt2"), ADAMW, folder=folder, save_every=2, average=2), after
     )
-    models = [made("gpt2"), made("gpt2")]
+    models = [make_model("gpt2"), make_model("gpt2")]
     links: list[RemoteBackbone] = [
-        connect(m, network, journal=named("ab"[i]), rows="batch", secret=5)
+        connect(m, network, journal=named_journal("ab"[i]), rows="batch", secret=5)
         for i, m in enumerate(models)
     ]
     for link in links:
@@ -330,11 +333,11 @@ def averaged(folder: Path, after: int, at_once: bool) -> tuple[dict[str, torch.T
     return state | network.hosts[-1].backbone(), network.hosts
 
 
-def test_two_clients_and_a_server_that_is_lost_again_and_again(tmp_path: Path) -> None:
-    calm, hosts = averaged(tmp_path / "calm", 0, at_once=False)
+def test_two_clients_and_a_server_that_crashes_repeatedly(tmp_path: Path) -> None:
+    calm, hosts = run_average(tmp_path / "calm", 0, at_once=False)
     assert len(hosts) == 1
     for after in (0, 5):
-        found, hosts = averaged(tmp_path / str(after), after, at_once=True)
+        found, hosts = run_average(tmp_path / str(after), after, at_once=True)
         assert (len(hosts) > 3) == bool(after)
         assert hosts[-1].step == 12
         assert same(found, calm)
@@ -355,7 +358,7 @@ def test_the_health_service_is_beside_the_server() -> None:
     grpc = pytest.importorskip("grpc")
     from regauge.split.server.network import Server
 
-    server = Server(Host(made("gpt2")))
+    server = Server(Host(make_model("gpt2")))
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         check = channel.unary_unary("/grpc.health.v1.Health/Check")
         assert check(b"", timeout=20) == SERVING
@@ -390,8 +393,8 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
     from regauge.split.server.metrics import Metrics
     from regauge.split.server.network import Grpc, Server
 
-    mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=2)
+    mine = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path, save_every=2)
     with Server(host) as server, Grpc(f"127.0.0.1:{server.port}") as network:
         page = Metrics(host, server)
         with connect(mine, network):
@@ -431,12 +434,12 @@ def test_metrics_say_what_was_done(tmp_path: Path) -> None:
 def test_metrics_on_a_port_that_is_taken() -> None:
     from regauge.split.server.metrics import Metrics
 
-    page = Metrics(Host(made("gpt2")), None)
+    page = Metrics(Host(make_model("gpt2")), None)
     try:
         with pytest.raises(TransportError, match=r"cannot listen on .* for metrics"):
-            Metrics(Host(made("gpt2")), None, f"127.0.0.1:{page.port}")
+            Metrics(Host(make_model("gpt2")), None, f"127.0.0.1:{page.port}")
         with pytest.raises(TransportError, match="must be HOST:PORT"):
-            Metrics(Host(made("gpt2")), None, "9100x")
+            Metrics(Host(make_model("gpt2")), None, "9100x")
     finally:
         page.close()
 
@@ -460,7 +463,7 @@ def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
             return super().answer(frame, peer)
 
     servers: list[Server] = [
-        Server(Slow(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")
+        Server(Slow(make_model("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")
     ]
     replies: list[int] = []
 
@@ -469,40 +472,42 @@ def test_a_server_that_stops_finishes_what_is_under_way(tmp_path: Path) -> None:
         threading.Timer(0.2, release.set).start()
         servers[0].stop(30)
         replies.append(servers[0].host.requests.get(("backward", "ok"), 0))
-        servers.append(Server(Host(made("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}"))
+        servers.append(
+            Server(Host(make_model("gpt2"), ADAMW, folder=tmp_path), f"127.0.0.1:{port}")
+        )
 
     stopping = threading.Thread(target=stop)
     stopping.start()
-    mine = made("gpt2")
-    with Grpc(f"127.0.0.1:{port}") as network, connect(mine, network, journal=named("a")):
+    mine = make_model("gpt2")
+    with Grpc(f"127.0.0.1:{port}") as network, connect(mine, network, journal=named_journal("a")):
         train("gpt2", mine, optimizer_of(mine), range(4))
     stopping.join()
     servers[1].stop()
     assert replies == [2]
     assert servers[1].host.requests["backward", "ok"] == 2  # nothing was asked twice of the second
-    calm = made("gpt2")
-    host = Host(made("gpt2"), ADAMW)
-    with connect(calm, InProcess(host), journal=named("a")):
+    calm = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW)
+    with connect(calm, InProcess(host), journal=named_journal("a")):
         train("gpt2", calm, optimizer_of(calm), range(4))
     assert same(servers[1].host.backbone(), host.backbone())
 
 
-def test_the_end_of_a_session_is_kept(tmp_path: Path) -> None:
+def test_the_end_of_a_session_is_saved(tmp_path: Path) -> None:
     """A client that is done sends nothing again: what it asked for must outlive the server from
     then on.
     """
-    mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path, save_every=1000)
+    mine = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path, save_every=1000)
     with connect(mine, InProcess(host)) as link:
         train("gpt2", mine, optimizer_of(mine), range(3))
         link.end()
-    again = Host(made("gpt2"), ADAMW, folder=tmp_path)
+    again = Host(make_model("gpt2"), ADAMW, folder=tmp_path)
     assert (again.step, len(again.sessions)) == (3, 0)
     assert same(again.backbone(), host.backbone())
 
 
-def test_a_training_is_told() -> None:
-    told = OptimizerConfig(
+def test_optimizer_configs_are_described() -> None:
+    config = OptimizerConfig(
         "sgd",
         0.1,
         weight_decay=0.2,
@@ -513,7 +518,7 @@ def test_a_training_is_told() -> None:
         clip=0.5,
         accumulate=2,
     ).to_dict()
-    assert told == {
+    assert config == {
         "optimizer": "sgd",
         "rate": 0.1,
         "decay": 0.2,
@@ -530,7 +535,7 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
-    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
+    host = Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
     host.save()
     path = tmp_path / "split.safetensors"
     with safe_open(path, "pt") as file:
@@ -538,11 +543,11 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
     for version in ("1", "3"):
         save_file(load_file(path), path, {"regauge": "split", "version": version, "about": about})
         with pytest.raises(CheckpointError, match="of version 2"):
-            Host(made("gpt2"), host.training, folder=tmp_path)
+            Host(make_model("gpt2"), host.training, folder=tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("options", "words"),
     [
         ({"lr": -0.1}, "lr must be .* got -0.1"),
         ({"lr": math.nan}, "lr must be .* got nan"),
@@ -556,8 +561,8 @@ def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path) -> None:
         ({"accumulate": 0}, "accumulate must be .* got 0"),
     ],
 )
-def test_a_training_that_cannot_be_names_what_is_wrong(given: dict[str, Any], words: str) -> None:
+def test_an_invalid_optimizer_config_names_the_fault(options: dict[str, Any], words: str) -> None:
     with pytest.raises(TrainingError, match=words) as caught:
-        OptimizerConfig("sgd", **{"lr": 0.1, **given})
+        OptimizerConfig("sgd", **{"lr": 0.1, **options})
     assert "or more" in (caught.value.hint or "")
     assert OptimizerConfig("sgd", lr=0.0, clip=0.0, accumulate=1).lr == 0.0

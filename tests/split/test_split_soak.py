@@ -17,7 +17,7 @@ pytest.importorskip("grpc")
 
 from regauge.split import Host
 from regauge.split.protocol.frames import Frame, Kind, decode, encode
-from support.split_pairs import made
+from support.split_pairs import make_model
 from support.split_processes import Child
 
 MESSAGES = int(os.environ.get("REGAUGE_MESSAGES", "200000"))
@@ -32,7 +32,7 @@ def _serve(pipe: Connection) -> None:
     torch.set_num_threads(1)
     from regauge.split.server.network import Server
 
-    with Server(Host(made("gpt2"), max_sessions=4)) as server:
+    with Server(Host(make_model("gpt2"), max_sessions=4)) as server:
         pipe.send(("ready", server.port))
         pipe.recv()
 
@@ -72,21 +72,21 @@ def _ask(pipe: Connection, port: int, messages: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc")
 def test_memory_stays_where_it_is() -> None:
     server = Child(_serve)
-    _, port = server.said("ready")
+    _, port = server.receive("ready")
     client = Child(_ask, port, MESSAGES)
     sizes: list[tuple[int, int, int]] = []
     try:
         while not sizes or sizes[-1][0] < MESSAGES // 100 * 100:
-            _, i, size = client.said("at")
+            _, i, size = client.receive("at")
             sizes.append((i, size, resident(server.process.pid or "self")))
     finally:
         client.kill()
         server.kill()
     warm = next(s for s in sizes if s[0] >= MESSAGES // 10)
     end = sizes[-1]
-    for who, a, b in zip(("client", "server"), warm[1:], end[1:], strict=True):
+    for side, a, b in zip(("client", "server"), warm[1:], end[1:], strict=True):
         print(
-            f"{who}: {a / 1e6:.1f} MB after {warm[0]} messages, {b / 1e6:.1f} MB after {end[0]}",
+            f"{side}: {a / 1e6:.1f} MB after {warm[0]} messages, {b / 1e6:.1f} MB after {end[0]}",
             file=sys.stderr,
         )
-        assert b < (1 + GROWTH) * a, who
+        assert b < (1 + GROWTH) * a, side

@@ -18,7 +18,7 @@ from regauge.errors import CheckpointError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
 from regauge.split.protocol.frames import Frame, Kind, RefusedError, decode, encode
-from support.split_pairs import ADAMW, batch, made, optimizer_of, same, train
+from support.split_pairs import ADAMW, batch, make_model, optimizer_of, same, train
 
 HALF = [torch.float16, torch.bfloat16]
 SESSION = "0" * 32
@@ -36,7 +36,7 @@ def snapshot_of(host: Host) -> list[torch.Tensor]:
     return [t.detach().clone() for t in tensors_of(host)]
 
 
-def unchanged(host: Host, before: list[torch.Tensor]) -> bool:
+def is_unchanged(host: Host, before: list[torch.Tensor]) -> bool:
     now = tensors_of(host)
     return len(now) == len(before) and all(map(torch.equal, now, before))
 
@@ -55,10 +55,10 @@ def test_a_half_precision_backbone_trains_near_float32(
     options = OptimizerConfig(optimizer, lr=1e-4 if optimizer != "sgd" else 1e-3)
     moved: list[dict[str, torch.Tensor]] = []
     for kind in (dtype, torch.float32):
-        start = made("gpt2").to(dtype).to(kind)  # both from the same numbers
+        start = make_model("gpt2").to(dtype).to(kind)  # both from the same numbers
         host = Host(start, options, folder=tmp_path / str(kind))
         first = {n: m.detach().clone() for n, m in host.main.masters.items()}
-        mine = made("gpt2").to(dtype).to(kind)
+        mine = make_model("gpt2").to(dtype).to(kind)
         with connect(mine, InProcess(host)):
             for step in range(8):  # of the server alone: the client's parts stay as they are
                 mine(**batch("gpt2", step, kind)).loss.backward()
@@ -68,8 +68,8 @@ def test_a_half_precision_backbone_trains_near_float32(
         assert all(m.dtype == torch.float32 for m in host.main.masters.values())
         assert all(t.dtype == kind for t in host.backbone().values())
         moved.append({n: m.detach() - first[n] for n, m in host.main.masters.items()})
-        again = Host(made("gpt2").to(kind), options, folder=tmp_path / str(kind))
-        assert unchanged(again, snapshot_of(host))
+        again = Host(make_model("gpt2").to(kind), options, folder=tmp_path / str(kind))
+        assert is_unchanged(again, snapshot_of(host))
     half, full = (
         torch.cat([t.flatten() for n, t in sorted(m.items()) if "c_attn.bias" not in n])
         for m in moved
@@ -79,7 +79,7 @@ def test_a_half_precision_backbone_trains_near_float32(
 
 def test_a_plain_optimizer_in_float16_is_the_negative_control() -> None:
     """Without master weights one step of AdamW leaves NaN: eps is zero in float16."""
-    mine = made("gpt2").half()
+    mine = make_model("gpt2").half()
     mine(**batch("gpt2", 0, torch.float16)).loss.backward()
     torch.optim.AdamW(mine.parameters(), 1e-3).step()
     assert not are_finite(mine.parameters())
@@ -87,7 +87,7 @@ def test_a_plain_optimizer_in_float16_is_the_negative_control() -> None:
 
 def test_float32_and_float64_have_no_copies_and_step_as_torch_does() -> None:
     for dtype in (torch.float32, torch.float64):
-        a, b = made("gpt2", dtype), made("gpt2", dtype)
+        a, b = make_model("gpt2", dtype), make_model("gpt2", dtype)
         options = OptimizerConfig(
             "adamw", 1e-2, clip=0.1, weight_decay=0.1, schedule="linear", steps=9
         )
@@ -116,12 +116,12 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
 ) -> None:
     """The weights would leave the range of their dtype."""
     host = Host(
-        made("gpt2", dtype),
+        make_model("gpt2", dtype),
         OptimizerConfig("sgd", lr=3e38 if dtype is torch.float32 else 1e8, momentum=0.9),
         folder=tmp_path,
         save_every=1,
     )
-    mine = made("gpt2", dtype)
+    mine = make_model("gpt2", dtype)
     with connect(mine, InProcess(host)) as link:
         before, path = snapshot_of(host), tmp_path / "split.safetensors"
         with (
@@ -132,7 +132,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
         assert error.value.code == "nonfinite"
         assert error.value.hint
         assert "a step was rolled back" in caplog.text
-        assert unchanged(host, before)
+        assert is_unchanged(host, before)
         assert (host.step, host.main.step, host.main.losses_since_step, host.main.gradients()) == (
             0,
             0,
@@ -146,7 +146,7 @@ def test_a_step_that_is_not_finite_is_undone_exactly(
         mine(**batch("gpt2", 1, dtype)).loss.backward()  # the session goes on
         assert link.log.handshake()["done"] == 3  # two forward passes and a backward pass
     assert host.step == 1
-    assert not unchanged(host, before)
+    assert not is_unchanged(host, before)
     assert are_finite(tensors_of(host))
 
 
@@ -155,8 +155,8 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
 ) -> None:
     """One client's huge gradient does not block the steps of all others."""
     options = OptimizerConfig("sgd", lr=100.0, accumulate=2)
-    host = Host(made("gpt2", torch.float16), options, folder=tmp_path, save_every=1000)
-    models = [made("gpt2", torch.float16) for _ in range(2)]
+    host = Host(make_model("gpt2", torch.float16), options, folder=tmp_path, save_every=1000)
+    models = [make_model("gpt2", torch.float16) for _ in range(2)]
     links = [
         connect(m, InProcess(host, peer))
         for m, peer in zip(models, ("mallory", "ann"), strict=True)
@@ -166,9 +166,9 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
     assert host.main.gradients()
     with pytest.raises(RefusedError, match="must leave finite weights"):
         models[1](**batch("gpt2", 1, torch.float16)).loss.backward()
-    for server in (host, Host(made("gpt2", torch.float16), options, folder=tmp_path)):
+    for server in (host, Host(make_model("gpt2", torch.float16), options, folder=tmp_path)):
         assert (server.main.gradients(), server.main.losses_since_step, server.step) == ({}, 0, 0)
-        assert unchanged(server, before)
+        assert is_unchanged(server, before)
     models[1](**batch("gpt2", 2, torch.float16)).loss.backward()
     models[1](**batch("gpt2", 3, torch.float16)).loss.backward()
     assert host.step == 1  # negative control: honest gradients are taken
@@ -180,8 +180,8 @@ def test_gradients_that_wait_for_a_step_are_dropped_with_it_also_after_a_restart
 def test_a_step_that_fails_half_way_is_undone(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    host = Host(made("gpt2"), ADAMW)
-    mine, calm, other = made("gpt2"), made("gpt2"), Host(made("gpt2"), ADAMW)
+    host = Host(make_model("gpt2"), ADAMW)
+    mine, calm, other = make_model("gpt2"), make_model("gpt2"), Host(make_model("gpt2"), ADAMW)
     with connect(mine, InProcess(host)), connect(calm, InProcess(other)):
         train("gpt2", mine, optimizer_of(mine), range(2))
         train("gpt2", calm, optimizer_of(calm), range(2))
@@ -198,7 +198,7 @@ def test_a_step_that_fails_half_way_is_undone(
             patch.setattr(optimizer.optimizer, "step", broken)
             with pytest.raises(RefusedError, match="could not compute"):
                 mine(**batch("gpt2", 2)).loss.backward()
-        assert unchanged(host, before)
+        assert is_unchanged(host, before)
         for model in (mine, calm):
             model(**batch("gpt2", 3)).loss.backward()
     assert host.step == other.step == 3
@@ -206,7 +206,7 @@ def test_a_step_that_fails_half_way_is_undone(
 
 
 def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path)
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path)
     host.save()
     good = (tmp_path / "split.safetensors").read_bytes()
     with torch.no_grad():
@@ -216,7 +216,7 @@ def test_nothing_that_is_not_finite_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="must be finite"):
         host.backbone()
     assert (tmp_path / "split.safetensors").read_bytes() == good
-    broken = made("gpt2")
+    broken = make_model("gpt2")
     with torch.no_grad():
         broken.transformer.h[0].ln_1.weight[0] = math.inf
     with pytest.raises(CheckpointError, match="must be finite"):
@@ -243,20 +243,23 @@ def test_the_finiteness_check_is_exact() -> None:
             assert not are_usable([tensor])
 
 
-# Steps that are none
+# Invalid steps
 
 
-def asked(host: Host, frame: Frame, peer: str = "") -> Frame:
+def exchange(host: Host, frame: Frame, peer: str = "") -> Frame:
     return decode(b"".join([InProcess(host, peer).exchange(encode(frame))]))
 
 
 def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
     options = OptimizerConfig("adamw", 1e-2, schedule="linear", steps=10)
-    host, mine = Host(made("gpt2"), options, folder=tmp_path, save_every=1), made("gpt2")
+    host, mine = (
+        Host(make_model("gpt2"), options, folder=tmp_path, save_every=1),
+        make_model("gpt2"),
+    )
     with connect(mine, InProcess(host)) as link:
         session = str(link.server_info["session"])
         for _ in range(20):
-            reply = asked(host, Frame(Kind.STEP, 1, {"session": session}))
+            reply = exchange(host, Frame(Kind.STEP, 1, {"session": session}))
             assert (reply.kind, reply.values["code"]) == (Kind.ERROR, "empty")
         assert (
             host.step,
@@ -271,7 +274,7 @@ def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
         )
         assert not (tmp_path / "split.safetensors").exists()
         train("gpt2", mine, optimizer_of(mine), range(1))
-        assert asked(host, Frame(Kind.STEP, 3, {"session": session})).values["code"] == "empty"
+        assert exchange(host, Frame(Kind.STEP, 3, {"session": session})).values["code"] == "empty"
         assert host.step == 1
         losses = [
             mine(**batch("gpt2", step)).loss for step in (1, 2, 3)
@@ -282,28 +285,28 @@ def test_a_step_without_gradients_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_step_is_not_taken_with_another_clients_gradients() -> None:
-    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1, accumulate=2))
-    mine = made("gpt2")
+    host = Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1, accumulate=2))
+    mine = make_model("gpt2")
     with (
         connect(mine, InProcess(host, "ann")),
-        connect(made("gpt2"), InProcess(host, "mallory")) as other,
+        connect(make_model("gpt2"), InProcess(host, "mallory")) as other,
     ):
         mine(**batch("gpt2", 0)).loss.backward()
         before = snapshot_of(host)
-        reply = asked(
+        reply = exchange(
             host, Frame(Kind.STEP, 1, {"session": other.server_info["session"]}), "mallory"
         )
         assert reply.values["code"] == "empty"
         assert (host.step, host.main.losses_since_step) == (0, 1)
-        assert unchanged(host, before)
+        assert is_unchanged(host, before)
 
 
 def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -> None:
     """Ann has gone back through one of two passes when bob's step takes her gradient along: her own
     STEP is honest, and has nothing left to do.
     """
-    host = Host(made("gpt2"), OptimizerConfig("sgd", 0.1))
-    ann, bob = made("gpt2"), made("gpt2")
+    host = Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1))
+    ann, bob = make_model("gpt2"), make_model("gpt2")
     with connect(ann, InProcess(host, "ann")) as link, connect(bob, InProcess(host, "bob")):
         losses = [ann(**batch("gpt2", step)).loss for step in (0, 1)]
         link._send_step = lambda: None  # type: ignore[method-assign]  # sent by hand below
@@ -311,7 +314,7 @@ def test_whose_gradients_went_with_anothers_step_is_answered_and_not_counted() -
         bob(**batch("gpt2", 2)).loss.backward()
         assert host.step == 1
         frame = Frame(Kind.STEP, 4, {"session": link.server_info["session"]})
-        replies = [asked(host, frame, "ann") for _ in range(2)]
+        replies = [exchange(host, frame, "ann") for _ in range(2)]
         assert [r.kind for r in replies] == [Kind.ACKNOWLEDGE] * 2
         assert (host.step, host.main.step) == (1, 1)
 
@@ -332,8 +335,8 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
     path = tmp_path / "clients.txt"
     path.write_text("ann\nbob sessions=3\n")
     listed = client_list.ClientFile(path)
-    host = Host(made("gpt2"), ADAMW, folder=tmp_path / "kept", save_every=1000)
-    models = {name: made("gpt2") for name in ("ann", "bob")}
+    host = Host(make_model("gpt2"), ADAMW, folder=tmp_path / "kept", save_every=1000)
+    models = {name: make_model("gpt2") for name in ("ann", "bob")}
     with (
         caplog.at_level(logging.WARNING, "regauge.split"),
         Server(host, tls=tls["server"], clients=listed) as server,
@@ -366,10 +369,10 @@ def test_a_revoked_client_is_cut_off_and_others_go_on(
         wait_for(lambda: host.clients == {"ann", "bob"})
         with pytest.raises(RefusedError, match="session has ended"):
             train("gpt2", models["bob"], optimizer_of(models["bob"]), range(1))
-        with connect(made("gpt2"), bob) as again:
+        with connect(make_model("gpt2"), bob) as again:
             assert again.server_info["done"] == 0
     assert [
-        s.peer for s in Host(made("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()
+        s.peer for s in Host(make_model("gpt2"), ADAMW, folder=tmp_path / "kept").sessions.values()
     ].count("bob") == 1
 
 
@@ -381,10 +384,10 @@ def wait_for(true: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None:
-    host, mine = Host(made("gpt2"), ADAMW, average=2), made("gpt2")
+    host, mine = Host(make_model("gpt2"), ADAMW, average=2), make_model("gpt2")
     with (
         connect(mine, InProcess(host, "mallory")) as link,
-        connect(made("gpt2"), InProcess(host, "ann")) as other,
+        connect(make_model("gpt2"), InProcess(host, "ann")) as other,
     ):
         train("gpt2", mine, optimizer_of(mine), range(1))
         before = host.backbone()
@@ -394,11 +397,11 @@ def test_a_request_that_waited_while_its_client_was_revoked_is_refused() -> None
             Frame(Kind.HELLO, 0, link.log.hello),
             Frame(Kind.STEP, 3, {"session": link.server_info["session"]}),
         ):
-            assert asked(host, frame, "mallory").values["code"] == "client"
-        assert asked(host, Frame(Kind.HELLO, 0, other.log.hello), "ann").kind is Kind.WELCOME
+            assert exchange(host, frame, "mallory").values["code"] == "client"
+        assert exchange(host, Frame(Kind.HELLO, 0, other.log.hello), "ann").kind is Kind.WELCOME
         assert not host.rounds.departed  # what it trained in this round is not averaged
         assert not same(host.backbone(), before)
-        assert same(host.backbone(), Host(made("gpt2"), ADAMW).backbone())
+        assert same(host.backbone(), Host(make_model("gpt2"), ADAMW).backbone())
 
 
 def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -424,10 +427,10 @@ def test_a_private_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 def test_a_handshake_does_not_change_how_the_server_trains() -> None:
     host, mine, calm, other = (
-        Host(made("gpt2"), ADAMW),
-        made("gpt2"),
-        made("gpt2"),
-        Host(made("gpt2"), ADAMW),
+        Host(make_model("gpt2"), ADAMW),
+        make_model("gpt2"),
+        make_model("gpt2"),
+        Host(make_model("gpt2"), ADAMW),
     )
     with connect(mine, InProcess(host)) as link, connect(calm, InProcess(other)):
         train("gpt2", mine, optimizer_of(mine), range(1))
@@ -441,7 +444,7 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
             "step": 10**9,
             "done": 99,
         }
-        reply = asked(host, Frame(Kind.HELLO, 0, {**link.log.hello, **hostile}))
+        reply = exchange(host, Frame(Kind.HELLO, 0, {**link.log.hello, **hostile}))
         assert reply.kind is Kind.WELCOME
         assert {k: reply.values[k] for k in ADAMW.to_dict()} == ADAMW.to_dict()
         train("gpt2", mine, optimizer_of(mine), range(1, 3))
@@ -450,25 +453,25 @@ def test_a_handshake_does_not_change_how_the_server_trains() -> None:
     assert same(host.backbone(), other.backbone())
 
 
-def test_nobody_makes_the_server_forget_anothers_ended_session(
+def test_clients_cannot_evict_the_ended_sessions_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Otherwise requests of that session, sent again, would be applied a second time."""
     from regauge.split.server import host as module
 
     monkeypatch.setattr(module, "_MAX_ENDED_SESSIONS", 4)
-    host, mine = Host(made("gpt2"), ADAMW, max_sessions=2), made("gpt2")
+    host, mine = Host(make_model("gpt2"), ADAMW, max_sessions=2), make_model("gpt2")
     link = connect(mine, InProcess(host, "ann"))
     with link:
         train("gpt2", mine, optimizer_of(mine), range(1))
         link.end()
     for _ in range(8):
-        model = made("gpt2")
+        model = make_model("gpt2")
         with connect(model, InProcess(host, "mallory")) as hostile:
             train("gpt2", model, optimizer_of(model), range(1))
             hostile.end()
     assert len(host.ended_sessions) == 4
-    assert asked(host, Frame(Kind.HELLO, 0, link.log.hello), "ann").values["code"] == "ended"
+    assert exchange(host, Frame(Kind.HELLO, 0, link.log.hello), "ann").values["code"] == "ended"
 
 
 # Damaged checkpoints
@@ -476,8 +479,10 @@ def test_nobody_makes_the_server_forget_anothers_ended_session(
 
 def trained_folder(folder: Path, **more: Any) -> Path:
     """A checkpoint with moments, waiting gradients, an open pass and an ended session."""
-    host = Host(made("gpt2"), OptimizerConfig("adamw", 1e-2, accumulate=2), folder=folder, **more)
-    mine, gone = made("gpt2"), made("gpt2")
+    host = Host(
+        make_model("gpt2"), OptimizerConfig("adamw", 1e-2, accumulate=2), folder=folder, **more
+    )
+    mine, gone = make_model("gpt2"), make_model("gpt2")
     with connect(gone, InProcess(host, "bob")) as link:
         train("gpt2", gone, optimizer_of(gone), range(2))
         link.end()
@@ -517,7 +522,7 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a weight is NaN": lambda t, m: t[WEIGHT].fill_(math.nan),
     "an unexpected weight": lambda t, m: t.update({"weight/stranger": t[WEIGHT]}),
     "an unexpected kind": lambda t, m: t.update({"stranger/x": t[WEIGHT]}),
-    "a moment of nobody": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
+    "a moment without a parameter": lambda t, m: t.update({"optimizer/x/exp_avg": t[WEIGHT]}),
     "a moment is missing": lambda t, m: t.pop(MOMENT),
     "a moment is negative": lambda t, m: t[MOMENT].fill_(-1.0),
     "a moment is Inf": lambda t, m: t[MOMENT].fill_(math.inf),
@@ -528,11 +533,13 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a frame is cut": lambda t, m: t.update(
         {k: v[:-1].clone() for k, v in t.items() if k.endswith("/reply")}
     ),
-    "a frame is no bytes": lambda t, m: t.update(
+    "a frame that is not bytes": lambda t, m: t.update(
         {k: v.double() for k, v in t.items() if k.startswith("frame/")}
     ),
-    "a frame of nobody": lambda t, m: t.update({"frame/x/1": torch.zeros(4, dtype=torch.uint8)}),
-    "a copy of nobody": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
+    "a frame without a session": lambda t, m: t.update(
+        {"frame/x/1": torch.zeros(4, dtype=torch.uint8)}
+    ),
+    "a copy without a client": _about(lambda a: a["copies"].update(x=[1, 1, 1])),
     "a step is negative": _about(lambda a: a.update(step=-1)),
     "a step is a text": _about(lambda a: a.update(step="1")),
     "steps are too few": _about(lambda a: a.update(main=[1, 1])),
@@ -545,7 +552,7 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
     "a session's flag": _about(lambda a: _first(a).update(has_gradients="no")),
     "gone is a number": _about(lambda a: a.update(gone=3)),
     "the digest is missing": _about(lambda a: a.pop("digest")),
-    "about is no JSON": lambda t, m: m.update(about="{"),
+    "about that is not JSON": lambda t, m: m.update(about="{"),
     "about is too deep": lambda t, m: m.update(about="[" * 100_000),
     "about is a list": lambda t, m: m.update(about="[]"),
     "about is missing": lambda t, m: m.pop("about"),
@@ -553,19 +560,19 @@ DAMAGE: dict[str, Callable[[dict[str, torch.Tensor], dict[str, str]], object]] =
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_host(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained_folder(tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_checkpoint_is_a_typed_error(saved: Path, tmp_path: Path, how: str) -> None:
+def test_a_damaged_checkpoint_is_a_typed_error(save_host: Path, tmp_path: Path, how: str) -> None:
     """Damage with a valid checksum, as a faulty writer would leave it."""
-    tensors, metadata = read_tensors(saved, "split", 2)
+    tensors, metadata = read_tensors(save_host, "split", 2)
     write_tensors(tmp_path / "split.safetensors", tensors, metadata)
-    assert Host(made("gpt2"), OPTIONS, folder=tmp_path).step == 2  # negative control
+    assert Host(make_model("gpt2"), OPTIONS, folder=tmp_path).step == 2  # negative control
     DAMAGE[how](tensors, metadata)
     write_tensors(tmp_path / "split.safetensors", tensors, metadata)
-    data, model = (tmp_path / "split.safetensors").read_bytes(), made("gpt2")
+    data, model = (tmp_path / "split.safetensors").read_bytes(), make_model("gpt2")
     before = {n: t.clone() for n, t in model.state_dict().items()}
     with pytest.raises(CheckpointError) as error:
         Host(model, OPTIONS, folder=tmp_path)
@@ -575,28 +582,30 @@ def test_a_damaged_checkpoint_is_a_typed_error(saved: Path, tmp_path: Path, how:
 
 
 @pytest.mark.parametrize("at", [0.001, 0.3, 0.6, 0.999])
-def test_a_flipped_bit_or_a_cut_file_is_found(saved: Path, tmp_path: Path, at: float) -> None:
-    data = bytearray(saved.read_bytes())
+def test_a_flipped_bit_or_a_cut_file_is_found(save_host: Path, tmp_path: Path, at: float) -> None:
+    data = bytearray(save_host.read_bytes())
     (tmp_path / "split.safetensors").write_bytes(data[: int(at * len(data))])
     with pytest.raises(CheckpointError):
-        Host(made("gpt2"), OPTIONS, folder=tmp_path)
+        Host(make_model("gpt2"), OPTIONS, folder=tmp_path)
     data[int(at * len(data))] ^= 1
     (tmp_path / "split.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError):
-        Host(made("gpt2"), OPTIONS, folder=tmp_path)
+        Host(make_model("gpt2"), OPTIONS, folder=tmp_path)
 
 
 def test_a_server_that_only_serves_for_a_while_loses_no_training_state(
-    saved: Path, tmp_path: Path
+    save_host: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "split.safetensors").write_bytes(saved.read_bytes())
-    Host(made("gpt2"), folder=tmp_path).save()
-    a, b = (Host(made("gpt2"), OPTIONS, folder=folder) for folder in (saved.parent, tmp_path))
+    (tmp_path / "split.safetensors").write_bytes(save_host.read_bytes())
+    Host(make_model("gpt2"), folder=tmp_path).save()
+    a, b = (
+        Host(make_model("gpt2"), OPTIONS, folder=folder) for folder in (save_host.parent, tmp_path)
+    )
     assert a.main.moments()
-    assert unchanged(b, snapshot_of(a))
+    assert is_unchanged(b, snapshot_of(a))
     assert same(a.main.gradients(), b.main.gradients())
     with pytest.raises(CheckpointError, match="was trained with adamw"):
-        Host(made("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
+        Host(make_model("gpt2"), OptimizerConfig("sgd", 0.1), folder=tmp_path)
 
 
 def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
@@ -604,7 +613,7 @@ def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
     and are saved and averaged in float32.
     """
     host = Host(
-        made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
+        make_model("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
     )
     with torch.no_grad():
         for master in host.main.masters.values():
@@ -614,13 +623,13 @@ def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
         {n: m.detach() for n, m in copy.masters.items()},
         {n: m.detach() for n, m in host.main.masters.items()},
     )
-    mine = made("gpt2", torch.float16)
+    mine = make_model("gpt2", torch.float16)
     with connect(mine, InProcess(host)):
         for step in range(3):
             mine(**batch("gpt2", step, torch.float16)).loss.backward()
         host.save()
     again = Host(
-        made("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
+        make_model("gpt2", torch.float16), OptimizerConfig("sgd", 1e-3), average=2, folder=tmp_path
     )
     (one,), (other,) = ([s.backbone for s in h.sessions.values()] for h in (host, again))
     assert one is not None

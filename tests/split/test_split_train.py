@@ -19,15 +19,15 @@ from support.picos import PICOS, build, config_of, spec_of
 from support.split_pairs import (
     ADAMW,
     NAMES,
+    assemble_state,
     batch,
     columns,
     distance,
-    locked,
-    made,
+    lock_backbone,
+    make_model,
     optimizer_of,
     same,
     train,
-    whole,
 )
 
 STEPS = range(20)
@@ -46,10 +46,10 @@ STEPS = range(20)
 def test_split_training_is_local_training(
     name: str, dtype: torch.dtype, near: float, rows: str
 ) -> None:
-    plain, mine = made(name, dtype), made(name, dtype)
+    plain, mine = make_model(name, dtype), make_model(name, dtype)
     expected = train(name, plain, optimizer_of(plain), STEPS)
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     before = host.backbone()
     with connect(mine, InProcess(host), element=g, rows=rows, secret=5):
         losses = train(name, mine, optimizer_of(mine), STEPS)
@@ -59,15 +59,15 @@ def test_split_training_is_local_training(
     )  # the server learns
     assert losses == pytest.approx(expected, rel=near)
     assert losses[-1] < losses[0]
-    assert distance(whole(mine, host, g), plain.state_dict()) < near
+    assert distance(assemble_state(mine, host, g), plain.state_dict()) < near
     assert (
-        distance(whole(mine, host, None), plain.state_dict()) > 0.1
+        distance(assemble_state(mine, host, None), plain.state_dict()) > 0.1
     )  # what the server holds is locked
 
 
 def test_the_blocks_of_the_client_may_be_gone_and_the_edges_of_the_server_too() -> None:
-    mine = made("gpt2")
-    plain, served = made("gpt2"), made("gpt2")
+    mine = make_model("gpt2")
+    plain, served = make_model("gpt2"), make_model("gpt2")
     expected = train("gpt2", plain, optimizer_of(plain), range(3))
     served.transformer.wte.to("meta")
     served.transformer.ln_f.to("meta")
@@ -81,10 +81,10 @@ def test_the_blocks_of_the_client_may_be_gone_and_the_edges_of_the_server_too() 
 
 
 def test_only_edges_are_trained_here_and_the_model_is_given_back() -> None:
-    mine = made("llama")
+    mine = make_model("llama")
     before = {n: p.requires_grad for n, p in mine.named_parameters()}
     blocks = copy.deepcopy(mine.model.layers.state_dict())
-    link = connect(mine, InProcess(Host(made("llama"), ADAMW)))
+    link = connect(mine, InProcess(Host(make_model("llama"), ADAMW)))
     assert not any(p.requires_grad for p in mine.model.layers.parameters())
     train("llama", mine, optimizer_of(mine), range(2))
     assert same(dict(mine.model.layers.state_dict()), dict(blocks))
@@ -94,9 +94,9 @@ def test_only_edges_are_trained_here_and_the_model_is_given_back() -> None:
 
 
 def test_a_server_that_only_serves_predicts_and_refuses_nothing_else() -> None:
-    plain, mine = made("vit").eval(), made("vit").eval()
+    plain, mine = make_model("vit").eval(), make_model("vit").eval()
     g = columns(mine)
-    host = Host(locked(mine, g))
+    host = Host(lock_backbone(mine, g))
     inputs = {"pixel_values": batch("vit", 0)["pixel_values"]}
     with connect(mine, InProcess(host), element=g, rows="sample", keep_cls=True), torch.no_grad():
         assert torch.allclose(mine(**inputs).logits, plain(**inputs).logits, atol=1e-6)
@@ -106,11 +106,11 @@ def test_a_server_that_only_serves_predicts_and_refuses_nothing_else() -> None:
 
 @pytest.mark.parametrize("codec", ["BF16", "F16", "Q8"])
 def test_features_cross_in_fewer_bytes_and_masks_as_they_are(codec: str) -> None:
-    plain, mine = made("gpt2", torch.float32).eval(), made("gpt2", torch.float32).eval()
+    plain, mine = make_model("gpt2", torch.float32).eval(), make_model("gpt2", torch.float32).eval()
     inputs = {k: v for k, v in batch("gpt2", 0).items() if k != "labels"}
     with torch.no_grad():
         expected = plain(**inputs).logits
-        with connect(mine, InProcess(Host(made("gpt2", torch.float32))), codec=codec):
+        with connect(mine, InProcess(Host(make_model("gpt2", torch.float32))), codec=codec):
             got = mine(**inputs).logits
     assert 0 < float((got - expected).norm() / expected.norm()) < 0.05
 
@@ -119,8 +119,8 @@ def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
     options = OptimizerConfig(
         "sgd", lr=0.1, momentum=0.9, schedule="cosine", warmup=2, steps=6, accumulate=2
     )
-    mine, plain = made("bert-classifier"), made("bert-classifier")
-    host = Host(made("bert-classifier"), options)
+    mine, plain = make_model("bert-classifier"), make_model("bert-classifier")
+    host = Host(make_model("bert-classifier"), options)
     mine_optimizer, optimizer = (
         optimizer_of(mine, OptimizerConfig("sgd", lr=0.0)),
         optimizer_of(plain, options),
@@ -143,20 +143,18 @@ def test_gradients_are_accumulated_clipped_and_scheduled_as_locally() -> None:
 
 
 def test_passes_without_a_backward_pass_are_let_go() -> None:
-    mine = made("gpt2")
-    host = Host(made("gpt2"), ADAMW, max_open_passes=3)
+    mine = make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW, max_open_passes=3)
     with connect(mine, InProcess(host)):
         for step in range(6):
             mine(**batch("gpt2", step))
-        kept = [mine(**batch("gpt2", step)).loss for step in range(3)]
+        losses = [mine(**batch("gpt2", step)).loss for step in range(3)]
         with pytest.raises(RefusedError, match="has reached its limit of 3 open forward passes"):
             mine(**batch("gpt2", 3))
-        sum(kept).backward()
+        sum(losses).backward()
         assert host.step == 1
         assert not any(s.pending for s in host.sessions.values())
-        logged = mine(
-            **batch("gpt2", 4)
-        ).loss  # a pass that is never gone back through is in nobody's way
+        logged = mine(**batch("gpt2", 4)).loss  # a pass without a backward blocks no other
         train("gpt2", mine, optimizer_of(mine), range(3))
         assert (host.step, logged.requires_grad) == (4, True)
 
@@ -165,8 +163,8 @@ def test_clients_do_not_wait_for_each_other() -> None:
     """A pass that is open while another client's step changes the weights goes back through the new
     ones.
     """
-    ann, bob = made("gpt2"), made("gpt2")
-    host = Host(made("gpt2"), ADAMW)
+    ann, bob = make_model("gpt2"), make_model("gpt2")
+    host = Host(make_model("gpt2"), ADAMW)
     with connect(ann, InProcess(host, "ann")), connect(bob, InProcess(host, "bob")):
         loss = ann(**batch("gpt2", 0)).loss
         train("gpt2", bob, optimizer_of(bob), range(1))
@@ -201,24 +199,24 @@ def test_every_kind_of_family_crosses(name: str) -> None:
     g = element(spec_of(mine), 3)
     with connect(
         mine,
-        InProcess(Host(locked(mine, g), config=config_of(mine))),
+        InProcess(Host(lock_backbone(mine, g), config=config_of(mine))),
         element=g,
         config=config_of(mine),
     ):
         for model in (plain, mine):
             with strict_float64():
-                found = model(**PICOS[name].inputs)
+                outputs = model(**PICOS[name].inputs)
                 outs = (
-                    [found]
-                    if isinstance(found, torch.Tensor)
-                    else [found[k] for k in ("logits", "logits_per_image") if k in found]
+                    [outputs]
+                    if isinstance(outputs, torch.Tensor)
+                    else [outputs[k] for k in ("logits", "logits_per_image") if k in outputs]
                 )
                 (
                     outs[0] * torch.linspace(-1, 1, outs[0].numel()).view(outs[0].shape)
                 ).sum().backward()
-    slopes = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
-    assert len(slopes) > 1
-    assert distance(slopes, {n: p.grad for n, p in plain.named_parameters() if n in slopes}) < 1e-7
+    grads = {n: p.grad for n, p in mine.named_parameters() if p.grad is not None}
+    assert len(grads) > 1
+    assert distance(grads, {n: p.grad for n, p in plain.named_parameters() if n in grads}) < 1e-7
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "mixtral"])
@@ -231,7 +229,7 @@ def test_generation_has_its_cache_on_the_server(name: str, how: dict) -> None:
     }
     inputs["attention_mask"][0, :2] = 0
     g = columns(mine)
-    host = Host(locked(mine, g), max_sessions=2)
+    host = Host(lock_backbone(mine, g), max_sessions=2)
     sizes: list[int] = []
     with connect(mine, Counting(InProcess(host), sizes), element=g):
         got = mine.generate(**inputs, max_new_tokens=6, do_sample=False, **how)
@@ -242,12 +240,12 @@ def test_generation_has_its_cache_on_the_server(name: str, how: dict) -> None:
 
 
 def test_generation_with_rows_sends_all_tokens_again() -> None:
-    plain, mine = made("gpt2").eval(), made("gpt2").eval()
+    plain, mine = make_model("gpt2").eval(), make_model("gpt2").eval()
     inputs = {
         "input_ids": PICOS["gpt2"].inputs["input_ids"],
         "attention_mask": torch.ones(2, 7, dtype=torch.long),
     }
-    with connect(mine, InProcess(Host(made("gpt2"))), rows="batch"):
+    with connect(mine, InProcess(Host(make_model("gpt2"))), rows="batch"):
         with pytest.raises(CutError, match="cannot be used with a cache"):
             mine.generate(**inputs, max_new_tokens=4, do_sample=False)
         got = mine.generate(**inputs, max_new_tokens=4, do_sample=False, use_cache=False)
@@ -272,9 +270,9 @@ def test_rows_of_models_that_look_at_neighbours_are_refused() -> None:
 
 
 def test_an_element_that_the_servers_optimizer_does_not_keep_is_refused() -> None:
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = element(spec_of(mine), 3)  # heads are turned by general linear maps
-    with connect(mine, InProcess(Host(locked(mine, g), ADAMW)), element=g):
+    with connect(mine, InProcess(Host(lock_backbone(mine, g), ADAMW)), element=g):
         with pytest.raises(CutError, match="which does not commute"):
             mine(**batch("gpt2", 0))
         with torch.no_grad():

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("accelerate")
 
 from regauge.split import Host, InProcess, OptimizerConfig, connect
-from support.split_pairs import batch, distance, made, whole
+from support.split_pairs import assemble_state, batch, distance, make_model
 
 RATE, STEPS = 1e-2, 6
 
@@ -23,11 +23,11 @@ class Rows(torch.utils.data.Dataset):
         return 16
 
     def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
-        found = batch("gpt2", i)
-        return {k: v[0] for k, v in found.items()}
+        inputs = batch("gpt2", i)
+        return {k: v[0] for k, v in inputs.items()}
 
 
-def trained(model: torch.nn.Module, folder: Path) -> list[float]:
+def train_model(model: torch.nn.Module, folder: Path) -> list[float]:
     import transformers as T
 
     options = T.TrainingArguments(
@@ -53,15 +53,16 @@ def trained(model: torch.nn.Module, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("over", ["process", "grpc"])
 def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
-    plain, mine = made("gpt2", torch.float32), made("gpt2", torch.float32)
+    plain, mine = make_model("gpt2", torch.float32), make_model("gpt2", torch.float32)
     before = {n: t.clone() for n, t in plain.state_dict().items()}
-    expected = trained(plain, tmp_path / "plain")
+    expected = train_model(plain, tmp_path / "plain")
     host = Host(
-        made("gpt2", torch.float32), OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS)
+        make_model("gpt2", torch.float32),
+        OptimizerConfig("adamw", RATE, schedule="linear", steps=STEPS),
     )
     if over == "process":
         with connect(mine, InProcess(host), rows="batch"):
-            losses = trained(mine, tmp_path / "split")
+            losses = train_model(mine, tmp_path / "split")
     else:
         pytest.importorskip("grpc")
         from regauge.split.server.network import Grpc, Server
@@ -71,9 +72,9 @@ def test_a_trainer_does_not_notice(tmp_path: Path, over: str) -> None:
             Grpc(f"127.0.0.1:{server.port}") as network,
             connect(mine, network, rows="batch"),
         ):
-            losses = trained(mine, tmp_path / "split")
+            losses = train_model(mine, tmp_path / "split")
     assert len(losses) == STEPS
     assert host.step == STEPS
     assert losses == pytest.approx(expected, rel=1e-4)
-    assert distance(whole(mine, host, None), plain.state_dict()) < 1e-4
+    assert distance(assemble_state(mine, host, None), plain.state_dict()) < 1e-4
     assert distance(before, dict(plain.state_dict())) > 1e-2

@@ -14,23 +14,23 @@ from safetensors.torch import load_file, save_file
 from regauge.cli import main
 
 
-class Said(NamedTuple):
+class CommandResult(NamedTuple):
     code: int
     out: str
     err: str
 
 
-Run = Callable[..., Said]
+Run = Callable[..., CommandResult]
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    def command(*arguments: object) -> Said:
+    def command(*arguments: object) -> CommandResult:
         capsys.readouterr()
         code = main([str(a) for a in arguments])
-        said = capsys.readouterr()
-        assert "Traceback" not in said.err
-        return Said(code, said.out, said.err)
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        return CommandResult(code, captured.out, captured.err)
 
     return command
 

@@ -44,11 +44,13 @@ class Embedding:
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
         return to_patches(images, PATCH) @ self.weight.flatten(1).T + self.bias + self.positions
 
-    def view(self, seen: torch.Tensor) -> PublicPatches:
-        return PublicPatches(seen, self.weight, self.bias, self.positions, pictures(200, 1), PATCH)
+    def view(self, observed: torch.Tensor) -> PublicPatches:
+        return PublicPatches(
+            observed, self.weight, self.bias, self.positions, pictures(200, 1), PATCH
+        )
 
 
-def shuffled(x: torch.Tensor, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+def shuffle_tokens(x: torch.Tensor, seed: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of every sample in another order, and where each came from."""
     g = torch.Generator().manual_seed(seed)
     order = torch.stack([torch.randperm(x.shape[1], generator=g) for _ in x])

@@ -45,7 +45,7 @@ def bars(count: int = 48, seed: int = 1) -> Examples:
     return Examples(count, 4, lambda rows: ({"pixel_values": images[rows]}, labels[rows]))
 
 
-def ran(
+def run_rounds(
     settings: Settings, examples: Examples | None = None, folder: Path | None = None, **more: Any
 ) -> RunState:
     """A run in this process."""

@@ -26,7 +26,7 @@ from regauge.split.protocol.frames import (
     decode,
     encode,
 )
-from support.split_pairs import batch, made, optimizer_of, train
+from support.split_pairs import batch, make_model, optimizer_of, train
 
 LIMITS = Limits(payload=1 << 22, table=1 << 14)
 SESSION = "0" * 32
@@ -36,39 +36,39 @@ def requests(name: str) -> tuple[Host, list[bytes]]:
     """A server at work, and one of every kind of request that it is sent. Its rate is 0: it trains,
     and stays as it is.
     """
-    mine = made(name)
+    mine = make_model(name)
     host = Host(
-        made(name),
+        make_model(name),
         OptimizerConfig("adamw", lr=0.0),
         limits=LIMITS,
         max_length=64,
         max_open_passes=64,
         max_sessions=4,
     )
-    seen: list[bytes] = []
+    frames: list[bytes] = []
 
-    class Watched(InProcess):
+    class RecordingInProcess(InProcess):
         def exchange(self, request: list[memoryview]) -> bytes:
-            seen.append(b"".join(request))
+            frames.append(b"".join(request))
             return super().exchange(request)
 
     journal = MemoryJournal()
     journal.session = SESSION
-    link = connect(mine, Watched(host), journal=journal)
+    link = connect(mine, RecordingInProcess(host), journal=journal)
     train(name, mine, optimizer_of(mine), range(1))
     with torch.no_grad():
         mine(**batch(name, 0))
-    kept = [
+    losses = [
         mine(**batch(name, step)).loss for step in range(2)
     ]  # two passes are open: STEP is sent after both
-    sum(kept).backward()
+    sum(losses).backward()
     if name == "gpt2":
         mine.generate(batch(name, 0)["input_ids"], max_new_tokens=2, do_sample=False)
     link.close()
-    return host, seen
+    return host, frames
 
 
-def fitted(data: bytearray) -> bytes:
+def fit_header(data: bytearray) -> bytes:
     """With lengths and a checksum that fit, if there is a header."""
     if len(data) >= HEADER.size:
         data[UNCHECKED_SIZE : HEADER.size] = checksum(data[:UNCHECKED_SIZE], data[HEADER.size :])
@@ -95,7 +95,7 @@ def in_bytes(good: bytes, dice: random.Random) -> bytes:
                 struct.pack_into(size, data, where, min(top, (1 << 8 * struct.calcsize(size)) - 1))
             case _:
                 data[at:at] = dice.randbytes(n)
-    return fitted(data) if dice.random() < 0.5 else bytes(data)
+    return fit_header(data) if dice.random() < 0.5 else bytes(data)
 
 
 BOMBS = (
@@ -142,7 +142,7 @@ def in_text(good: bytes, dice: random.Random) -> bytes:
         at = dice.randrange(len(text) + 1)
         text[at : at + dice.choice((0, 0, 1, 3))] = dice.choice(WORDS)
     head = HEADER.pack(magic, version, kind, zero, len(text), payload, number, b"")
-    return fitted(bytearray(head + text + rest))
+    return fit_header(bytearray(head + text + rest))
 
 
 def in_frame(good: Frame, dice: random.Random, done: int) -> bytes:
@@ -217,7 +217,7 @@ def in_frame(good: Frame, dice: random.Random, done: int) -> bytes:
         return b""
 
 
-def mutated(good: list[bytes], dice: random.Random, done: int) -> bytes:
+def mutate(good: list[bytes], dice: random.Random, done: int) -> bytes:
     """A request with a fault on one of the three levels. `done` is the number of the session's last
     request.
     """

@@ -60,11 +60,11 @@ def jacobian(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.T
 
 def nullity(j: torch.Tensor) -> int:
     values = torch.linalg.svdvals(j)
-    kept = int((values > 1e-10 * values[0]).sum())
-    assert values[kept - 1] > 1e3 * values[kept], (
+    rank = int((values > 1e-10 * values[0]).sum())
+    assert values[rank - 1] > 1e3 * values[rank], (
         "no clear gap between what is seen and what is not"
     )
-    return j.shape[1] - kept
+    return j.shape[1] - rank
 
 
 def group_dimension(spec: Spec) -> int:
@@ -77,18 +77,18 @@ def ids(vocabulary: int, length: int, rows: int) -> dict[str, torch.Tensor]:
     """Random sequences in which every token occurs: a row that is never read is free, and no
     symmetry.
     """
-    drawn = torch.randint(
+    samples = torch.randint(
         0, vocabulary, (rows * length,), generator=torch.Generator().manual_seed(3)
     )
-    drawn[:vocabulary] = torch.arange(vocabulary)
+    samples[:vocabulary] = torch.arange(vocabulary)
     return {
-        "input_ids": drawn[
+        "input_ids": samples[
             torch.randperm(rows * length, generator=torch.Generator().manual_seed(5))
         ].view(rows, length)
     }
 
 
-# Flat directions that are no change of basis. Per layer of a pre-norm model with biases:
+# Flat directions that are not a change of basis. Per layer of a pre-norm model with biases:
 PRE_NORM_LAYER = {
     "key bias: softmax ignores what it adds": D,
     "value bias: attention rows sum to one, so the output bias can take it": D,

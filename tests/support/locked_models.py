@@ -24,7 +24,7 @@ def model_of(name: str, fold: bool = False) -> tuple[Spec, State]:
     return fold_norms(spec, state) if fold else (spec, state)
 
 
-def drifted(spec: Spec, state: State, rho: float) -> State:
+def add_drift(spec: Spec, state: State, rho: float) -> State:
     """As fine-tuning would leave it: every tensor changed by a share of its own spread."""
     draw = torch.Generator().manual_seed(11)
     out = {

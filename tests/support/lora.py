@@ -62,7 +62,7 @@ class Lora(torch.nn.Module):
         return torch.nn.functional.linear(x, whole, self.base_layer.bias)
 
 
-def adapted(
+def add_adapters(
     model: torch.nn.Module, *targets: str, seed: int = 5, **options: bool
 ) -> torch.nn.Module:
     """The model with adapters on every layer whose name ends in one of these, with random
@@ -77,7 +77,7 @@ def adapted(
     return model
 
 
-def saved(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """What PEFT saves: the adapter's tensors, without its name, under the prefix of its
     wrappers.
     """

@@ -24,7 +24,7 @@ from support.cli_runs import Run
 State = dict[str, torch.Tensor]
 
 
-def tuned(
+def finetune(
     folder: Path, out: Path, seed: int, amount: float = 0.02, dtype: torch.dtype | None = None
 ) -> Path:
     """A model with a little noise on every weight, as fine-tuning leaves it."""
@@ -51,9 +51,9 @@ def digests(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
 
 
-def near(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
+def near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float = 1e-5) -> bool:
     return bool(
-        (found.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max()
+        (actual.double() - wanted.double()).abs().max() <= tolerance * wanted.double().abs().max()
     )
 
 
@@ -73,7 +73,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def killed(arguments: list[str], out: Path, writing: bool, after: float) -> None:
+def kill_merge(arguments: list[str], out: Path, writing: bool, after: float) -> None:
     """Start a merge and kill it so many seconds after it began, or after it began to write."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -102,7 +102,7 @@ def kill_and_resume(
     for i in range(kills):
         out = tmp_path / f"out{i}"
         writing = always_writing or draws.random() < 0.7
-        killed(
+        kill_merge(
             [str(x) for x in (*arguments, "-o", out)],
             out,
             writing,
@@ -110,11 +110,11 @@ def kill_and_resume(
         )
         interrupted += not out.exists()
         if not out.exists():
-            said = run(*arguments, "-o", out)
-            assert said.code == 0, said.err
-        found = digests(out)  # if it was there already, it is whole all the same
-        found.pop("README.md")
-        assert found == wanted
+            result = run(*arguments, "-o", out)
+            assert result.code == 0, result.err
+        digests_after = digests(out)  # if it was there already, it is whole all the same
+        digests_after.pop("README.md")
+        assert digests_after == wanted
         assert not list(tmp_path.glob(f".out{i}.partial"))
         shutil.rmtree(out)
     assert interrupted

@@ -33,7 +33,7 @@ def gradients(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[s
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def locked(model: torch.nn.Module, g: Element) -> torch.nn.Module:
+def lock_backbone(model: torch.nn.Module, g: Element) -> torch.nn.Module:
     """The same model with only its backbone moved."""
     twin = copy.deepcopy(model)
     twin.load_state_dict(apply(g, model.state_dict(), part="backbone"))

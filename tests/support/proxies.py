@@ -16,7 +16,11 @@ import asyncio
 import socket
 import struct
 import threading
+from collections.abc import Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Proxy:
@@ -39,8 +43,8 @@ class Proxy:
         self.server: asyncio.Server = self._run(self._start())
         self.port = int(self.server.sockets[0].getsockname()[1])
 
-    def _run(self, work: object) -> object:
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)  # type: ignore[arg-type]
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(30)
 
     async def _start(self) -> asyncio.Server:
         return await asyncio.start_server(self._accept, "127.0.0.1", 0, limit=self.buffer)

@@ -15,7 +15,7 @@ Tokens = list[tuple[str, int]]
 
 def tokens(term: ax.Term, sizes: dict[str, int], whole: int) -> Tokens:
     """An axis written out: brackets, and a (space, size) for each leaf; holes have no name, and
-    nothing of size 1 is told.
+    nothing of size 1 is listed.
     """
     match term:
         case ax.Leaf():
@@ -63,22 +63,22 @@ def contains(big: Group, small: Group, size: int) -> bool:
     )
 
 
-def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def differences(inferred: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """Where `found` is not the same as `known`, or larger. Empty if it is."""
     out: list[str] = []
     to: dict[str, str] = {}
     back: dict[str, str] = {}
     for name, text in known.tensors.items():
-        if name not in shapes or (name not in found.tensors and not ax.spaces(text)):
+        if name not in shapes or (name not in inferred.tensors and not ax.spaces(text)):
             continue
-        if name not in found.tensors:
+        if name not in inferred.tensors:
             out.append(f"{name} is missing")
             continue
-        a, b = ax.parse(text).terms, ax.parse(found.tensors[name]).terms
+        a, b = ax.parse(text).terms, ax.parse(inferred.tensors[name]).terms
         for i, (x, y, n) in enumerate(zip(a, b, shapes[name], strict=True)):
             if all(isinstance(known.spaces[leaf.space].group, Trivial) for leaf in ax.leaves(x)):
                 continue
-            left, right = tokens(x, known.sizes, n), tokens(y, found.sizes, n)
+            left, right = tokens(x, known.sizes, n), tokens(y, inferred.sizes, n)
             if all(s == "" for s, _ in left):
                 continue  # what the family leaves alone may move
             if [(s in "([])+" and s, k) for s, k in left] != [
@@ -98,10 +98,10 @@ def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) ->
                         f"{name}[{i}]: {s} is {t} here, {to[s]} elsewhere, which is {back.get(t)}"
                     )
     for space, other in to.items():
-        s, t = known.spaces[space], found.spaces[other]
+        s, t = known.spaces[space], inferred.spaces[other]
         if not contains(t.group, s.group, s.size):
             out.append(f"{space}: {t.group} is smaller than {s.group}")
-        s, t = folded_spec(known).spaces[space], folded_spec(found).spaces[other]
+        s, t = folded_spec(known).spaces[space], folded_spec(inferred).spaces[other]
         if not contains(t.group, s.group, s.size):
             out.append(f"{space}: folded, {t.group} is smaller than {s.group}")
         over = s.over if s.over is not None and known.sizes[s.over] > 1 else None
@@ -110,6 +110,6 @@ def differences(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) ->
     return sorted(set(out))
 
 
-def larger(found: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) -> list[str]:
+def larger(inferred: Spec, known: Spec, shapes: dict[str, tuple[int, ...]]) -> list[str]:
     """What the other direction lacks: where `found` moves more than `known`."""
-    return differences(known, found, shapes)
+    return differences(known, inferred, shapes)

@@ -38,7 +38,7 @@ def batch(name: str, step: int, dtype: torch.dtype = torch.float64) -> dict[str,
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def made(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> torch.nn.Module:
+def make_model(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> torch.nn.Module:
     """A pico-model that may be trained: dropout off unless asked for, causal masks as tensors."""
     model = build(name).to(dtype)
     for module in model.modules():
@@ -52,7 +52,7 @@ def made(name: str, dtype: torch.dtype = torch.float64, **more: Any) -> torch.nn
     return model.train()
 
 
-def locked(model: torch.nn.Module, g: Element | None) -> torch.nn.Module:
+def lock_backbone(model: torch.nn.Module, g: Element | None) -> torch.nn.Module:
     """The server's copy: its backbone moved, if there is a key."""
     twin = copy.deepcopy(model)
     if g is not None:
@@ -89,7 +89,9 @@ def train(
     return losses
 
 
-def whole(model: torch.nn.Module, host: Host, g: Element | None) -> dict[str, torch.Tensor]:
+def assemble_state(
+    model: torch.nn.Module, host: Host, g: Element | None
+) -> dict[str, torch.Tensor]:
     """The trained model as its owner has it at the end: the client's edges, the server's backbone,
     unlocked.
     """

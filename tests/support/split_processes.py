@@ -22,7 +22,14 @@ import torch
 
 from regauge.core.element import Element
 from regauge.split import Host, InProcess, RemoteBackbone, TransportError, connect
-from support.split_pairs import ADAMW, columns, locked, made, optimizer_of, whole
+from support.split_pairs import (
+    ADAMW,
+    assemble_state,
+    columns,
+    lock_backbone,
+    make_model,
+    optimizer_of,
+)
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
@@ -40,7 +47,7 @@ def wide(step: int, rows: int = 64) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def trained(
+def train_steps(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     steps: range,
@@ -58,22 +65,22 @@ def trained(
 @cache
 def calm(steps: int, rows: int = 64) -> dict[str, torch.Tensor]:
     """The weights of a run that nothing disturbs."""
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW)
+    host = Host(lock_backbone(mine, g), ADAMW)
     with connect(mine, InProcess(host), element=g, rows="batch", secret=SECRET):
-        trained(mine, optimizer_of(mine), range(steps), rows)
-    return whole(mine, host, g)
+        train_steps(mine, optimizer_of(mine), range(steps), rows)
+    return assemble_state(mine, host, g)
 
 
-def kept(folder: Path, steps: int) -> dict[str, torch.Tensor]:
+def saved_weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     """The weights that a client and a server have left in their folders."""
-    mine = made("gpt2")
+    mine = make_model("gpt2")
     g = columns(mine)
-    host = Host(locked(mine, g), ADAMW, folder=folder / "server")
+    host = Host(lock_backbone(mine, g), ADAMW, folder=folder / "server")
     assert host.step == steps
     mine.load_state_dict(torch.load(folder / "client.pt", weights_only=True)["model"])
-    return whole(mine, host, g)
+    return assemble_state(mine, host, g)
 
 
 def _start_forks() -> None:
@@ -111,19 +118,19 @@ class Child:
         self.process.join()
         self.pipe.close()
 
-    def said(self, what: str, seconds: float = 300.0) -> tuple[Any, ...]:
-        """The next thing said of this kind; those before it are dropped."""
+    def receive(self, what: str, seconds: float = 300.0) -> tuple[Any, ...]:
+        """Return the next message of this kind; those before it are dropped."""
         until = time.monotonic() + seconds
         while self.pipe.poll(max(0.0, until - time.monotonic())):
-            found: tuple[Any, ...] = self.pipe.recv()
-            if found[0] == what:
-                return found
+            message: tuple[Any, ...] = self.pipe.recv()
+            if message[0] == what:
+                return message
         raise AssertionError(f"the child has not said {what!r} in {seconds:g} s")
 
 
 def server(port: int, folder: Path, every: int = 2) -> Child:
     child = Child(_serve, port, str(folder / "server"), every)
-    child.said("ready")
+    child.receive("ready")
     return child
 
 
@@ -131,10 +138,10 @@ def client(port: int, folder: Path, steps: int) -> Child:
     return Child(_train, port, str(folder), steps)
 
 
-def ended(child: Child) -> None:
+def end_server(child: Child) -> None:
     """Let a server keep what it has, and end."""
     child.pipe.send("end")
-    child.said("ended")
+    child.receive("ended")
     child.kill()
 
 
@@ -142,9 +149,9 @@ def _serve(pipe: Connection, port: int, folder: str, every: int) -> None:
     torch.set_num_threads(1)
     from regauge.split.server.network import Server
 
-    model = made("gpt2")
+    model = make_model("gpt2")
     served = Server(
-        Host(locked(model, columns(model)), ADAMW, folder=folder, save_every=every),
+        Host(lock_backbone(model, columns(model)), ADAMW, folder=folder, save_every=every),
         f"127.0.0.1:{port}",
     )
     pipe.send(("ready",))
@@ -158,7 +165,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
     torch.set_num_threads(1)
     from regauge.split.server.network import Grpc
 
-    class Watched(Grpc):
+    class RecordingGrpc(Grpc):
         def exchange(self, request: Any) -> Any:
             try:
                 return super().exchange(request)
@@ -166,10 +173,10 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
                 pipe.send(("broken", str(error), time.monotonic()))
                 raise
 
-    model = made("gpt2")
+    model = make_model("gpt2")
     g: Element = columns(model)
     path, allowed = Path(folder) / "client.pt", 0
-    with Watched(f"127.0.0.1:{port}") as network:
+    with RecordingGrpc(f"127.0.0.1:{port}") as network:
         link: RemoteBackbone = connect(
             model,
             network,
@@ -204,7 +211,7 @@ def _train(pipe: Connection, port: int, folder: str, steps: int) -> None:
         for step in range(done, steps):
             while allowed <= step:
                 allowed = pipe.recv()
-            trained(model, optimizer, range(step, step + 1), after=after)
+            train_steps(model, optimizer, range(step, step + 1), after=after)
         pipe.send(("end",))
         pipe.recv()
 

@@ -63,7 +63,7 @@ def examples(
     return Examples(count, classes, lambda i: ({"pixel_values": x[i]}, y[i]))
 
 
-def sent(
+def make_update(
     model: Any,
     combination: str = "none",
     *,
@@ -88,12 +88,12 @@ def sent(
     ), truth
 
 
-def psnr(found: torch.Tensor, true: torch.Tensor, span: float = 2.0) -> float:
+def psnr(recovered: torch.Tensor, true: torch.Tensor, span: float = 2.0) -> float:
     """In dB, unclipped."""
-    return float(10 * torch.log10(span**2 / (found.double() - true.double()).square().mean()))
+    return float(10 * torch.log10(span**2 / (recovered.double() - true.double()).square().mean()))
 
 
-def changed(view: SentUpdate, **tensors: torch.Tensor | None) -> SentUpdate:
+def replace_tensors(view: SentUpdate, **tensors: torch.Tensor | None) -> SentUpdate:
     """The same view with other tensors in its update; None takes one out. Dots in names are written
     as two underscores.
     """

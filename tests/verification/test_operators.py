@@ -25,9 +25,9 @@ FAR = {torch.float64: 1e6, torch.float32: 1e3, torch.bfloat16: 10, torch.float16
 @pytest.mark.parametrize("dtype", FAR, ids=str)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_every_statement_holds_and_every_control_is_far_above_the_tolerance(dtype, seed):
-    found = check_operators(dtype, seed)
-    assert [f.id for f in found if not f.holds] == []
-    exact = [f for f in found if f.id != "operator/dropout/law"]
+    findings = check_operators(dtype, seed)
+    assert [f.id for f in findings if not f.holds] == []
+    exact = [f for f in findings if f.id != "operator/dropout/law"]
     assert [f.id for f in exact if not f.ceiling >= FAR[dtype] * f.floor] == []
     if dtype == torch.float64:
         assert {f.floor for f in exact} == {TOLERANCE}
@@ -101,15 +101,15 @@ class FirstOnly(torch.autograd.Function):
 @pytest.mark.parametrize("case", WRONG)
 def test_an_operator_that_does_not_commute_is_caught(case, dtype):
     op, wrong = WRONG[case]
-    found = {f.id.split("/")[-1]: f for f in check_operator(op, dtype)}
-    assert {d for d, f in found.items() if not f.holds} == wrong
+    findings = {f.id.split("/")[-1]: f for f in check_operator(op, dtype)}
+    assert {d for d, f in findings.items() if not f.holds} == wrong
     for direction in wrong:
-        assert "not commute" in found[direction].sentence
-        assert found[direction].value > found[direction].floor
+        assert "not commute" in findings[direction].sentence
+        assert findings[direction].value > findings[direction].floor
     if case == "a wrong gradient":
-        assert found["columns"].where == "gradient of bias"
+        assert findings["columns"].where == "gradient of bias"
     if case == "nan":
-        assert found["rows"].value == math.inf
+        assert findings["rows"].value == math.inf
 
 
 def test_the_convolution_is_the_counter_example_and_a_kernel_of_one_is_none():
@@ -152,9 +152,9 @@ class Unmoved(torch.autograd.Function):
 
 
 def test_dropout_agrees_in_law_only():
-    found = check_dropout_law()
-    assert found.holds
-    assert found.ceiling > 10 * found.floor > 10 * found.value
+    findings = check_dropout_law()
+    assert findings.holds
+    assert findings.ceiling > 10 * findings.floor > 10 * findings.value
 
 
 def test_the_tolerance_is_a_multiple_of_the_operators_own_rounding():

@@ -49,7 +49,7 @@ def test_the_whole_matrix_is_as_expected(matrix):
     )
 
 
-def test_what_breaks_is_far_from_what_is_kept(matrix):
+def test_broken_laws_are_far_from_laws_that_hold(matrix):
     for f in matrix[0]:
         assert f.value <= f.floor < f.ceiling
         if f.id != "optimizer/muon-torch":
@@ -104,9 +104,9 @@ def test_an_optimizer_that_looks_at_the_index_breaks_permutations():
     )
     cells = measure([recipe], PERMUTATIONS, steps=3)
     assert all(is_expected("B", c) for c in cells.values())
-    found = make_finding(recipe, PERMUTATIONS, cells)
-    assert found.holds is False
-    assert all(f"Llama: {m.name} (keeps expected" in found.sentence for m in PERMUTATIONS)
+    finding = make_finding(recipe, PERMUTATIONS, cells)
+    assert finding.holds is False
+    assert all(f"Llama: {m.name} (keeps expected" in finding.sentence for m in PERMUTATIONS)
 
 
 def test_a_wrong_expectation_is_reported():
@@ -120,10 +120,10 @@ def test_a_wrong_expectation_is_reported():
         (BY_ID["sgd"], "BK", "head permutations"),
     ):
         recipe = replace(recipe, expected=expected)
-        found = make_finding(recipe, moves, measure([recipe], moves, steps=3))
-        assert found.holds is False
-        assert found.sentence.startswith(f"Not as expected: Llama: {wrong} (")
-        assert found.sentence.count("expected,") == 1
+        finding = make_finding(recipe, moves, measure([recipe], moves, steps=3))
+        assert finding.holds is False
+        assert finding.sentence.startswith(f"Not as expected: Llama: {wrong} (")
+        assert finding.sentence.count("expected,") == 1
 
 
 def test_a_run_that_diverges_keeps_nothing():

@@ -119,8 +119,8 @@ def _when(name: str) -> Any:
 def test_every_law_holds_in_float64(name: str) -> None:
     results = run(build(name))
     assert not faults(results)
-    held = {f.id for f in results.findings if f.holds}
-    assert {"spec/fits", "description/forward"} <= held
+    holding = {f.id for f in results.findings if f.holds}
+    assert {"spec/fits", "description/forward"} <= holding
     if "xlarge" not in name:
         assert {
             "column/forward",
@@ -128,7 +128,7 @@ def test_every_law_holds_in_float64(name: str) -> None:
             "column/features",
             "column/trained",
             "column/trained-weights",
-        } <= held
+        } <= holding
     if "xlarge" not in name and "swin" not in name:
         assert {
             "row/forward",
@@ -138,7 +138,7 @@ def test_every_law_holds_in_float64(name: str) -> None:
             "both/forward",
             "both/trained-weights",
             "both/embedding",
-        } <= held
+        } <= holding
     for f in results.findings:
         if f.holds and f.floor is not None and f.measure == "relative error":
             assert f.floor == pytest.approx(1e-9)
@@ -259,7 +259,7 @@ def positional(norm: torch.nn.Module) -> torch.nn.Module:
     return out
 
 
-def found(results: Any, name: str) -> Any:
+def finding_of(results: Any, name: str) -> Any:
     return next(f for f in results.findings if f.id == name)
 
 
@@ -267,17 +267,19 @@ def found(results: Any, name: str) -> Any:
 def test_a_norm_with_a_positional_bias_is_named(layer: int) -> None:
     path = f"vit.layers.{layer}.layernorm_after"
     results = run(broken(build("vit"), path, positional), steps=0)
-    assert found(results, "row/forward").holds is False
-    assert found(results, "row/forward").where == f"{path} (PositionalNorm)"
-    assert found(results, "column/forward").holds  # it adds the same to every channel of a token
+    assert finding_of(results, "row/forward").holds is False
+    assert finding_of(results, "row/forward").where == f"{path} (PositionalNorm)"
+    assert finding_of(
+        results, "column/forward"
+    ).holds  # it adds the same to every channel of a token
 
 
 @pytest.mark.parametrize("path", ["vit.layers.0.attention.v_proj", "vit.layers.1.attention.o_proj"])
 def test_a_fixed_matrix_in_a_head_is_named(path: str) -> None:
     results = run(broken(build("vit"), path, lambda inner: Mixed(inner, 12)), steps=0)
-    assert found(results, "column/forward").holds is False
-    assert found(results, "column/forward").where == f"{path} (Mixed)"
-    assert found(results, "row/forward").holds
+    assert finding_of(results, "column/forward").holds is False
+    assert finding_of(results, "column/forward").where == f"{path} (Mixed)"
+    assert finding_of(results, "row/forward").holds
 
 
 def test_a_convolution_in_the_backbone_is_named() -> None:
@@ -295,12 +297,12 @@ def test_a_convolution_in_the_backbone_is_named() -> None:
         lambda module, args: (module.conv(args[0].transpose(1, 2)).transpose(1, 2),)
     )
     results = verify(model, spec=spec, steps=0)
-    assert found(results, "spec/fits").where == "vit.layers.1.mlp.conv.weight"
-    assert found(results, "row/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
-    assert found(results, "column/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
+    assert finding_of(results, "spec/fits").where == "vit.layers.1.mlp.conv.weight"
+    assert finding_of(results, "row/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
+    assert finding_of(results, "column/forward").where == "vit.layers.1.mlp.conv (Conv1d)"
 
 
-def test_gradients_that_do_not_follow_are_seen() -> None:
+def test_gradients_that_are_not_equivariant_are_detected() -> None:
     """A forward that is right and a backward that is not: a hook that changes one gradient by its
     place.
     """
@@ -309,12 +311,12 @@ def test_gradients_that_do_not_follow_are_seen() -> None:
         lambda g: g * (1 + torch.arange(len(g), dtype=g.dtype)[:, None])
     )
     results = run(model, steps=0)
-    assert found(results, "column/forward").holds
-    assert found(results, "column/weights").holds is False
-    assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
+    assert finding_of(results, "column/forward").holds
+    assert finding_of(results, "column/weights").holds is False
+    assert finding_of(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
 
 
-def test_nan_fails_and_is_no_pass() -> None:
+def test_nan_fails() -> None:
     model = build("vit")
     with torch.no_grad():
         model.vit.layers[0].mlp.fc1.weight[0, 0] = torch.nan
@@ -334,24 +336,24 @@ KINKS = [
 
 
 @pytest.mark.parametrize(("ceiling", "good", "draws", "holds"), KINKS)
-def test_a_unit_at_its_kink_is_no_broken_law(
+def test_a_unit_at_its_kink_does_not_break_a_law(
     ceiling: float, good: int, draws: int, holds: bool
 ) -> None:
     """Rounding decides the gradient of a ReLU whose input is nothing but rounding; a law that is
     broken fails in every draw.
     """
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def check(case: Any) -> list[Finding]:
-        seen.append(case.seed)
+        recorded.append(case.seed)
         return [Finding("row/weights", "", case.seed >= good, 1e-4, 1e-6, ceiling, "")]
 
     model = build("vit").float()
-    found = _run_check(
+    finding = _run_check(
         check, prepare(Subject(model, example_inputs(model), spec_of(model), None), 0, 0, "sgd")
     )[0]
-    assert (len(seen), found.holds) == (draws, holds)
-    assert ("kink" in found.sentence) == (draws > 1 and holds)
+    assert (len(recorded), finding.holds) == (draws, holds)
+    assert ("kink" in finding.sentence) == (draws > 1 and holds)
 
 
 class Ramped(T.ViTForImageClassification):
@@ -366,13 +368,13 @@ class Ramped(T.ViTForImageClassification):
 
 
 def test_an_initialisation_that_knows_its_channels_is_named() -> None:
-    law = found(run(build("vit"), steps=0), "column/scratch")
+    law = finding_of(run(build("vit"), steps=0), "column/scratch")
     assert law.holds
     assert law.ceiling > 2 * law.floor
     assert "error" not in law.measure  # which the page would draw on a log axis
     ramped = Ramped(vit()).double()
     ramped.load_state_dict(build("vit").state_dict())
-    law = found(verify(ramped, spec=spec_of(build("vit")), steps=0), "column/scratch")
+    law = finding_of(verify(ramped, spec=spec_of(build("vit")), steps=0), "column/scratch")
     assert law.holds is False
     assert law.where == "vit.layers.0.mlp.fc2.weight"
 
@@ -397,7 +399,7 @@ def test_what_only_reorders_is_named_itself(axis: int, law: str, name: str) -> N
         out.axis = axis
         return out
 
-    failed = found(run(broken(build("vit"), name, reordered), steps=0), law)
+    failed = finding_of(run(broken(build("vit"), name, reordered), steps=0), law)
     assert failed.holds is False
     assert failed.where == f"{name} (Reordered)"
 
@@ -438,17 +440,17 @@ class OneRow(torch.nn.LayerNorm):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_single_row_that_is_treated_apart_is_seen(seed: int) -> None:
+def test_special_treatment_of_a_single_row_is_detected(seed: int) -> None:
     def one_row(norm: torch.nn.Module) -> torch.nn.Module:
         out = OneRow(norm.normalized_shape, norm.eps)
         out.load_state_dict(norm.state_dict())
         return out
 
     model = broken(tame("vit", torch.float32), "vit.layers.1.layernorm_after", one_row)
-    assert found(run(model, steps=0, seed=seed), "row/forward").holds is False
+    assert finding_of(run(model, steps=0, seed=seed), "row/forward").holds is False
 
 
-def test_one_wrong_gradient_among_many_is_seen() -> None:
+def test_one_wrong_gradient_among_many_is_detected() -> None:
     class Skewed(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, w: torch.Tensor) -> torch.Tensor:
@@ -467,21 +469,21 @@ def test_one_wrong_gradient_among_many_is_seen() -> None:
             return torch.nn.functional.linear(x, Skewed.apply(self.weight), self.bias)
 
     results = run(broken(tame("vit", torch.float32), "vit.layers.0.mlp.fc1", Layer), steps=0)
-    assert found(results, "column/weights").holds is False
-    assert found(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
+    assert finding_of(results, "column/weights").holds is False
+    assert finding_of(results, "column/weights").where == "vit.layers.0.mlp.fc1.weight"
 
 
-def test_one_tensor_that_is_off_is_told_by_how_much() -> None:
+def test_the_error_of_a_single_wrong_tensor_is_reported() -> None:
     """16 times its own rounding is its share in float32, and four shares are what one tensor may
     have.
     """
     own = {"a": 1e-6, "b": 1e-6}
-    found = _Comparison(1e-6, 16e-6, 1.0, {"a": 1e-4, "b": 0.0}, "", torch.float32, own).finding(
+    finding = _Comparison(1e-6, 16e-6, 1.0, {"a": 1e-4, "b": 0.0}, "", torch.float32, own).finding(
         "x", "", ""
     )
-    assert found.holds is False
+    assert finding.holds is False
     assert (
-        found.sentence
+        finding.sentence
         == "does not hold: a is off by 1.0e-04, 1.6 times what rounding allows one tensor"
     )
     assert (
@@ -491,10 +493,10 @@ def test_one_tensor_that_is_off_is_told_by_how_much() -> None:
     )
 
 
-def test_a_gradient_that_is_noise_cannot_be_told() -> None:
+def test_a_gradient_of_pure_noise_is_inconclusive() -> None:
     model = tame("vit", torch.float32)
     model.vit.layers[0].mlp.fc1.weight.register_hook(lambda g: g * torch.rand_like(g))
-    weights = found(run(model, steps=0), "row/weights")
+    weights = finding_of(run(model, steps=0), "row/weights")
     assert not weights.holds
     assert "vit.layers.0.mlp.fc1.weight" in weights.sentence
 
@@ -519,11 +521,11 @@ def test_frozen_parameters(frozen: str, dtype: torch.dtype) -> None:
     before = [p.requires_grad for p in model.parameters()]
     results = run(model)
     assert not results.failed
-    assert found(results, "column/forward").holds
+    assert finding_of(results, "column/forward").holds
     assert [p.requires_grad for p in model.parameters()] == before
 
 
-def test_gradients_of_the_user_are_kept() -> None:
+def test_gradients_of_the_user_are_preserved() -> None:
     model = build("vit")
     model(**PICOS["vit"].inputs).logits.sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
@@ -629,14 +631,16 @@ def _flat(model: torch.nn.Module) -> torch.Tensor:
 
 
 def test_rows_are_fresh_in_every_pass() -> None:
-    seen = []
+    recorded = []
     wrapped = Permuted(build("vit"))
-    wrapped.model.vit.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    wrapped.model.vit.layers[0].register_forward_pre_hook(
+        lambda module, args: recorded.append(args[0])
+    )
     for _ in range(2):
         wrapped(**PICOS["vit"].inputs)
     plain = cut(wrapped.model).embed(**PICOS["vit"].inputs).stream
-    assert not torch.equal(seen[0], seen[1])
-    for rows in seen:
+    assert not torch.equal(recorded[0], recorded[1])
+    for rows in recorded:
         assert not torch.equal(rows, plain)
         assert torch.equal(rows.sort(dim=1).values, plain.sort(dim=1).values)
 
@@ -676,14 +680,14 @@ def test_a_tensor_that_half_precision_drowns_is_named_and_not_judged(
     rounding.
     """
     own = {f"t{i}": 0.6 if i < noisy else 0.01 for i in range(20)}
-    found = _assess(
+    finding = _assess(
         None, own, dict.fromkeys(own, 0.01), dict.fromkeys(own, 1e6), "", dtype
     ).finding("x", "", "")  # type: ignore[arg-type]
-    assert found.holds is holds
-    assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in found.sentence) == (holds is True)
+    assert finding.holds is holds
+    assert ("not judged: t0 (bfloat16 gets 60% of it wrong)" in finding.sentence) == (holds is True)
 
 
-def test_of_two_draws_the_one_that_fails_is_told() -> None:
+def test_the_failing_one_of_two_samples_is_reported() -> None:
     holds, larger, inconclusive, fails = (
         Finding("x", "", h, v)
         for h, v in ((True, 1e-9), (True, 1e-8), (None, None), (False, 1e-10))

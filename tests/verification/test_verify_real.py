@@ -25,7 +25,7 @@ DTYPES = ("float64", "float32", "bfloat16")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["vit_cifar10_postln", "vit_mnist_preln", "gptchar_learnedpos"])
 def test_modules_of_ones_own(name: str, dtype: str) -> None:
-    """Three networks of nobody's library: a spec file says what their tensors are, one line where
+    """Three networks of no library: a spec file says what their tensors are, one line where
     they are cut.
     """
     forward, x, _ = data(name, 2)

@@ -162,9 +162,10 @@ def descend(
             with torch.no_grad():
                 x.clamp_(low, high)
     best_index = int(best_objective.argmin())
-    best_labels = labels if labels is not None else label_logits[best_index].argmax(-1)  # type: ignore[index]
+    if labels is None:
+        labels = label_logits[best_index].argmax(-1)  # type: ignore[index]
     return DescentResult(
-        best_images[best_index], best_labels, float(best_objective[best_index]), tuple(curve)
+        best_images[best_index], labels, float(best_objective[best_index]), tuple(curve)
     )
 
 

@@ -271,7 +271,8 @@ def position_scores(
             break
     model.load_state_dict(best_state)
     with torch.no_grad():
-        return model((view.observed.float() - mean) / scale).log_softmax(-1)  # type: ignore[no-any-return]
+        predicted: Tensor = model((view.observed.float() - mean) / scale)
+        return predicted.log_softmax(-1)
 
 
 def _assign_positions(score: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     Tensor = torch.Tensor
 
 LORA = re.compile(
-    r"(?P<layer>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?P<layer>.+)\."
+    r"(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>[^.]+?))??(?:\.(?P<what>weight|bias))?"
 )
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")

@@ -77,8 +77,8 @@ def read_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})
-            # not a dict
-            tensors: dict[str, Tensor] = {k: file.get_tensor(k) for k in file.keys()}  # noqa: SIM118
+            names: list[str] = file.keys()  # not a dict
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
     except (
         SafetensorError,
         OSError,
@@ -113,7 +113,7 @@ def checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
         if tensor.numel():
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -384,7 +384,7 @@ class _TensorWriter:
             if finite and dtype in FLOATS and not is_finite(bits, dtype):
                 finite = False
                 self._require_nonfinite(name, dtype)
-            view = memoryview(bits.tobytes() if not bits.size else bits.view(np.uint8))  # type: ignore[arg-type]
+            view = bits.view(np.uint8).data if bits.size else memoryview(b"")
             size += len(view)
             _write_all(fd, view, digest)
         if size != nbytes(dtype, shape):

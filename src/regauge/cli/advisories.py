@@ -104,8 +104,9 @@ def satisfies(version: str, wanted: str) -> bool:
     2.13.0+cpu is 2.13.0.
     """
     for clause in filter(None, wanted.split(",")):
-        sign, number = re.match(r"(>=|<=|==|<|>|!=|~=)?\s*(.*)", clause).groups()  # type: ignore[union-attr]
-        left, right = _parse_version(version), _parse_version(number)
+        number = clause.lstrip("<>=!~")
+        sign = clause.removesuffix(number)
+        left, right = _parse_version(version), _parse_version(number.strip())
         width = max(len(left), len(right))
         left, right = left + (0,) * (width - len(left)), right + (0,) * (width - len(right))
         if not {
@@ -122,4 +123,5 @@ def satisfies(version: str, wanted: str) -> bool:
 
 def _parse_version(version: str) -> tuple[int, ...]:
     """Return the leading numbers of a version."""
-    return tuple(int(n) for n in re.findall(r"\d+", re.match(r"[\d.]*", version).group()))  # type: ignore[union-attr]
+    match = re.match(r"[\d.]*", version)
+    return tuple(int(n) for n in re.findall(r"\d+", match[0] if match else ""))

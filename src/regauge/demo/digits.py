@@ -5,7 +5,7 @@ and is then verified.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from regauge.core.progress import Progress
 from regauge.demo.context import DemoContext
@@ -14,6 +14,8 @@ from regauge.results.findings import Figure, Finding, Results, Table
 
 if TYPE_CHECKING:
     import torch
+
+    from regauge.core.members import Monomial
 
 EPOCHS, BATCH, LR = 15, 50, 1e-3
 PATCH = 2
@@ -228,7 +230,8 @@ def _plot_images(images: torch.Tensor, seed: int) -> Figure:
     """Plot digits, and their patches in the order of the backbone's inputs."""
     from regauge.locking.permuted import sample_row_permutation
 
-    index = sample_row_permutation((8 // PATCH) ** 2, seed).members["token"].index[0]  # type: ignore[union-attr]
+    g = sample_row_permutation((8 // PATCH) ** 2, seed)
+    index = cast("Monomial", g.members["token"]).index[0]
     pairs = []
     for image in images:
         patches = (

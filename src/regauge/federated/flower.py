@@ -33,7 +33,15 @@ for _name, _value in QUIET_ENV.items():
 
 import flwr  # noqa: E402
 import torch  # noqa: E402
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict  # noqa: E402
+from flwr.app import (  # noqa: E402
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp  # noqa: E402
 from flwr.serverapp import Grid, ServerApp  # noqa: E402
 from flwr.supercore import telemetry  # noqa: E402
@@ -50,7 +58,12 @@ from regauge.federated.local_state import LocalState, next_local, withheld_names
 from regauge.federated.partitions import partition_examples  # noqa: E402
 from regauge.federated.rounds import completed_rounds  # noqa: E402
 from regauge.federated.runs import LOCAL_FOLDER, RunResult, Source, run_federated  # noqa: E402
-from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings  # noqa: E402
+from regauge.federated.settings import (  # noqa: E402
+    VERSION,
+    FederatedError,
+    Settings,
+    read_settings,
+)
 from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
 

@@ -41,7 +41,8 @@ class _CaptureStrategy:
     """A strategy of Flower's older interface for one round: it stores the results."""
 
     def __init__(self, nodes: Sequence[int], ins: FitIns) -> None:
-        self.nodes, self.ins, self.results = nodes, ins, []  # type: Sequence[int], FitIns, list[tuple[Any, FitRes]]
+        self.nodes, self.ins = nodes, ins
+        self.results: list[tuple[Any, FitRes]] = []
 
     def configure_fit(
         self, server_round: int, parameters: Any, client_manager: Any

@@ -2,8 +2,8 @@
 
 (A lock is obfuscation; this is encryption.)
 
-    "regauge sealed 1\\n"  ·  4 bytes: length of the header, little-endian  ·  the header, JSON  ·
-    32 bytes: HMAC-SHA256 of everything before  ·  chunks
+    "regauge sealed 1\\n"  ·  4 bytes: length of the header, little-endian  ·
+    the header, JSON  ·  32 bytes: HMAC-SHA256 of everything before  ·  chunks
 
 The header has the id of the key, the kind of content (file or folder), and a random salt of 32
 bytes, from which two keys are derived: one for the HMAC, one for the chunks. A chunk is 256 KiB of
@@ -24,6 +24,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -393,11 +394,8 @@ def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[st
             size, mode = int(head["size"]), int(head["mode"])
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _tampered_error(source) from None
-        with open(
-            path,
-            "xb",
-            opener=lambda p, flags, mode=mode: os.open(p, flags, (mode & OWNER) | file_mode(OWNER)),  # type: ignore[misc]
-        ) as file:
+        opener = partial(os.open, mode=(mode & OWNER) | file_mode(OWNER))
+        with open(path, "xb", opener=opener) as file:
             while size:
                 data = chunks.read(min(size, CHUNK))
                 file.write(data)

@@ -120,8 +120,8 @@ def format_match(result: Match, results: Results) -> str:
     from regauge.models.summary import format_columns
     from regauge.results.report import format_number
 
-    rows = [("step", "distance", "gain", "seconds")]
-    rows += [tuple(format_number(c) for c in row) for row in results.tables[1].rows]  # type: ignore[misc]
+    rows = [["step", "distance", "gain", "seconds"]]
+    rows += [[format_number(c) for c in row] for row in results.tables[1].rows]
     lines = [
         results.title,
         "",

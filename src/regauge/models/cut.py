@@ -407,15 +407,17 @@ class Route:
         )
         for boundary in cut.boundaries:
             if boundary.name in fns:
-                container = _get_submodule(cut.model, boundary.blocks)
-                is_list = isinstance(container, torch.nn.ModuleList | torch.nn.Sequential)
-                blocks = tuple(container) if is_list else (container,)  # type: ignore[arg-type]
+                container = cut.model.get_submodule(boundary.blocks)
+                if isinstance(container, torch.nn.ModuleList | torch.nn.Sequential):
+                    blocks = tuple(container)
+                else:
+                    blocks = (container,)
                 if len({id(b) for b in blocks}) < len(blocks):
                     raise CutError(
                         f'a block occurs twice in "{boundary.blocks}"',
                         hint="a route needs distinct blocks; copy the shared one",
                     )
-                stubs = _BlockStubs(boundary, blocks, fns[boundary.name], has_layerdrop)  # type: ignore[arg-type]
+                stubs = _BlockStubs(boundary, blocks, fns[boundary.name], has_layerdrop)
                 self._passes.append(stubs)
 
     def remove(self) -> None:

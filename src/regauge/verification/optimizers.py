@@ -344,9 +344,9 @@ def train(
 ) -> list[TrainingResult]:
     """Train every run on the same batches."""
     generator = torch.Generator().manual_seed(seed + 1)
+    config: Any = model.config
     batches = [
-        torch.randint(0, model.config.vocab_size, IDS, generator=generator)  # type: ignore[arg-type, union-attr]
-        for _ in range(steps + 1)
+        torch.randint(0, config.vocab_size, IDS, generator=generator) for _ in range(steps + 1)
     ]
 
     def logits(params: State, ids: Tensor) -> Tensor:

@@ -201,7 +201,8 @@ def make_split_pair(
         seed: The secret of the client's defences.
     """
     server = RecordingHost(Host(copy.deepcopy(model), training))
-    link = connect(model, InProcess(server), defences=parse_combination(combination), secret=seed)  # type: ignore[arg-type]
+    transport = InProcess(server)  # type: ignore[arg-type]
+    link = connect(model, transport, defences=parse_combination(combination), secret=seed)
     return Pair(model, server, link, combination, training)
 
 

@@ -20,12 +20,13 @@ from regauge.core.groups import (
     SignedPermutation,
     Trivial,
 )
+from regauge.core.members import Layout
 from regauge.models.discovery.rules import RESTRICTIONS
 from regauge.models.discovery.scales import Scales, Variable
 from regauge.models.discovery.terms import Atom, Sum, factors, parts
 from regauge.models.discovery.walk import Axis, Restriction, Value, Walk
 
-_ROTARY = {"rotary-half": "half", "rotary-interleaved": "interleaved"}
+_ROTARY: dict[str, Layout] = {"rotary-half": "half", "rotary-interleaved": "interleaved"}
 
 
 @dataclass
@@ -198,7 +199,7 @@ def _choose_group(
 
 def _choose_rotary_group(
     kind: Kind,
-    layouts: set[str],
+    layouts: set[Layout],
     scale: list[int] | None,
     sign: list[list[Fraction]],
     star: list[list[Fraction]],
@@ -210,13 +211,14 @@ def _choose_rotary_group(
     if len(layouts) > 1 or kind.atom.size % 2:
         kind.note = "rotary positions of two layouts are applied to it"
         return
-    layout = "half" if "half" in layouts else "interleaved"
+    (layout,) = layouts
     if not restricted and scale is not None and all(scale):
-        kind.group, kind.exponents = Rotary(layout), dict(zip(kind.occurrences, scale, strict=True))  # type: ignore[arg-type]
+        kind.group = Rotary(layout)
+        kind.exponents = dict(zip(kind.occurrences, scale, strict=True))
     elif not restricted:
-        kind.group, kind.exponents = Rotary(layout, unit=True), _dual_exponents(kind, star)  # type: ignore[arg-type]
+        kind.group, kind.exponents = Rotary(layout, unit=True), _dual_exponents(kind, star)
     elif sign:
-        kind.group, kind.exponents = PlaneSigns(layout), _dual_exponents(kind, star, sign)  # type: ignore[arg-type]
+        kind.group, kind.exponents = PlaneSigns(layout), _dual_exponents(kind, star, sign)
 
 
 def _unit_solution(basis: list[list[Fraction]], size: int) -> list[int] | None:

@@ -129,8 +129,9 @@ def _to_pem(key_or_certificate: Any) -> bytes:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     if hasattr(key_or_certificate, "private_bytes"):
-        return key_or_certificate.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())  # type: ignore[no-any-return]
-    return key_or_certificate.public_bytes(Encoding.PEM)  # type: ignore[no-any-return]
+        encoding = Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
+        return bytes(key_or_certificate.private_bytes(*encoding))
+    return bytes(key_or_certificate.public_bytes(Encoding.PEM))
 
 
 def _write(path: Path, data: bytes, mode: int) -> None:

@@ -310,9 +310,8 @@ class Assembler:
                 if len(self.header) < HEADER.size:
                     return
                 # Pages are committed when they are written to: a header alone costs no memory.
-                self.buffer = memoryview(
-                    np.empty(HEADER.size + sum(_parse_header(self.header, self.limits)), np.uint8)  # type: ignore[arg-type]
-                )
+                size = HEADER.size + sum(_parse_header(self.header, self.limits))
+                self.buffer = np.empty(size, np.uint8).data
                 self.buffer[: HEADER.size] = self.header
                 self.filled, self.header = HEADER.size, bytearray()
             piece = view[start : start + len(self.buffer) - self.filled]
@@ -571,4 +570,4 @@ def _read_tensor(data: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -
 def _tensor_bytes(tensor: Tensor) -> memoryview:
     """Return a view of a tensor's bytes."""
     flat = tensor.contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")  # type: ignore[arg-type]
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")

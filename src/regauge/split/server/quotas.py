@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from regauge.errors import RegaugeError
 from regauge.split.protocol.frames import FrameError
@@ -151,9 +151,11 @@ def read_quota(text: str, default: Quota | None = None) -> Quota:
                 "per minute)",
             )
         values[match[1]] = float(match[2]) * _UNITS[match[3]]
-    return replace(
-        default or Quota(),
-        **{name: int(n) if name == "sessions" else n for name, n in values.items()},  # type: ignore[arg-type]
+    default = default or Quota()
+    return Quota(
+        sessions=int(values.get("sessions", default.sessions)),
+        requests=values.get("requests", default.requests),
+        bytes=values.get("bytes", default.bytes),
     )
 
 

@@ -215,8 +215,8 @@ def test_attention_maps_of_other_sizes_and_registers(registers: int) -> None:
 
 
 def test_attention_maps_of_timm_without_a_position_of_cls() -> None:
-    """DeiT-III adds positions to patches alone. A register is not a CLS token, though it has a row in the
-    table.
+    """DeiT-III adds positions to patches alone. A register is not a CLS token, though it has a row
+    in the table.
     """
     timm = pytest.importorskip("timm")
     size = {

@@ -282,7 +282,7 @@ def test_a_client_that_died_is_not_locked_out_by_its_own_quota() -> None:
 
 
 def test_rejected_clients_take_no_slot() -> None:
-    """Carol is idle and the server full: bob, at his quota, is rejected, and carol stays; dave takes
+    """Carol is idle and the server full: bob, at his quota, is rejected and carol stays; dave takes
     her place. A client over a quota that was lowered loses none of its sessions by asking in vain.
     """
     host = Host(make_model("gpt2"), quotas=Quotas(Quota(sessions=1)), max_sessions=2, idle=100.0)

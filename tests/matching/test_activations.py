@@ -33,7 +33,7 @@ def test_a_planted_element_is_found_by_what_the_models_do(name: str, folded: boo
             record(model, state, spec, [picos.PICOS[name].inputs]) for state in (a, b)
         )
     assert activations[0].streams
-    result = match(spec, a, b, activations=activations, sweeps=1)  # type: ignore[arg-type]
+    result = match_states(spec, a, b, activations=activations, sweeps=1)  # type: ignore[arg-type]
     moved = apply(result.element, a)
     scale = max(float(t.abs().max()) for t in b.values() if t.is_floating_point())
     rows: dict[str, int] = {}
@@ -127,7 +127,7 @@ def test_sweeps_continue_from_activations_to_the_nearest_weights() -> None:
     with strict_float64():
         activations = tuple(record(model, s, spec, [{"input_ids": ids}]) for s in (a, b))
     first, by_activations, swept = (
-        match(spec, a, b, activations=activations, **how)  # type: ignore[arg-type]
+        match_states(spec, a, b, activations=activations, **how)  # type: ignore[arg-type]
         for how in ({"sweeps": 0}, {"sweeps": 5, "nearest": False}, {"sweeps": 5})
     )
     streams = [m.element.members["stream"].matrix() for m in (first, by_activations, swept)]

@@ -76,7 +76,7 @@ def furthest(a: State, b: State) -> float:
 def test_a_planted_element_of_the_full_group_is_found_in_one_call(name: str) -> None:
     spec, a = state_of(name)
     b = apply(element(spec, 3), a)
-    result = match(spec, a, b)
+    result = match_states(spec, a, b)
     moved = apply(result.element, a)
     assert max(float((moved[n] - b[n]).abs().max()) for n in b if b[n].is_floating_point()) < 1e-9
     assert result.distance < 1e-9 < result.distance_before
@@ -111,7 +111,7 @@ def test_with_folded_norms_rotations_of_the_stream_are_found_too(
     spec, a = fold_norms(*state_of(name))
     a = {n: t.to(dtype) if t.is_floating_point() else t for n, t in a.items()}
     b = apply(element(spec, 5), a)
-    result = match(spec, a, b)
+    result = match_states(spec, a, b)
     assert furthest(apply(result.element, a), b) < (1e-9 if dtype == torch.float64 else 1e-4)
 
 
@@ -146,7 +146,7 @@ def test_noise_up_to_the_threshold_leaves_the_permutations_exact() -> None:
     )
     noisy = {n: t + sigma * torch.randn_like(t) for n, t in b.items() if n not in spec.ties}
     noisy |= {alias: noisy[target] for alias, target in spec.ties.items()}
-    result = match(spec, a, noisy)
+    result = match_states(spec, a, noisy)
     for space in ("stream", "ffn.0"):
         assert (
             result.element.members[space].permutation().index
@@ -164,9 +164,9 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
     torch.manual_seed(0)
     b |= {n: 5 * torch.randn_like(b[n]) for n in ("transformer.wte.weight", "lm_head.weight")}
     truth = g.members["stream"].permutation().index
-    misled = match(spec, a, b, sweeps=0, spaces=["stream"])
-    result = match(spec, a, b, sweeps=0, anchors=["*wpe*"])
-    weighed = match(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
+    misled = match_states(spec, a, b, sweeps=0, spaces=["stream"])
+    result = match_states(spec, a, b, sweeps=0, anchors=["*wpe*"])
+    weighed = match_states(spec, a, b, sweeps=0, weights={"*wte*": 0.0, "lm_head.*": 0.0})
     assert (misled.element.members["stream"].permutation().index != truth).any()
     for one in (result, weighed):
         assert (one.element.members["stream"].permutation().index == truth).all()
@@ -253,8 +253,8 @@ def test_the_papers_own_matcher_is_a_special_case() -> None:
         "sweeps": 0,
         "whole": True,
     }
-    assert match(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)
-    result = match(spec, a, b, **options, rescale=True)
+    assert match_states(spec, a, b, **options).distance == pytest.approx(plain, abs=1e-6)
+    result = match_states(spec, a, b, **options, rescale=True)
     assert result.distance == pytest.approx(scaled, abs=1e-6)
     assert scaled < plain < result.distance_before
 
@@ -271,7 +271,7 @@ def test_more_of_the_group_is_never_further_away() -> None:
 
 def test_only_what_takes_part_moves() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    result = match(spec, a, b, spaces=["qk", "ffn"], layers=[1])
+    result = match_states(spec, a, b, spaces=["qk", "ffn"], layers=[1])
     assert set(result.element.members) == {"qk.1", "ffn.1"}
     assert layers_of(spec)["vo.1"] == 1
     assert "stream" not in layers_of(spec)
@@ -283,7 +283,7 @@ def test_only_what_takes_part_moves() -> None:
 
 def test_identical_models_need_nothing() -> None:
     spec, a = state_of("gpt2")
-    result = match(spec, a, {n: t.clone() for n, t in a.items()})
+    result = match_states(spec, a, {n: t.clone() for n, t in a.items()})
     assert not result.element.members
     assert result.distance == result.distance_before == 0
 
@@ -404,7 +404,7 @@ def test_heads_wait_for_more_than_their_biases(seed: int) -> None:
 
 def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    alone, parallel = (match(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
+    alone, parallel = (match_states(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
     assert parallel.distance == pytest.approx(alone.distance, rel=1e-9)
     assert parallel.element.members.keys() == alone.element.members.keys()
 
@@ -462,7 +462,7 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
 def test_an_interrupted_search_goes_on_where_it_was() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     recorded: list[tuple[Element, list[str]]] = []
-    whole = match(spec, a, b, sweeps=0, save=lambda g, known: recorded.append((g, known)))
+    whole = match_states(spec, a, b, sweeps=0, save=lambda g, known: recorded.append((g, known)))
     g, known = recorded[0]
     assert len(known) < len(whole.element.members)
     rest = match_states(spec, a, b, sweeps=0, start=g, known_spaces=known)
@@ -507,9 +507,9 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
 
 def test_models_with_a_single_number_are_compared() -> None:
     spec, a = state_of("clip")  # whose logit_scale has no axes
-    comparison = compare(spec, a, apply(element(spec, 3), a), sweeps=1)
+    comparison = compare_states(spec, a, apply(element(spec, 3), a), sweeps=1)
     assert comparison.verdict == "another description"
-    assert compare(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
+    assert compare_states(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -87,14 +87,15 @@ def compare_states(
     control = match_states(spec, shuffled, b, rows=rows, **{**options, "sweeps": 0})
     chance = _total_cosine(_inner_products(Costs(spec, shuffled, b, rows=rows), control.element))
     cosines = (_total_cosine(unmatched), _total_cosine(matched), chance)
-    verdict, explanation = _decide_verdict(result, cosines)
+    invariant = _relative_invariant_distance(spec, a, b, rows)
+    verdict, explanation = _decide_verdict(result, cosines, invariant)
     return Comparison(
         verdict,
         explanation,
         cosines,
         result,
         _layer_rows(spec, result, unmatched, matched),
-        _relative_invariant_distance(spec, a, b, rows),
+        invariant,
         fixed_shares(result.element),
     )
 
@@ -216,7 +217,9 @@ def _relative_invariant_distance(
     return math.sqrt(sum(v[0] for v in compared) / max(sum(v[1] for v in compared), 1e-300))
 
 
-def _decide_verdict(result: Match, cosines: tuple[float, float, float]) -> tuple[str, str]:
+def _decide_verdict(
+    result: Match, cosines: tuple[float, float, float], invariant: float
+) -> tuple[str, str]:
     """Return the verdict and its explanation."""
     unmatched, matched, chance = cosines
     size = math.sqrt(max(sum(result.size.values()), 1e-300))
@@ -241,6 +244,12 @@ def _decide_verdict(result: Match, cosines: tuple[float, float, float]) -> tuple
         return "related", (
             f"The two have a common ancestor, but different bases: cosine {unmatched:.3f} before "
             f"matching, {matched:.3f} after matching. Match before merging."
+        )
+    if invariant < MAX_ROUNDING:
+        return "related", (
+            f"The two hold the same weights: their invariants differ by {invariant:.2%}. But no "
+            f"change of basis maps one onto the other (cosine {matched:.3f} after matching). One "
+            "is probably locked: unlock it first."
         )
     return "unrelated", (
         f"The two do not share a basis, and matching does not find one: cosine {unmatched:.3f} "

@@ -222,7 +222,8 @@ def _bits(elements: int, with_session: bool) -> Bomb:
 
 
 def _error_of(reply: Any) -> Exception:
-    from regauge.split.protocol.frames import Kind, RefusedError
+    from regauge.errors import RefusedError
+    from regauge.split.protocol.frames import Kind
 
     return (
         RefusedError(str(reply.values.get("code")), "")
@@ -271,8 +272,9 @@ def _half_frames(count: int, size: int) -> Bomb:
     """Return a bomb: streams that each send most of a frame and wait."""
 
     def run(model: Any, server: ServerProcess) -> bool:
+        from regauge.errors import RefusedError
         from regauge.split.protocol.channel import Loop
-        from regauge.split.protocol.frames import Frame, Kind, RefusedError, chunks, encode
+        from regauge.split.protocol.frames import Frame, Kind, chunks, encode
         from regauge.split.server.network import Grpc
 
         frame = Frame(Kind.FORWARD, 1, {"session": "0" * 32}, {"x": torch.zeros(size // 4)})
@@ -344,8 +346,9 @@ def frames(scale: float) -> Iterator[Outcome]:
     """Deliver mutated requests to a live host. Each must get a reply, a request must run at most
     once, and the weights must not change.
     """
+    from regauge.errors import RefusedError
     from regauge.split import TransportError
-    from regauge.split.protocol.frames import Kind, RefusedError, decode
+    from regauge.split.protocol.frames import Kind, decode
     from regauge.split.protocol.transport import deliver
     from support.frame_mutants import SESSION, mutate, requests
 
@@ -421,7 +424,7 @@ def watch_streams(scale: float) -> Iterator[Outcome]:
     """
     import grpc
 
-    from regauge.split.protocol.frames import RefusedError
+    from regauge.errors import RefusedError
 
     number = max(100, round(10_000 * min(1.0, scale)))
     count = Counter(f"split flood: {number:,} Watch streams")

@@ -43,7 +43,8 @@ from regauge.defences.gradients import (
     parse_plan,
     part_parameters,
 )
-from regauge.defences.parser import NONE, DefenceError
+from regauge.defences.parser import NONE
+from regauge.errors import DefenceError
 from regauge.jigsaw.wrapper import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 from regauge.results.metrics import psnr

@@ -23,7 +23,8 @@ from experiments.paper_003.pair_results import (
     slug,
 )
 from experiments.shared.runner import Lab
-from regauge.matching.barriers import Path, PathError
+from regauge.errors import PathError
+from regauge.matching.barriers import Path
 from regauge.results.findings import Figure, Finding, Results, Table
 
 ABLATION = (

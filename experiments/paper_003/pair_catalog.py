@@ -18,8 +18,7 @@ from experiments.paper_003.pair_models import CIFAR, KEPT, PAIRS, READ, SEEDS, T
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.checkpoints.resume import Outcome
-from regauge.data.datasets import DataError
-from regauge.errors import RegaugeError
+from regauge.errors import DataError, RegaugeError
 from regauge.models.trust import library_class, without_code
 
 TRAINS = ("pico",)  # presets whose models are trained wherever they are missing

@@ -26,13 +26,13 @@ from regauge.checkpoints.files import wrap_write_errors
 from regauge.checkpoints.resume import (
     FORMAT,
     SAVE_INTERVAL,
-    CacheError,
     Outcome,
     ResumeState,
     canonical_values,
     read_outcome,
     write_outcome,
 )
+from regauge.errors import CacheError
 
 
 class Digested(Protocol):

@@ -22,7 +22,8 @@ from experiments.shared.presets import PRESETS, From, Preset, Subject
 from experiments.shared.train_cells import SCORE, TRAIN, Source, source_of
 from regauge.checkpoints.environment import default_cache
 from regauge.checkpoints.resume import Outcome
-from regauge.data.datasets import Data, DataError, EncodedImages, open_data
+from regauge.data.datasets import Data, EncodedImages, open_data
+from regauge.errors import DataError
 from regauge.results.findings import Figure
 
 Progress = Callable[[int, int, str], None]

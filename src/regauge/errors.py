@@ -1,4 +1,26 @@
-"""The exception tree of regauge. A message names the fault; `hint` states the way out."""
+"""The exception tree of regauge. A message names the fault; `hint` states the way out.
+
+RegaugeError
+├── ModelError              a model that cannot be used as asked
+│   ├── SpecError           AxesError, PatternError
+│   ├── ElementError
+│   ├── UnknownModelError   CustomCodeError
+│   ├── DiscoveryError
+│   ├── CutError
+│   ├── RecordError
+│   └── AuthorizeError
+├── FileError               a file or folder that cannot be read or written
+│   └── CheckpointError, DataError, FindingsError, CacheError, KeyFileError, PassphraseError
+├── LockError               WrongKeyError, TamperedModelError, TamperedFileError
+├── MatchError              PathError
+├── MergeError              RecipeError, DensityError, StatisticsError, SoftTransportError
+├── JigsawError
+├── DefenceError
+├── SplitError              TransportError, FrameError, QuotaError, BudgetError, ...
+├── FederatedError          NonFiniteError
+├── AuditError              UpdateError, MetricError
+└── MissingExtraError, DeviceError, StoppedError
+"""
 
 from __future__ import annotations
 
@@ -18,37 +40,30 @@ class RegaugeError(Exception):
         self.hint = hint
 
 
-class AxesError(RegaugeError):
-    """An axes string that cannot be parsed; the message points at the character."""
+# Models and specs
 
 
-class PatternError(RegaugeError):
-    """A pattern of tensor names that is malformed, too large, or uses unsupported syntax."""
+class ModelError(RegaugeError):
+    """A model that cannot be used as asked."""
 
 
-class SpecError(RegaugeError):
+class SpecError(ModelError):
     """A spec that contradicts itself, or a state that does not fit its spec."""
 
 
-class ElementError(RegaugeError):
+class AxesError(SpecError):
+    """An axes string that cannot be parsed; the message points at the character."""
+
+
+class PatternError(SpecError):
+    """A pattern of tensor names that is malformed, too large, or uses unsupported syntax."""
+
+
+class ElementError(ModelError):
     """A group element that its spec does not allow, or that belongs to another model."""
 
 
-class CheckpointError(RegaugeError):
-    """A checkpoint that cannot be read or written."""
-
-
-class CutError(RegaugeError):
-    """A model that cannot be cut or routed, or activations that do not fit the cut's boundary."""
-
-
-class EdgeError(RegaugeError):
-    """A model that cannot be authorized, or an optimizer step that would train it differently from
-    the plain model.
-    """
-
-
-class UnknownModelError(RegaugeError):
+class UnknownModelError(ModelError):
     """No family describes this model."""
 
 
@@ -58,11 +73,48 @@ class CustomCodeError(UnknownModelError):
     """
 
 
-class FindingsError(RegaugeError):
+class DiscoveryError(ModelError):
+    """A module's symmetry cannot be inferred from its graph."""
+
+
+class CutError(ModelError):
+    """A model that cannot be cut or routed, or activations that do not fit the cut's boundary."""
+
+
+class RecordError(ModelError):
+    """A model whose activations cannot be recorded, or that has none."""
+
+
+class AuthorizeError(ModelError):
+    """A model that cannot be authorized, or an optimizer step that would train it differently from
+    the plain model.
+    """
+
+
+# Files
+
+
+class FileError(RegaugeError):
+    """A file or folder that cannot be read or written."""
+
+
+class CheckpointError(FileError):
+    """A checkpoint that cannot be read or written."""
+
+
+class DataError(FileError):
+    """A dataset that cannot be read or does not fit its use."""
+
+
+class FindingsError(FileError):
     """A results file that cannot be read."""
 
 
-class KeyFileError(RegaugeError):
+class CacheError(FileError):
+    """Saved state that belongs to another computation, or values that cannot be saved."""
+
+
+class KeyFileError(FileError):
     """A key file that cannot be read or written, or a key for another purpose. No message contains
     bytes of a key.
     """
@@ -72,18 +124,7 @@ class PassphraseError(KeyFileError):
     """A wrong or missing passphrase."""
 
 
-class WrongKeyError(RegaugeError):
-    """A key that is not the one that locked this model or sealed this file."""
-
-
-class TamperedModelError(RegaugeError):
-    """A locked model that was changed after locking: names, shapes, dtypes, data, or the metadata
-    of the lock.
-    """
-
-
-class TamperedFileError(RegaugeError):
-    """A sealed file that was changed, truncated or reordered after sealing."""
+# Locks and seals
 
 
 class LockError(RegaugeError):
@@ -92,14 +133,147 @@ class LockError(RegaugeError):
     """
 
 
-class UpdateError(RegaugeError):
+class WrongKeyError(LockError):
+    """A key that is not the one that locked this model or sealed this file."""
+
+
+class TamperedModelError(LockError):
+    """A locked model that was changed after locking: names, shapes, dtypes, data, or the metadata
+    of the lock.
+    """
+
+
+class TamperedFileError(LockError):
+    """A sealed file that was changed, truncated or reordered after sealing."""
+
+
+# Matching and merging
+
+
+class MatchError(RegaugeError):
+    """Two models that cannot be matched, or options that contradict the model."""
+
+
+class PathError(MatchError):
+    """Two models that no straight line joins, or a path on which nothing can be measured."""
+
+
+class MergeError(RegaugeError):
+    """Models that cannot be merged by this recipe."""
+
+
+class RecipeError(MergeError):
+    """An invalid recipe. The message has the file and the line."""
+
+
+class DensityError(MergeError):
+    """A density that a method does not support."""
+
+
+class StatisticsError(MergeError):
+    """A model without predictions, or with no layer reached."""
+
+
+class SoftTransportError(MergeError):
+    """Two models between which no optimal transport can be computed."""
+
+
+# Training with puzzles, split and federated
+
+
+class JigsawError(RegaugeError):
+    """An invalid puzzle, or a model that cannot be trained or evaluated with puzzles."""
+
+
+class DefenceError(RegaugeError):
+    """An invalid defence, or one that does not fit the model or the batch."""
+
+
+class SplitError(RegaugeError):
+    """A fault of split learning."""
+
+
+class TransportError(SplitError):
+    """A failed exchange: the connection is broken, or the server does not answer."""
+
+
+class FrameError(SplitError):
+    """A malformed or inadmissible frame. `code` identifies the fault for the other side."""
+
+    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.code = code
+
+
+class RefusedError(FrameError):
+    """An error that the other side reports about a frame it received intact."""
+
+
+class QuotaError(SplitError):
+    """An invalid quota, or list of clients."""
+
+
+class BudgetError(SplitError):
+    """An invalid memory budget."""
+
+
+class TrainingError(SplitError):
+    """Invalid options of training."""
+
+
+class RunError(SplitError):
+    """A run that cannot be resumed with these options."""
+
+
+class JournalError(SplitError):
+    """A journal that cannot be read, or belongs to another run."""
+
+
+class StepError(SplitError):
+    """A step whose result is not finite.
+
+    Weights and optimizer state are rolled back. The gradients of the step are dropped.
+    """
+
+
+class FederatedError(RegaugeError):
+    """An invalid run, or one that cannot continue."""
+
+
+class NonFiniteError(FederatedError):
+    """An aggregated state or optimizer state with NaN or Inf."""
+
+
+# Audits
+
+
+class AuditError(RegaugeError):
+    """A case that cannot be audited."""
+
+
+class UpdateError(AuditError):
     """An update that does not fit the model or carries no information, or a model without the
     layers that an attack needs.
     """
 
 
+class MetricError(AuditError):
+    """Images that cannot be compared."""
+
+
+# The environment
+
+
 class MissingExtraError(RegaugeError):
     """A required optional library that is not installed."""
+
+
+class DeviceError(RegaugeError):
+    """A device that torch does not have."""
+
+
+class StoppedError(RegaugeError):
+    """An interrupt or SIGTERM while an output was written. The message states what became of it."""
 
 
 class RegaugeWarning(UserWarning):

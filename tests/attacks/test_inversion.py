@@ -22,15 +22,8 @@ from regauge.attacks.inversion import (
 )
 from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.views import PairedImages
-from regauge.results.metrics import (
-    Lpips,
-    MetricError,
-    feature_similarity,
-    is_identified,
-    mse,
-    psnr,
-    ssim,
-)
+from regauge.errors import MetricError
+from regauge.results.metrics import Lpips, feature_similarity, is_identified, mse, psnr, ssim
 from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffle_tokens
 
 

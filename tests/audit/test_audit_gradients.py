@@ -20,7 +20,7 @@ from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
 from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, resolve_attacks, select_attacks
 from regauge.audit.gradients.engine import score_baselines
 from regauge.audit.gradients.scores import label_recall
-from regauge.audit.split import LeakageError
+from regauge.audit.split import AuditError
 from regauge.audit.split.scores import OTHERS, mean_score
 from regauge.audit.split.scores import best_assignment as by_name
 from regauge.cli import main
@@ -194,7 +194,7 @@ def test_unsupported_audits_raise_an_error_that_names_the_cause(
     plain = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(768, 5))
     with pytest.raises(RegaugeError, match="no patch embedding"):
         audit_gradients(GradientCase(plain, examples(4), examples(4), [0.5] * 3, [0.5] * 3), [])
-    with pytest.raises(LeakageError, match="images of its own"):
+    with pytest.raises(AuditError, match="images of its own"):
         audit_gradients(GradientCase(vit(), examples(4), examples(1), [0.5] * 3, [0.5] * 3), [])
 
 

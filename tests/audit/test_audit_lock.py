@@ -18,12 +18,19 @@ from safetensors.torch import load_file, save_file
 from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
 from regauge.attacks.theft import Budget
 from regauge.audit import lock as audit
-from regauge.audit.lock import AuditError, LockCase, _key_share, audit_lock, build_verdict
+from regauge.audit.lock import LockCase, _key_share, audit_lock, build_verdict
 from regauge.checkpoints.reader import LOCK_FIELD, open_checkpoint
 from regauge.cli import main
 from regauge.core.members import Dense, Monomial
 from regauge.data.tasks import Examples
-from regauge.errors import CheckpointError, EdgeError, LockError, TamperedModelError, WrongKeyError
+from regauge.errors import (
+    AuditError,
+    AuthorizeError,
+    CheckpointError,
+    LockError,
+    TamperedModelError,
+    WrongKeyError,
+)
 from regauge.locking import lock as locking
 from regauge.locking.authorize import is_authorized, save_trained
 from regauge.locking.locked_checkpoints import plan_lock, plan_unlock, reseal
@@ -368,7 +375,7 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(
     with pytest.raises(TamperedModelError, match="its data were changed"):
         authorize(type(model).from_pretrained(changed), key, files=changed)
     reseal(open_checkpoint(changed), stored_spec(changed), key)
-    with pytest.raises(EdgeError, match="differs from that of"):
+    with pytest.raises(AuthorizeError, match="differs from that of"):
         authorize(locked, key, files=changed)
     assert not is_authorized(locked)
     authorize(locked, key, files=tmp_path / "locked")

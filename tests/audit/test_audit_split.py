@@ -15,7 +15,7 @@ import transformers
 
 import support.picos as picos
 from regauge.attacks.views import ServerPass
-from regauge.audit.split import LeakageError, SplitCase, audit_split
+from regauge.audit.split import AuditError, SplitCase, audit_split
 from regauge.audit.split.attempts import (
     ATTACKS,
     Budget,
@@ -53,10 +53,10 @@ from regauge.audit.split.victims import (
     split_batches,
 )
 from regauge.cli import main
-from regauge.data.datasets import Data, DataError
+from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
-from regauge.defences.parser import DefenceError
 from regauge.defences.split import LowPass, Rows
+from regauge.errors import DataError, DefenceError
 from regauge.models.cut import cut
 from regauge.results.findings import load_results
 from regauge.split import OptimizerConfig
@@ -494,7 +494,7 @@ def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
         torch.nn.Sequential(torch.nn.Conv2d(3, 8, 4, stride=2)),
         torch.nn.Conv2d(3, 8, (4, 2), stride=(4, 2)),
     ):
-        with pytest.raises(LeakageError, match="must embed square patches"):
+        with pytest.raises(AuditError, match="must embed square patches"):
             patch_size(none, pictures(2))
 
 
@@ -554,5 +554,5 @@ def test_invalid_options_are_rejected_before_training(
 
 def test_too_few_images_are_refused() -> None:
     few = SplitCase(vit(), examples(20), examples(10), examples(10), [0.5], [0.5])
-    with pytest.raises(LeakageError, match="must have >= 20 images, got 10"):
+    with pytest.raises(AuditError, match="must have >= 20 images, got 10"):
         audit_split(few, ("rows",))

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from regauge.audit.split import LeakageError, SplitCase, audit_texts
+from regauge.audit.split import AuditError, SplitCase, audit_texts
 from regauge.audit.text_scores import rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples
@@ -115,12 +115,12 @@ def test_a_text_audit_fails_above_its_threshold() -> None:
 
 
 def test_invalid_arguments_are_rejected() -> None:
-    with pytest.raises(LeakageError, match="got LowPass, which acts on images"):
+    with pytest.raises(AuditError, match="got LowPass, which acts on images"):
         audit_texts(case(bert()), ("low-pass=0.1",))
-    with pytest.raises(LeakageError, match="it moves tokens between texts"):
+    with pytest.raises(AuditError, match="it moves tokens between texts"):
         audit_texts(case(bert()), ("batch-shuffle=0.5",))
     few = SplitCase(bert(), texts(8, 0), texts(5, 1), texts(8, 2))
-    with pytest.raises(LeakageError, match="must have >= 20 texts, got 5"):
+    with pytest.raises(AuditError, match="must have >= 20 texts, got 5"):
         audit_texts(few, ("rows",))
 
 

@@ -28,8 +28,8 @@ from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradients.clients import contribute, prepare_model, rehearse
 from regauge.audit.gradients.scores import extract_patches
 from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_plan, part_parameters
-from regauge.defences.parser import DefenceError, split_combination
-from regauge.errors import UpdateError
+from regauge.defences.parser import split_combination
+from regauge.errors import DefenceError, UpdateError
 from regauge.results.metrics import spectral_distance
 from support.updates import examples, make_update, pictures, psnr, replace_tensors, timm_vit, vit
 

@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import support.bombs as bombs
-from regauge.data.datasets import Data, DataError, EncodedImages, open_data, text_of
+from regauge.data.datasets import Data, EncodedImages, open_data, text_of
+from regauge.errors import DataError
 
 TEXTS = ["one, two", 'a "quoted" word', "007"]
 LABELS = [1, 0, 1]

@@ -14,8 +14,9 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from regauge.cli import main
-from regauge.data.datasets import Data, DataError, open_data
+from regauge.data.datasets import Data, open_data
 from regauge.data.tasks import channels_of, prepare, read_examples, size_of, task_of
+from regauge.errors import DataError
 
 HALF: dict[str, Any] = {"mean": [0.5], "std": [0.5]}
 HOW = ["--mean", "0.5", "--std", "0.5"]

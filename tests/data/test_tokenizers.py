@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from regauge.data.datasets import DataError
 from regauge.data.tokenizers import decode, encode, special_tokens
+from regauge.errors import DataError
 from support.texts import WORDS, words
 
 

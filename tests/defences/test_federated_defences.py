@@ -19,8 +19,7 @@ from regauge.audit.gradients.attempts import Budget
 from regauge.audit.recorded import to_update
 from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
 from regauge.cli import main
-from regauge.defences.parser import DefenceError
-from regauge.errors import MissingExtraError, UpdateError
+from regauge.errors import DefenceError, MissingExtraError, UpdateError
 from regauge.federated import (
     Contribution,
     FederatedError,

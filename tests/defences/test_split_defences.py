@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from regauge.defences.parser import DefenceError, parse_from_table, split_combination
+from regauge.defences.parser import parse_from_table, split_combination
 from regauge.defences.split import (
     DEFENCES,
     BatchShuffle,
@@ -27,7 +27,7 @@ from regauge.defences.split import (
     clip_samples,
     parse_defences,
 )
-from regauge.errors import CutError
+from regauge.errors import CutError, DefenceError
 from regauge.models.cut import Crossing, cut
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.testing import strict_float64

@@ -20,9 +20,9 @@ import torch
 from experiments.shared import train_cells
 from experiments.shared.cells import Cell, key_of, run
 from regauge.checkpoints.environment import default_cache
-from regauge.checkpoints.resume import CacheError, Outcome, ResumeState
+from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data import train as loop
-from regauge.errors import RegaugeError
+from regauge.errors import CacheError, RegaugeError
 
 CALLS: list[Mapping[str, Any]] = []
 

@@ -20,7 +20,7 @@ import support.federations as fed
 from regauge.checkpoints import files
 from regauge.checkpoints.tensor_files import write_tensors
 from regauge.cli import main
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, NonFiniteError
 from regauge.federated import (
     Contribution,
     FederatedError,
@@ -31,7 +31,7 @@ from regauge.federated import (
     state_of,
     state_store,
 )
-from regauge.federated.aggregation import COMBINE, Memory, NonFiniteError, trim_count
+from regauge.federated.aggregation import COMBINE, Memory, trim_count
 from regauge.federated.rounds import MAX_VOID_ROUNDS
 from regauge.federated.runs import save_model, server_limits
 from regauge.federated.settings import read_settings

@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from experiments.paper_002.text_jigsaw import evaluate, puzzles_of
-from regauge.data.datasets import DataError
 from regauge.data.tasks import Examples
+from regauge.errors import DataError
 from regauge.jigsaw import JigsawError, TextJigsaw
 from regauge.jigsaw.text import sample_span_masks
 

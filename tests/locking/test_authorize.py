@@ -19,7 +19,7 @@ from regauge.core.axes import dual
 from regauge.core.element import Element, element
 from regauge.core.fold import fold_norms
 from regauge.core.spec import stored_tensors
-from regauge.errors import CutError, EdgeError, SpecError
+from regauge.errors import AuthorizeError, CutError, SpecError
 from regauge.locking.authorize import authorize_with_element, deauthorize, edge_of, is_authorized
 from regauge.locking.permuted import Permuted
 from regauge.models.families import Boundary
@@ -139,7 +139,7 @@ def test_chosen_hidden_states_are_the_plain_ones() -> None:
 def test_hidden_states_of_a_swin_are_refused() -> None:
     _, twin, g = pair("swin")
     authorize_with_element(twin, g)
-    with pytest.raises(EdgeError, match="between the blocks"):
+    with pytest.raises(AuthorizeError, match="between the blocks"):
         twin(**PICOS["swin"].inputs, output_hidden_states=True)
 
 
@@ -262,7 +262,7 @@ def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
     authorize_with_element(twin, g)
     assert is_authorized(twin)
     assert distance(compute_outputs(twin, IDS), compute_outputs(model, IDS)) < 1e-9
-    with pytest.raises(EdgeError, match="authorised already"):
+    with pytest.raises(AuthorizeError, match="authorised already"):
         authorize_with_element(twin, g)
 
 
@@ -395,7 +395,7 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
     start = start_of(model)
     authorize_with_element(twin, g)
     with pytest.raises(
-        EdgeError,
+        AuthorizeError,
         match=r"AdamW would not train this LlamaForCausalLM .* rotation, and AdamW commutes "
         r"with signed permutations",
     ) as error:
@@ -410,16 +410,16 @@ def test_other_optimizers_are_refused_for_rotations_and_would_part() -> None:
 def test_trained_gains_dropout_and_scales_are_refused() -> None:
     _, twin, g = rotate("llama", frozen=False)
     authorize_with_element(twin, g)
-    with pytest.raises(EdgeError, match=r"norm.*freeze it at one"):
+    with pytest.raises(AuthorizeError, match=r"norm.*freeze it at one"):
         train(twin, IDS, sgd, 1)
     _, vit, h = rotate("vit")
     vit.vit.layers[0].attention.add_module("drop", torch.nn.Dropout(0.1))
     authorize_with_element(vit, h).train()
-    with pytest.raises(EdgeError, match="dropout"):
+    with pytest.raises(AuthorizeError, match="dropout"):
         train(vit, PICOS["vit"].inputs, sgd, 1)
     _, scaled, k = pair("llama")
     authorize_with_element(scaled, k)
-    with pytest.raises(EdgeError, match="no optimizer commutes"):
+    with pytest.raises(AuthorizeError, match="no optimizer commutes"):
         train(scaled, IDS, sgd, 1)
 
 
@@ -438,7 +438,7 @@ def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
         edge_of(twin).faults(adamw(twin.parameters())) == []
     )  # what is frozen may be in the optimizer
     twin.requires_grad_(True)
-    with pytest.raises(EdgeError, match="AdamW"):
+    with pytest.raises(AuthorizeError, match="AdamW"):
         train(twin, IDS, adamw, 1)
     deauthorize(twin)
     train(twin, IDS, adamw, 1)
@@ -458,7 +458,9 @@ def test_what_is_unfrozen_or_added_after_the_first_step_is_looked_at(how: str) -
     inner = trainable["model.layers.0.mlp.up_proj.weight"].requires_grad_(True)
     if how == "added":
         optimizer.add_param_group({"params": [inner]})
-    with pytest.raises(EdgeError, match=r"up_proj.*AdamW commutes with signed permutations only"):
+    with pytest.raises(
+        AuthorizeError, match=r"up_proj.*AdamW commutes with signed permutations only"
+    ):
         optimizer.step()
 
 
@@ -574,10 +576,10 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
 def test_authorising_twice_is_an_error() -> None:
     _, twin, g = pair("gpt2")
     authorize_with_element(twin, g)
-    with pytest.raises(EdgeError, match="authorised already") as error:
+    with pytest.raises(AuthorizeError, match="authorised already") as error:
         authorize_with_element(twin, g)
     assert "deauthorize" in str(error.value.hint)
-    with pytest.raises(EdgeError, match="authorised already"):
+    with pytest.raises(AuthorizeError, match="authorised already"):
         authorize_with_element(twin.transformer, g)
 
 
@@ -617,7 +619,7 @@ def test_a_saved_model_holds_no_key_and_refuses_to_run() -> None:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert not is_authorized(loaded)
-    with pytest.raises(EdgeError, match="saved while it was authorised"):
+    with pytest.raises(AuthorizeError, match="saved while it was authorised"):
         loaded(**IDS)
     authorize_with_element(loaded, g)
     assert distance(compute_outputs(loaded, IDS), expected) < 1e-9
@@ -678,13 +680,13 @@ def test_mistakes_are_named() -> None:
     _, twin, g = pair("gpt2")
     with pytest.raises(SpecError, match="does not fit the element's spec"):
         authorize_with_element(build("gpt2-untied"), element(spec_of(build("llama")), 1))
-    with pytest.raises(EdgeError, match="permuted by a wrapper"):
+    with pytest.raises(AuthorizeError, match="permuted by a wrapper"):
         authorize_with_element(Permuted(build("gpt2"), columns=g, rows=False).model, g)
     with pytest.raises(CutError, match="is authorised"):
         Permuted(authorize_with_element(twin, g), columns=g)
     bart, _, h = pair("bart")
     bart.model.encoder.layerdrop = 0.1
-    with pytest.raises(EdgeError, match="layer dropping"):
+    with pytest.raises(AuthorizeError, match="layer dropping"):
         authorize_with_element(bart, h)
 
 

@@ -21,7 +21,7 @@ from regauge.checkpoints import writer
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.rng import seed_key
 from regauge.demo.move import GPT2, LLAMA, _shapes, make_checkpoint
-from regauge.errors import EdgeError, TamperedModelError
+from regauge.errors import AuthorizeError, TamperedModelError
 from regauge.locking import locked_checkpoints
 from regauge.locking.authorize import save_trained
 from regauge.locking.keys import Key
@@ -309,7 +309,7 @@ def test_an_adapter_in_a_locked_folder_is_not_loaded(plain: Path, tmp_path: Path
     assert {n: t.shape for n, t in loaded.state_dict().items()} == {
         n: t.shape for n, t in expected.items()
     }
-    with pytest.raises(EdgeError, match="was loaded with an adapter"):
+    with pytest.raises(AuthorizeError, match="was loaded with an adapter"):
         authorize(transformers.AutoModelForCausalLM.from_pretrained(folder), KEY)
     authorize(loaded, KEY)
 

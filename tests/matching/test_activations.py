@@ -11,9 +11,9 @@ import torch
 
 import support.picos as picos
 from regauge import apply, element, fold_norms
-from regauge.errors import RegaugeError
+from regauge.errors import RecordError, RegaugeError
 from regauge.matching import MatchError, match_states
-from regauge.matching.activations import RecordError, generate_text, record, sample_noise
+from regauge.matching.activations import generate_text, record, sample_noise
 from regauge.testing import strict_float64
 
 

@@ -19,11 +19,11 @@ from regauge.cli import main
 from regauge.core.action import apply
 from regauge.core.element import element
 from regauge.core.fold import fold_norms
-from regauge.data.datasets import Data, DataError
+from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
+from regauge.errors import DataError, PathError
 from regauge.matching.barriers import (
     Curve,
-    PathError,
     _fit_temperature,
     interpolate,
     measure_path,

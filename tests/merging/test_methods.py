@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from regauge.errors import DensityError, MergeError
 from regauge.merging import merge, merge_tensors, methods
-from regauge.merging.methods import METHODS, MergeError
-from regauge.merging.sparsify import DensityError
+from regauge.merging.methods import METHODS
 from regauge.merging.statistics import Gram
 
 BIG = (1 << 17) + 77  # more than one block

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from regauge.errors import RecipeError
 from regauge.merging.layout import find_stacks
 from regauge.merging.recipe_yaml import parse_recipe, read_recipe
-from regauge.merging.recipes import AlignConfig, RecipeError
+from regauge.merging.recipes import AlignConfig
 
 TIES = """\
 models:

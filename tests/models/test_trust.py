@@ -21,9 +21,14 @@ import support.hostile_folders as hostile
 import support.picos as picos
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from regauge.data.datasets import DataError
 from regauge.data.tokenizers import encode, open_tokenizer
-from regauge.errors import CheckpointError, CustomCodeError, RegaugeError, UnknownModelError
+from regauge.errors import (
+    CheckpointError,
+    CustomCodeError,
+    DataError,
+    RegaugeError,
+    UnknownModelError,
+)
 from regauge.models.load import build_timm, load_empty, load_model
 from regauge.models.resolve import spec_of
 from regauge.models.trust import code_disabled, library_class, without_code

@@ -11,18 +11,11 @@ from typing import Any
 
 import pytest
 
+from regauge.errors import FrameError, RefusedError
 from regauge.split import Host, InProcess, TransportError, connect
 from regauge.split.client.journal import FolderJournal
 from regauge.split.protocol.channel import Loop
-from regauge.split.protocol.frames import (
-    Frame,
-    FrameError,
-    Kind,
-    Limits,
-    RefusedError,
-    decode,
-    encode,
-)
+from regauge.split.protocol.frames import Frame, Kind, Limits, decode, encode
 from regauge.split.server import network as module
 from regauge.split.server.flow_control import FlowControl, StreamUsage
 from regauge.split.server.network import Grpc, Server

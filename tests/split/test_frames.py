@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from regauge.errors import FrameError
 from regauge.split.protocol.frames import (
     CHUNK,
     DTYPES,
@@ -22,7 +23,6 @@ from regauge.split.protocol.frames import (
     VERSION,
     Assembler,
     Frame,
-    FrameError,
     Kind,
     Limits,
     checksum,

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from regauge.errors import FrameError
 from regauge.split import TransportError
 from regauge.split.protocol.frames import (
     BITS,
@@ -27,7 +28,6 @@ from regauge.split.protocol.frames import (
     DTYPES,
     HEADER,
     Assembler,
-    FrameError,
     Kind,
     Limits,
     decode,

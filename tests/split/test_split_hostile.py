@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, FrameError, RefusedError
 from regauge.split import Host, InProcess, OptimizerConfig, TransportError, connect
 from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol.channel import Loop
@@ -29,9 +29,7 @@ from regauge.split.protocol.frames import (
     VERSION,
     Bytes,
     Frame,
-    FrameError,
     Kind,
-    RefusedError,
     checksum,
     decode,
     encode,

@@ -10,21 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from regauge.errors import BudgetError, FrameError, RefusedError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol import frames as frames_module
-from regauge.split.protocol.frames import (
-    Frame,
-    FrameError,
-    Kind,
-    Limits,
-    RefusedError,
-    decode,
-    encode,
-)
+from regauge.split.protocol.frames import Frame, Kind, Limits, decode, encode
 from regauge.split.protocol.transport import deliver
 from regauge.split.server.costs import Estimator
-from regauge.split.server.memory import Budget, BudgetError, Cost, _cgroup_memory, read_size
+from regauge.split.server.memory import Budget, Cost, _cgroup_memory, read_size
 from regauge.split.server.metrics import render_metrics
 from support.cli_runs import Run
 from support.split_pairs import ADAMW, batch, make_model, same

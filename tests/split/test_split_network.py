@@ -15,11 +15,11 @@ import torch
 
 pytest.importorskip("grpc")
 
-from regauge.errors import CheckpointError, KeyFileError
+from regauge.errors import CheckpointError, KeyFileError, RefusedError
 from regauge.split import Host, InProcess, TransportError, connect
 from regauge.split.protocol.certificates import make_certificates
 from regauge.split.protocol.channel import Tls, is_loopback
-from regauge.split.protocol.frames import HEADER, Frame, Kind, Limits, RefusedError, decode, encode
+from regauge.split.protocol.frames import HEADER, Frame, Kind, Limits, decode, encode
 from regauge.split.server.network import Grpc, Server
 from support.ports import free_port
 from support.split_pairs import (

@@ -10,18 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, FrameError, JournalError, RefusedError
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
-from regauge.split.client.journal import FolderJournal, JournalError, MemoryJournal
-from regauge.split.protocol.frames import (
-    Frame,
-    FrameError,
-    Kind,
-    RefusedError,
-    decode,
-    encode,
-    frame_identity,
-)
+from regauge.split.client.journal import FolderJournal, MemoryJournal
+from regauge.split.protocol.frames import Frame, Kind, decode, encode, frame_identity
 from support.split_pairs import (
     ADAMW,
     KINDS,

@@ -18,15 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, FrameError, QuotaError, RefusedError, TrainingError
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, TransportError, connect
 from regauge.split.client.journal import MemoryJournal
-from regauge.split.protocol.frames import FrameError, Kind, RefusedError, decode
+from regauge.split.protocol.frames import Kind, decode
 from regauge.split.server.backbone import compute_gradients, weighted_mean
 from regauge.split.server.health import NOT_SERVING, SERVING, UNKNOWN, parse_request
 from regauge.split.server.metrics import render_metrics
-from regauge.split.server.optimizer_config import TrainingError
-from regauge.split.server.quotas import Quota, QuotaError, Quotas, read_clients, read_quota
+from regauge.split.server.quotas import Quota, Quotas, read_clients, read_quota
 from support.split_pairs import ADAMW, batch, distance, make_model, optimizer_of, same, train
 
 

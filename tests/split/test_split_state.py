@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, RefusedError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
-from regauge.split.protocol.frames import Frame, Kind, RefusedError, decode, encode
+from regauge.split.protocol.frames import Frame, Kind, decode, encode
 from support.split_pairs import ADAMW, batch, make_model, optimizer_of, same, train
 
 HALF = [torch.float16, torch.bfloat16]

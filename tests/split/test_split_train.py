@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from regauge.core.element import element
-from regauge.errors import CutError, RegaugeError
+from regauge.errors import CutError, RefusedError, RegaugeError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
-from regauge.split.protocol.frames import RefusedError
 from regauge.testing import strict_float64
 from support.picos import PICOS, build, config_of, spec_of
 from support.split_pairs import (

@@ -12,6 +12,7 @@ import struct
 
 import torch
 
+from regauge.errors import FrameError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.client.journal import MemoryJournal
 from regauge.split.protocol.frames import (
@@ -19,7 +20,6 @@ from regauge.split.protocol.frames import (
     HEADER,
     UNCHECKED_SIZE,
     Frame,
-    FrameError,
     Kind,
     Limits,
     checksum,

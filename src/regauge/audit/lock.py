@@ -39,7 +39,7 @@ from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import CutError, RegaugeError
+from regauge.errors import AuditError, CutError
 from regauge.matching.barriers import score
 from regauge.matching.invariants import find_nonfinite
 from regauge.models.cut import cut
@@ -53,10 +53,6 @@ LABEL_COUNTS = (50, 200, 1000)
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 RECOVERED = 0.99  # share of the key from which it counts as known
 EXPLAINED = "share explained"  # the measure of a guess without the key
-
-
-class AuditError(RegaugeError):
-    """A case that cannot be audited."""
 
 
 @dataclass(frozen=True, eq=False)

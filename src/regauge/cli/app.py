@@ -20,9 +20,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
-from regauge.cli.console import StoppedError, discard_stream, info, print_error, print_result
+from regauge.cli.console import discard_stream, info, print_error, print_result
 from regauge.cli.menu import OVERVIEW, epilog_of, panel_of
-from regauge.errors import RegaugeError, RegaugeWarning
+from regauge.errors import RegaugeError, RegaugeWarning, StoppedError
 
 _COMMANDS = {  # name: "module:function", imported on demand
     "demo": "demo:demo",

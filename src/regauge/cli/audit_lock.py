@@ -234,7 +234,7 @@ def align_names(spec: Any, state: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the backbone of another model of the family under this model's names. A head on top
     adds a prefix to the names.
     """
-    from regauge.audit.lock import AuditError
+    from regauge.errors import AuditError
 
     renamed: dict[str, Any] = {}
     for name in (n for n, part in spec.parts.items() if part == "backbone"):

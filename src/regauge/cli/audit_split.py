@@ -327,8 +327,9 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     """Raise unless the images have the model's input size."""
     import numpy as np
 
-    from regauge.data.datasets import DataError, EncodedImages, open_data
+    from regauge.data.datasets import EncodedImages, open_data
     from regauge.data.tasks import size_of
+    from regauge.errors import DataError
 
     fields = sample.parse_fields(source.field)
     dataset = open_data(

@@ -14,14 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from regauge.errors import RegaugeError
+from regauge.errors import RegaugeError, StoppedError
 
 if TYPE_CHECKING:
     from regauge.core.progress import Progress
-
-
-class StoppedError(RegaugeError):
-    """An interrupt or SIGTERM while an output was written. The message states what became of it."""
 
 
 def escape(text: str) -> str:

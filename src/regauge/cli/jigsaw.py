@@ -212,8 +212,9 @@ def train(
     from regauge.checkpoints.resume import SAVE_INTERVAL, ResumeState
     from regauge.data.augment import DEIT_AUGMENTATION
     from regauge.data.train import train_model
+    from regauge.errors import JigsawError
     from regauge.jigsaw.folder import FOLDER, save_wrapped
-    from regauge.jigsaw.masks import JigsawError, check_ratio
+    from regauge.jigsaw.masks import check_ratio
     from regauge.jigsaw.wrapper import wrap
     from regauge.models.load import load_model, reinitialize
 
@@ -339,7 +340,7 @@ def train(
 
 def _report_step(bar: Progress, step: int, total: int, loss: float) -> None:
     """Report about fifty steps of a training, and raise if a loss is not finite."""
-    from regauge.jigsaw.masks import JigsawError
+    from regauge.errors import JigsawError
 
     if not math.isfinite(loss):
         raise JigsawError(
@@ -548,9 +549,9 @@ def study(
             param_hint="--outside",
         )
     from regauge.checkpoints.reader import open_checkpoint
+    from regauge.errors import JigsawError
     from regauge.jigsaw import figures as report_figures
     from regauge.jigsaw.folder import load_together
-    from regauge.jigsaw.masks import JigsawError
     from regauge.jigsaw.robustness import aupr, aurra, evaluate_corruptions, score_predictions
     from regauge.jigsaw.studies import attention_maps, study_positions
     from regauge.results.findings import Results

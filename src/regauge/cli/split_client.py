@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import StoppedError, info, print_json, print_result, step_bar, warn
+from regauge.cli.console import info, print_json, print_result, step_bar, warn
 from regauge.cli.split_server import (
     Clip,
     Insecure,
@@ -29,6 +29,7 @@ from regauge.cli.split_server import (
     read_tls,
     stop_signals,
 )
+from regauge.errors import StoppedError
 
 if TYPE_CHECKING:
     import torch
@@ -559,7 +560,7 @@ class _StepReporter:
 
 def _check_server_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return a server's training options, or raise if they are malformed."""
-    from regauge.split.protocol.frames import FrameError
+    from regauge.errors import FrameError
 
     if config.get("trains"):
         invalid = [
@@ -624,7 +625,7 @@ def _client_optimizer(
 
 def _require_journal(journal: Path | None, resume: bool) -> None:
     """Raise if the journal's state and --resume contradict each other."""
-    from regauge.split.client.journal import JournalError
+    from regauge.errors import JournalError
 
     if journal is None:
         return

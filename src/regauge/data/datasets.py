@@ -32,7 +32,7 @@ import numpy as np
 from regauge.checkpoints.archives import open_archive
 from regauge.checkpoints.files import format_bytes
 from regauge.data.parquet import Chunk, count_pages, read_chunks
-from regauge.errors import CheckpointError, RegaugeError, need
+from regauge.errors import CheckpointError, DataError, RegaugeError, need
 
 Size = int | tuple[int, int]  # height and width; one number for both
 DEFAULT_FIELDS = ("text", "image", "label")
@@ -44,10 +44,6 @@ MAX_RATIO, SPARE = 32, 1 << 28
 # Values of a small parquet file: columns of one repeated value take almost no space.
 MAX_VALUES = 1 << 25
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".pgm", ".ppm")
-
-
-class DataError(RegaugeError):
-    """A dataset that cannot be read or does not fit its use."""
 
 
 @dataclass(frozen=True)

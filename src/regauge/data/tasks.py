@@ -19,10 +19,11 @@ import torch
 from torch.nn import functional as F
 
 from regauge.checkpoints.documents import load_json
-from regauge.data.datasets import Data, DataError, EncodedImages, text_of
+from regauge.data.datasets import Data, EncodedImages, text_of
 from regauge.data.tokenizers import decode as decode
 from regauge.data.tokenizers import encode as encode
 from regauge.data.tokenizers import special_tokens, surrounding_tokens
+from regauge.errors import DataError
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]

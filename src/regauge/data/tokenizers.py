@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.documents import VOCABULARY_BYTES, parse_json, read_document
-from regauge.data.datasets import DataError
-from regauge.errors import CustomCodeError, need
+from regauge.errors import CustomCodeError, DataError, need
 from regauge.models.trust import code_disabled
 
 Source = Path | str

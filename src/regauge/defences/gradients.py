@@ -26,14 +26,13 @@ import torch
 from regauge.defences.accountant import gaussian_epsilon
 from regauge.defences.parser import (
     NONE,
-    DefenceError,
     parse_combination,
     require,
     require_integer,
     require_positive,
 )
 from regauge.defences.split import KeyedRandom
-from regauge.errors import RegaugeError
+from regauge.errors import DefenceError, RegaugeError
 from regauge.jigsaw.layers import unwrap_model
 from regauge.jigsaw.masks import check_ratio
 from regauge.jigsaw.positions import find_positions

@@ -13,13 +13,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from regauge.errors import RegaugeError
+from regauge.errors import DefenceError
 
 NONE = "none"  # the combination without a defence
-
-
-class DefenceError(RegaugeError):
-    """An invalid defence, or one that does not fit the model or the batch."""
 
 
 def require(condition: bool, message: str, hint: str) -> None:

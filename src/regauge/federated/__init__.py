@@ -10,13 +10,13 @@ The core does not depend on an engine: `settings`, `partitions`, `states`, `clie
 modules that import Flower, and nothing here imports them.
 """
 
+from regauge.errors import FederatedError as FederatedError
 from regauge.federated.aggregation import aggregate as aggregate
 from regauge.federated.client import contribute as contribute
 from regauge.federated.client import prepare_model as prepare_model
 from regauge.federated.partitions import partition_examples as partition_examples
 from regauge.federated.rounds import InProcess as InProcess
 from regauge.federated.rounds import run as run
-from regauge.federated.settings import FederatedError as FederatedError
 from regauge.federated.settings import Settings as Settings
 from regauge.federated.states import Contribution as Contribution
 from regauge.federated.states import load_state as load_state

@@ -31,15 +31,12 @@ from statistics import median
 
 import torch
 
-from regauge.federated.settings import FederatedError, Settings
+from regauge.errors import FederatedError, NonFiniteError
+from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State, norm_of
 
 Tensor = torch.Tensor
 BETAS, TAU = (0.9, 0.99), 1e-3  # Flower's, and the paper's
-
-
-class NonFiniteError(FederatedError):
-    """An aggregated state or optimizer state with NaN or Inf."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from regauge.data.tasks import Examples, logits_and_extra_loss, loss_of
-from regauge.federated.settings import FederatedError, Settings
+from regauge.errors import FederatedError
+from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State, digest_of, layout_of, load_state, state_of
 from regauge.jigsaw import MaskedJigsaw, TextJigsaw
 from regauge.split.client.train import batch_rng

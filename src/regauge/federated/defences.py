@@ -34,9 +34,9 @@ from regauge.defences.gradients import (
     clip_global_norm,
     part_parameters,
 )
-from regauge.defences.parser import DefenceError, parse_combination
+from regauge.defences.parser import parse_combination
 from regauge.defences.split import KeyedRandom
-from regauge.federated.settings import FederatedError
+from regauge.errors import DefenceError, FederatedError
 from regauge.federated.states import Contribution
 
 Tensor = torch.Tensor

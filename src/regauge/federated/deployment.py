@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from regauge.checkpoints.files import write_bytes
-from regauge.errors import need
-from regauge.federated.settings import FederatedError, Settings
+from regauge.errors import FederatedError, need
+from regauge.federated.settings import Settings
 from regauge.split.protocol.certificates import make_certificates
 
 QUIET_ENV = {

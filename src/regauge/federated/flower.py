@@ -51,6 +51,7 @@ from regauge.data.tasks import Examples  # noqa: E402
 from regauge.defences.gradients import Withhold  # noqa: E402
 from regauge.defences.parser import split_combination  # noqa: E402
 from regauge.defences.split import KeyedRandom  # noqa: E402
+from regauge.errors import FederatedError  # noqa: E402
 from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
@@ -58,12 +59,7 @@ from regauge.federated.local_state import LocalState, next_local, withheld_names
 from regauge.federated.partitions import partition_examples  # noqa: E402
 from regauge.federated.rounds import completed_rounds  # noqa: E402
 from regauge.federated.runs import LOCAL_FOLDER, RunResult, Source, run_federated  # noqa: E402
-from regauge.federated.settings import (  # noqa: E402
-    VERSION,
-    FederatedError,
-    Settings,
-    read_settings,
-)
+from regauge.federated.settings import VERSION, Settings, read_settings  # noqa: E402
 from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
 

@@ -22,12 +22,13 @@ from regauge.core.element import Element
 from regauge.core.fold import fold_norms
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
+from regauge.errors import FederatedError, RecordError
 from regauge.federated.aggregation import weighted_mean
 from regauge.federated.client import unwrap
-from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State
 from regauge.matching import match_states
-from regauge.matching.activations import RecordError, record, sample_noise
+from regauge.matching.activations import record, sample_noise
 from regauge.matching.many import apply_to_state
 from regauge.matching.refine import refine
 from regauge.models.resolve import spec_of

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from regauge.data.tasks import Examples
-from regauge.federated.settings import FederatedError, Settings
+from regauge.errors import FederatedError
+from regauge.federated.settings import Settings
 
 Rows = Any  # an array of indices
 

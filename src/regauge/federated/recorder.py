@@ -18,9 +18,10 @@ from typing import Any
 from regauge.checkpoints.documents import load_json
 from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
+from regauge.errors import FederatedError
 from regauge.federated.client import sample_rows
 from regauge.federated.rounds import Recorder
-from regauge.federated.settings import VERSION, FederatedError, Settings
+from regauge.federated.settings import VERSION, Settings
 from regauge.federated.states import Contribution, State
 
 

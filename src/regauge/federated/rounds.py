@@ -19,12 +19,13 @@ import torch
 
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
+from regauge.errors import FederatedError, NonFiniteError
 from regauge.federated import state_store
-from regauge.federated.aggregation import Fuse, Memory, NonFiniteError, aggregate
+from regauge.federated.aggregation import Fuse, Memory, aggregate
 from regauge.federated.client import contribute
 from regauge.federated.defences import apply_defences, frozen_names, read_defences
 from regauge.federated.local_state import LocalState, next_local, withheld_names
-from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.settings import Settings
 from regauge.federated.state_store import Round, RunState
 from regauge.federated.states import Absence, Contribution, State, digest_of, layout_of
 from regauge.federated.validation import Call, Limits, collect

@@ -27,6 +27,7 @@ from regauge.checkpoints.plan import existing_files, model_mode
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
 from regauge.data.tasks import Examples, read_examples
+from regauge.errors import FederatedError
 from regauge.federated import fusion, state_store
 from regauge.federated.client import prepare_model, unwrap
 from regauge.federated.defences import DELTA, client_epsilon, frozen_names, read_defences
@@ -34,7 +35,7 @@ from regauge.federated.local_state import LocalState, withheld_names
 from regauge.federated.partitions import partition_examples
 from regauge.federated.recorder import make_recorder
 from regauge.federated.rounds import Engine, InProcess, completed_rounds, run
-from regauge.federated.settings import FederatedError, Settings
+from regauge.federated.settings import Settings
 from regauge.federated.state_store import Round, RunState
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.federated.validation import Limits

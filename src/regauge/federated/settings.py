@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from regauge.core.canonical import canonical_json
-from regauge.errors import RegaugeError
-from regauge.split.server.optimizer_config import OptimizerConfig, TrainingError
+from regauge.errors import FederatedError, TrainingError
+from regauge.split.server.optimizer_config import OptimizerConfig
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")
@@ -28,10 +28,6 @@ AGGREGATIONS = ("mean", "median", "trimmed-mean", "clipped-mean")
 RULES = ("aggregation", "trim", "clipping_norm")
 # Limits of valid contributions: a run may be resumed with others.
 LIMITS = ("max_examples", "max_norm", "norm_factor")
-
-
-class FederatedError(RegaugeError):
-    """An invalid run, or one that cannot continue."""
 
 
 # Fields whose key in run folders, messages and digests differs from their name.

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from regauge.core.canonical import canonical_json
-from regauge.federated.settings import FederatedError
+from regauge.errors import FederatedError
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]

@@ -1,6 +1,6 @@
 """Masked Jigsaw Puzzle training (paper 002) of image and text models, with its studies."""
 
-from regauge.jigsaw.masks import JigsawError as JigsawError
+from regauge.errors import JigsawError as JigsawError
 from regauge.jigsaw.masks import Puzzle as Puzzle
 from regauge.jigsaw.masks import block_masks as block_masks
 from regauge.jigsaw.masks import sample_puzzle as sample_puzzle

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 from scipy import ndimage
 
-from regauge.errors import need
-from regauge.jigsaw.masks import JigsawError
+from regauge.errors import JigsawError, need
 
 Rng = np.random.Generator
 SEVERITIES = (1, 2, 3, 4, 5)

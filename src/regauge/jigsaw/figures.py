@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.errors import JigsawError
+from regauge.jigsaw.masks import Grid
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
 from regauge.results.findings import Figure, Results, Table

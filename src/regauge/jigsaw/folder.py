@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from regauge.checkpoints.files import OWNER, copy_file, staged_folder
 from regauge.checkpoints.plan import check_new, existing_files, model_mode
-from regauge.jigsaw.masks import JigsawError
+from regauge.errors import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapper import LAMBDA, MaskedJigsaw
 from regauge.models.load import load_model, quiet

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from regauge.errors import RegaugeError, UpdateError
-from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.errors import JigsawError, RegaugeError, UpdateError
+from regauge.jigsaw.masks import Grid
 from regauge.jigsaw.positions import PositionLayout, find_positions, interpolate_positions
 from regauge.jigsaw.wrapper import MaskedJigsaw
 

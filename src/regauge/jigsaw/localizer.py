@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.errors import JigsawError
+from regauge.jigsaw.masks import Grid
 
 Tensor = torch.Tensor
 Kind = Literal["pca", "linear", "mlp"]

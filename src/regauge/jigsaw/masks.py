@@ -24,17 +24,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import JigsawError
 
 Tensor = torch.Tensor
 Grid = tuple[int, int]
 Seed = int | Sequence[int]
 MIN_BLOCK, MAX_BLOCK, REFERENCE_CELLS = 8, 75, 196
 MAX_ATTEMPTS = 10
-
-
-class JigsawError(RegaugeError):
-    """An invalid puzzle, or a model that cannot be trained or evaluated with puzzles."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,8 @@ import torch
 
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.jigsaw.masks import Grid, JigsawError, Puzzle, check_size, sample_puzzle
+from regauge.errors import JigsawError
+from regauge.jigsaw.masks import Grid, Puzzle, check_size, sample_puzzle
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor

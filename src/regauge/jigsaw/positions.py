@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from regauge.jigsaw.masks import Grid, JigsawError
+from regauge.errors import JigsawError
+from regauge.jigsaw.masks import Grid
 
 TABLES = ("position_embeddings", "pos_embed", "pos_embedding", "absolute_pos_embed")
 PATCH = 16  # the paper's patch, for models without patches

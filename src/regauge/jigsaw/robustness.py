@@ -13,9 +13,8 @@ import torch
 from regauge.core.progress import Progress
 from regauge.data.datasets import Data, EncodedImages
 from regauge.data.tasks import Examples, conform_images, logits_of, prepare
-from regauge.errors import need
+from regauge.errors import JigsawError, need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
-from regauge.jigsaw.masks import JigsawError
 
 Errors = Mapping[str, Sequence[float]]  # corruption -> the error at each severity
 

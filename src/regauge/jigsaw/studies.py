@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.errors import need
-from regauge.jigsaw.masks import Grid, JigsawError, check_size
+from regauge.errors import JigsawError, need
+from regauge.jigsaw.masks import Grid, check_size
 from regauge.jigsaw.wrapper import MaskedJigsaw
 
 Tensor = torch.Tensor

@@ -22,7 +22,8 @@ import torch
 from torch.func import functional_call
 
 from regauge.data.tokenizers import open_tokenizer
-from regauge.jigsaw.masks import JigsawError, check_probability, check_ratio, sample_shuffles
+from regauge.errors import JigsawError
+from regauge.jigsaw.masks import check_probability, check_ratio, sample_shuffles
 from regauge.jigsaw.wrapper import Output, distributed_rank
 
 Tensor = torch.Tensor

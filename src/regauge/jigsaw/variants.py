@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from regauge.errors import JigsawError
 from regauge.jigsaw.localizer import Kind
-from regauge.jigsaw.masks import JigsawError
 
 Shuffle = Literal["patches", "pixels"]
 

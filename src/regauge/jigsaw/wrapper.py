@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch.func import functional_call
 
+from regauge.errors import JigsawError
 from regauge.jigsaw.localizer import Localizer
 from regauge.jigsaw.masks import (
     Grid,
-    JigsawError,
     Puzzle,
     check_probability,
     check_ratio,

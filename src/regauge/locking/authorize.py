@@ -34,7 +34,7 @@ from regauge.core.check import check, require
 from regauge.core.element import Element
 from regauge.core.gather import permute
 from regauge.core.members import Member, Monomial
-from regauge.errors import CutError, EdgeError
+from regauge.errors import AuthorizeError, CutError
 from regauge.locking.optimizer_guard import PERMUTED, Edge, release
 from regauge.models.cut import TOKEN_SPACES, Cut, cut
 from regauge.models.families import Boundary
@@ -84,7 +84,7 @@ class AxisTransform:
         if x.shape[self.dim] != self.size:
             if x.shape[self.dim] == 1:  # broadcast: equal at every index
                 return x
-            raise EdgeError(
+            raise AuthorizeError(
                 f'the axis of space "{self.space}" must have size {self.size}, got '
                 f"{x.shape[self.dim]}",
                 hint="check that the inputs belong to this model",
@@ -139,7 +139,7 @@ class _Closed(_Hook):
     """The replacement of a hook in a pickle; pickles refer to it by this name."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise EdgeError(
+        raise AuthorizeError(
             "this model was saved while it was authorised, and the key was not saved with it",
             hint="authorize it again, or call regauge.locking.authorize.deauthorize(model) to "
             "use it as the locked model",
@@ -219,7 +219,7 @@ class _HiddenStatesHook(_Hook):
     def _restore(self, states: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the hidden states of the plain model."""
         if self.transform is None:
-            raise EdgeError(
+            raise AuthorizeError(
                 "the hidden states between the blocks of this model cannot be restored",
                 hint="unlock the model to read its hidden states",
             )
@@ -257,7 +257,7 @@ def authorize(
         LockError: The model is not locked.
         WrongKeyError: Another key locked it.
         TamperedModelError: The record or, with `files`, a file or weight was changed.
-        EdgeError: The model was loaded with an adapter (transformers loads an
+        AuthorizeError: The model was loaded with an adapter (transformers loads an
             `adapter_model.safetensors` in the folder by default), or is authorised already.
     """
     from regauge.locking.lock import locked_element, require_locked
@@ -265,7 +265,7 @@ def authorize(
 
     record = require_locked(model, f"this {type(model).__name__}")
     if getattr(model, "_hf_peft_config_loaded", False):
-        raise EdgeError(
+        raise AuthorizeError(
             f"this {type(model).__name__} was loaded with an adapter, which its lock does not "
             "cover",
             hint="remove adapter_config.json from the folder if you did not add it; add adapters "
@@ -278,7 +278,7 @@ def authorize(
 
         checkpoint = open_checkpoint(files)
         if require_locked(checkpoint, files) != record:
-            raise EdgeError(
+            raise AuthorizeError(
                 f"the lock record of this {type(model).__name__} differs from that of {files}",
                 hint="pass the folder that it was loaded from",
             )
@@ -336,23 +336,23 @@ def authorize_with_element(
         The model.
 
     Raises:
-        EdgeError: The model is authorised or permuted already, or drops layers.
+        AuthorizeError: The model is authorised or permuted already, or drops layers.
         SpecError: The model does not fit the element's spec.
         CutError: The model cannot be cut.
     """
     if is_authorized(model):
-        raise EdgeError(
+        raise AuthorizeError(
             f"this {type(model).__name__} is authorised already",
             hint="call regauge.locking.authorize.deauthorize(model) first",
         )
     if getattr(model, PERMUTED, False):
-        raise EdgeError(
+        raise AuthorizeError(
             f"the backbone of this {type(model).__name__} is permuted by a wrapper",
             hint="unwrap it first",
         )
     dropping = next((name for name, m in model.named_modules() if getattr(m, "layerdrop", 0)), None)
     if dropping is not None:
-        raise EdgeError(
+        raise AuthorizeError(
             f'layer dropping may skip the first and last blocks of "{dropping}"',
             hint=f"set {dropping or 'model'}.layerdrop to 0",
         )

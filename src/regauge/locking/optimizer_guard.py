@@ -20,7 +20,7 @@ from regauge.core.element import Element
 from regauge.core.groups import SignedPermutation
 from regauge.core.members import Member
 from regauge.core.spec import stored_tensors
-from regauge.errors import EdgeError
+from regauge.errors import AuthorizeError
 
 Module = torch.nn.Module
 Fault = tuple[str, str]
@@ -205,7 +205,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if faults:
             model = edge.model()
             others = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            raise EdgeError(
+            raise AuthorizeError(
                 f"{type(optimizer).__name__} would not train this {type(model).__name__} like "
                 f'the plain model: "{faults[0][0]}": {faults[0][1]}{others}',
                 hint="lock by (signed) permutations to train with any optimizer; by rotations, "

@@ -27,7 +27,8 @@ whole loop.
 
 from __future__ import annotations
 
-from regauge.matching.costs import MatchError, SharedRows
+from regauge.errors import MatchError
+from regauge.matching.costs import SharedRows
 from regauge.matching.preparation import layers_of
 from regauge.matching.result import Match
 from regauge.matching.search import match_states

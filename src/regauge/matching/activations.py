@@ -21,17 +21,13 @@ from torch.func import functional_call
 from regauge.core import axes as ax
 from regauge.core.action import State
 from regauge.core.spec import Spec
-from regauge.errors import RegaugeError
+from regauge.errors import RecordError
 from regauge.models.cut import cut
 from regauge.models.families import Boundary
 
 Tensor = torch.Tensor
 # Rows of the stream recorded at each place: far more than a stream has coordinates.
 MAX_ROWS = 16_384
-
-
-class RecordError(RegaugeError):
-    """A model whose activations cannot be recorded, or that has none."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from regauge.core.element import Element, identity
 from regauge.core.groups import Kind
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
+from regauge.errors import MatchError
 from regauge.matching import Match
 from regauge.matching.compare import Comparison, compare_states
-from regauge.matching.costs import MatchError
 from regauge.matching.pairs import Pair, open_pair
 from regauge.matching.report import (
     format_comparison,

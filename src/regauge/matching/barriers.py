@@ -28,15 +28,11 @@ from torch.nn import functional as F
 from regauge.core.action import State
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples, logits_of
-from regauge.errors import RegaugeError
+from regauge.errors import PathError
 
 Tensor = torch.Tensor
 MAX_LOGITS = 2**24  # logits that a temperature is fitted on
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-2, 1e3  # temperatures
-
-
-class PathError(RegaugeError):
-    """Two models that no straight line joins, or a path on which nothing can be measured."""
 
 
 @dataclass(frozen=True)

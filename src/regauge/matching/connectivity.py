@@ -19,15 +19,8 @@ from regauge.core.fold import fold_norms
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import RegaugeError
-from regauge.matching.barriers import (
-    Path,
-    PathError,
-    Plane,
-    measure_path,
-    measure_plane,
-    require_interpolable,
-)
+from regauge.errors import PathError, RegaugeError
+from regauge.matching.barriers import Path, Plane, measure_path, measure_plane, require_interpolable
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Results, Table
 

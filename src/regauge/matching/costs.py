@@ -18,7 +18,7 @@ from regauge.core.action import State, act
 from regauge.core.element import Element
 from regauge.core.fold import resolve_tie
 from regauge.core.spec import Spec, stored_tensors
-from regauge.errors import RegaugeError
+from regauge.errors import MatchError
 from regauge.matching.blocks import Block, empty_blocks, split_blocks
 
 if TYPE_CHECKING:
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from regauge.matching.activations import Activations
 
 Weights = Mapping[str, float] | Callable[[str, "torch.Tensor"], float]
-
-
-class MatchError(RegaugeError):
-    """Two models that cannot be matched, or options that contradict the model."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from regauge.checkpoints.reader import Checkpoint
 from regauge.checkpoints.transform import TransformSource, prepare_source
 from regauge.core.spec import Spec
-from regauge.matching.costs import MatchError, SharedRows
+from regauge.errors import MatchError
+from regauge.matching.costs import SharedRows
 from regauge.models.sources import Model, require_fit, resolve
 
 if TYPE_CHECKING:

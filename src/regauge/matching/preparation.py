@@ -13,7 +13,8 @@ from regauge.core.check import check, require
 from regauge.core.element import match_spaces
 from regauge.core.groups import Group, Kind
 from regauge.core.spec import Spec
-from regauge.matching.costs import MatchError, SharedRows
+from regauge.errors import MatchError
+from regauge.matching.costs import SharedRows
 
 
 def require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows]) -> None:

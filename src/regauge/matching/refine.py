@@ -39,9 +39,8 @@ from regauge.core.groups import GeneralLinear, Group, Orthogonal, PlaneSigns, Sc
 from regauge.core.members import Member, Monomial, Planes, permutation_index
 from regauge.core.rng import Floats, Ints
 from regauge.core.spec import Spec, stored_tensors
-from regauge.errors import ElementError, SpecError
+from regauge.errors import ElementError, MatchError, SpecError
 from regauge.matching import tangents
-from regauge.matching.costs import MatchError
 from regauge.matching.tangents import Array, Sides
 
 MAX_CACHE_BYTES = 1 << 30  # of the ends' predictions

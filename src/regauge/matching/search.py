@@ -30,7 +30,8 @@ from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.matching.costs import Costs, MatchError, SharedRows, Weights
+from regauge.errors import MatchError
+from regauge.matching.costs import Costs, SharedRows, Weights
 from regauge.matching.preparation import require_pair, select_groups, worker_pool
 from regauge.matching.result import Match, SearchLog
 from regauge.matching.solver import Solver

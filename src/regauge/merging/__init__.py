@@ -66,7 +66,8 @@ def merge(
     Raises:
         MergeError: if names, shapes or parameters do not fit.
     """
-    from regauge.merging.methods import METHODS, MergeError
+    from regauge.errors import MergeError
+    from regauge.merging.methods import METHODS
 
     if not states:
         raise MergeError("states must not be empty", hint="pass at least one")
@@ -125,7 +126,8 @@ def _transport_states(
 ) -> Any:
     """Return the states transported to the first, and the parameters of their weighted mean."""
     from regauge.core.action import apply
-    from regauge.merging.methods import METHODS, MergeError
+    from regauge.errors import MergeError
+    from regauge.merging.methods import METHODS
     from regauge.merging.transport import fit_transport
 
     if spec is None:
@@ -185,7 +187,8 @@ def merge_tensors(
         MergeError: if the method, shapes or parameters do not fit.
     """
     from regauge.checkpoints.blocks import materialize
-    from regauge.merging.methods import METHODS, REQUIRED, MergeError, MergeInput
+    from regauge.errors import MergeError
+    from regauge.merging.methods import METHODS, REQUIRED, MergeInput
 
     if method not in METHODS:
         raise MergeError(

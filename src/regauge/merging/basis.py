@@ -23,11 +23,10 @@ from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.errors import RegaugeError
+from regauge.errors import MergeError, RegaugeError
 from regauge.matching import MatchError, SharedRows, match_states
 from regauge.matching.compare import MIN_COSINE, compare_states
 from regauge.merging.layout import Model
-from regauge.merging.methods import MergeError
 from regauge.merging.recipes import AlignConfig
 from regauge.merging.state_store import MergeStateStore
 

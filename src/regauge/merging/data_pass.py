@@ -27,9 +27,10 @@ from regauge.core.members import Soft
 from regauge.core.progress import Progress
 from regauge.data.datasets import Data, open_data
 from regauge.data.tasks import Examples, read_examples, sample_batches
+from regauge.errors import MergeError
 from regauge.merging.basis import find_shared_rows, load_float
 from regauge.merging.layout import Model
-from regauge.merging.methods import METHODS, MergeError
+from regauge.merging.methods import METHODS
 from regauge.merging.recipes import DataConfig
 from regauge.merging.state_store import MergeStateStore
 from regauge.merging.statistics import Gram, activations, fisher, grams

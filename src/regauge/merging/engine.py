@@ -31,11 +31,11 @@ from regauge.checkpoints.plan import (
 from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.core.check import check
 from regauge.core.progress import Progress
-from regauge.errors import RegaugeError, SpecError, UnknownModelError
+from regauge.errors import MergeError, RegaugeError, SpecError, UnknownModelError
 from regauge.merging.basis import Verdict, align_models, check_basis, require_shared_basis
 from regauge.merging.card import model_card
 from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
-from regauge.merging.methods import METHODS, MergeError, MergeInput, TensorOrBlocks
+from regauge.merging.methods import METHODS, MergeInput, TensorOrBlocks
 from regauge.merging.recipes import Recipe
 from regauge.merging.state_store import MergeStateStore
 from regauge.merging.tokens import TOKENIZER_FILES, TokenTables, plan_token_tables

@@ -18,7 +18,7 @@ from typing import Any
 from regauge.checkpoints.headers import FLOATS, Entry
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.spec import Spec, stored_tensors
-from regauge.merging.methods import MergeError
+from regauge.errors import MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.(.+)")

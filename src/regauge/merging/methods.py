@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from regauge.checkpoints.blocks import Blocks, bits_of
-from regauge.errors import RegaugeError
+from regauge.errors import MergeError
 from regauge.merging.sparsify import (
     Selection,
     Sparsifier,
@@ -35,10 +35,6 @@ from regauge.merging.sparsify import (
 Tensor = torch.Tensor
 TensorOrBlocks = Tensor | Blocks  # a whole tensor, or its blocks as they are computed
 BLOCK_SIZE = 1 << 17  # values: a few float32 arrays of this size fit into the cache
-
-
-class MergeError(RegaugeError):
-    """Models that cannot be merged by this recipe."""
 
 
 class Required:

@@ -27,13 +27,13 @@ import yaml
 
 from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
+from regauge.errors import RecipeError
 from regauge.merging.methods import METHODS, UNSUPPORTED, parameter_names
 from regauge.merging.recipes import (
     AlignConfig,
     Condition,
     DataConfig,
     Recipe,
-    RecipeError,
     Setting,
     Settings,
     Slice,

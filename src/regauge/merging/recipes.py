@@ -9,12 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from regauge.errors import RegaugeError
+from regauge.errors import RecipeError
 from regauge.merging.methods import REQUIRED
-
-
-class RecipeError(RegaugeError):
-    """An invalid recipe. The message has the file and the line."""
 
 
 @dataclass(frozen=True)

@@ -17,16 +17,12 @@ import numpy as np
 import torch
 
 from regauge.core.rng import Stream, seed_key
-from regauge.errors import RegaugeError
+from regauge.errors import DensityError
 
 Tensor = torch.Tensor
 _SAMPLE_ABOVE = 1 << 18  # larger tensors are sampled before values are selected
 # One value in so many is sampled. No width of a matrix is a multiple, so all columns are covered.
 _STRIDE = 61
-
-
-class DensityError(RegaugeError):
-    """A density that a method does not support."""
 
 
 @dataclass(frozen=True)

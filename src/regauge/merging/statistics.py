@@ -23,17 +23,13 @@ import torch
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from regauge.errors import RegaugeError
+from regauge.errors import StatisticsError
 
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 MAX_EXACT_CLASSES = 32  # the expectation over more classes is estimated by sampling labels
 MAX_ROWS = 4096  # of a layer's outputs
-
-
-class StatisticsError(RegaugeError):
-    """A model without predictions, or with no layer reached."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,8 +20,8 @@ import torch
 from regauge.checkpoints.plan import existing_files
 from regauge.checkpoints.reader import read_json
 from regauge.checkpoints.vocabulary import read_vocabulary
+from regauge.errors import MergeError
 from regauge.merging.layout import Model
-from regauge.merging.methods import MergeError
 from regauge.merging.recipes import Recipe
 
 TOKENIZER_FILES = (

@@ -30,7 +30,7 @@ from regauge.core.groups import Permutation
 from regauge.core.members import Member, Monomial, Soft, permutation_index
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
-from regauge.errors import RegaugeError, need
+from regauge.errors import SoftTransportError, need
 from regauge.matching.blocks import Block, split_blocks
 from regauge.matching.costs import Costs, SharedRows
 
@@ -41,10 +41,6 @@ if TYPE_CHECKING:
 
 Pair = tuple[Block, Block]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-
-
-class TransportError(RegaugeError):
-    """Two models between which nothing can be transported."""
 
 
 def transport_map(y: Floats, x: Floats, regularization: float | None = None) -> Floats:
@@ -156,7 +152,7 @@ class _WritingBlocks:
                 None,
             )
             if missing is not None or not self.axes:
-                raise TransportError(
+                raise SoftTransportError(
                     f'activations of both models must be of the same inputs: "{missing}" differs'
                     if missing
                     else "activations must have at least one layer of the spec",

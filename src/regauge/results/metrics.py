@@ -12,13 +12,9 @@ from pathlib import Path
 import torch
 from torch.nn.functional import conv2d, max_pool2d, relu
 
-from regauge.errors import RegaugeError, need
+from regauge.errors import MetricError, need
 
 Tensor = torch.Tensor
-
-
-class MetricError(RegaugeError):
-    """Images that cannot be compared."""
 
 
 def _require_comparable(reconstructed: Tensor, true: Tensor) -> None:

@@ -14,8 +14,9 @@ After `connect` the client's model is trained like any other; only named tensors
   (every request executed exactly once), `train` (the training loop).
 """
 
+from regauge.errors import TransportError
 from regauge.split.client.remote_backbone import RemoteBackbone, connect
-from regauge.split.protocol.transport import InProcess, Transport, TransportError
+from regauge.split.protocol.transport import InProcess, Transport
 from regauge.split.server.host import Host
 from regauge.split.server.optimizer_config import OptimizerConfig
 

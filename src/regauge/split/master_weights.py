@@ -13,19 +13,12 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import StepError
 from regauge.split.server import checkpoint
 from regauge.split.server.optimizer_config import OptimizerConfig, get_moments, load_moments
 
 Tensor = torch.Tensor
 HALF_DTYPES = (torch.float16, torch.bfloat16)
-
-
-class StepError(RegaugeError):
-    """A step whose result is not finite.
-
-    Weights and optimizer state are rolled back. The gradients of the step are dropped.
-    """
 
 
 class Snapshot:

@@ -41,12 +41,12 @@ from regauge.audit.gradients.scores import (
     score_reconstructions,
 )
 from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import OTHERS, LeakageError, Scores, best_assignment, mean_score
+from regauge.audit.split.scores import OTHERS, Scores, best_assignment, mean_score
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import Plan, parse_plan
 from regauge.defences.parser import NONE
-from regauge.errors import UpdateError, need
+from regauge.errors import AuditError, UpdateError, need
 from regauge.jigsaw.layers import Layers, find_layers
 from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
@@ -119,7 +119,7 @@ def audit_gradients(
         progress: Progress callback.
 
     Raises:
-        LeakageError: The case cannot be audited.
+        AuditError: The case cannot be audited.
     """
     budget = budget or Budget(seed=case.seed)
     combinations = list(dict.fromkeys((NONE, *combinations)))
@@ -186,10 +186,10 @@ def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
     """Check a case before anything is attacked.
 
     Raises:
-        LeakageError: There are too few images.
+        AuditError: There are too few images.
     """
     if len(case.own) < 2:
-        raise LeakageError(
+        raise AuditError(
             f"the attacker must have >= 2 images of its own, got {len(case.own)}",
             hint="pass more data",
         )
@@ -200,7 +200,7 @@ def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
         plan = _parse_plan(case, combination)
         needed = plan.samples * plan.clients
         if needed > len(case.victims):
-            raise LeakageError(
+            raise AuditError(
                 f'clients must have >= {needed} images for an update under "{combination}", got '
                 f"{len(case.victims)}",
                 hint="pass more data, or a smaller batch",

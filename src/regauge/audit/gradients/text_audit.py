@@ -24,13 +24,12 @@ from regauge.audit.gradients.clients import (
 )
 from regauge.audit.gradients.report import CAVEAT
 from regauge.audit.gradients.scores import label_recall
-from regauge.audit.split.scores import LeakageError
 from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import parse_plan
 from regauge.defences.parser import NONE
-from regauge.errors import UpdateError
+from regauge.errors import AuditError, UpdateError
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
@@ -137,14 +136,14 @@ def audit_texts(
         progress: Progress callback.
 
     Raises:
-        LeakageError: There are too few texts.
+        AuditError: There are too few texts.
     """
     find_text_layers(case.model)
     combinations = list(dict.fromkeys((NONE, *combinations)))
     for combination in combinations:
         plan = parse_plan(combination, case.batch, case.steps, case.lr)
         if plan.samples * plan.clients > len(case.victims):
-            raise LeakageError(
+            raise AuditError(
                 f"clients must have >= {plan.samples * plan.clients} texts for an update under "
                 f'"{combination}", got {len(case.victims)}',
                 hint="pass more data",

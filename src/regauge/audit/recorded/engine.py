@@ -26,6 +26,7 @@ from regauge.audit.gradients.text_audit import TextAttack
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
+from regauge.errors import FederatedError
 from regauge.federated import state_store
 from regauge.federated.client import contribute, set_puzzle_seed
 from regauge.federated.defences import apply_defences, frozen_names, read_defences
@@ -33,7 +34,7 @@ from regauge.federated.partitions import partition_examples
 from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds
 from regauge.federated.rounds import completed_rounds
 from regauge.federated.runs import Source
-from regauge.federated.settings import FederatedError, Settings, read_settings
+from regauge.federated.settings import Settings, read_settings
 from regauge.jigsaw import MaskedJigsaw
 from regauge.results.findings import Figure, Finding, Results, Table
 

@@ -9,7 +9,7 @@ the findings, tables, figures and the verdict. `text_audit` is the same for text
 """
 
 from regauge.audit.split.engine import SplitCase, audit_split
-from regauge.audit.split.scores import LeakageError
 from regauge.audit.split.text_audit import audit_texts
+from regauge.errors import AuditError
 
-__all__ = ["LeakageError", "SplitCase", "audit_split", "audit_texts"]
+__all__ = ["AuditError", "SplitCase", "audit_split", "audit_texts"]

@@ -349,9 +349,9 @@ def patch_size(model: torch.nn.Module, images: Tensor) -> int:
     """Return the side of a model's square patches.
 
     Raises:
-        LeakageError: The model has no embedding of square patches that fit the images.
+        AuditError: The model has no embedding of square patches that fit the images.
     """
-    from regauge.audit.split.scores import LeakageError
+    from regauge.errors import AuditError
 
     layer = _patch_layer(model)
     if (
@@ -359,7 +359,7 @@ def patch_size(model: torch.nn.Module, images: Tensor) -> int:
         or layer.kernel_size[0] != layer.kernel_size[1]
         or images.shape[-1] % int(layer.kernel_size[0])
     ):
-        raise LeakageError(
+        raise AuditError(
             f"the model must embed square patches, got a {type(model).__name__}",
             hint="use ViT, DeiT or a similar model for the image audit",
         )

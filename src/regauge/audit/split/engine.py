@@ -26,7 +26,6 @@ from regauge.audit.split.attempts import (
 from regauge.audit.split.scores import (
     AttackScores,
     Case,
-    LeakageError,
     Row,
     best_assignment,
     score_baselines,
@@ -41,6 +40,7 @@ from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
+from regauge.errors import AuditError
 from regauge.results.findings import Results, apply_threshold
 from regauge.results.metrics import Lpips
 from regauge.split import OptimizerConfig
@@ -105,7 +105,7 @@ def audit_split(
         progress: Progress callback.
 
     Raises:
-        LeakageError: The case cannot be audited.
+        AuditError: The case cannot be audited.
     """
     budget = budget or Budget()
     combinations = list(dict.fromkeys((NONE, *combinations)))
@@ -158,21 +158,21 @@ def check_case(
     """Check a case before anything is trained: run each combination on two images.
 
     Raises:
-        LeakageError: The case cannot be audited.
+        AuditError: The case cannot be audited.
     """
     if not any(a.fits(NONE) for a in attacks):
-        raise LeakageError(
+        raise AuditError(
             "attacks must contain one that applies to an undefended victim, the ceiling, got "
             f"{', '.join(a.name for a in attacks) or 'none'}",
             hint="add least squares or decoder",
         )
     if len(case.own) < MIN_IMAGES:
-        raise LeakageError(
+        raise AuditError(
             f"the attacker must have >= {MIN_IMAGES} images, got {len(case.own)}",
             hint="pass more data, or a larger share of it to the attacker",
         )
     if _attacked_count(case) < 2:
-        raise LeakageError(
+        raise AuditError(
             f"the number of attacked images must be >= 2, got {_attacked_count(case)}: a single "
             "image is always nearest to itself",
             hint="pass more data",
@@ -182,7 +182,7 @@ def check_case(
         None,
     )
     if shuffling is not None and case.run.batch_size < 2:
-        raise LeakageError(
+        raise AuditError(
             f'the batch size must be >= 2 for "{shuffling}", which shuffles tokens between '
             f"samples, got {case.run.batch_size}",
             hint="set --batch-size 2 or more",

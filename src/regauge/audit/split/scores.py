@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from regauge.attacks.inversion import to_images, to_patches
-from regauge.errors import RegaugeError
 from regauge.results.metrics import (
     Lpips,
     feature_similarity,
@@ -27,10 +26,6 @@ from regauge.results.metrics import (
 
 Tensor = torch.Tensor
 Scores = dict[str, list[float]]  # by metric, one number for each image
-
-
-class LeakageError(RegaugeError):
-    """A case that cannot be audited."""
 
 
 @dataclass(frozen=True)

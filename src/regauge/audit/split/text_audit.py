@@ -19,7 +19,6 @@ from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
 from regauge.audit.split.engine import SplitCase, chance_accuracy, measure_label_leak
 from regauge.audit.split.report import CAVEAT, build_glossary
-from regauge.audit.split.scores import LeakageError
 from regauge.audit.split.victims import (
     Pair,
     drop_shuffles,
@@ -31,6 +30,7 @@ from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
+from regauge.errors import AuditError
 from regauge.results.findings import Finding, Results, Table, apply_threshold
 
 Tensor = torch.Tensor
@@ -145,7 +145,7 @@ def audit_texts(
         progress: Progress callback.
 
     Raises:
-        LeakageError: The case cannot be audited.
+        AuditError: The case cannot be audited.
     """
     combinations = list(dict.fromkeys((NONE, *combinations)))
     texts, own = (
@@ -278,25 +278,25 @@ def _truncate_texts(examples: object, length: int) -> Tensor:
 def _check_case(case: SplitCase, combinations: Sequence[str], texts: Tensor, own: Tensor) -> None:
     """Check a case before anything is trained, on two texts for each combination."""
     if len(own) < MIN_TEXTS:
-        raise LeakageError(
+        raise AuditError(
             f"the attacker must have >= {MIN_TEXTS} texts, got {len(own)}",
             hint="pass more data, or longer texts",
         )
     if texts.shape[1] < 2 or len(texts) < 2:
-        raise LeakageError(
+        raise AuditError(
             "the attacked texts must be >= 2, of >= 2 tokens each, got "
             f"{len(texts)} of {texts.shape[1]} tokens",
             hint="pass more data, or longer texts",
         )
     if any(isinstance(d, BatchShuffle) for c in combinations for d in parse_combination(c)):
-        raise LeakageError(
+        raise AuditError(
             "defences of texts must not contain batch-shuffle: it moves tokens between texts, and "
             "masks belong to one text",
             hint="use rows",
         )
     on_pixels = next((d for c in combinations for d in parse_combination(c) if d.stage == 0), None)
     if on_pixels is not None:
-        raise LeakageError(
+        raise AuditError(
             f"defences of texts must act on features, got {type(on_pixels).__name__}, which acts "
             "on images",
             hint="use noise, round, bottleneck or rows",

@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from regauge.core.spec import Spec
+from regauge.errors import DiscoveryError
 from regauge.models.discovery.assemble import assemble
 from regauge.models.discovery.boundaries import find_boundaries, with_backbone
 from regauge.models.discovery.cache import Discovery, cache_key, default_folder, load, save
 from regauge.models.discovery.explain import Reason, collect_reasons
-from regauge.models.discovery.graph import DiscoveryError, trace
+from regauge.models.discovery.graph import trace
 from regauge.models.discovery.infer_groups import GroupInference
 from regauge.models.discovery.proof import Proof, prove, randomized_copy, to_float64, transfer_proof
 from regauge.models.discovery.stored_names import stored_spec

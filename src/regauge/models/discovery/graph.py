@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from regauge.errors import RegaugeError
+from regauge.errors import DiscoveryError
 from regauge.testing import name_outputs
 
 _FRAME = re.compile(
@@ -21,10 +21,6 @@ _FRAME = re.compile(
 )
 _PREFIX = "module."
 _LIBRARY = re.compile(r"[/\\]torch[/\\]")
-
-
-class DiscoveryError(RegaugeError):
-    """A module's symmetry cannot be inferred from its graph."""
 
 
 class _NamedOutputs(torch.nn.Module):

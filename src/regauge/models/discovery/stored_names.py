@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regauge.core import axes as ax
 from regauge.core.spec import Norm, Scale, Spec
-from regauge.models.discovery.graph import DiscoveryError
+from regauge.errors import DiscoveryError
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from regauge.errors import RegaugeError, UnknownModelError, need
-from regauge.models.discovery.graph import DiscoveryError
+from regauge.errors import DiscoveryError, RegaugeError, UnknownModelError, need
 from regauge.models.families import check_counts
 from regauge.models.load import build_timm, quiet
 from regauge.models.trust import code_disabled, library_class, without_code

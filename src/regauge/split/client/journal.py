@@ -15,12 +15,8 @@ from pathlib import Path
 
 from regauge.checkpoints.documents import CONFIG_BYTES, parse_json, read_document
 from regauge.checkpoints.files import wrap_read_errors, write_bytes
-from regauge.errors import RegaugeError
+from regauge.errors import JournalError
 from regauge.split.protocol.frames import Bytes
-
-
-class JournalError(RegaugeError):
-    """A journal that cannot be read, or belongs to another run."""
 
 
 class MemoryJournal:

@@ -23,7 +23,6 @@ import torch
 
 from regauge.core.element import Element
 from regauge.core.rng import secret_of
-from regauge.defences.parser import DefenceError
 from regauge.defences.split import (
     BatchShuffle,
     Defence,
@@ -32,14 +31,14 @@ from regauge.defences.split import (
     apply_defences,
     parse_defences,
 )
-from regauge.errors import CutError, RegaugeError
+from regauge.errors import CutError, DefenceError, FrameError, RegaugeError
 from regauge.locking.authorize import is_authorized
 from regauge.locking.optimizer_guard import PERMUTED, member_kind
 from regauge.models.cut import Crossing, cut
 from regauge.models.families import Boundary
 from regauge.split.client.journal import FolderJournal, Journal, MemoryJournal
 from regauge.split.client.request_log import RequestLog
-from regauge.split.protocol.frames import CODECS, Frame, FrameError, Kind, Limits, Value
+from regauge.split.protocol.frames import CODECS, Frame, Kind, Limits, Value
 from regauge.split.protocol.messages import (
     CACHE,
     PROTOCOL,

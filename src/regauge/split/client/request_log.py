@@ -12,22 +12,21 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from regauge.split.client.journal import Journal, JournalError
+from regauge.errors import FrameError, JournalError, RefusedError, TransportError
+from regauge.split.client.journal import Journal
 from regauge.split.protocol.frames import (
     PIECE,
     Bytes,
     Frame,
-    FrameError,
     Kind,
     Limits,
-    RefusedError,
     Value,
     chunks,
     decode,
     encode,
     frame_identity,
 )
-from regauge.split.protocol.transport import Transport, TransportError
+from regauge.split.protocol.transport import Transport
 
 # Error codes of a server that has lost the session, or some of its requests.
 _STATE_LOST = frozenset({"gap", "session"})

@@ -21,7 +21,7 @@ import torch
 from regauge.core.canonical import canonical_json
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples, logits_of, loss_of
-from regauge.errors import CheckpointError, RegaugeError
+from regauge.errors import CheckpointError, RunError
 from regauge.split.client.remote_backbone import RemoteBackbone
 from regauge.split.master_weights import MasterOptimizer, are_finite
 from regauge.split.server import checkpoint
@@ -29,10 +29,6 @@ from regauge.split.server.executor import seeded_rng
 from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
 CHECKPOINT_FOLDER = "client"  # in the folder of the journal
-
-
-class RunError(RegaugeError):
-    """A run that cannot be resumed with these options."""
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.files import wrap_read_errors
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, TransportError
 from regauge.locking.keys import read_private
 from regauge.split.protocol.frames import CHUNK, PIECE, chunks
-from regauge.split.protocol.transport import TransportError
 
 MIN_PIECE = 1 << 16  # bytes
 PIECE_SECONDS = 0.5  # that a larger piece may take

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import FrameError
 
 Tensor = torch.Tensor
 Bytes = bytes | bytearray | memoryview
@@ -56,18 +56,6 @@ CODECS = ("", "BF16", "F16", "Q8")  # float32 unchanged, in half the bytes, in a
 BITS = "BITS"  # lossless; chosen automatically
 # Integers that hold the bits of any dtype, by its size.
 _INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class FrameError(RegaugeError):
-    """A malformed or inadmissible frame. `code` identifies the fault for the other side."""
-
-    def __init__(self, code: str, message: str, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.code = code
-
-
-class RefusedError(FrameError):
-    """An error that the other side reports about a frame it received intact."""
 
 
 class Kind(IntEnum):

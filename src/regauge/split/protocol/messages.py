@@ -19,11 +19,11 @@ import torch
 
 from regauge.core import axes as ax
 from regauge.core.canonical import canonical_json
-from regauge.errors import CutError, RegaugeError
+from regauge.errors import CutError, FrameError, RegaugeError
 from regauge.models.cut import TOKEN_SPACES, Call, Crossing, Cut
 from regauge.models.families import Boundary, family_of
 from regauge.models.resolve import config_of, spec_of
-from regauge.split.protocol.frames import Frame, FrameError, Value
+from regauge.split.protocol.frames import Frame, Value
 
 Tensor = torch.Tensor
 

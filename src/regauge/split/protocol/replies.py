@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from regauge.split.protocol.frames import Frame, FrameError, Kind, Value, encode
+from regauge.errors import FrameError
+from regauge.split.protocol.frames import Frame, Kind, Value, encode
 from regauge.split.server.sessions import Session
 
 Tensor = torch.Tensor

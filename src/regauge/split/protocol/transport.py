@@ -9,14 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from regauge.errors import RegaugeError
-from regauge.split.protocol.frames import Assembler, Bytes, FrameError, chunks
+from regauge.errors import FrameError, TransportError
+from regauge.split.protocol.frames import Assembler, Bytes, chunks
 from regauge.split.protocol.replies import encode_error
 from regauge.split.server.host import Host
-
-
-class TransportError(RegaugeError):
-    """A failed exchange: the connection is broken, or the server does not answer."""
 
 
 class Transport(Protocol):

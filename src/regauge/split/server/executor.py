@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from regauge.errors import CheckpointError, RegaugeError
+from regauge.errors import CheckpointError, FrameError, RegaugeError, TrainingError
 from regauge.models.cut import Crossing
 from regauge.models.resolve import spec_of
 from regauge.split.master_weights import are_usable
-from regauge.split.protocol.frames import Frame, FrameError
+from regauge.split.protocol.frames import Frame
 from regauge.split.protocol.messages import dtype_of, unpack
 from regauge.split.server.backbone import PRECISIONS, TrainableBackbone, autocast, compute_gradients
-from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.sessions import PendingForward
 
 Tensor = torch.Tensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from regauge.split.protocol.frames import FrameError
+from regauge.errors import FrameError
 
 
 class StreamUsage:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from regauge.split.protocol.frames import Frame, FrameError, Kind
+from regauge.errors import FrameError
+from regauge.split.protocol.frames import Frame, Kind
 from regauge.split.protocol.messages import CACHE
 from regauge.split.protocol.replies import encode_reply
 from regauge.split.server.backbone import TrainableBackbone

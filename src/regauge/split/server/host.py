@@ -32,11 +32,10 @@ from typing import Any
 
 import torch
 
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, FrameError, StepError
 from regauge.models.cut import cut
 from regauge.models.families import Boundary
-from regauge.split.master_weights import StepError
-from regauge.split.protocol.frames import Frame, FrameError, Kind, Limits, Value, nbytes
+from regauge.split.protocol.frames import Frame, Kind, Limits, Value, nbytes
 from regauge.split.protocol.messages import PROTOCOL, describe_model
 from regauge.split.protocol.replies import encode_error, encode_reply, frame_bytes
 from regauge.split.server import checkpoint

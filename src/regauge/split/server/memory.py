@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from regauge.checkpoints.files import format_bytes
-from regauge.errors import RegaugeError
-from regauge.split.protocol.frames import FrameError, nbytes
+from regauge.errors import BudgetError, FrameError
+from regauge.split.protocol.frames import nbytes
 
 if TYPE_CHECKING:
     from regauge.split.server.sessions import Session
@@ -31,10 +31,6 @@ MIN_BUDGET = 1 << 20  # bytes; less is a typing error
 FRAME_SHARE = 4
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-class BudgetError(RegaugeError):
-    """An invalid memory budget."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from regauge.split.protocol.transport import TransportError
+from regauge.errors import TransportError
 from regauge.split.server.host import Host
 
 if TYPE_CHECKING:

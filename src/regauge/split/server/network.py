@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from regauge.errors import need
+from regauge.errors import FrameError, TransportError, need
 from regauge.split.protocol.channel import (
     CLIENT_OPTIONS,
     OPTIONS,
@@ -33,9 +33,8 @@ from regauge.split.protocol.channel import (
     Tls,
     require_private_address,
 )
-from regauge.split.protocol.frames import Assembler, Bytes, FrameError, Limits, decode
+from regauge.split.protocol.frames import Assembler, Bytes, Limits, decode
 from regauge.split.protocol.replies import encode_error
-from regauge.split.protocol.transport import TransportError
 from regauge.split.server import health
 from regauge.split.server.client_list import ClientFile
 from regauge.split.server.connections import raise_open_file_limit, server_options

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from regauge.errors import RegaugeError
+from regauge.errors import TrainingError
 from regauge.split.protocol.frames import Value
 
 SCHEDULES = ("constant", "linear", "cosine")
@@ -25,10 +25,6 @@ _WIRE_NAMES = {
     "clip": "clip",
     "accumulate": "accumulate",
 }
-
-
-class TrainingError(RegaugeError):
-    """Invalid options of training."""
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from regauge.errors import RegaugeError
-from regauge.split.protocol.frames import FrameError
+from regauge.errors import FrameError, QuotaError
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
-
-
-class QuotaError(RegaugeError):
-    """An invalid quota, or list of clients."""
 
 
 @dataclass(frozen=True)

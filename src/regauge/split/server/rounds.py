@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from regauge.split.protocol.frames import FrameError
+from regauge.errors import FrameError, TrainingError
 from regauge.split.server.backbone import TrainableBackbone, weighted_mean
-from regauge.split.server.optimizer_config import TrainingError
 from regauge.split.server.sessions import Session
 
 Tensor = torch.Tensor

@@ -10,7 +10,8 @@ from typing import Any, TypeGuard
 
 import torch
 
-from regauge.split.protocol.frames import CODECS, Frame, FrameError, Limits, Value, decode
+from regauge.errors import FrameError
+from regauge.split.protocol.frames import CODECS, Frame, Limits, Value, decode
 from regauge.split.protocol.messages import PROTOCOL
 from regauge.split.server.backbone import TrainableBackbone
 from regauge.split.server.memory import Cost

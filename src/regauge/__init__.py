@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from regauge.core.live import apply_ as apply_
     from regauge.core.spec import Space as Space
     from regauge.core.spec import Spec as Spec
+    from regauge.core.threads import set_threads as set_threads
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.locking.authorize import authorize as authorize
     from regauge.locking.authorize import deauthorize as deauthorize
@@ -92,6 +93,7 @@ _HOME = {
     "save_element": "checkpoints.element_files",
     "save_key": "locking.keys",
     "seal": "locking.seal",
+    "set_threads": "core.threads",
     "spec_of": "models.resolve",
     "unlock": "locking.lock",
     "verify": "verification",

@@ -1,27 +1,25 @@
 """Saved state of long computations, so that an interrupted run resumes.
 
 An outcome is JSON values and named tensors in one safetensors file, with a digest of both. Files
-are written atomically.
+are written atomically. `ResumeState` is one such file, replaced as a computation proceeds;
+`StateStore` is a folder with one file for each finished part, which later parts never rewrite.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from regauge.checkpoints.files import write_bytes
-from regauge.errors import RegaugeError
+from regauge.checkpoints.files import OWNER, make_folder, write_bytes
+from regauge.errors import CacheError
 
 FORMAT = "1"
 SAVE_INTERVAL = 20.0  # seconds between two saved states
-
-
-class CacheError(RegaugeError):
-    """A cache of experiments that cannot be used, or a cell that cannot be cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +85,56 @@ class ResumeState:
     def save(self, values: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
         """Write the state for its owner only, in place of an older one: it holds weights."""
         write_outcome(self.path, Outcome({**values, "of": self.label}, tensors), mode=0o600)
+
+
+class StateStore:
+    """Finished parts of a long computation, saved beside its output until that is written.
+
+    Each part is a file of its own: saving one never rewrites the others. Parts of other inputs are
+    ignored, and replaced when they are computed again.
+
+    Args:
+        folder: The folder of the parts. It is created by the first `save`, for its owner only.
+        label: Everything that determines the parts: inputs, options, versions.
+
+    Example:
+        >>> # store = StateStore.beside(out, label)
+        >>> # part = store.load("layer.3") or store.save("layer.3", *compute(3))
+        >>> # store.delete()                  # once the output is in place
+    """
+
+    def __init__(self, folder: Path, label: bytes) -> None:
+        self.folder, self.label = folder, hashlib.sha256(label).hexdigest()
+
+    @classmethod
+    def beside(cls, out: Path, label: bytes) -> StateStore:
+        """Return the store of an output: the hidden folder `.NAME.state` beside it."""
+        return cls(out.with_name(f".{out.name}.state"), label)
+
+    def path(self, key: str) -> Path:
+        """Return the file of a part."""
+        return self.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.safetensors"
+
+    def load(self, key: str) -> Outcome | None:
+        """Return a saved part; None if it is absent, damaged, or of other inputs."""
+        outcome = read_outcome(self.path(key))
+        if outcome is None or outcome.values.get("of") != [self.label, key]:
+            return None
+        return replace(outcome, values=outcome.values["values"])
+
+    def save(
+        self, key: str, values: Mapping[str, Any], tensors: Mapping[str, Any] | None = None
+    ) -> Outcome:
+        """Save a part, in place of an older one of the same key, and return it."""
+        make_folder(self.folder, OWNER)
+        outcome = Outcome(values, tensors or {})
+        marked = {"of": [self.label, key], "values": values}
+        write_outcome(self.path(key), Outcome(marked, outcome.tensors), mode=0o600)
+        return outcome
+
+    def delete(self) -> None:
+        """Delete all parts, and the partial files that a killed process has left."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def canonical_values(value: Any) -> bytes:

@@ -13,7 +13,7 @@ import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import info, print_result
-from regauge.errors import RegaugeError, need
+from regauge.errors import DeviceError, need
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
@@ -29,10 +29,6 @@ def facts_of_run() -> dict[str, Any]:
         "command": shlex.join(["regauge", *sys.argv[1:]]),
         "versions": versions("sklearn", "numpy"),
     }
-
-
-class DeviceError(RegaugeError):
-    """A device that torch does not have."""
 
 
 def check_device(name: str) -> None:
@@ -51,10 +47,13 @@ def check_device(name: str) -> None:
 
 
 def set_threads(count: int | None) -> None:
-    """Set the number of torch's threads; None leaves it unchanged."""
+    """Set the number of threads of this process; None keeps the default of `core.threads`."""
     if count is not None:
         import torch
 
+        from regauge.core import threads
+
+        threads.set_threads(count)
         torch.set_num_threads(count)
 
 

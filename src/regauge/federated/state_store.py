@@ -26,9 +26,9 @@ import torch
 from regauge.checkpoints.documents import CONFIG_BYTES, load_json, parse_json, read_document
 from regauge.checkpoints.files import exclusive_lock, wrap_write_errors, write_bytes
 from regauge.checkpoints.tensor_files import read_tensors, remove_partials, write_tensors
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, FederatedError
 from regauge.federated.aggregation import Memory
-from regauge.federated.settings import VERSION, FederatedError, Settings, read_settings
+from regauge.federated.settings import VERSION, Settings, read_settings
 
 Tensor = torch.Tensor
 STATE_FILE, RUN_FILE = "global.safetensors", "run.json"

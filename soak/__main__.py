@@ -18,7 +18,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ["RUST_BACKTRACE"] = "0"
 sys.path.append(str(Path(__file__).parents[1] / "tests"))  # the builders of pico-models
 
-from soak import data, federated, interruptions, pickles, servers, split
+from soak import data, federated, interruptions, pickles, servers, split, training_kills
 from soak.files import files
 from soak.folders import hostile_folders
 from soak.harness import Outcome, table
@@ -30,6 +30,7 @@ SCENARIOS: dict[str, Scenario] = {
     "files": files,
     "file-kills": interruptions.kills,
     "file-rewrites": interruptions.rewrites,
+    "training-kills": training_kills.kills,
     "convert-bombs": pickles.convert_bombs,
     "pickle-mutants": pickles.pickle_mutants,
     "data-bombs": data.data_bombs,

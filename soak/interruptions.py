@@ -31,7 +31,7 @@ LOCK, SEAL = Key(seed_key(1), "lock"), Key(seed_key(1), "seal")
 CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4096}
 
 
-def _digests(path: Path) -> dict[str, str]:
+def digests(path: Path) -> dict[str, str]:
     """Return the SHA-256 of a file, or of every file in a folder."""
     files = [path] if path.is_file() else [p for p in path.rglob("*") if p.is_file()]
     return {
@@ -67,13 +67,13 @@ def kills(scale: float) -> Iterator[Outcome]:
     with tempfile.TemporaryDirectory() as temporary:
         top = Path(temporary)
         commands = _inputs(top)
-        before = {p.name: _digests(p) for p in top.iterdir()}
+        before = {p.name: digests(p) for p in top.iterdir()}
         for name, arguments in commands.items():
             count, out = Counter(f"kill -9 during {name}"), top / "out"
             command = [sys.executable, "-m", "regauge", *arguments, "-o", str(out)]
             start = time.monotonic()
             subprocess.run(command, check=True, capture_output=True)
-            seconds, expected = time.monotonic() - start, _digests(out)
+            seconds, expected = time.monotonic() - start, digests(out)
             _remove(out)
             for _ in range(max(2, round(50 * scale))):
                 process = subprocess.Popen(
@@ -88,7 +88,7 @@ def kills(scale: float) -> Iterator[Outcome]:
                     command, capture_output=True, text=True, timeout=10 * HANG_SECONDS
                 )
                 succeeds = ended.returncode == 0 and _is_right(name, out, expected)
-                unchanged = all(_digests(top / n) == digests for n, digests in before.items())
+                unchanged = all(digests(top / n) == digests for n, digests in before.items())
                 passed = is_complete and succeeds and unchanged
                 count.add(
                     "accepted" if passed else "lost",
@@ -101,12 +101,12 @@ def kills(scale: float) -> Iterator[Outcome]:
 def _is_right(name: str, out: Path, expected: dict[str, str]) -> bool:
     """Return whether an output is complete. Sealed files, which have a random salt, are opened."""
     if name != "seal":
-        return _digests(out) == expected
+        return digests(out) == expected
     from regauge.locking.seal import open_sealed
 
     with tempfile.TemporaryDirectory() as temporary:
         open_sealed(out, SEAL, Path(temporary) / "opened")
-        return _digests(Path(temporary) / "opened") == _digests(out.parent / "a")
+        return digests(Path(temporary) / "opened") == digests(out.parent / "a")
 
 
 def _remove(out: Path) -> None:
@@ -125,7 +125,7 @@ def rewrites(scale: float) -> Iterator[Outcome]:
             plan_lock(plain, spec_of(plain), top / "locked", LOCK, group=group).write()
             opened = open_checkpoint(top / "locked")
             plan_unlock(opened, spec_of(opened), top / "right", LOCK).write()
-            expected, weights = _digests(top / "right"), top / "locked" / "model.safetensors"
+            expected, weights = digests(top / "right"), top / "locked" / "model.safetensors"
             rng = random.Random(2)
             for trial in range(max(4, round(400 * scale))):
                 place = rng.choice(list(opened.entries.values())).start
@@ -156,7 +156,7 @@ def _unlocks(top: Path, weights: Path, at: int, trial: int, expected: dict[str, 
         if not trial % 2:
             thread.start()
         job.write()
-        return _digests(out) == expected
+        return digests(out) == expected
     except TamperedModelError:
         if out.exists() or list(top.glob(".out*")):
             return False

@@ -117,7 +117,13 @@ def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
     return code, load_results(folder / "r.json")
 
 
-@pytest.mark.parametrize("name", list(EXPERIMENTS))
+# Slow even on pico models; their parts are tested in files of their own.
+LONG = ("000/table6", "003/table2", "003/figure3", "003/barriers", "federated/training")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in EXPERIMENTS]
+)
 def test_every_table_runs_and_holds(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +206,8 @@ def only(table: str, key: str, cache: Path) -> Results:
     return EXPERIMENTS[f"000/{table}"](lab)
 
 
-@pytest.mark.parametrize("name", [pytest.param("000/table6", marks=pytest.mark.slow), "002/table5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["000/table6", "002/table5"])
 def test_parts_in_several_processes_are_the_same(
     name: str,
     tmp_path: Path,

@@ -70,8 +70,7 @@ def _values(host: Host, server: Server | None) -> Iterable[tuple[str, str, float
     yield "memory_client_budget_bytes", "Memory budget of each client.", host.budget.client
     yield (
         "memory_reserved_bytes",
-        "Memory charged for open passes, caches, copies and replies, with the working memory of "
-        "the largest pass.",
+        "Memory charged for passes, caches, copies and replies, and to compute the largest pass.",
         reserved,
     )
     yield "checkpoint_step", "Step of the last checkpoint.", host.saved_step

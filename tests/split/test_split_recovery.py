@@ -358,7 +358,7 @@ def test_invalid_requests_are_rejected_and_the_session_continues() -> None:
 )
 def test_a_handshake_compares_all_that_must_agree(code: str, change: dict) -> None:
     host = Host(make_model("gpt2"), ADAMW, key="beef")
-    link = connect(make_model("gpt2"), InProcess(host), key="beef")
+    link = connect(make_model("gpt2"), InProcess(host), key_id="beef")
     reply = decode(
         InProcess(host).exchange(encode(Frame(Kind.HELLO, 0, {**link.log.hello, **change})))
     )

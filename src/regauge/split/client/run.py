@@ -293,7 +293,7 @@ def predict(
     connection: ConnectOptions | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
-    """Run a model with a remote backbone over local data, and measure loss and accuracy, or loss and
+    """Measure a model with a remote backbone on local data: loss and accuracy, or loss and
     perplexity of a language model.
 
     Args:

@@ -20,6 +20,7 @@ from regauge.locking.lock import record_of
 from regauge.models.load import load_part
 from regauge.models.sources import open_source
 from regauge.split.parts import write_part
+from regauge.split.protocol.certificates import CLIENTS
 from regauge.split.protocol.channel import Tls, load_tls
 from regauge.split.server.client_list import ClientFile
 from regauge.split.server.host import Host
@@ -32,7 +33,6 @@ from regauge.split.server.quotas import Quotas, read_quota
 if TYPE_CHECKING:
     from regauge.models.sources import Source
 
-CLIENTS = "clients.txt"  # the list of clients beside the certificates
 GRACE_SECONDS = 30.0  # for requests under way when the server stops
 POLL_SECONDS = 0.2
 _log = logging.getLogger("regauge.split.run")  # what a run does; the engine logs to its parent
@@ -296,9 +296,7 @@ class SplitServer:
         if self.clients is not None:
             self.clients.reload()
 
-    def stop(
-        self, grace: float = GRACE_SECONDS, skip_grace: threading.Event | None = None
-    ) -> None:
+    def stop(self, grace: float = GRACE_SECONDS, skip_grace: threading.Event | None = None) -> None:
         """Finish the requests under way, then write checkpoint and output. A second call does
         nothing.
 

@@ -21,10 +21,12 @@ import torch
 
 pytest.importorskip("grpc")
 
+from regauge.checkpoints.files import exclusive_folder
 from regauge.checkpoints.reader import open_checkpoint
-from regauge.cli import main, split_client, split_server
+from regauge.cli import main, split_client
 from regauge.errors import CheckpointError
 from regauge.models.load import load_model, load_part
+from regauge.split.server import service
 from support.cli_runs import Run
 from support.picos import build
 from support.ports import free_port
@@ -51,14 +53,14 @@ def serve(monkeypatch: pytest.MonkeyPatch, *arguments: Any) -> Iterator[str]:
     """A server in a thread, until the end of the block; the address that it listens on. It must end
     well.
     """
-    address, stop_requests, codes = f"127.0.0.1:{free_port()}", split_server.StopRequests(), []
+    address, stop_requests, codes = f"127.0.0.1:{free_port()}", service.StopRequests(), []
 
     @contextmanager
-    def signals(reload_clients: object = None) -> Iterator[split_server.StopRequests]:
+    def signals(reload_clients: object = None) -> Iterator[service.StopRequests]:
         yield stop_requests
 
     with monkeypatch.context() as patched:
-        patched.setattr(split_server, "server_signals", signals)
+        patched.setattr(service, "stop_requests", signals)
         thread = threading.Thread(
             target=lambda: codes.append(
                 main(["split", "serve", *map(str, arguments), "--listen", address])
@@ -364,7 +366,7 @@ def test_only_listed_clients_are_admitted(
             == 0
         )
     (tmp_path / "list").write_text("ann sessions=1\n")
-    monkeypatch.setattr("regauge.cli.split_client.FIRST_CONTACT_SECONDS", 1.0)
+    monkeypatch.setattr("regauge.split.client.connection.FIRST_CONTACT_SECONDS", 1.0)
     data = ["--data", tmp_path / "book.txt", "--length", 12, "--threads", 1]
     certs = ["--tls", tmp_path / "certs"]
     with serve(
@@ -381,7 +383,7 @@ def test_only_listed_clients_are_admitted(
                 "the server's certificate is not of this authority",
             ),
             ([], "the server closed the connection"),
-            (["--tls", tmp_path / "nothing"], "--tls must be a folder"),
+            (["--tls", tmp_path / "nothing"], "tls must be a folder"),
         ):
             result = run(*ask, *wrong)
             assert result.code == 1, wrong
@@ -530,12 +532,11 @@ def test_interruptions_lose_no_step(
     stop, at = threading.Event(), 7
 
     @contextmanager
-    def signals(words: str = "") -> Iterator[threading.Event]:
+    def signals() -> Iterator[threading.Event]:
         stop.clear()
         yield stop
 
-    def ticked(self: Any, done: int, loss: float | None) -> None:
-        self.done = done
+    def ticked(self: Any, done: int, total: int, loss: float | None) -> None:
         if done == at:
             stop.set()
 
@@ -543,7 +544,7 @@ def test_interruptions_lose_no_step(
         hosts.append(host)
         raise CheckpointError("the disk is full")
 
-    monkeypatch.setattr(split_client, "stop_signals", signals)
+    monkeypatch.setattr(split_client, "_stop_signals", signals)
     monkeypatch.setattr(split_client._StepReporter, "__call__", ticked)
     with serve(
         monkeypatch,
@@ -571,7 +572,7 @@ def test_interruptions_lose_no_step(
         assert (result.code, f"another server is using {saved}" in result.err) == (1, True), (
             result.err
         )
-        with split_server.exclusive_folder(journal, "run"):
+        with exclusive_folder(journal, "run"):
             result = run(
                 "split",
                 "train",

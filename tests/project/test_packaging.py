@@ -31,6 +31,8 @@ DISTRIBUTIONS = {
     "sklearn": "scikit-learn",
     "ot": "pot",
     "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "prometheus_client": "prometheus-client",
     "umap": "umap-learn",
     "yaml": "pyyaml",
 }

@@ -145,6 +145,7 @@ ROW = ["x", "F32", [2], ""]
         (b"GET / HTTP/1.1\r\n" + bytes(32), "magic"),
         (pack_frame({}, version=VERSION + 1), "version"),
         (pack_frame({}, version=1), "version"),
+        (pack_frame({}, version=2), "version"),
         (pack_frame({}, kind=0), "kind"),
         (pack_frame({}, kind=99), "kind"),
         (pack_frame({}, zero=1), "kind"),
@@ -338,3 +339,12 @@ def test_a_header_alone_costs_nothing() -> None:
 
 def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_a_frame_of_the_version_before_is_refused_by_version() -> None:
+    """Its checksum, of another kind, is not looked at."""
+    good = b"".join(encode(Frame(Kind.STEP, 1, {"session": "a" * 32})))
+    assert decode(good).number == 1
+    with pytest.raises(FrameError, match="version must be 3, got 2") as caught:
+        decode(good[:4] + b"\x02" + good[5:])
+    assert (caught.value.code, caught.value.hint) == ("version", "update the older side")

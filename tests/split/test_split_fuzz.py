@@ -27,6 +27,8 @@ from regauge.split.protocol.frames import (
     DTYPE_NAMES,
     DTYPES,
     HEADER,
+    MAGIC,
+    VERSION,
     Assembler,
     Kind,
     Limits,
@@ -152,7 +154,9 @@ def test_every_dtype_and_codec_that_a_table_may_name_is_read_or_refused() -> Non
             for shape in ([], [0], [64], [2, 64]):
                 text = json.dumps({"values": {}, "tensors": [["x", dtype, shape, codec]]}).encode()
                 for payload in (b"", bytes(24), bytes(64), b"\xff" * 512, bytes(1024)):
-                    head = bytearray(HEADER.pack(b"rgsp", 2, 3, 0, len(text), len(payload), 1, b""))
+                    head = bytearray(
+                        HEADER.pack(MAGIC, VERSION, 3, 0, len(text), len(payload), 1, b"")
+                    )
                     with suppress(FrameError):
                         (decoded,) = decode(fit_header(head + text + payload)).tensors.values()
                         assert list(decoded.shape) == shape

@@ -466,12 +466,12 @@ def test_what_a_server_says_of_itself_is_printable() -> None:
     "config", [{"accumulate": 0}, {"accumulate": "x"}, {"rate": "1"}, {"optimizer": None}]
 )
 def test_an_invalid_optimizer_config_in_a_frame_is_rejected(config: dict[str, object]) -> None:
-    from regauge.cli.split_client import _check_server_config
+    from regauge.split.client.run import require_server_config
 
     good = {"trains": True, **ADAMW.to_dict()}
-    assert _check_server_config(good) == good
+    assert require_server_config(good) == good
     with pytest.raises(FrameError, match=f'sent an invalid "{min(config)}"'):
-        _check_server_config({**good, **config})
+        require_server_config({**good, **config})
 
 
 def test_an_incomplete_frame_times_out(monkeypatch: pytest.MonkeyPatch) -> None:

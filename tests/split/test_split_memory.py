@@ -442,13 +442,16 @@ def test_the_limit_of_a_cgroup_counts(tmp_path: Path) -> None:
 
 
 def test_frames_are_bounded_by_the_budget_and_metrics_show_it() -> None:
+    from prometheus_client import parser
+
     host = Host(make_model("gpt2"), memory=8 * MB, client_memory=4 * MB)
     assert host.limits.payload == MB
     assert decode(deliver(host, [bits(1 << 18)])).values["code"] == "limit"
-    text = render_metrics(host)
-    assert f"regauge_split_memory_budget_bytes {8 * MB}\n" in text
-    assert f"regauge_split_memory_client_budget_bytes {4 * MB}\n" in text
-    assert "regauge_split_memory_reserved_bytes 0\n" in text
+    families = parser.text_string_to_metric_families(render_metrics(host))
+    values = {s.name: s.value for family in families for s in family.samples}
+    assert values["regauge_split_memory_budget_bytes"] == 8 * MB
+    assert values["regauge_split_memory_client_budget_bytes"] == 4 * MB
+    assert values["regauge_split_memory_reserved_bytes"] == 0
 
 
 @pytest.mark.parametrize(

@@ -358,7 +358,7 @@ def test_invalid_requests_are_rejected_and_the_session_continues() -> None:
 )
 def test_a_handshake_compares_all_that_must_agree(code: str, change: dict) -> None:
     host = Host(make_model("gpt2"), ADAMW, key="beef")
-    link = connect(make_model("gpt2"), InProcess(host), key="beef")
+    link = connect(make_model("gpt2"), InProcess(host), key_id="beef")
     reply = decode(
         InProcess(host).exchange(encode(Frame(Kind.HELLO, 0, {**link.log.hello, **change})))
     )
@@ -405,6 +405,10 @@ def test_a_journal_is_for_its_owner(tmp_path: Path) -> None:
     assert (tmp_path / "j").stat().st_mode & 0o077 == 0
     assert all(f.stat().st_mode & 0o077 == 0 for f in (tmp_path / "j").iterdir())
     assert FolderJournal(tmp_path / "j").session == journal.session
+    saved = (tmp_path / "j" / "session.json").read_text()
+    (tmp_path / "j" / "session.json").write_text(saved.replace('"version": 2', '"version": 1'))
+    with pytest.raises(JournalError, match="must be a split journal of version 2"):
+        FolderJournal(tmp_path / "j")
     (tmp_path / "j" / "session.json").write_text("{}")
     with pytest.raises(JournalError, match=r"session\.json"):
         FolderJournal(tmp_path / "j")

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from regauge.errors import CheckpointError, RefusedError
 from regauge.split import Host, InProcess, OptimizerConfig, connect
 from regauge.split.master_weights import MasterOptimizer, are_finite, are_usable
 from regauge.split.protocol.frames import Frame, Kind, decode, encode
+from regauge.split.server import checkpoint
 from support.split_pairs import ADAMW, batch, make_model, optimizer_of, same, train
 
 HALF = [torch.float16, torch.bfloat16]
@@ -639,3 +641,22 @@ def test_a_learner_that_is_copied_has_its_masters(tmp_path: Path) -> None:
         {n: m.detach() for n, m in other.masters.items()},
     )
     assert all(t.dtype == torch.float16 for t in again.backbone().values())
+
+
+def test_a_checkpoint_with_frames_of_the_version_before_is_refused_by_version(
+    tmp_path: Path,
+) -> None:
+    host, mine = Host(make_model("gpt2"), ADAMW, folder=tmp_path), make_model("gpt2")
+    with connect(mine, InProcess(host)):
+        train("gpt2", mine, optimizer_of(mine), range(2))
+        host.save()
+    saved = checkpoint.load(tmp_path)
+    assert saved is not None
+    (reply,) = saved.frames
+    old = saved.frames[reply][:4] + b"\x02" + saved.frames[reply][5:]
+    checkpoint.save(tmp_path, replace(saved, frames={reply: old}))
+    with pytest.raises(CheckpointError, match="another version of regauge") as caught:
+        Host(make_model("gpt2"), ADAMW, folder=tmp_path)
+    assert "version must be 3, got 2" in str(caught.value)
+    checkpoint.save(tmp_path, saved)
+    assert Host(make_model("gpt2"), ADAMW, folder=tmp_path).step == 2

@@ -234,6 +234,25 @@ def exclusive_lock(folder: Path, message: str, hint: str) -> Iterator[None]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def exclusive_folder(folder: Path, user: str) -> Iterator[None]:
+    """Create a private folder if needed and lock it for one process: two would overwrite each
+    other's state.
+
+    Args:
+        folder: The folder.
+        user: What the process is, for the error.
+
+    Raises:
+        CheckpointError: Another process holds the lock.
+    """
+    with wrap_write_errors(folder):
+        folder.mkdir(mode=OWNER, parents=True, exist_ok=True)
+    hint = "wait until it has ended, or name another folder"
+    with exclusive_lock(folder, f"another {user} is using {folder}", hint):
+        yield
+
+
 def fsync_folder(folder: Path) -> None:
     """Flush the directory entries of a folder to disk, on systems that support it."""
     with contextlib.suppress(OSError):

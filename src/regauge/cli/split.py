@@ -7,7 +7,7 @@ This module holds certificates and the joining of parts; `split_server` has the 
 from __future__ import annotations
 
 import os
-import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import typer
 from regauge.cli import options
 from regauge.cli.console import info, print_json
 from regauge.cli.split_client import predict, train
-from regauge.cli.split_server import CLIENTS, serve
+from regauge.cli.split_server import serve
 
 VERSION = 1
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # regauge reports transport errors itself
@@ -37,6 +37,21 @@ def _root() -> None:
     """
 
 
+def _check_each(check: str) -> Callable[[list[str] | None], list[str] | None]:
+    """Return a callback of an option that checks each of its values."""
+
+    def callback(values: list[str] | None) -> list[str] | None:
+        from regauge.errors import CheckpointError
+        from regauge.split.protocol import certificates
+
+        try:
+            return values and [getattr(certificates, check)(value) for value in values]
+        except CheckpointError as error:
+            raise typer.BadParameter(str(error)) from error
+
+    return callback
+
+
 @app.command()
 def certs(
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New folder for all files.")],
@@ -45,13 +60,17 @@ def certs(
         typer.Option(
             "--name",
             metavar="HOST",
+            callback=_check_each("check_host_name"),
             help="Host name or address of the server. Repeatable. Default: this machine's.",
         ),
     ] = None,
     client: Annotated[
         list[str] | None,
         typer.Option(
-            "--client", metavar="NAME", help="Name of a client. Repeatable. Default: client."
+            "--client",
+            metavar="NAME",
+            callback=_check_each("check_client_name"),
+            help="Name of a client. Repeatable. Default: client.",
         ),
     ] = None,
     days: Annotated[
@@ -63,49 +82,10 @@ def certs(
     """Create a certificate authority, and certificates for the server and each client. The
     authority's key is not saved: another client needs new certificates for all.
     """
-    from regauge.checkpoints.files import wrap_write_errors, write_bytes
-    from regauge.errors import CheckpointError
-    from regauge.split.protocol.certificates import make_certificates
+    from regauge.split import make_certificates
 
     clients, names = client or ["client"], name or ["localhost", "127.0.0.1", "::1"]
-    for member in clients:
-        if (
-            not re.fullmatch(r"[\w][\w.@-]{0,63}", member)
-            or len(member.encode()) > 64
-            or member in ("server", "authority")
-        ):
-            raise typer.BadParameter(
-                "must consist of letters, digits, . @ - and _, and not be server or authority, "
-                f"got {member!r}",
-                param_hint="--client",
-            )
-    for host in names:
-        if not re.fullmatch(
-            r"[A-Za-z0-9*][A-Za-z0-9.*_-]{0,252}|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*", host
-        ):
-            raise typer.BadParameter(
-                f"must be a host name or address, got {host!r}; write names of other letters as "
-                "xn--...",
-                param_hint="--name",
-            )
-    if len(set(clients)) < len(clients):
-        raise typer.BadParameter(f"must be unique, got {', '.join(clients)}", param_hint="--client")
-    with wrap_write_errors(to):
-        if to.exists() and (not to.is_dir() or any(to.iterdir())):
-            raise CheckpointError(
-                f"{to} must be new or empty",
-                hint="certificates belong together: name a new folder",
-            )
-    existed = to.exists()
-    try:
-        created = make_certificates(to, names, clients, days)
-        write_bytes(to / CLIENTS, "".join(f"{member}\n" for member in clients).encode(), 0o644)
-    except BaseException:  # an incomplete set is useless; all files in the folder are new
-        for path in to.glob("*"):
-            path.unlink()
-        if to.is_dir() and not existed:
-            to.rmdir()
-        raise
+    created = make_certificates(to, names, clients, days)
     info(
         f"wrote {to}: certificates of the server ({', '.join(names)}) and of the clients "
         f"{', '.join(clients)}, valid for {days} days"
@@ -149,9 +129,9 @@ def join(
     """Join a client's embedding and head and the server's backbone into one model. Parts of a
     locked model give a locked model.
     """
-    from regauge.split.parts import join as join_parts
+    from regauge.split import join as join_parts
 
-    key = join_parts(edges, backbone, out, dtype)
+    key = join_parts(edges, backbone, out, dtype).key
     info(f"wrote {out}: the embedding and head of {edges}, the backbone of {backbone}")
     if key:
         info(

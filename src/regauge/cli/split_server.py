@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,14 +17,11 @@ from regauge.cli import options
 from regauge.cli.console import info, print_json
 
 if TYPE_CHECKING:
-    from regauge.split import Host, OptimizerConfig
-    from regauge.split.protocol.channel import Tls
-    from regauge.split.server.client_list import ClientFile
-    from regauge.split.server.network import Server
-    from regauge.split.server.quotas import Quota, Quotas
+    from rich.status import Status
+
+    from regauge.split import OptimizerConfig, SplitServer
 
 VERSION = 1
-CLIENTS = "clients.txt"  # list of clients that `certs` writes beside the certificates
 STATUS_INTERVAL = 10.0  # seconds between status lines without a terminal
 
 
@@ -230,136 +224,73 @@ def serve(
     their labels. Ctrl-C or SIGTERM stops it after the requests under way, and a checkpoint is
     written. A second one stops waiting for clients.
     """
-    started = time.monotonic()
-    training_options = {
-        "schedule": schedule,
-        "warmup": warmup,
-        "steps": steps,
-        "clip": clip,
-        "accumulate": accumulate,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-    }
-    training = _build_optimizer(lr, optimizer, training_options)
-    from regauge.errors import CheckpointError, need
-
-    need("grpc", "split")
-    from regauge.checkpoints.plan import check_new
-    from regauge.checkpoints.reader import open_checkpoint
+    training = _build_optimizer(
+        lr,
+        optimizer,
+        schedule=schedule,
+        warmup=warmup,
+        steps=steps,
+        clip=clip,
+        accumulate=accumulate,
+        weight_decay=weight_decay,
+        momentum=momentum,
+    )
+    if out is not None and training is None and checkpoint is None:
+        raise typer.BadParameter(
+            "requires --lr R: without training there is nothing to write", param_hint="--output"
+        )
+    if clients is not None and tls is None:
+        raise typer.BadParameter(
+            "requires --tls: clients are identified by their certificates", param_hint="--clients"
+        )
     from regauge.cli.run import check_device, set_threads
-    from regauge.locking.lock import record_of
-    from regauge.models.load import load_part
-    from regauge.split import Host
-    from regauge.split.server.memory import read_size
-    from regauge.split.server.metrics import Metrics
-    from regauge.split.server.network import Server
+    from regauge.split import ServerOptions
+    from regauge.split import serve as run
 
-    sizes = [None if text is None else read_size(text) for text in (memory, client_memory)]
     set_threads(threads)
     check_device(device)
-    if out is not None:
-        check_new(out)
-        if training is None and checkpoint is None:
-            raise typer.BadParameter(
-                "requires --lr R: without training there is nothing to write",
-                param_hint="--output",
-            )
-    files = read_tls(tls, "server")
-    accepted, quotas = _load_clients(tls, clients, quota, files is not None)
-    source = open_checkpoint(backbone)
-    record = record_of(source)
-    info(f"loading {backbone}")
-    model = load_part(source, "backbone", dtype, device)
-    failed: CheckpointError | None = None
-    with nullcontext() if checkpoint is None else exclusive_folder(checkpoint, "server"):
-        host = Host(
-            model,
-            training,
-            folder=checkpoint,
-            save_every=every,
-            config=source.config,
-            key="" if record is None else record.key,
-            seed=seed,
-            precision="" if precision is None else precision.value,
-            compiler="inductor" if compiled else "",
-            average=average,
-            quotas=quotas,
-            memory=sizes[0],
-            client_memory=sizes[1],
-        )
-        _print_startup(host, model, record, checkpoint)
-        with (
-            _log_to_stderr(verbose),
-            server_signals(None if accepted is None else accepted.reload) as requests,
-            Server(host, listen, tls=files, clients=accepted, insecure=insecure) as server,
-        ):
-            metrics_server = None if metrics is None else Metrics(host, server, metrics)
-            address = f"{listen.rpartition(':')[0]}:{server.port}"
-            audience = (
-                "without TLS"
-                if files is None
-                else f"with TLS, for {', '.join(sorted(accepted.quotas))}"
-                if accepted is not None
-                else "with TLS, for all of its authority"
-            )
-            info(
-                f"listening on {address}, {audience}"
-                f"{f'; metrics at http://{metrics}/metrics' if metrics_server else ''}; "
-                "Ctrl-C stops it"
-            )
-            _show_status(host, server, requests.stop)
-            info("stopping: no new requests, finishing those under way")
-            try:
-                server.stop(30.0, requests.skip_drain)
-            except CheckpointError as error:  # the trained weights can still be written below
-                failed = error
-            if metrics_server is not None:
-                metrics_server.close()
-            if checkpoint is not None and failed is None:
-                info(f"saved step {host.step} in {checkpoint}; the same command resumes from it")
-            if out is not None:
-                from regauge.split.parts import write_part
-
-                write_part(out, model, source, "backbone", host.backbone(), {"steps": host.step})
-                info(
-                    f"wrote the backbone to {out}; regauge split join joins it with a client's part"
-                )
-    answered = sum(n for (_, result), n in host.requests.items() if result == "ok")
-    info(
-        f"stopped at step {host.step} after {answered} requests, {time.monotonic() - started:.0f} s"
+    settings = ServerOptions(
+        clients=clients,
+        quota=quota,
+        memory=memory,
+        client_memory=client_memory,
+        insecure=insecure,
+        save_every=every,
+        average=average,
+        precision="" if precision is None else precision.value,
+        compiler="inductor" if compiled else "",
+        dtype=dtype,
+        device=device,
+        seed=seed,
+        metrics=metrics,
     )
-    if failed is not None:
-        raise failed
-    if json:
-        report = {
-            "version": VERSION,
-            "command": "split serve",
-            "steps": host.step,
-            "requests": answered,
-            "out": None if out is None else str(out),
-        }
-        print_json(
-            {
-                **report,
-                "checkpoint": None if checkpoint is None else str(checkpoint),
-                "bytes": [server.received, server.sent],
-            }
+    with log_to_stderr(verbose), _status_line() as status:
+        server = run(
+            backbone,
+            address=listen,
+            tls=tls,
+            training=training,
+            checkpoint=checkpoint,
+            out=out,
+            options=settings,
+            on_poll=status,
         )
+    if json:
+        print_json({"version": VERSION, "command": "split serve", **server.to_dict()})
     return 0
 
 
 def _build_optimizer(
-    lr: float | None, optimizer: Optimizer | None, training_options: dict[str, Any]
+    lr: float | None, optimizer: Optimizer | None, **options: Any
 ) -> OptimizerConfig | None:
     """Return the optimizer of the backbone, or None if it is not trained."""
-    passed = {name: value for name, value in training_options.items() if value is not None}
+    passed = {name: value for name, value in options.items() if value is not None}
     if lr is None:
         if passed or optimizer is not None:
-            option = (
-                "--optimizer" if optimizer is not None else f"--{min(passed)}".replace("_", "-")
-            )
+            name = "optimizer" if optimizer is not None else min(passed)
             raise typer.BadParameter(
-                "requires --lr R, without which nothing is trained", param_hint=option
+                "requires --lr R, without which nothing is trained",
+                param_hint=f"--{name}".replace("_", "-"),
             )
         return None
     from regauge.split import OptimizerConfig
@@ -370,180 +301,6 @@ def _build_optimizer(
     return OptimizerConfig("adamw" if optimizer is None else optimizer.value, lr, **settings)
 
 
-@contextmanager
-def exclusive_folder(folder: Path, user: str) -> Iterator[None]:
-    """Create a folder if needed and lock it for one process: two would overwrite each other's
-    state.
-    """
-    from regauge.checkpoints.files import exclusive_lock, wrap_write_errors
-
-    with wrap_write_errors(folder):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with exclusive_lock(
-        folder,
-        f"another {user} is using {folder}",
-        "wait until it has ended, or name another folder",
-    ):
-        yield
-
-
-def read_tls(source: str | None, name: str | None) -> Tls | None:
-    """Return the TLS files of one side: from a folder of `split certs`, by name (or its only
-    client's), or three files.
-    """
-    if source is None:
-        return None
-    from regauge.errors import CheckpointError
-    from regauge.split.protocol.channel import Tls
-
-    parts = [Path(part).expanduser() for part in source.split(",")]
-    if len(parts) == 3:
-        files = Tls(*parts)
-    else:
-        folder = Path(source).expanduser()
-        if not folder.is_dir():
-            raise CheckpointError(
-                f"--tls must be a folder of certificates or three files, got {source}",
-                hint="regauge split certs --to FOLDER creates one",
-            )
-        names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
-        if name is None:
-            if len(names) != 1:
-                raise CheckpointError(
-                    f"{source} must have one client's certificate, got those of "
-                    f"{', '.join(names) or 'no client'}",
-                    hint="choose one with --client-name NAME",
-                )
-            name = names[0]
-        files = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
-    for path in (files.authority, files.certificate, files.key):
-        if not path.is_file():
-            raise CheckpointError(
-                f"{path} does not exist",
-                hint="each side needs the authority's certificate, its own certificate and its key",
-            )
-    files.read()
-    return files
-
-
-def _load_clients(
-    tls: str | None, clients: Path | None, quota: str, secure: bool
-) -> tuple[ClientFile | None, Quotas]:
-    """Return the list of accepted clients, and their quotas."""
-    from regauge.split.server.client_list import ClientFile
-    from regauge.split.server.quotas import Quotas, read_quota
-
-    default: Quota = read_quota(quota)
-    if clients is not None and not secure:
-        raise typer.BadParameter(
-            "requires --tls: clients are identified by their certificates", param_hint="--clients"
-        )
-    if clients is None and tls is not None and (Path(tls).expanduser() / CLIENTS).is_file():
-        clients = Path(tls).expanduser() / CLIENTS
-    if clients is None:
-        return None, Quotas(default)
-    accepted = ClientFile(clients, default)
-    return accepted, Quotas(default, accepted.quotas)
-
-
-def _print_startup(host: Host, model: Any, record: Any, checkpoint: Path | None) -> None:
-    """Print what the server hosts, trains and saves."""
-    from regauge.checkpoints.files import format_bytes
-
-    count = sum(p.numel() for p in host.main.parameters.values())
-    locked = "" if record is None else f", locked by the key {record.key}"
-    info(
-        f"{type(model).__name__}: {len(host.blocks)} blocks, {count:,} weights in "
-        f"{host.model_description['dtype']}{locked}"
-    )
-    if host.training is None:
-        info("frozen backbone: gradients pass through, nothing is trained; --lr R trains it")
-    else:
-        details = "".join(
-            [
-                f", averaged every {host.rounds.average} steps" * bool(host.rounds.average),
-                f", in {host.executor.precision}" * bool(host.executor.precision),
-            ]
-        )
-        info(
-            f"training with {host.training.optimizer} at {host.training.lr:g}, "
-            f"{host.training.schedule}{details}"
-        )
-    info(
-        f"memory: {format_bytes(host.budget.total)} for all clients, "
-        f"{format_bytes(host.budget.client)} for each with a certificate (--memory, "
-        "--client-memory)"
-    )
-    if checkpoint is None and host.training is not None:
-        info("no checkpoint: sessions are lost if the server dies; --checkpoint DIR saves them")
-    elif host.step or host.sessions:
-        info(f"resuming from {checkpoint}: step {host.step}, {len(host.sessions)} sessions")
-
-
-@contextmanager
-def stop_signals(message: str = "") -> Iterator[threading.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set, with a message. A second signal interrupts."""
-    stop = threading.Event()
-
-    def handle(number: int, frame: object) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
-        stop.set()
-        if message:
-            info(message)
-
-    with _signal_handlers((signal.SIGINT, signal.SIGTERM), handle):
-        yield stop
-
-
-@dataclass
-class StopRequests:
-    """The requests that signals have made of a server."""
-
-    stop: threading.Event = field(default_factory=threading.Event)
-    skip_drain: threading.Event = field(default_factory=threading.Event)  # stop waiting for clients
-
-
-@contextmanager
-def server_signals(reload_clients: Callable[[], None] | None = None) -> Iterator[StopRequests]:
-    """Let SIGTERM and Ctrl-C stop a server in order, however often they come, and SIGHUP reload the
-    list of clients.
-
-    A second signal ends the wait for clients; the checkpoint is written in any case. Only a third
-    Ctrl-C interrupts that.
-    """
-    requests = StopRequests()
-
-    def stop(number: int, frame: object) -> None:
-        if requests.skip_drain.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        (requests.skip_drain if requests.stop.is_set() else requests.stop).set()
-
-    def reload(number: int, frame: object) -> None:
-        if reload_clients is not None:
-            reload_clients()
-
-    hangup = (signal.SIGHUP,) if hasattr(signal, "SIGHUP") else ()
-    with _signal_handlers((signal.SIGINT, signal.SIGTERM), stop), _signal_handlers(hangup, reload):
-        yield requests
-
-
-@contextmanager
-def _signal_handlers(
-    numbers: Sequence[signal.Signals], handler: Callable[[int, object], None]
-) -> Iterator[None]:
-    """Install a signal handler, and restore the previous ones."""
-    previous_handlers: dict[signal.Signals, Any] = {}
-    with suppress(ValueError):  # not the main thread
-        for number in numbers:
-            previous_handlers[number] = signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for handled, previous in previous_handlers.items():
-            signal.signal(handled, previous)
-
-
 class _StderrHandler(logging.Handler):
     """A log handler that writes to stderr like any other message."""
 
@@ -552,55 +309,74 @@ class _StderrHandler(logging.Handler):
 
 
 @contextmanager
-def _log_to_stderr(verbose: int) -> Iterator[None]:
-    """Print the engine's log on stderr. It contains no tensors and no keys."""
+def log_to_stderr(verbose: int) -> Iterator[None]:
+    """Print what a run does on stderr, and the engine's log: its warnings, or all if verbose.
+
+    It contains no tensors and no keys.
+    """
     log, handler = logging.getLogger("regauge.split"), _StderrHandler()
     log.addHandler(handler)
     log.setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("regauge.split.run").setLevel(logging.INFO)
     try:
         yield
     finally:
         log.removeHandler(handler)
 
 
-def _show_status(host: Host, server: Server, stop: threading.Event) -> None:
-    """Show the progress until the server stops: a changing line on a terminal, otherwise a line now
-    and then if something changed.
+class _Status:
+    """The progress of a server: a changing line on a terminal, otherwise a line now and then if
+    something changed.
     """
-    from regauge.checkpoints.files import format_bytes
 
-    window, last = (time.monotonic(), host.step), time.monotonic()
+    def __init__(self, live: Status | None) -> None:
+        self.live, self.window, self.printed_at = live, (0.0, 0), 0.0
+        self.printed: tuple[int, int] | None = None
 
-    def line() -> str:
-        nonlocal window
-        seconds, steps = time.monotonic() - window[0], host.step - window[1]
+    def __call__(self, server: SplitServer) -> None:
+        step, now = server.host.step, time.monotonic()
+        if self.printed is None:
+            self.window, self.printed = (now, step), (step, 0)
+            if self.live is not None:
+                self.live.start()
+        current = (step, sum(server.host.requests.values()))
+        if self.live is not None and server.host.requests:
+            from rich.text import Text
+
+            self.live.update(Text(self.line(server)))  # clients' names are not markup
+        elif self.live is None and current != self.printed and now >= self.printed_at:
+            info(self.line(server))
+            self.printed, self.printed_at = current, now + STATUS_INTERVAL
+
+    def line(self, server: SplitServer) -> str:
+        """Return the line."""
+        from regauge.checkpoints.files import format_bytes
+
+        host, network = server.host, server.network
+        assert network is not None
+        seconds, steps = time.monotonic() - self.window[0], host.step - self.window[1]
         if seconds > 30:
-            window = (time.monotonic(), host.step)
+            self.window = (time.monotonic(), host.step)
         sessions = list(host.sessions.values())
         names = sorted({s.peer for s in sessions if s.peer})
-        sessions_text = (
-            f"{len(sessions)} "
-            f"session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
-        )
         return (
-            f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {sessions_text}, "
-            f"{format_bytes(server.received)} in, {format_bytes(server.sent)} out"
+            f"step {host.step}, {steps / max(seconds, 1e-9):.1f} a second, {len(sessions)} "
+            f"session{'s' * (len(sessions) != 1)}{f' ({chr(44).join(names[:4])})' if names else ''}"
+            f", {format_bytes(network.received)} in, {format_bytes(network.sent)} out"
         )
 
-    if sys.stderr.isatty():
-        from rich.console import Console
-        from rich.text import Text
 
-        with Console(stderr=True).status("waiting for clients") as status:
-            while not stop.wait(0.5):
-                if host.requests:
-                    status.update(Text(line()))  # clients' names are not markup
+@contextmanager
+def _status_line() -> Iterator[_Status]:
+    """Yield a callback that shows a server's progress."""
+    if not sys.stderr.isatty():
+        yield _Status(None)
         return
-    printed: object = (host.step, 0)
-    while not stop.wait(0.2):
-        current = (host.step, sum(host.requests.values()))
-        if current != printed and time.monotonic() - last >= (
-            STATUS_INTERVAL if printed != (host.step, 0) else 0.0
-        ):
-            info(line())
-            printed, last = current, time.monotonic()
+    from rich.console import Console
+    from rich.status import Status
+
+    status = Status("waiting for clients", console=Console(stderr=True))
+    try:
+        yield _Status(status)
+    finally:
+        status.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,25 @@ def write_part(
     )
 
 
-def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None = None) -> str:
+@dataclass(frozen=True)
+class JoinedModel:
+    """A complete checkpoint that `join` wrote.
+
+    Attributes:
+        path: Its folder.
+        key: Id of the key that it is locked with, or "".
+    """
+
+    path: Path
+    key: str
+
+
+def join(
+    edges: str | Path, backbone: str | Path, out: str | Path, dtype: str | None = None
+) -> JoinedModel:
     """Join embedding and head with a backbone to a complete checkpoint.
+
+    Parts of a locked model give a locked model.
 
     Args:
         edges: Part folder, or complete checkpoint, that embedding and head are taken from.
@@ -88,11 +106,15 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
         dtype: Dtype of the written weights; by default the stored one.
 
     Returns:
-        The id of the key that the model is locked with, or "" if it is not locked.
+        The folder, and the id of the key that the model is locked with.
 
     Raises:
         CheckpointError: The two belong to different models or locks, or `out` exists already.
+
+    Example:
+        >>> # regauge.split.join("edges", "backbone", "whole")
     """
+    out = Path(out)
     check_new(out)
     sources = [open_checkpoint(s) for s in (edges, backbone)]
     records = [record_of(s) for s in sources]
@@ -131,7 +153,7 @@ def join(edges: str | Path, backbone: str | Path, out: Path, dtype: str | None =
         None,
         copy_other_files=True,
     )
-    return "" if records[0] is None else records[0].key
+    return JoinedModel(out, "" if records[0] is None else records[0].key)
 
 
 def _write_folder(

@@ -18,6 +18,8 @@ from regauge.checkpoints.files import wrap_read_errors, write_bytes
 from regauge.errors import JournalError
 from regauge.split.protocol.frames import Bytes
 
+VERSION = 2  # of the folder; the requests in those of version 1 are frames of version 2
+
 
 class MemoryJournal:
     """A journal that ends with the process."""
@@ -75,7 +77,7 @@ class FolderJournal:
             if self.is_new:
                 session = {
                     "regauge": "split journal",
-                    "version": 1,
+                    "version": VERSION,
                     "session": os.urandom(16).hex(),
                     "secret": os.urandom(32).hex(),
                 }
@@ -88,8 +90,8 @@ class FolderJournal:
                 hint,
             )
             try:
-                if (fields["regauge"], fields["version"]) != ("split journal", 1):
-                    raise ValueError("it must be a split journal of version 1")
+                if (fields["regauge"], fields["version"]) != ("split journal", VERSION):
+                    raise ValueError(f"it must be a split journal of version {VERSION}")
                 self.session, self.secret = fields["session"], bytes.fromhex(fields["secret"])
                 if not isinstance(self.session, str) or not self.session or len(self.secret) != 32:
                     raise ValueError("its session must be a name, its secret 32 bytes in hex")

@@ -16,8 +16,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -29,14 +28,13 @@ from regauge.defences.split import (
     KeyedRandom,
     Rows,
     apply_defences,
-    parse_defences,
 )
 from regauge.errors import CutError, DefenceError, FrameError, RegaugeError
 from regauge.locking.authorize import is_authorized
 from regauge.locking.optimizer_guard import PERMUTED, member_kind
 from regauge.models.cut import Crossing, cut
 from regauge.models.families import Boundary
-from regauge.split.client.journal import FolderJournal, Journal, MemoryJournal
+from regauge.split.client.journal import Journal
 from regauge.split.client.request_log import RequestLog
 from regauge.split.protocol.frames import CODECS, Frame, Kind, Limits, Value
 from regauge.split.protocol.messages import (
@@ -48,75 +46,21 @@ from regauge.split.protocol.messages import (
     pack,
 )
 from regauge.split.protocol.transport import Transport
+from regauge.split.server.network import Grpc
 
 Tensor = torch.Tensor
 
 
-def connect(
-    model: torch.nn.Module,
-    transport: Transport,
-    *,
-    element: Element | None = None,
-    rows: Literal["batch", "sample"] | None = None,
-    keep_cls: bool = False,
-    codec: str = "",
-    journal: Journal | Path | str | None = None,
-    secret: bytes | int | None = None,
-    key: str = "",
-    config: Mapping[str, Any] | None = None,
-    boundaries: Sequence[Boundary] | None = None,
-    limits: Limits | None = None,
-    patience: float = 120.0,
-    defences: Sequence[Defence | str] = (),
-) -> RemoteBackbone:
-    """Run a model's backbone on a server until the returned link is closed.
-
-    The model is used, trained and saved as before.
-
-    Args:
-        model: A model whose family has a cut, or any model with `boundaries`.
-        transport: Connection to the server.
-        element: Element that the server's backbone is locked with.
-        rows: Permute the tokens, with a fresh permutation for every "batch" or every "sample".
-        keep_cls: Leave the first token in its place.
-        codec: Compression of features: "" (none), "BF16", "F16" or "Q8".
-        journal: Folder of a run that can be resumed after the client was killed.
-        secret: Seed of the permutations; by default it is random.
-        key: Id of the lock's key, to compare it with the server's.
-        config: The model's config, if it does not carry one.
-        boundaries: Where the model is cut, if its family does not define it.
-        limits: Largest frame to accept from the server.
-        patience: Seconds without a reply after which an exchange fails.
-        defences: Further defences (`regauge.defences.split`); "noise=0.5" stands for `Noise(0.5)`.
-
-    Returns:
-        The remote backbone, a context manager that closes itself.
-
-    Raises:
-        CutError: The model cannot be cut, or is authorized or permuted locally.
-        RefusedError: The server rejects the model, the key or the session.
-        TransportError: The server cannot be reached.
-    """
-    opened = FolderJournal(journal) if isinstance(journal, str | Path) else journal
-    all_defences = [*defences, *([] if rows is None else [Rows(rows, keep_cls)])]
-    return RemoteBackbone(
-        model,
-        transport,
-        opened or MemoryJournal(),
-        element,
-        parse_defences(all_defences),
-        codec,
-        secret,
-        key,
-        config,
-        boundaries,
-        limits,
-        patience,
-    )
-
-
 class RemoteBackbone:
-    """A model's backbone on a server. `close()` makes the model use its own blocks again."""
+    """A model whose backbone is on a server, returned by `connect`.
+
+    It is called like the model, and has the model's attributes beside its own. `close()` makes the
+    model use its own blocks again.
+
+    Attributes:
+        model: The model, to be used, trained and saved as before.
+        server_info: The server's WELCOME.
+    """
 
     def __init__(
         self,
@@ -146,6 +90,8 @@ class RemoteBackbone:
             )
         if element is not None:
             element.require()
+        self.model = model
+        self.network: Grpc | None = None  # that ends with the link
         self.cut = cut(model, config, boundaries=boundaries)
         self.element, self.defences = element, tuple(defences)
         self.moves_rows = any(isinstance(d, Rows | BatchShuffle) for d in defences)
@@ -210,11 +156,33 @@ class RemoteBackbone:
                     hint="connect with rows=None",
                 )
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: embedding here, blocks on the server, head here."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model, such as `generate` or `parameters`."""
+        if name.startswith("_") or name == "model":
+            raise AttributeError(f"RemoteBackbone has no attribute {name!r}")
+        return getattr(self.model, name)
+
+    def __repr__(self) -> str:
+        place = "a server" if self.network is None else self.network.address
+        return f"<{type(self.model).__name__} with its backbone on {place}>"
+
     def close(self) -> None:
         """Make the model use its own blocks again.
 
         The server keeps the session: another link with the same journal can resume it.
         """
+        self._detach()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        if self.network is not None:
+            self.network.close()
+
+    def _detach(self) -> None:
         self.route.remove()
         if self.input_hook is not None:
             self.input_hook.remove()
@@ -224,8 +192,9 @@ class RemoteBackbone:
 
     def end(self) -> None:
         """Close, and end the session once the server has answered all requests."""
-        self.close()
+        self._detach()
         self.log.end_session()
+        self._disconnect()
 
     def __enter__(self) -> RemoteBackbone:
         return self

@@ -99,6 +99,50 @@ class Tls:
         return contents[0], contents[1], contents[2]
 
 
+def load_tls(source: Tls | Path | str | None, name: str | None = None) -> Tls | None:
+    """Return the TLS files of one side, validated.
+
+    Args:
+        source: A folder of `make_certificates`, three files "authority,certificate,key", a `Tls`,
+            or None for plaintext.
+        name: "server", or the client whose files to use. Default: the folder's only client.
+
+    Raises:
+        CheckpointError: A file is missing or invalid, or the folder has several clients.
+    """
+    if source is None:
+        return None
+    parts = [Path(part).expanduser() for part in str(source).split(",")]
+    if isinstance(source, Tls):
+        files = source
+    elif len(parts) == 3:
+        files = Tls(*parts)
+    else:
+        folder = Path(source).expanduser()
+        if not folder.is_dir():
+            raise CheckpointError(
+                f"tls must be a folder of certificates or three files, got {source}",
+                hint="regauge split certs --to FOLDER creates one",
+            )
+        names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
+        if name is None and len(names) != 1:
+            raise CheckpointError(
+                f"{source} must have one client's certificate, got those of "
+                f"{', '.join(names) or 'no client'}",
+                hint="choose one with --client-name NAME",
+            )
+        name = name or names[0]
+        files = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
+    for path in (files.authority, files.certificate, files.key):
+        if not path.is_file():
+            raise CheckpointError(
+                f"{path} does not exist",
+                hint="each side needs the authority's certificate, its own certificate and its key",
+            )
+    files.read()
+    return files
+
+
 class Loop:
     """The event loop of all servers and clients of this process, in its own thread.
 

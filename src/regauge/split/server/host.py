@@ -591,6 +591,11 @@ class Host:
             for _, weights in saved.departed.values():
                 self.main.require_valid_weights(weights)
         except (ValueError, FrameError) as error:
+            if isinstance(error, FrameError) and error.code == "version":
+                raise CheckpointError(
+                    f"{self.folder} holds requests of another version of regauge: {error}",
+                    hint="finish the training with the regauge that began it",
+                ) from error
             raise CheckpointError(
                 f"{self.folder} is damaged: {error}", hint="restore it from a copy"
             ) from error

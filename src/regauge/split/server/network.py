@@ -45,6 +45,7 @@ from regauge.split.server.memory import FRAME_SHARE
 SERVICE, METHOD = "regauge.Split", "Exchange"
 HEARTBEAT_SECONDS = 1.0  # between empty chunks while the server computes
 STALL_SECONDS = 60.0  # without data after which a partial frame is dropped
+WATCHER_SECONDS = 0.1  # for the last message of health watchers
 POLL_SECONDS = 0.02  # between two checks of a stream that has to wait
 MAX_STREAMS = 256  # of one client
 _log = logging.getLogger("regauge.split")
@@ -76,6 +77,7 @@ class Server:
         insecure: bool = False,
     ) -> None:
         need("grpc", "split")
+        need("grpc_health", "split")
         require_private_address(address, tls, insecure)
         self.host, self.address, self.tls = host, address, tls
         self.client_file = clients if isinstance(clients, ClientFile) else None
@@ -86,6 +88,7 @@ class Server:
         self.flow_control = FlowControl(share, MAX_STREAMS, host.budget.total // FRAME_SHARE)
         self.is_stopping = False
         self.set_clients(clients.quotas if isinstance(clients, ClientFile) else clients)
+        self.health: Any = None
         self.server, self.port = Loop.run(self._start())
         if self.client_file is not None:
             self.client_file.follow(self._reload_clients)
@@ -121,9 +124,9 @@ class Server:
 
         server = grpc.aio.server(options=[*OPTIONS, *server_options(raise_open_file_limit())])
         handler = grpc.stream_stream_rpc_method_handler(self._handle_stream)
-        healthy = health.make_handler(lambda: not self.is_stopping, SERVICE)
+        self.health, health_handler = await health.make_service(SERVICE)
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), healthy)
+            (grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}), health_handler)
         )
         try:
             if self.tls is None:
@@ -270,7 +273,9 @@ class Server:
     async def _shut_down(self, grace: float, skip_grace: threading.Event) -> None:
         """Wait for the current requests, then stop the gRPC server."""
         deadline = time.monotonic() + grace
-        await asyncio.sleep(min(grace, 2 * health.POLL_SECONDS))  # health watchers get NOT_SERVING
+        with suppress(TimeoutError):  # a client that does not read cannot hold the server
+            await asyncio.wait_for(self.health.enter_graceful_shutdown(), WATCHER_SECONDS)
+        await asyncio.sleep(min(grace, WATCHER_SECONDS))  # health watchers get NOT_SERVING
         while self.active_streams and time.monotonic() < deadline and not skip_grace.is_set():
             await asyncio.sleep(0.01)
         await self.server.stop(0)

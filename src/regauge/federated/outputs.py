@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -182,9 +181,6 @@ def save_model(model: torch.nn.Module, out: Path, source: Path | None) -> None:
 
     inner = unwrap(model)
     copied = [] if source is None else existing_files(source, COPIED_FILES)
-    # Partial folders are left by killed processes: the folder of the run is locked.
-    for partial_folder in out.parent.glob(f".{out.name}.partial-*"):
-        shutil.rmtree(partial_folder, ignore_errors=True)
     with staged_folder(out, model_mode(source, copied), replace=True) as staged:
         if isinstance(model, MaskedJigsaw):
             from regauge.jigsaw.folder import write_wrapped

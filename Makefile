@@ -72,7 +72,7 @@ compat: $(VENV)/vision/ready  ## the families at both ends of the supported rang
 		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/models/test_families.py tests/models/test_t5_swin.py tests/models/test_cut.py tests/checkpoints/test_adapters.py || exit; \
 	done
 
-# A list maintained by hand (src/regauge/cli/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
+# A list maintained by hand (src/regauge/results/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.
 audit-deps: $(VENV)/vision/ready $(FEDERATED)/ready  ## installed libraries against the list of known vulnerabilities
 	$(BIN)/python scripts/audit_deps.py $(VENV)/lib/python3*/site-packages $(VENV)/vision $(FEDERATED)/lib/python3*/site-packages
 

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 
 from regauge.data.tasks import Examples
-from regauge.federated import Contribution, InProcess, Settings, partition_examples, run, state_of
+from regauge.federated import (
+    Contribution,
+    InProcess,
+    Settings,
+    partition_examples,
+    run_rounds,
+    state_of,
+)
 from regauge.federated.aggregation import COMBINE, DEFAULT_LRS, STEPS, Memory
 from regauge.federated.runs import make_measure, server_limits
 from regauge.federated.states import Absence, State, norm_of
@@ -125,7 +132,9 @@ def accuracy(
     engine, state = Attacked(model, partition_examples(train, settings), settings), state_of(model)
     engine.attack = change
     if checks:
-        after = run(engine, state, settings, limits=server_limits(model, train, settings)).state
+        after = run_rounds(
+            engine, state, settings, limits=server_limits(model, train, settings)
+        ).state
     else:
         after = unchecked(engine, state, settings)
     return float(make_measure(model, test)(after)["accuracy"])
@@ -165,7 +174,7 @@ def largest_ratio(overrides: Mapping[str, Any], train: Examples) -> float:
         expected = expected_norms(sent)
         ratios.extend(norm_of(c.tensors) / expected[c.client] for c in sent if c.client in expected)
 
-    run(
+    run_rounds(
         InProcess(model, partition_examples(train, settings), settings),
         state_of(model),
         replace(settings, norm_factor=0.0),

@@ -1,7 +1,7 @@
 """Check of installed libraries against regauge's list of known vulnerabilities.
 
 `python scripts/audit_deps.py FOLDER...` checks site-packages folders, and exits with code 1 if a
-library is vulnerable. The list (src/regauge/cli/advisories.py) is maintained by hand and covers
+library is vulnerable. The list (src/regauge/results/advisories.py) is maintained by hand and covers
 libraries that regauge loads; it does not replace a vulnerability database. pip-audit
 needs one: where a package index does not serve PyPI's JSON API, pip-audit skips every package,
 prints "No known vulnerabilities found" and exits with 0.
@@ -13,7 +13,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from regauge.cli.advisories import ADVISORIES, find_vulnerable
+from regauge.results.advisories import ADVISORIES, find_vulnerable
 
 
 def main(folders: list[str]) -> int:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from regauge.errors import RegaugeError
-from regauge.federated import Contribution, Settings, run, state_store
+from regauge.federated import Contribution, Settings, run_rounds, state_store
 from regauge.federated.states import Absence, State, digest_of, layout_of, norm_of
 from regauge.federated.validation import Limits
 from soak.harness import Counter, Outcome, mutants
@@ -179,7 +179,7 @@ def run_survives(seed: int) -> bool:
     )
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) if seed % 10 == 0 else None
-        result = run(HostileEngine(seed), START, settings, folder=folder, limits=LIMITS)
+        result = run_rounds(HostileEngine(seed), START, settings, folder=folder, limits=LIMITS)
         if folder is not None:
             saved = state_store.load(folder)
             assert saved is not None
@@ -266,7 +266,7 @@ def _replies(scale: float) -> Outcome:
                     flower.from_reply(Message(content, reply_to=request), HOSTILE),
                 ]
 
-        result = run(Once(), START, Settings(clients=CLIENTS, rounds=1), limits=LIMITS)
+        result = run_rounds(Once(), START, Settings(clients=CLIENTS, rounds=1), limits=LIMITS)
         return len(result.history[0].contributed) >= CLIENTS - 1
 
     for seed in range(max(1, int(5_000 * scale))):
@@ -281,7 +281,7 @@ def _folders(scale: float) -> Outcome:
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "run"
         state_store.begin(folder, settings, DIGEST, {})
-        run(HostileEngine(1), START, settings, folder=folder, limits=LIMITS)
+        run_rounds(HostileEngine(1), START, settings, folder=folder, limits=LIMITS)
         for name, focus in ((state_store.STATE_FILE, 2500), (state_store.RUN_FILE, None)):
             path = folder / name
             good = path.read_bytes()

@@ -41,16 +41,17 @@ from regauge.federated import (
     contribute,
     partition_examples,
     prepare_model,
-    run,
+    run_rounds,
     state_of,
 )
 from regauge.federated.client import sample_rows
 from regauge.federated.defences import apply_defences, frozen_names, read_defences
 from regauge.federated.fusion import average_weights, split_test
 from regauge.federated.local_state import LocalState
+from regauge.federated.outputs import CLIENT_ACCURACY
 from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.rounds import completed_rounds
-from regauge.federated.runs import CLIENT_ACCURACY, make_measure
+from regauge.federated.runs import make_measure
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Contribution
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
@@ -151,7 +152,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
             caught[number] = (dict(state), list(sent))
 
     own = LocalState()
-    kept = run(
+    kept = run_rounds(
         InProcess(model, parts, settings, own),
         state_of(model),
         settings,
@@ -257,7 +258,7 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
             alone.extend(make_measure(model, test)(c.tensors)["accuracy"] for c in sent)
 
     engine = InProcess(model, partition_examples(examples, settings), settings)
-    kept = run(
+    kept = run_rounds(
         engine,
         state_of(model),
         settings,

@@ -149,7 +149,7 @@ def test_other_layouts_are_not_taken_for_the_cache(run: Run, tmp_path: Path, mod
 
 def test_what_copies_single_files_refuses_them_too(tmp_path: Path, model: Path) -> None:
     from regauge.errors import CheckpointError
-    from regauge.federated.runs import save_model
+    from regauge.federated.outputs import save_model
     from regauge.jigsaw import MaskedJigsaw
     from regauge.jigsaw.folder import save_wrapped
 

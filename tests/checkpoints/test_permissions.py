@@ -105,7 +105,7 @@ def _jigsaw(i: Inputs, out: Path) -> None:
 
 
 def _federated(i: Inputs, out: Path) -> None:
-    from regauge.federated.runs import save_model
+    from regauge.federated.outputs import save_model
 
     out.mkdir()
     (out / "old").touch()

@@ -53,6 +53,7 @@ def test_a_run_its_model_and_going_on(
     assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in captured.out
     assert sorted(p.name for p in out.iterdir()) == [
         "global.safetensors",
+        "history.jsonl",
         "model",
         "results.json",
         "run.json",

@@ -21,9 +21,11 @@ import pytest
 import typer
 
 from regauge.cli import app as cli
-from regauge.cli import doctor, main
+from regauge.cli import main
 from regauge.cli.menu import EXAMPLES, OVERVIEW, PANELS
 from regauge.demo.move import LLAMA, make_checkpoint
+from regauge.results import installation
+from regauge.results.advisories import satisfies
 
 
 def commands() -> Iterator[tuple[str, Any]]:
@@ -139,7 +141,7 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["torch"]["devices"][0]["name"] == "cpu"
     extras = {extra["name"]: extra for extra in report["extras"]}
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert set(doctor._PURPOSES) == set(project["optional-dependencies"]), (
+    assert set(installation._PURPOSES) == set(project["optional-dependencies"]), (
         "every extra says what it brings"
     )
     assert extras["report"]["complete"]
@@ -161,7 +163,7 @@ def test_doctor_names_what_is_missing_or_old(
         return "0.1" if name == "matplotlib" else "1.20" if name == "numpy" and old else real(name)
 
     old = False
-    monkeypatch.setattr(doctor.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     assert main(["doctor"]) == 0, "a missing extra is not a fault"
     output = capsys.readouterr().out
     assert re.search(r"jinja2>=3\.1\S*, matplotlib 0\.1 is too old \(>=3\.8\)", output)
@@ -192,7 +194,7 @@ def test_doctor_names_a_vulnerable_torch(
     monkeypatch.setattr(
         metadata, "version", lambda name: version if name == "torch" else real(name)
     )
-    monkeypatch.setattr(doctor, "requirements", dict)
+    monkeypatch.setattr(installation, "requirements", dict)
     assert main(["doctor"]) == (0 if safe else 1)
     line = f"torch {version} is unsafe (CVE-2025-32434, CVE-2026-24747): a crafted pickle runs code"
     output = capsys.readouterr().out
@@ -206,13 +208,13 @@ def test_doctor_names_a_vulnerable_torch(
 
 def test_doctor_imports_libraries_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        doctor, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
+        installation, "requirements", lambda: {"": [("rich", ">=13")], "x": [("jinja2", "")]}
     )
     monkeypatch.setitem(sys.modules, "jinja2", None)  # an import of it fails
-    facts = doctor.collect_facts(load=True)
-    assert facts["healthy"]
-    assert facts["extras"][0]["libraries"][0]["state"] == "does not load"
-    assert "jinja2" in doctor.text_of(facts)
+    checked = installation.check_installation(load=True)
+    assert checked.healthy
+    assert checked.facts["extras"][0]["libraries"][0]["state"] == "does not load"
+    assert "jinja2" in str(checked)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +228,7 @@ def test_doctor_imports_libraries_on_request(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_versions_are_compared_by_number(version: str, wanted: str, yes: bool) -> None:
-    assert doctor.satisfies(version, wanted) is yes
+    assert satisfies(version, wanted) is yes
 
 
 def test_completion() -> None:

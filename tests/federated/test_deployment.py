@@ -22,7 +22,7 @@ from regauge.federated import (
     InProcess,
     Settings,
     partition_examples,
-    run,
+    run_rounds,
     state_of,
     state_store,
 )
@@ -119,7 +119,7 @@ def distance(source: Source, settings: Settings, merged_state: RunState) -> floa
     model = source.build_model(settings)
     engine = Absent(model, partition_examples(source.load_examples(model)[0], settings), settings)
     engine.there = [r.contributed for r in merged_state.history if not r.void]
-    here = run(engine, state_of(model), settings)
+    here = run_rounds(engine, state_of(model), settings)
     return max(
         float((here.state[n] - merged_state.state[n]).abs().max()) for n in merged_state.state
     )

@@ -26,7 +26,7 @@ from regauge.federated import (
     partition_examples,
     partitions,
     prepare_model,
-    run,
+    run_rounds,
     state_of,
     state_store,
 )
@@ -229,7 +229,7 @@ class Scripted:
 def run_scripted(
     engine: Engine, settings: Settings, folder: Path | None = None
 ) -> state_store.RunState:
-    return run(engine, {"w": torch.zeros(3)}, settings, folder=folder)
+    return run_rounds(engine, {"w": torch.zeros(3)}, settings, folder=folder)
 
 
 def test_training_together_learns() -> None:
@@ -381,7 +381,7 @@ def test_dropouts_are_reported_and_reproducible() -> None:
 def test_an_empty_part_takes_no_part() -> None:
     settings = Settings(clients=2, rounds=1)
     model = fed.vit()
-    run_state = run(
+    run_state = run_rounds(
         InProcess(model, [fed.bars(8), fed.bars(8).only([])], settings), state_of(model), settings
     )
     assert run_state.history[0].contributed == (0,)

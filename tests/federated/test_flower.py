@@ -112,7 +112,7 @@ class Nodes:
 
 def serve(
     source: Source, folder: Path, settings: Settings = SETTINGS, **more: Any
-) -> flower.RunResult:
+) -> flower.FederatedRun:
     return flower.serve(
         Nodes(source, settings.clients, **more), source, settings, folder, gather=0.0
     )  # type: ignore[arg-type]

@@ -27,13 +27,14 @@ from regauge.federated import (
     InProcess,
     Settings,
     aggregate,
-    run,
+    run_rounds,
     state_of,
     state_store,
 )
 from regauge.federated.aggregation import COMBINE, Memory, trim_count
+from regauge.federated.outputs import save_model
 from regauge.federated.rounds import MAX_VOID_ROUNDS
-from regauge.federated.runs import save_model, server_limits
+from regauge.federated.runs import server_limits
 from regauge.federated.settings import read_settings
 from regauge.federated.state_store import RunState
 from regauge.federated.states import Absence, State, digest_of, layout_of, norm_of
@@ -75,7 +76,7 @@ class Scripted:
 
 
 def run_with(bad: Any, settings: Settings = FOUR, **more: Any) -> RunState:
-    return run(Scripted(settings, bad), START, settings, **more)
+    return run_rounds(Scripted(settings, bad), START, settings, **more)
 
 
 def without(settings: Settings = FOUR) -> State:
@@ -208,7 +209,7 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
                     else c
                 )
 
-    found = run(
+    found = run_rounds(
         One(model, fed.partition_examples(examples, settings), settings),
         state,
         settings,
@@ -216,7 +217,7 @@ def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     )
     assert found.history[0].rejected == {"2": "names"}
     assert torch.equal(found.state[name], state[name])
-    unlimited = run(
+    unlimited = run_rounds(
         One(model, fed.partition_examples(examples, settings), settings), state, settings
     )
     assert not torch.equal(unlimited.state[name], state[name])
@@ -264,7 +265,7 @@ def test_zero_updates_of_most_clients_reject_no_client() -> None:
                     else replace(c, tensors={n: 0 * t for n, t in c.tensors.items()})
                 )
 
-    assert run(Still(FOUR, lambda c: c), START, FOUR).history[0].rejected == {}
+    assert run_rounds(Still(FOUR, lambda c: c), START, FOUR).history[0].rejected == {}
 
 
 def test_a_run_without_enough_valid_contributions_ends_with_one_error_and_its_last_state(
@@ -378,7 +379,7 @@ def test_robust_rules_hold_against_one_client_without_any_check(rule: str, strat
         weigh="clients",
         rounds=3,
     )
-    honest = run(
+    honest = run_rounds(
         Scripted(replace(settings, clients=4), lambda c: c), START, replace(settings, clients=4)
     )
 

@@ -12,7 +12,8 @@ import torch
 
 import support.federations as fed
 from regauge.errors import CheckpointError
-from regauge.federated import InProcess, Settings, partition_examples, run, state_of, state_store
+from regauge.federated import InProcess, Settings, partition_examples, state_of, state_store
+from regauge.federated import rounds as federated_rounds
 from regauge.federated.local_state import LocalState, withheld_names
 from regauge.federated.runs import Source, run_federated
 from regauge.results.findings import load_results
@@ -25,7 +26,7 @@ def run_rounds(
     own: LocalState, settings: Settings = SETTINGS, folder: Path | None = None, **more: object
 ) -> state_store.RunState:
     model = fed.vit()
-    return run(
+    return federated_rounds.run_rounds(
         InProcess(model, partition_examples(fed.bars(), settings), settings, own),
         state_of(model),
         settings,

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from regauge.cli.advisories import ADVISORIES, Advisory, find_vulnerable
 from regauge.errors import MissingExtraError, need
+from regauge.results.advisories import ADVISORIES, Advisory, find_vulnerable
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "regauge"

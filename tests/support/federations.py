@@ -13,7 +13,8 @@ import torch
 import transformers
 
 from regauge.data.tasks import Examples
-from regauge.federated import InProcess, Settings, partition_examples, prepare_model, run, state_of
+from regauge.federated import InProcess, Settings, partition_examples, prepare_model, state_of
+from regauge.federated import rounds as federated_rounds
 from regauge.federated.runs import Source
 from regauge.federated.state_store import RunState
 
@@ -50,7 +51,7 @@ def run_rounds(
 ) -> RunState:
     """A run in this process."""
     model = prepare_model(vit(), settings)
-    return run(
+    return federated_rounds.run_rounds(
         InProcess(model, partition_examples(examples or bars(), settings), settings),
         state_of(model),
         settings,

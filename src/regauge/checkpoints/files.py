@@ -350,6 +350,42 @@ def write_bytes(
     fsync_folder(path.parent)
 
 
+def append_bytes(path: Path, data: bytes, after: int) -> None:
+    """Append to a file after its first `after` bytes, and flush it to disk.
+
+    For logs whose committed length is known elsewhere: what follows it is the rest of an
+    interrupted append, and is dropped.
+
+    Args:
+        path: The file; created if it is missing.
+        data: What to append.
+        after: The committed length.
+    """
+    with wrap_write_errors(path):
+        _require_replaceable(path)
+        with open(
+            path, "r+b", opener=lambda name, flags: os.open(name, flags | os.O_CREAT, 0o666)
+        ) as file:
+            file.truncate(after)
+            file.seek(after)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+    fsync_folder(path.parent)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed processes have left of unfinished writes, anywhere in a folder.
+
+    Call this only from the single writer of the folder: another write may be in progress.
+    """
+    for partial in list(folder.rglob(".*.partial-*")):
+        if partial.is_dir() and not partial.is_symlink():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink(missing_ok=True)
+
+
 def format_bytes(n: int) -> str:
     """Format a number of bytes: 12 B, 3.4 kB, 1,234.5 MB."""
     return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"

@@ -60,13 +60,16 @@ def write_tensors(
         fsync_folder(path.parent)
 
 
-def read_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, str]]:
+def read_tensors(
+    path: Path, kind: str, version: int, *older: int
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors and metadata of a file.
 
     Args:
         path: The file.
         kind: The kind of file that its metadata must name.
         version: The version that its metadata must name.
+        older: Older versions that it may name instead.
 
     Raises:
         CheckpointError: The file is damaged, or of another kind or version.
@@ -90,7 +93,8 @@ def read_tensors(path: Path, kind: str, version: int) -> tuple[dict[str, Tensor]
         raise CheckpointError(
             f"{path} cannot be read: {error}", hint="restore it from a copy"
         ) from error
-    if metadata.get("regauge") != kind or metadata.get("version") != str(version):
+    known = [str(number) for number in (version, *older)]
+    if metadata.get("regauge") != kind or metadata.get("version") not in known:
         raise CheckpointError(
             f'{path} is not a "{kind}" file of version {version}',
             hint="pass another folder, or upgrade regauge",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,28 +31,13 @@ def demo(
     """Run a short demo: transform small models, train one plain and one permuted, verify it, write
     a page. Downloads nothing.
     """
-    from regauge.checkpoints.files import wrap_write_errors, write_bytes
-    from regauge.checkpoints.plan import check_new
     from regauge.cli.run import EXIT_FAILED, facts_of_run
     from regauge.demo import run_demo
-    from regauge.errors import need
     from regauge.results.findings import to_json
 
-    started = time.monotonic()
-    for library in ("jinja2", "matplotlib", "transformers", "sklearn"):
-        need(library, "experiments")
-    if out is not None:
-        check_new(out)
-        with wrap_write_errors(out):
-            out.mkdir(exist_ok=True)
-    results = run_demo(info if json else print_result, step_bar, out, seed)
-    results = replace(
-        results,
-        facts={**facts_of_run(), **results.facts, "seconds": round(time.monotonic() - started, 1)},
+    results = run_demo(
+        info if json else print_result, step_bar, out, seed, page=report, facts=facts_of_run
     )
-    from regauge.results.report import page
-
-    write_bytes(report, page(results).encode())
     if json:
         print_result(to_json(results))
     if out is not None:

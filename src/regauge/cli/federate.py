@@ -3,69 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_result, step_bar
+from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
-if TYPE_CHECKING:
-    from regauge.federated.runs import RunResult, Source
-    from regauge.federated.settings import Settings
-    from regauge.federated.state_store import Round
-
-
-class Strategy(StrEnum):
-    """Strategies of the server."""
-
-    fedavg = "fedavg"
-    fedprox = "fedprox"
-    fedadam = "fedadam"
-    matched = "matched"
-
-
-class Partition(StrEnum):
-    """Partitions of the data."""
-
-    iid = "iid"
-    dirichlet = "dirichlet"
-
-
-class Optimizer(StrEnum):
-    """Optimizers of the clients."""
-
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-
-
-class EngineName(StrEnum):
-    """Engines that run the clients."""
-
-    process = "process"
-    simulation = "simulation"
-    deployment = "deployment"
-
-
-class Weigh(StrEnum):
-    """Weights of the mean."""
-
-    examples = "examples"
-    clients = "clients"
-
-
-class Aggregation(StrEnum):
-    """Rules that combine contributions."""
-
-    mean = "mean"
-    median = "median"
-    trimmed_mean = "trimmed-mean"
-    clipped_mean = "clipped-mean"
+Strategy = StrEnum("Strategy", ["fedavg", "fedprox", "fedadam", "matched"])
+Partition = StrEnum("Partition", ["iid", "dirichlet"])
+Optimizer = StrEnum("Optimizer", ["sgd", "adam", "adamw"])
+Engine = StrEnum("Engine", ["process", "simulation", "deployment"])
+Weigh = StrEnum("Weigh", ["examples", "clients"])
+Aggregation = StrEnum("Aggregation", ["mean", "median", "trimmed-mean", "clipped-mean"])
 
 
 def federate(
@@ -98,13 +52,13 @@ def federate(
     ],
     strategy: Annotated[
         Strategy, typer.Option("--strategy", help="Rule from contributions to the next model.")
-    ] = Strategy.fedavg,
+    ] = Strategy("fedavg"),
     partition: Annotated[
         Partition,
         typer.Option(
             "--partition", help="Even parts, or classes distributed by a Dirichlet distribution."
         ),
-    ] = Partition.iid,
+    ] = Partition("iid"),
     alpha: Annotated[
         float,
         typer.Option(
@@ -135,7 +89,7 @@ def federate(
     ] = 32,
     optimizer: Annotated[
         Optimizer, typer.Option("--optimizer", help="Optimizer of the clients.")
-    ] = Optimizer.sgd,
+    ] = Optimizer("sgd"),
     lr: Annotated[
         float, typer.Option("--lr", metavar="X", help="Learning rate of the clients.")
     ] = 0.05,
@@ -170,14 +124,14 @@ def federate(
         typer.Option(
             "--weigh", help="Weights of the mean: numbers of examples, or equal for all clients."
         ),
-    ] = Weigh.examples,
+    ] = Weigh("examples"),
     aggregation: Annotated[
         Aggregation,
         typer.Option(
             "--aggregation",
             help="Aggregation rule; the last three bound the influence of one client.",
         ),
-    ] = Aggregation.mean,
+    ] = Aggregation("mean"),
     trim: Annotated[
         float,
         typer.Option(
@@ -272,12 +226,12 @@ def federate(
         ),
     ] = False,
     engine: Annotated[
-        EngineName,
+        Engine,
         typer.Option(
             "--engine",
             help="This process, Flower's simulation, or nodes connected to a SuperLink.",
         ),
-    ] = EngineName.process,
+    ] = Engine("process"),
     workers: Annotated[
         int | None,
         typer.Option(
@@ -292,7 +246,13 @@ def federate(
     ] = None,
     authority: Annotated[
         Path | None,
-        typer.Option("--authority", metavar="PEM", help="Certificate authority of the SuperLink."),
+        typer.Option(
+            "--authority",
+            exists=True,
+            dir_okay=False,
+            metavar="PEM",
+            help="Certificate authority of the SuperLink.",
+        ),
     ] = None,
     wait: Annotated[
         float,
@@ -341,15 +301,17 @@ def federate(
     started = time.monotonic()
     check_device(device)
     check_outputs(json, None)
-    if json is not None and engine is EngineName.deployment:
+    deployed = engine == "deployment"
+    if json is not None and deployed:
         raise typer.BadParameter(
             "the results of a deployment are on the SuperLink's machine, in the run's folder",
             param_hint="--json",
         )
-
-    from regauge.federated.defences import read_defences
-    from regauge.federated.runs import Source
-    from regauge.federated.settings import Settings
+    if deployed and None in (superlink, authority):
+        raise typer.BadParameter(
+            "deployment requires --superlink HOST:PORT and --authority PEM", param_hint="--engine"
+        )
+    from regauge.federated import FlowerOptions, Settings, run
 
     set_threads(threads)
     settings = Settings(
@@ -386,124 +348,30 @@ def federate(
         weigh=weigh.value,
         defences=tuple(defence or ()),
     )
-    read_defences(settings.defences)
-    means, stds = sample.parse_numbers(mean, "--mean"), sample.parse_numbers(std, "--std")
-    source = Source(
-        model,
-        data,
-        split,
-        sample.parse_fields(field),
-        tokenizer,
-        length,
-        means,
-        stds,
-        test,
-        test_split,
-        fresh,
-        device,
-    )
-    if engine is EngineName.deployment:
-        if superlink is None or authority is None:
-            raise typer.BadParameter(
-                "deployment requires --superlink HOST:PORT and --authority PEM",
-                param_hint="--engine",
-            )
-        for line in _run_deployment(
-            source, settings, out, superlink, authority, wait, gather, record
-        ):
-            print_result(line)
-        code = 0
-    else:
-        engine_options: dict[str, Any] = (
-            {"workers": workers, "wait": wait, "gather": gather}
-            if engine is EngineName.simulation
-            else {}
+    flower = FlowerOptions(workers, wait, gather, superlink, authority)
+    # Flower prints the rounds of a deployment itself.
+    with nullcontext() if deployed else step_bar("round") as progress:
+        finished = run(
+            model,
+            data,
+            settings=settings,
+            folder=out,
+            test=test,
+            engine=engine.value,
+            flower=flower,
+            record=record,
+            facts=facts_of_run(),
+            progress=progress,
+            split=split,
+            fields=sample.parse_fields(field),
+            tokenizer=tokenizer,
+            length=length,
+            mean=sample.parse_numbers(mean, "--mean"),
+            std=sample.parse_numbers(std, "--std"),
+            test_split=test_split,
+            fresh=fresh,
+            device=device,
         )
-        outcome = _run_locally(
-            engine, source, settings, out, record=record, about=facts_of_run(), **engine_options
-        )
-        code = deliver(outcome.results, "\n".join(outcome.lines), json, None)
+    code = deliver(finished.results, str(finished), json, None)
     info(f"run: {out} ({time.monotonic() - started:.1f} s)")
     return code
-
-
-def _run_locally(
-    engine: EngineName, source: Source, settings: Settings, out: Path, **run_options: Any
-) -> RunResult:
-    """Run in this process or in Flower's simulation, under a progress bar."""
-    run: Callable[..., RunResult]
-    if engine is EngineName.simulation:
-        from regauge.federated.flower import simulate
-
-        run = simulate
-    else:
-        from regauge.federated.runs import run_federated
-
-        run = run_federated
-    with step_bar("round") as progress:
-
-        def on_round(round_: Round) -> None:
-            progress(round_.number, settings.rounds, describe_round(round_))
-
-        return run(source, settings, out, on_round=on_round, **run_options)
-
-
-def _run_deployment(
-    source: Source,
-    settings: Settings,
-    out: Path,
-    superlink: str,
-    authority: Path,
-    wait: float,
-    gather: float,
-    record: bool,
-) -> tuple[str, ...]:
-    """Submit the run to a SuperLink and follow it. The server's output goes to stderr."""
-    import subprocess
-    import sys
-    import tempfile
-
-    from regauge.errors import RegaugeError
-    from regauge.federated import deployment
-
-    if not authority.is_file():
-        raise typer.BadParameter(
-            f"must be an existing file, got {authority}", param_hint="--authority"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        home, bundle = Path(folder) / "home", Path(folder) / "bundle"
-        deployment.write_connection(home, superlink, authority)
-        deployment.write_bundle(
-            bundle, source.to_dict(), settings, out, wait=wait, gather=gather, record=record
-        )
-        process = subprocess.run(
-            deployment.submit_command(bundle),
-            env=deployment.build_environment(home),
-            stdout=sys.stderr,
-            check=False,
-        )
-    if process.returncode:
-        raise RegaugeError(
-            f"Flower exited with code {process.returncode}",
-            hint="see its output above; the same command resumes from the last round",
-        )
-    return (f"{out}: on the SuperLink's machine",)
-
-
-def describe_round(round_: Round) -> str:
-    """Describe a round in one line."""
-    parts = [f"{len(round_.contributed)} contributed"]
-    parts += [f"{len(round_.rejected)} rejected"] if round_.rejected else []
-    parts += [f"client {c}: {why}" for c, why in list(round_.absent.items())[:3]]
-    parts += [f"and {len(round_.absent) - 3} more absent"] if len(round_.absent) > 3 else []
-    parts += [] if round_.loss is None else [f"loss {round_.loss:.4f}"]
-    parts += (
-        [f"accuracy {round_.measures['accuracy']:.4f}"] if "accuracy" in round_.measures else []
-    )
-    parts += [
-        f"{name} {value:.4f}"
-        for name, value in round_.measures.items()
-        if name == "accuracy of clients"
-    ]
-    parts += [round_.fault] if round_.fault else []
-    return ", ".join(["void: nothing changed", *parts] if round_.void else parts)

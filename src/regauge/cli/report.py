@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -21,20 +20,8 @@ def report(
     verbose: options.Verbose = 0,
 ) -> int:
     """Write results as one HTML page that opens from disk, without a network."""
-    from regauge.checkpoints.files import wrap_write_errors, write_bytes
-    from regauge.errors import FindingsError
-    from regauge.results.findings import load_results
-    from regauge.results.report import page, verdict
+    from regauge.results.report import write_page
 
-    with wrap_write_errors(out):
-        taken = os.path.lexists(out)
-    if taken:
-        raise FindingsError(
-            f"the output {out} exists already",
-            hint="name a new file with -o, or remove this one first",
-        )
-    loaded = load_results(results)
-    html = page(loaded).encode()
-    write_bytes(out, html, new=True)
-    info(f"wrote {out}: {verdict(loaded)[1].lower()}; {len(html) / 1e3:,.1f} kB")
+    words = write_page(results, out)
+    info(f"wrote {out}: {words.lower()}; {out.stat().st_size / 1e3:,.1f} kB")
     return 0

@@ -7,9 +7,13 @@ one page.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from regauge.checkpoints.files import wrap_write_errors, write_bytes
+from regauge.checkpoints.plan import check_new
 from regauge.demo.context import DemoContext, OpenProgressBar
 from regauge.demo.digits import show_training
 from regauge.demo.gradients import show_gradients
@@ -19,6 +23,7 @@ from regauge.demo.lock import show_lock
 from regauge.demo.merge import show_merge
 from regauge.demo.move import show_symmetry, show_transforms
 from regauge.demo.split import show_split
+from regauge.errors import need
 from regauge.results.findings import Results
 
 Chapter = Callable[[DemoContext], Results]
@@ -42,31 +47,49 @@ def run_demo(
     out: Path | None = None,
     seed: int = 0,
     chapters: Sequence[Chapter] = CHAPTERS,
+    *,
+    page: Path | None = None,
+    facts: Callable[[], Mapping[str, Any]] = dict,
 ) -> Results:
     """Run the chapters.
 
     Args:
         echo: Prints a line.
         bar: Opens a progress bar.
-        out: A folder for the models and images; by default they are temporary.
+        out: A new folder for the models and images; by default they are temporary.
         seed: The seed of the models and elements.
         chapters: The chapters to run, in order.
+        page: The HTML page to write.
+        facts: Returns further facts of the run, called at its end.
     """
+    started = time.monotonic()
+    for library in ("jinja2", "matplotlib", "transformers", "sklearn"):
+        need(library, "experiments")
+    if out is not None:
+        check_new(out)
+        with wrap_write_errors(out):
+            out.mkdir(exist_ok=True)
     import torch
+
+    from regauge.results import report
 
     torch.set_num_threads(1)  # more threads slow down models as small as these
     with tempfile.TemporaryDirectory(prefix="regauge-demo-") as temporary:
         folder = Path(temporary) if out is None else out
-        results = []
+        parts = []
         for number, chapter in enumerate(chapters, 1):
             echo(f"{number}. {(chapter.__doc__ or '').splitlines()[0]}\n")
-            results.append(chapter(DemoContext(folder, seed, echo, bar)))
+            parts.append(chapter(DemoContext(folder, seed, echo, bar)))
             echo("")
-    return Results(
+    measured = {"seed": seed, **{k: v for r in parts for k, v in r.facts.items()}}
+    results = Results(
         "regauge: the demonstration",
-        tuple(f for r in results for f in r.findings),
-        tuple(t for r in results for t in r.tables),
-        tuple(f for r in results for f in r.figures),
-        {"seed": seed, **{k: v for r in results for k, v in r.facts.items()}},
-        tuple(u for r in results for u in r.unchecked),
+        tuple(f for r in parts for f in r.findings),
+        tuple(t for r in parts for t in r.tables),
+        tuple(f for r in parts for f in r.figures),
+        {**facts(), **measured, "seconds": round(time.monotonic() - started, 1)},
+        tuple(u for r in parts for u in r.unchecked),
     )
+    if page is not None:
+        write_bytes(page, report.page(results).encode())
+    return results

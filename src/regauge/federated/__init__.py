@@ -1,22 +1,30 @@
 """Federated learning: clients train on their own data, a server aggregates their contributions.
 
+    trained = run("MODEL", "digits", clients=4, rounds=10, strategy="fedadam", folder="RUN")
+    trained.model, trained.history
+
+`run` is the whole of it. Below, the core does not depend on an engine: `settings`, `partitions`,
+`states`, `client`, `aggregation`, `rounds` and `state_store` are functions and frozen data:
+
     settings = Settings(clients=4, rounds=10)
     model = prepare_model(load_model("MODEL"), settings)
     engine = InProcess(model, partition_examples(examples, settings), settings)
-    run_state = run(engine, state_of(model), settings)
+    run_state = run_rounds(engine, state_of(model), settings)
 
-The core does not depend on an engine: `settings`, `partitions`, `states`, `client`, `aggregation`,
-`rounds` and `state_store` are functions and frozen data. `flower` and `flower_secure` are the only
-modules that import Flower, and nothing here imports them.
+`flower` and `flower_secure` are the only modules that import Flower, and they are imported only by
+a run on its engines.
 """
 
 from regauge.errors import FederatedError as FederatedError
 from regauge.federated.aggregation import aggregate as aggregate
+from regauge.federated.api import FlowerOptions as FlowerOptions
+from regauge.federated.api import run as run
 from regauge.federated.client import contribute as contribute
 from regauge.federated.client import prepare_model as prepare_model
+from regauge.federated.outputs import FederatedRun as FederatedRun
 from regauge.federated.partitions import partition_examples as partition_examples
 from regauge.federated.rounds import InProcess as InProcess
-from regauge.federated.rounds import run as run
+from regauge.federated.rounds import run_rounds as run_rounds
 from regauge.federated.settings import Settings as Settings
 from regauge.federated.states import Contribution as Contribution
 from regauge.federated.states import load_state as load_state

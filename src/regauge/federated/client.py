@@ -17,6 +17,7 @@ from regauge.errors import FederatedError
 from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State, digest_of, layout_of, load_state, state_of
 from regauge.jigsaw import MaskedJigsaw, TextJigsaw
+from regauge.models.load import reinitialize
 from regauge.split.client.train import batch_rng
 
 Model = torch.nn.Module
@@ -80,7 +81,9 @@ def contribute(
         )
     is_whole = settings.independent and number == 0
     if is_whole:
-        _reinitialize(model, [settings.seed, client])
+        seed = int(np.random.default_rng([settings.seed, client, 106]).integers(1 << 31))
+        inner = unwrap(model)
+        inner.load_state_dict(reinitialize(inner, seed).state_dict())
     before = state_of(model)
     losses, rows = _train(model, examples, settings, number, client, frozen)
     after = state_of(model)
@@ -187,18 +190,3 @@ def set_puzzle_seed(model: Model, settings: Settings, number: int, client: int) 
             int(np.random.default_rng([settings.seed, 105, client]).integers(1 << 31)),
             number << 20,
         )
-
-
-def _reinitialize(model: Model, seeds: list[int]) -> None:
-    """Reinitialize the model with random weights of the client."""
-    inner = unwrap(model)
-    config = getattr(inner, "config", None)
-    if config is None:
-        raise FederatedError(
-            f"a model must have a config to be reinitialized, got {type(inner).__name__}",
-            hint="use a model of transformers",
-        )
-    with torch.random.fork_rng():
-        torch.manual_seed(int(np.random.default_rng([*seeds, 106]).integers(1 << 31)))
-        initialized = type(inner)(config)
-    inner.load_state_dict(initialized.state_dict())

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from typing import IO, Any
 
 from regauge.checkpoints.files import write_bytes
 from regauge.errors import FederatedError, need
+from regauge.federated.outputs import FederatedRun, remote_run
+from regauge.federated.runs import Source
 from regauge.federated.settings import Settings
 from regauge.split.protocol.certificates import make_certificates
 
@@ -209,6 +212,51 @@ def register_command(public: Path, client: int) -> list[str]:
 def submit_command(bundle: Path) -> list[str]:
     """Return the command that submits a bundle and follows the run."""
     return [find_program("flwr"), "run", str(bundle), CONNECTION, "--stream"]
+
+
+def submit(
+    source: Source,
+    settings: Settings,
+    folder: Path,
+    superlink: str,
+    authority: Path,
+    *,
+    wait: float,
+    gather: float,
+    record: bool = False,
+) -> FederatedRun:
+    """Submit a run to a SuperLink and follow it. Flower's output goes to stderr.
+
+    Args:
+        source: Where the server finds model and test data.
+        settings: The settings of the run.
+        folder: The folder of the run on the SuperLink's machine.
+        superlink: The address of the SuperLink.
+        authority: Its certificate authority.
+        wait: Seconds that a round waits for its clients.
+        gather: Seconds that a round waits for clients that are not connected.
+        record: Whether the server records what it receives.
+
+    Raises:
+        FederatedError: The authority is not a file, or Flower failed.
+    """
+    if not authority.is_file():
+        raise FederatedError(f"authority must be an existing file, got {authority}")
+    with tempfile.TemporaryDirectory() as temporary:
+        home, bundle = Path(temporary) / "home", Path(temporary) / "bundle"
+        write_connection(home, superlink, authority)
+        write_bundle(
+            bundle, source.to_dict(), settings, folder, wait=wait, gather=gather, record=record
+        )
+        code = subprocess.run(
+            submit_command(bundle), env=build_environment(home), stdout=sys.stderr, check=False
+        ).returncode
+    if code:
+        raise FederatedError(
+            f"Flower exited with code {code}",
+            hint="see its output above; the same command resumes from the last round",
+        )
+    return remote_run(source, settings, folder)
 
 
 @dataclass

@@ -56,9 +56,10 @@ from regauge.federated.client import contribute  # noqa: E402
 from regauge.federated.defences import apply_defences, frozen_names, read_defences  # noqa: E402
 from regauge.federated.flower_secure import ask_securely, secure_mod  # noqa: E402
 from regauge.federated.local_state import LocalState, next_local, withheld_names  # noqa: E402
+from regauge.federated.outputs import FederatedRun  # noqa: E402
 from regauge.federated.partitions import partition_examples  # noqa: E402
 from regauge.federated.rounds import completed_rounds  # noqa: E402
-from regauge.federated.runs import LOCAL_FOLDER, RunResult, Source, run_federated  # noqa: E402
+from regauge.federated.runs import LOCAL_FOLDER, Source, run_federated  # noqa: E402
 from regauge.federated.settings import VERSION, Settings, read_settings  # noqa: E402
 from regauge.federated.state_store import Round  # noqa: E402
 from regauge.federated.states import Absence, Contribution, State  # noqa: E402
@@ -310,7 +311,7 @@ def serve(
     *,
     on_round: Callable[[Round], None] | None = None,
     **options: Any,
-) -> RunResult:
+) -> FederatedRun:
     """Run all rounds on a grid.
 
     Args:
@@ -593,7 +594,7 @@ def simulate(
     on_round: Callable[[Round], None] | None = None,
     workers: int | None = None,
     **options: Any,
-) -> RunResult:
+) -> FederatedRun:
     """Run all clients on this machine, as Ray workers.
 
     Args:
@@ -612,7 +613,7 @@ def simulate(
     options["gather"] = max(
         options.get("gather", CONNECT_TIMEOUT), options.get("wait", REPLY_TIMEOUT)
     )
-    results: list[RunResult] = []
+    results: list[FederatedRun] = []
     app = ServerApp()
 
     @app.main()  # type: ignore[untyped-decorator]
@@ -668,7 +669,7 @@ def server_app() -> ServerApp:
             record=bool(config["record"]),
             **timeouts,
         )
-        count = len(completed_rounds(result.run_state.history))
-        print("\n".join([*result.lines, f"{count} rounds are done"]), flush=True)  # noqa: T201
+        count = len(completed_rounds(result.history))
+        print(f"{result}\n{count} rounds are done", flush=True)  # noqa: T201
 
     return app

@@ -139,7 +139,7 @@ def select_clients(settings: Settings, number: int) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in sampled))
 
 
-def run(
+def run_rounds(
     engine: Engine,
     state: State,
     settings: Settings,
@@ -262,3 +262,22 @@ def describe_void(last: Round, min_clients: int) -> str:
     return (
         f"had too few contributions {MAX_VOID_ROUNDS} times ({min_clients} are needed): {reasons}"
     )
+
+
+def describe_round(finished: Round) -> str:
+    """Describe a round in one line."""
+    parts = [f"{len(finished.contributed)} contributed"]
+    parts += [f"{len(finished.rejected)} rejected"] if finished.rejected else []
+    parts += [f"client {c}: {why}" for c, why in list(finished.absent.items())[:3]]
+    parts += [f"and {len(finished.absent) - 3} more absent"] if len(finished.absent) > 3 else []
+    parts += [] if finished.loss is None else [f"loss {finished.loss:.4f}"]
+    parts += (
+        [f"accuracy {finished.measures['accuracy']:.4f}"] if "accuracy" in finished.measures else []
+    )
+    parts += [
+        f"{name} {value:.4f}"
+        for name, value in finished.measures.items()
+        if name == "accuracy of clients"
+    ]
+    parts += [finished.fault] if finished.fault else []
+    return ", ".join(["void: nothing changed", *parts] if finished.void else parts)

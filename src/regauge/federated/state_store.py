@@ -1,19 +1,22 @@
 """The folder of a run, from which it is resumed after an interruption.
 
     RUN/run.json             version, settings, layout and source of the model
-    RUN/global.safetensors   the state after the last valid round, the strategy's memory, the
-    history RUN/model/               the trained model after the last round: a plain checkpoint
-    RUN/results.json         accuracy over rounds RUN/seen/, RUN/kept/     with --record:
-    contributions, and example indices (`recorder`) RUN/own/                 withheld tensors of
-    clients on this machine (`local_state`)
+    RUN/global.safetensors   the state after the last valid round, and the strategy's memory
+    RUN/history.jsonl        one line for each round, appended
+    RUN/model/               the trained model after the last round: a plain checkpoint
+    RUN/results.json         accuracy over rounds
+    RUN/seen/, RUN/kept/     with --record: contributions, and example indices (`recorder`)
+    RUN/own/                 withheld tensors of clients on this machine (`local_state`)
 
-State and history are in one file that is replaced atomically: a round is in both or in neither, so
-that none is counted twice.
+The state is replaced atomically, and states how many lines of the history belong to it. A round is
+in both or in neither, so that none is counted twice.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -23,15 +26,28 @@ from typing import Any
 
 import torch
 
-from regauge.checkpoints.documents import CONFIG_BYTES, load_json, parse_json, read_document
-from regauge.checkpoints.files import exclusive_lock, wrap_write_errors, write_bytes
-from regauge.checkpoints.tensor_files import read_tensors, remove_partials, write_tensors
+from regauge.checkpoints.documents import (
+    CONFIG_BYTES,
+    RESULTS_BYTES,
+    load_json,
+    parse_json,
+    read_document,
+)
+from regauge.checkpoints.files import (
+    append_bytes,
+    exclusive_lock,
+    remove_unfinished,
+    wrap_write_errors,
+    write_bytes,
+)
+from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.errors import CheckpointError, FederatedError
 from regauge.federated.aggregation import Memory
 from regauge.federated.settings import VERSION, Settings, read_settings
 
 Tensor = torch.Tensor
-STATE_FILE, RUN_FILE = "global.safetensors", "run.json"
+STATE_FILE, RUN_FILE, HISTORY_FILE = "global.safetensors", "run.json", "history.jsonl"
+STATE_VERSION = 2  # of the state; version 1 holds the history itself
 
 
 @dataclass(frozen=True)
@@ -104,7 +120,7 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
     path = folder / RUN_FILE
     with wrap_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        remove_partials(folder / STATE_FILE)
+        remove_unfinished(folder)
     name = os.urandom(8).hex()
     if path.exists():
         existing = load_about(folder)
@@ -162,18 +178,57 @@ def load_about(folder: Path) -> dict[str, Any]:
 
 
 def save(folder: Path, run_state: RunState) -> None:
-    """Save the state of a run, atomically."""
+    """Save a run after its last round: append the round, then replace the state.
+
+    The state counts the lines of the history that belong to it, so that a round whose state was not
+    written is not in the history either. A void round is only appended: it changes no state.
+    """
+    path, history = folder / HISTORY_FILE, run_state.history
+    known = _read_lines(path)[: max(len(history) - 1, 0)]
+    lines = [*known, *(_encode_round(r) for r in history[len(known) :])]
+    append_bytes(path, b"".join(lines[len(known) :]), sum(map(len, known)))
+    if history and history[-1].void and (folder / STATE_FILE).exists():
+        return
     tensors = {f"state/{n}": t for n, t in run_state.state.items()} | {
         f"memory/{n}": t for n, t in run_state.memory.tensors.items()
     }
-    history = [asdict(r) for r in run_state.history]
     metadata = {
         "regauge": "federated state",
-        "version": str(VERSION),
+        "version": str(STATE_VERSION),
         "rounds": str(run_state.memory.rounds),
-        "history": json.dumps(history),
+        "lines": str(len(lines)),
+        "history": hashlib.sha256(b"".join(lines)).hexdigest(),
     }
     write_tensors(folder / STATE_FILE, tensors, metadata)
+
+
+def _encode_round(finished: Round) -> bytes:
+    return json.dumps(asdict(finished)).encode() + b"\n"
+
+
+def _read_lines(path: Path) -> list[bytes]:
+    """Return the complete lines of a history; none if there is no file."""
+    if not path.exists():
+        return []
+    content = read_document(path, RESULTS_BYTES, CheckpointError)
+    return [line for line in content.splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _read_history(folder: Path, metadata: Mapping[str, str]) -> tuple[Round, ...]:
+    """Return the history that belongs to a state, and the void rounds after it.
+
+    Raises:
+        KeyError, TypeError, ValueError: The history is not that of the state.
+    """
+    if metadata["version"] == "1":
+        return tuple(read_round(r) for r in load_json(metadata["history"]))
+    lines, count = _read_lines(folder / HISTORY_FILE), int(metadata["lines"])
+    digest = hashlib.sha256(b"".join(lines[:count])).hexdigest()
+    if not 0 <= count <= len(lines) or digest != metadata["history"]:
+        raise ValueError(f"{HISTORY_FILE} is not the history of this state")
+    rounds = [read_round(load_json(line)) for line in lines[:count]]
+    later = (read_round(load_json(line)) for line in lines[count:])
+    return (*rounds, *itertools.takewhile(lambda r: r.void, later))
 
 
 def load(folder: Path) -> RunState | None:
@@ -187,13 +242,10 @@ def load(folder: Path) -> RunState | None:
     path = folder / STATE_FILE
     if not path.exists():
         return None
-    tensors, metadata = read_tensors(path, "federated state", VERSION)
+    tensors, metadata = read_tensors(path, "federated state", STATE_VERSION, 1)
     groups: dict[str, dict[str, Tensor]] = {"state": {}, "memory": {}}
     try:
-        history, rounds = (
-            tuple(read_round(r) for r in load_json(metadata["history"])),
-            int(metadata["rounds"]),
-        )
+        history, rounds = _read_history(folder, metadata), int(metadata["rounds"])
         for key, t in tensors.items():
             kind, _, name = key.partition("/")
             groups[kind][name] = t

@@ -1,17 +1,36 @@
-"""What every result object can do: become a dict, JSON, a page, or a cell of a notebook."""
+"""What every result object can do: become a dict, JSON, a file, a page, or a cell of a notebook."""
 
 from __future__ import annotations
 
-import html
 import json
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from regauge.results.findings import Results, to_json
+from regauge.checkpoints.files import write_bytes
+from regauge.errors import FindingsError
+from regauge.results.findings import Finding, Results, to_json
+from regauge.results.text import format_results, format_verdict
+
+_ROWS, _FIGURES = 20, 2  # of a table, and of a cell; the page has all of them
+_COLOURS = {"good": "#17683f", "bad": "#a8201a", "none": "#5b6068"}
+_FINDINGS = ("", "finding", "value", "floor", "ceiling", "")
+# The variables of the page that its figures use.
+_STYLE = (
+    "max-width:60em;--ink:currentColor;--soft:#80858d;--rule:#c9c7c1;--paper:transparent;"
+    "--s0:#2b6cb0;--s1:#c05621;--s2:#2c7a5b;--s3:#8a4fa3;--s4:#a3781b;--s5:#4a5568"
+)
 
 
 class ResultView:
-    """Base of result objects. Subclasses define `results`, and `__str__` as their text."""
+    """Base of result objects.
+
+    Subclasses define `results`, `__str__` if a terminal shows something else than tables and
+    findings, `__repr__` if the title of the results does not suffice, and `save` if they have more
+    to save than their results. Dataclasses need `repr=False`.
+    """
 
     @property
     def results(self) -> Results:
@@ -27,6 +46,14 @@ class ResultView:
         """Return the results as JSON."""
         return to_json(self.results)
 
+    def save(self, out: str | Path) -> Any:
+        """Write the results as JSON to a new file, which `regauge report` renders.
+
+        Raises:
+            CheckpointError: The file exists or cannot be written.
+        """
+        write_bytes(Path(out), to_json(self.results).encode(), new=True)
+
     def to_html(self, path: str | Path | None = None) -> str:
         """Return the page of the results, and write it to a file if one is named.
 
@@ -36,27 +63,63 @@ class ResultView:
 
         text = page(self.results)
         if path is not None:
-            from regauge.checkpoints.files import write_bytes
-
             write_bytes(Path(path), text.encode())
         return text
 
+    def __str__(self) -> str:
+        return format_results(self.results)
+
+    def __repr__(self) -> str:
+        return f"<{self.results.title}>"
+
     def _repr_html_(self) -> str:
-        """Show the text and the tables in a notebook, without further libraries."""
-        parts = [f"<pre>{html.escape(str(self))}</pre>"]
-        for table in self.results.tables[:1]:
-            rows = "".join(
-                "<tr>" + "".join(f"<td>{html.escape(_format_cell(c))}</td>" for c in row) + "</tr>"
-                for row in table.rows[:20]
-            )
-            head = "".join(f"<th>{html.escape(c)}</th>" for c in table.columns)
-            more = (
-                f"<p>... and {len(table.rows) - 20} more rows</p>" if len(table.rows) > 20 else ""
-            )
-            parts.append(f"<h4>{html.escape(table.title)}</h4><table><tr>{head}</tr>{rows}</table>")
-            parts.append(more)
-        return "".join(parts)
+        """Show verdict, findings, tables and figures in a notebook.
+
+        Only the figures require further libraries; they are left out without matplotlib.
+        """
+        from regauge.results.report import verdict
+
+        results = self.results
+        colour, words = verdict(results)
+        mark = f"border-left:.3em solid {_COLOURS[colour]};padding:.2em .8em;margin:.4em 0"
+        about = repr(self).removeprefix("<").removesuffix(">")
+        parts = [f"<strong>{escape(results.title)}</strong>", f"<br>{escape(about)}"]
+        parts = parts[: 1 + (about != results.title)]
+        parts += [f'<br><span style="color:{_COLOURS[colour]}">{escape(words)}</span>']
+        parts = [f'<div style="{mark}">{"".join(parts)}</div>']
+        if results.findings:
+            parts.append(_table(_FINDINGS, [_row(f) for f in results.findings]))
+        for table in results.tables:
+            parts.append(f"<h4>{escape(table.title)}</h4>" + _table(table.columns, table.rows))
+        if find_spec("matplotlib") and find_spec("jinja2"):
+            parts += _draw(results, f"r{id(self):x}-")
+        return f'<div style="{_STYLE}">{"".join(parts)}</div>'
 
 
-def _format_cell(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _row(f: Finding) -> tuple[object, ...]:
+    return (format_verdict(f), f.id, f.value, f.floor, f.ceiling, "" if f.holds else f.sentence)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    from regauge.results.report import format_number
+
+    def line(tag: str, cells: Iterable[object]) -> str:
+        texts = ("" if cell is None else escape(format_number(cell)) for cell in cells)
+        return f"<tr>{''.join(f'<{tag}>{text}</{tag}>' for text in texts)}</tr>"
+
+    body = "".join(line("td", row) for row in rows[:_ROWS])
+    more = f"<p>... and {len(rows) - _ROWS} more rows</p>" if len(rows) > _ROWS else ""
+    return f"<table>{line('th', columns)}{body}</table>{more}"
+
+
+def _draw(results: Results, prefix: str) -> list[str]:
+    from regauge.results.report.plots import draw_figure
+
+    drawn = []
+    for i, figure in enumerate(results.figures[:_FIGURES]):
+        try:
+            markup, _ = draw_figure(figure, f"{prefix}{i}-")
+        except FindingsError:  # the page names the fault; a cell shows the rest
+            continue
+        drawn.append(f"<h4>{escape(figure.title)}</h4>{markup}<p>{escape(figure.caption)}</p>")
+    return drawn

@@ -7,14 +7,17 @@ untrusted: jinja escapes it, and the page forbids scripts.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from regauge.checkpoints.files import wrap_write_errors, write_bytes
 from regauge.errors import FindingsError, need
-from regauge.results.findings import Finding, Results, Table, from_json, to_json
+from regauge.results.findings import Finding, Results, Table, from_json, load_results, to_json
 
 _MAX_FAILED = 8  # failing findings that the summary names; it is to be read in ten seconds
 _MAX_DEPTH = 4  # facts nested deeper than this are shown as one line
@@ -66,6 +69,31 @@ def page(results: Results) -> str:
         facts=facts,
         summary=summary,
     )
+
+
+def write_page(source: Path | str, out: Path) -> str:
+    """Write the page of a results file to a new file.
+
+    Args:
+        source: The JSON that `--json` or `save` of a result wrote.
+        out: The page.
+
+    Returns:
+        The verdict in words.
+
+    Raises:
+        FindingsError: The page exists, or the source is not a results file.
+    """
+    with wrap_write_errors(out):
+        taken = os.path.lexists(out)
+    if taken:
+        raise FindingsError(
+            f"the output {out} exists already",
+            hint="name a new file with -o, or remove this one first",
+        )
+    results = load_results(source)
+    write_bytes(out, page(results).encode(), new=True)
+    return verdict(results)[1]
 
 
 def verdict(results: Results) -> tuple[str, str]:

@@ -1,0 +1,260 @@
+"""The outcome of a run: the trained model, the history, and their report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from regauge.checkpoints.files import OWNER, copy_file, staged_folder, write_bytes
+from regauge.checkpoints.plan import check_new, existing_files, model_mode
+from regauge.errors import FederatedError
+from regauge.federated.aggregation import Memory
+from regauge.federated.client import unwrap
+from regauge.federated.defences import DELTA, client_epsilon, read_defences
+from regauge.federated.rounds import completed_rounds
+from regauge.federated.settings import Settings
+from regauge.federated.state_store import Round, RunState
+from regauge.federated.states import load_state
+from regauge.jigsaw import MaskedJigsaw
+from regauge.models.load import quiet
+from regauge.results.findings import Figure, Results, Table
+from regauge.results.views import ResultView
+
+if TYPE_CHECKING:
+    from regauge.federated.runs import Source
+
+CLIENT_ACCURACY = "accuracy of clients"  # the mean over clients with withheld tensors
+MODEL_FOLDER = "model"  # in the folder of a run
+COPIED_FILES = (
+    "config.json",
+    "preprocessor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "special_tokens_map.json",
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FederatedRun(ResultView):
+    """A finished run: the trained model, its state and history, and their report.
+
+    Attributes:
+        source: The model and data.
+        settings: The settings of the run.
+        folder: The folder of the run; None: nothing was saved.
+        run_state: The state, the memory of the strategy, and the history.
+        trained: The trained model, in its wrapper for puzzles if the settings have them; None if
+            the folder is on another machine.
+    """
+
+    source: Source
+    settings: Settings
+    folder: Path | None
+    run_state: RunState
+    trained: torch.nn.Module | None
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The trained model, in evaluation mode.
+
+        Raises:
+            FederatedError: The run was a deployment whose folder is on another machine.
+        """
+        return unwrap(self._trained).eval()
+
+    @property
+    def history(self) -> tuple[Round, ...]:
+        """All rounds, with those that were void."""
+        return self.run_state.history
+
+    @property
+    def epsilon(self) -> float | None:
+        """The privacy loss of the client with the most contributions; None without `private`."""
+        counts = Counter(c for r in completed_rounds(self.history) for c in r.contributed)
+        defences = read_defences(self.settings.defences)
+        return client_epsilon(defences, max(counts.values(), default=0))
+
+    @property
+    def rejected(self) -> dict[str, dict[str, int]]:
+        """The numbers of rejected contributions by client and reason."""
+        counts = Counter(pair for r in self.history for pair in r.rejected.items())
+        nested: dict[str, dict[str, int]] = {}
+        for client, reason in sorted(counts, key=lambda pair: (len(pair[0]), *pair)):
+            nested.setdefault(client, {})[reason] = counts[client, reason]
+        return nested
+
+    @cached_property
+    def results(self) -> Results:
+        """Accuracy over rounds, absences and rejections."""
+        return build_results(self)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The summary, in lines of text."""
+        if self.trained is None:
+            return (f"{self.folder}: on the SuperLink's machine",)
+        completed = completed_rounds(self.history)
+        last = completed[-1].measures if completed else {}
+        measures = ", ".join(f"{n} {value:.4f}" for n, value in last.items() if n != "examples")
+        where = "the model" if self.folder is None else self.folder / MODEL_FOLDER
+        summary = (
+            f"{where}: {len(completed)} rounds of {self.settings.clients} clients, "
+            f"{self.settings.strategy}; {measures}"
+        )
+        if self.epsilon is not None:
+            summary += (
+                f"; epsilon {self.epsilon:.2f} at delta 1e-5 for the client with the most rounds"
+            )
+        lines = [summary]
+        voids, lost = sum(r.void for r in self.history), sum(len(r.absent) for r in self.history)
+        if lost or voids:
+            table = "results.tables" if self.folder is None else self.folder / "results.json"
+            text = f"{lost} contributions were absent or rejected, {voids} rounds were void"
+            lines.append(f"{text}: see {table}")
+        reasons = [
+            f"client {client}: "
+            + ", ".join(f"{reason} {count}" for reason, count in counts.items())
+            for client, counts in self.rejected.items()
+        ]
+        lines += [f"rejected contributions: {'; '.join(reasons)}"] if reasons else []
+        return tuple(lines)
+
+    def save(self, out: str | Path) -> None:
+        """Write the trained model to a new folder.
+
+        Raises:
+            CheckpointError: The folder exists or cannot be written.
+        """
+        check_new(Path(out))
+        save_model(self._trained, Path(out), self.source.path)
+
+    @property
+    def _trained(self) -> torch.nn.Module:
+        if self.trained is None:
+            raise FederatedError(
+                f"the model of the run is on the SuperLink's machine, in {self.folder}",
+                hint=f"copy its folder {MODEL_FOLDER} to this machine",
+            )
+        return self.trained
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines)
+
+    def __repr__(self) -> str:
+        return f"<federated run: {self.lines[0]}>"
+
+
+def finish(
+    source: Source,
+    settings: Settings,
+    folder: Path | None,
+    model: torch.nn.Module,
+    run_state: RunState,
+) -> FederatedRun:
+    """Return a finished run; write the trained model and the results into its folder."""
+    load_state(model, run_state.state)
+    finished = FederatedRun(source, settings, folder, run_state, model)
+    if folder is not None:
+        save_model(model, folder / MODEL_FOLDER, source.path)
+        write_bytes(folder / "results.json", finished.to_json().encode())
+    return finished
+
+
+def remote_run(source: Source, settings: Settings, folder: Path) -> FederatedRun:
+    """Return a run whose folder is on another machine."""
+    return FederatedRun(source, settings, folder, RunState({}, Memory()), None)
+
+
+def save_model(model: torch.nn.Module, out: Path, source: Path | None) -> None:
+    """Write the model without wrapper, replacing an older one of this run.
+
+    Parameters of puzzles are written as by `regauge jigsaw train`.
+    """
+    from safetensors.torch import save_file
+
+    inner = unwrap(model)
+    copied = [] if source is None else existing_files(source, COPIED_FILES)
+    with staged_folder(out, model_mode(source, copied), replace=True) as staged:
+        if isinstance(model, MaskedJigsaw):
+            from regauge.jigsaw.folder import write_wrapped
+
+            write_wrapped(model, staged)
+        elif hasattr(inner, "save_pretrained"):
+            with quiet():
+                inner.save_pretrained(staged)  # type: ignore[operator]
+        else:
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in inner.state_dict().items()},
+                staged / "model.safetensors",
+            )
+        for path in copied:
+            if not (staged / path.name).exists():
+                copy_file(path, staged / path.name, OWNER)
+
+
+def build_results(finished: FederatedRun) -> Results:
+    """Return accuracy over rounds, absences and rejections."""
+    history = finished.history
+    rows: list[tuple[Any, ...]] = [
+        (
+            r.number + 1,
+            len(r.contributed),
+            len(r.absent),
+            r.loss,
+            r.measures.get("accuracy"),
+            r.seconds,
+            "; ".join(f"{client}: {reason}" for client, reason in r.absent.items()),
+        )
+        for r in history
+    ]
+    columns = [
+        "round",
+        "contributed",
+        "absent",
+        "loss of clients",
+        "accuracy",
+        "seconds",
+        "why absent",
+    ]
+    completed = completed_rounds(history)
+    curves = {"accuracy": [r.measures.get("accuracy") for r in completed]}
+    if any(CLIENT_ACCURACY in r.measures for r in completed):
+        columns.append(CLIENT_ACCURACY)
+        rows = [
+            (*row, r.measures.get(CLIENT_ACCURACY)) for row, r in zip(rows, history, strict=True)
+        ]
+        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in completed]
+    table = Table("Rounds", tuple(columns), tuple(rows))
+    lines = {
+        "x": [r.number + 1 for r in completed],
+        "y": curves,
+        "xlabel": "round",
+        "ylabel": "accuracy",
+    }
+    figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
+    facts: dict[str, Any] = {
+        "settings": finished.settings.to_dict(),
+        "source": json.loads(json.dumps(finished.source.to_dict())),
+        "rounds": len(completed),
+    }
+    rejected = facts["rejected"] = finished.rejected
+    counts = tuple(
+        (client, reason, count)
+        for client, by_reason in rejected.items()
+        for reason, count in by_reason.items()
+    )
+    tables = (
+        (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts))
+        if counts
+        else (table,)
+    )
+    if finished.epsilon is not None:
+        facts |= {"epsilon": finished.epsilon, "delta": DELTA}
+    return Results("A federated run", (), tables, (figure,) if completed else (), facts)

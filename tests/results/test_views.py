@@ -1,0 +1,60 @@
+"""A result becomes a dict, a file, a page or a cell of a notebook. Hostile text is escaped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from regauge.errors import CheckpointError
+from regauge.results.findings import Figure, Finding, Results, Table, load_results
+from regauge.results.views import ResultView
+
+LINES = {"x": [1, 2, 3], "y": {"accuracy": [0.1, 0.5, 0.9]}, "xlabel": "round", "ylabel": "y"}
+RESULTS = Results(
+    "A <b>measurement</b>",
+    (Finding("law/<i>", "it holds", False, 1.5, 0.5, 2.0, "1.5 is <u>above</u> 0.5"),),
+    (Table("Rows & more", ("name", "value"), tuple((f"n{i}", i / 3) for i in range(25))),),
+    (Figure("Accuracy", "lines", LINES), Figure("Broken", "lines", {})),
+)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class View(ResultView):
+    shown: Results
+
+    @property
+    def results(self) -> Results:
+        return self.shown
+
+
+def test_data_and_file(tmp_path: Path) -> None:
+    view = View(RESULTS)
+    assert view.to_dict()["findings"][0]["value"] == 1.5
+    view.save(tmp_path / "r.json")
+    assert load_results(tmp_path / "r.json") == RESULTS
+    with pytest.raises(CheckpointError):
+        view.save(tmp_path / "r.json")
+    assert repr(view) == "<A <b>measurement</b>>"
+    assert "FAILS" in str(view)
+
+
+def test_a_cell_of_a_notebook() -> None:
+    view = View(RESULTS)
+    cell = view._repr_html_()
+    assert not any(tag in cell for tag in ("<b>", "<i>", "<u>", "<script"))
+    assert "1 of 1 checks fails" in cell
+    assert "Rows &amp; more" in cell
+    assert "and 5 more rows" in cell
+    assert "n19" in cell
+    assert "n20" not in cell
+    assert cell.count("<svg") == 1, "one figure can be drawn, the other is left out"
+    assert View(RESULTS)._repr_html_() != cell, "ids of figures differ between cells"
+
+
+def test_a_cell_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("regauge.results.views.find_spec", lambda name: None)
+    cell = View(RESULTS)._repr_html_()
+    assert "<svg" not in cell
+    assert "Rows &amp; more" in cell

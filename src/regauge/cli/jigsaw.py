@@ -441,7 +441,6 @@ def evaluate(
                 ratio_list,
                 seed=seed,
                 batch=batch,
-                device=device,
                 progress=progress,
             )
         if name in marked:
@@ -453,7 +452,6 @@ def evaluate(
                     ratio_list,
                     seed=seed,
                     batch=batch,
-                    device=device,
                     progress=progress,
                 )
         elif wrapped.variant != resolve_variant("A"):
@@ -603,7 +601,6 @@ def study(
                         subset,
                         datasets[name][1],
                         batch=batch,
-                        device=device,
                         progress=progress,
                     )
             corruption_tables, corruption_figures, skipped = report_figures.report_corruptions(
@@ -622,7 +619,7 @@ def study(
                     model.model, open_checkpoint(name), labelled=False
                 )
                 confidence, outlier_confidence = (
-                    score_predictions(model.unwrap(), inputs, batch, device)[0]
+                    score_predictions(model.unwrap(), inputs, batch)[0]
                     for inputs in (datasets[name][0], outliers)
                 )
                 areas[name] = (
@@ -637,7 +634,7 @@ def study(
             examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(
                 model.model, open_checkpoint(name)
             )
-            confidence, correct = score_predictions(model.unwrap(), examples, batch, device)
+            confidence, correct = score_predictions(model.unwrap(), examples, batch)
             hard_scores[name] = (float(correct.mean()), aurra(confidence, correct), len(correct))
         tables = (*tables, report_figures.tabulate_hard_images(hard_scores))
     if not tables and not figures:

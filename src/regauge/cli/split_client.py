@@ -343,7 +343,7 @@ def predict(
     """Run the model over local data, and report loss and accuracy, or loss and perplexity of a
     language model.
     """
-    from regauge.split.client.train import measure
+    from regauge.data.evaluate import evaluate_model
 
     defences = _parse_defences(rows, keep_cls, defence)
     source = sample.Sample(data, field, split, tokenizer, length, mean, std)
@@ -360,7 +360,9 @@ def predict(
         step_bar("predict") as progress,
     ):
         reporter = _StepReporter(progress, len(examples))
-        metrics = measure(case.module, examples, batch, lambda done, *_: reporter(done, None))
+        metrics = evaluate_model(
+            case.module, examples, batch, lambda done, *_: reporter(done, None)
+        )
         backbone.end()
     metrics["examples"] = int(metrics["examples"])
     if json:

@@ -26,6 +26,7 @@ from regauge.checkpoints.files import (
 from regauge.checkpoints.plan import existing_files, model_mode
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
+from regauge.data.evaluate import evaluate_model
 from regauge.data.tasks import Examples, read_examples
 from regauge.errors import FederatedError
 from regauge.federated import fusion, state_store
@@ -42,7 +43,6 @@ from regauge.federated.validation import Limits
 from regauge.jigsaw import MaskedJigsaw
 from regauge.models.load import load_model, quiet
 from regauge.results.findings import Figure, Results, Table, to_json
-from regauge.split.client.train import measure
 
 CLIENT_ACCURACY = "accuracy of clients"  # the mean over clients with withheld tensors
 LOCAL_FOLDER = "own"  # in the folder of a run
@@ -239,11 +239,11 @@ def make_measure(
 
     def evaluate(state: State) -> dict[str, float]:
         load_state(model, state)
-        measures = measure(model, test, batch)
+        measures = evaluate_model(model, test, batch)
         accuracies = []
         for client in local_state.clients() if local_state else ():
             load_state(model, {**state, **local_state.latest(client)})  # type: ignore[union-attr]
-            accuracies.append(measure(model, test, batch).get("accuracy"))
+            accuracies.append(evaluate_model(model, test, batch).get("accuracy"))
         known = [a for a in accuracies if a is not None]
         return measures | ({CLIENT_ACCURACY: sum(known) / len(known)} if known else {})
 

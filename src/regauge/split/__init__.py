@@ -14,11 +14,11 @@ After `connect` the client's model is trained like any other; only named tensors
   (every request executed exactly once), `train` (the training loop).
 """
 
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import TransportError
 from regauge.split.client.remote_backbone import RemoteBackbone, connect
 from regauge.split.protocol.transport import InProcess, Transport
 from regauge.split.server.host import Host
-from regauge.split.server.optimizer_config import OptimizerConfig
 
 __all__ = [
     "Host",

@@ -1,4 +1,6 @@
-"""Configuration of an optimizer: its kind, learning rate schedule, clipping and accumulation."""
+"""Configuration of an optimizer: its kind, learning rate schedule, clipping and accumulation; and
+the moments of an optimizer as tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,6 @@ from typing import Any
 import torch
 
 from regauge.errors import TrainingError
-from regauge.split.protocol.frames import Value
 
 SCHEDULES = ("constant", "linear", "cosine")
 # Names in the handshake, and the fields that they belong to.
@@ -29,7 +30,7 @@ _WIRE_NAMES = {
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Options of an optimizer, set by the server and sent to clients in the handshake.
+    """Options of an optimizer. In split learning the server sends them to its clients.
 
     Attributes:
         optimizer: "sgd", "adam" or "adamw".
@@ -100,7 +101,7 @@ class OptimizerConfig:
         """Return a torch optimizer over these parameters."""
         return OPTIMIZERS[self.optimizer](list(parameters), self)
 
-    def to_dict(self) -> dict[str, Value]:
+    def to_dict(self) -> dict[str, str | int | float]:
         """Return the options as they are named in the handshake.
 
         A client can train its own parts with the same ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,11 +27,11 @@ class Stored(torch.nn.Module):
         return self.logits[pixel_values.long()]
 
 
-def make_examples(labels: Tensor, **kind: bool) -> Examples:
-    def batch(rows: np.ndarray) -> tuple[Mapping[str, Tensor], Tensor]:
+def make_examples(labels: Tensor, **kind: Any) -> Examples:
+    def batch(rows: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
         return {"pixel_values": torch.from_numpy(rows)}, labels[rows]
 
-    return Examples(len(labels), 4, batch, **kind)  # type: ignore[arg-type]
+    return Examples(len(labels), 4, batch, **kind)
 
 
 @pytest.fixture

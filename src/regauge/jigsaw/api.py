@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ import torch
 
 from regauge.checkpoints import resume
 from regauge.checkpoints.plan import check_new
+from regauge.checkpoints.reader import Checkpoint
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.augment import DEIT_AUGMENTATION
@@ -39,7 +40,7 @@ from regauge.jigsaw.variants import resolve_variant
 from regauge.jigsaw.wrapper import LAMBDA, MaskedJigsaw, wrap
 from regauge.models.load import load_model, reinitialize
 from regauge.models.sources import open_source
-from regauge.results.findings import Figure, Results, Table
+from regauge.results.findings import Results
 from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
@@ -216,27 +217,22 @@ class JigsawStudy(ResultView):
     """Studies of the positions of models, and of their robustness.
 
     Attributes:
-        tables: The tables.
-        figures: The figures.
-        facts: Facts of the run, for the report.
-        unchecked: The reasons for parts that were skipped for a model.
+        report: Tables, figures and facts, and in `unchecked` the reasons for parts that were
+            skipped for a model.
     """
 
-    tables: tuple[Table, ...]
-    figures: tuple[Figure, ...]
-    facts: Mapping[str, Any]
-    unchecked: tuple[str, ...] = field(default=())
+    report: Results
 
     @property
     def results(self) -> Results:
         """Tables, figures and facts."""
-        return Results("Positions", (), self.tables, self.figures, self.facts, self.unchecked)
+        return self.report
 
     def __str__(self) -> str:
         return figures.format_report(self.results)
 
     def __repr__(self) -> str:
-        return f"<study of positions: {', '.join(table.title for table in self.tables)}>"
+        return f"<study of positions: {', '.join(table.title for table in self.report.tables)}>"
 
 
 @within_threads
@@ -377,7 +373,7 @@ def evaluate(
         device: The device that computes.
         facts: Facts of the run, for the report.
         progress: The progress callback, in batches of all models.
-        on_note: Called with a note on models that are told which patches are shuffled.
+        on_note: Called with a note on models whose unknown embedding marks shuffled patches.
 
     Raises:
         JigsawError: A ratio is invalid, or the models have different puzzles.
@@ -462,7 +458,7 @@ def study(
     """Study the position embeddings of models: explained variance, eigenvalues, projections, and
     how well positions can be predicted from them.
 
-    A part that a model lacks is skipped for that model and named in `unchecked`.
+    A part that a model lacks is skipped for that model and named in `results.unchecked`.
 
     Args:
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules.
@@ -567,7 +563,8 @@ def study(
         },
         "seconds": round(time.monotonic() - started, 1),
     }
-    return JigsawStudy(tables, plots, {**(facts or {}), **about}, tuple(unchecked))
+    facts = {**(facts or {}), **about}
+    return JigsawStudy(Results("Positions", (), tables, plots, facts, tuple(unchecked)))
 
 
 class _Parts:
@@ -589,8 +586,9 @@ class _Parts:
 
 
 def _as_list(models: Source | Sequence[Source]) -> list[Source]:
-    is_many = isinstance(models, Sequence) and not isinstance(models, str)
-    return list(models) if is_many else [models]  # type: ignore[arg-type, list-item]
+    if isinstance(models, str | Path | Checkpoint | torch.nn.Module | Mapping):
+        return [models]
+    return list(models)
 
 
 def _name_of(data: DataSource) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -85,6 +88,10 @@ def test_a_dataset_and_examples_are_data_too(trained: JigsawTraining) -> None:
     )
     examples, _ = READING.read(data, make_vit())
     assert jigsaw.train(make_vit(), examples, 0.5, options=OPTIONS).losses == trained.losses
+    strong = jigsaw.JigsawOptions(strong=True)
+    with pytest.raises(JigsawError, match="requires the mean and std"):
+        jigsaw.train(make_vit(), examples, options=strong)
+    assert strong.recipe({"mean": [0.3], "std": [0.38]})["augment"]["mean"] == [0.3]
 
 
 def test_what_is_saved_loads_as_it_was(trained: JigsawTraining, tmp_path: Path) -> None:
@@ -98,6 +105,45 @@ def test_what_is_saved_loads_as_it_was(trained: JigsawTraining, tmp_path: Path) 
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     with pytest.raises(CheckpointError, match="exists already"):
         trained.save(tmp_path / "out")
+
+
+def test_a_save_that_is_killed_leaves_all_or_nothing(
+    trained: JigsawTraining, tmp_path: Path
+) -> None:
+    """Killed before each of its flushes, with the last attempt left alone."""
+    outcomes = []
+    for flushes in range(100):
+        out = tmp_path / f"out{flushes}"
+        pid = os.fork()
+        if not pid:  # the child only writes: no threads are needed
+            _kill_at_flush(flushes)
+            trained.save(out)
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        outcomes.append(out.is_dir())
+        if out.is_dir():
+            loaded = load_wrapped(out).state_dict()
+            expected = trained.wrapped.state_dict()
+            assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+        if status == 0:
+            break
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    assert outcomes == sorted(outcomes)
+    assert outcomes.count(False) >= 4  # config, weights, what was learned, and folders
+    assert outcomes[-1]
+
+
+def _kill_at_flush(count: int) -> None:
+    """Kill this process at its fsync after `count` others."""
+    calls = itertools.count()
+    flush = os.fsync
+
+    def fsync(fd: int) -> None:
+        if next(calls) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        flush(fd)
+
+    setattr(os, "fsync", fsync)  # noqa: B010
 
 
 def test_nothing_is_left_beside_an_output(folder: Path, tmp_path: Path) -> None:

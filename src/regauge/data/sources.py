@@ -63,7 +63,7 @@ class DataOptions:
         """Return examples as inputs of a model, and their task.
 
         Args:
-            data: The data. Examples are returned as they are, with a task without normalization.
+            data: The data. Examples are returned as they are, with an empty task.
             module: The model.
             beside: The folder of the model, with the defaults of tokenizer, mean and std.
             split: The default split.
@@ -73,7 +73,7 @@ class DataOptions:
             DataError: The data do not exist, or do not fit the model.
         """
         if isinstance(data, Examples):
-            return data, {"mean": [0.0], "std": [1.0]}
+            return data, {}
         return read_examples(
             module,
             self.open(data, split),

@@ -105,10 +105,18 @@ class JigsawOptions:
 
         Args:
             task: The task, with `mean` and `std` of the images.
+
+        Raises:
+            JigsawError: Strong augmentation lacks mean and std.
         """
         augment: dict[str, Any] = {}
         if self.flip or self.shift:
             augment = {"flip": self.flip, "shift": self.shift}
+        if self.strong and "mean" not in task:
+            raise JigsawError(
+                "strong augmentation requires the mean and std of the images, which examples lack",
+                hint="pass a URI or a dataset",
+            )
         if self.strong:
             augment |= {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]}
         recipe = {
@@ -362,7 +370,8 @@ def evaluate(
     the unshuffled prediction, and distance of the features.
 
     Args:
-        models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules.
+        models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules. Modules
+            are left in evaluation mode, on the CPU.
         data: Images with labels: a URI, a dataset or examples.
         ratios: The shares of patches to shuffle.
         samples: The number of images to evaluate on; all by default.

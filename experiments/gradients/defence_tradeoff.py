@@ -23,7 +23,7 @@ from torch.func import functional_call, grad, vmap
 
 from experiments.paper_002.accuracy import results
 from experiments.paper_002.gradient_leakage import gradient_subjects
-from experiments.paper_002.jigsaw_cells import accuracy, how, model_of, parameters_with, trained
+from experiments.paper_002.jigsaw_cells import how, model_of, parameters_with, trained
 from experiments.shared.cells import Cell
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
@@ -34,7 +34,10 @@ from regauge.audit.gradients.engine import GradientCase, audit_combination
 from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.split.engine import denormalize
 from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.evaluate import accuracy
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples, loss_of, prepare
+from regauge.data.train import ScheduledOptimizer, cosine_factor, descend
 from regauge.defences.gradients import (
     Noise,
     Plan,
@@ -318,12 +321,14 @@ def follow(
     model.eval()  # no dropout; MJP's puzzles are given below
     frozen = {n for part in plan.withheld for n in part_parameters(model, part)}
     parameters = {n: q for n, q in model.named_parameters() if n not in frozen}
-    optimizer = torch.optim.AdamW(parameters.values(), rate, weight_decay=0.05)
+    config = OptimizerConfig("adamw", rate, weight_decay=0.05)
+    optimizer = ScheduledOptimizer(
+        parameters.values(), config, lambda step: rate * cosine_factor(step, steps, 0)
+    )
     draw = np.random.default_rng(seed)
     noise = torch.Generator().manual_seed(seed)
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    def backward(step: int) -> float:
         inputs, labels = examples.batch(draw.integers(0, len(examples), size))
         slopes = received(
             model,
@@ -337,7 +342,10 @@ def follow(
         )
         for name, q in parameters.items():
             q.grad = slopes.get(name)
-        optimizer.step()
+        return math.nan  # the server sees no loss
+
+    for _ in descend(optimizer, backward, range(steps)):
+        pass
 
 
 def received(

@@ -14,7 +14,6 @@ import torch
 
 from experiments.paper_002.accuracy import results
 from experiments.paper_002.gradient_leakage import examples_of
-from experiments.paper_002.jigsaw_cells import accuracy
 from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
@@ -25,7 +24,10 @@ from regauge.audit.gradients.scores import LEAK, average
 from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
 from regauge.audit.gradients.text_audit import TextCase, audit_texts
 from regauge.checkpoints.resume import Outcome, ResumeState
-from regauge.data.tasks import logits_of, loss_of, prepare
+from regauge.data.evaluate import accuracy
+from regauge.data.optimizer_config import OptimizerConfig
+from regauge.data.tasks import prepare
+from regauge.data.train import ScheduledOptimizer, backward_on, descend
 from regauge.results.findings import Figure, Finding, Results, Table
 
 DINO = {"class": "Dinov2ForImageClassification", "config": {"num_labels": 10}}
@@ -177,20 +179,23 @@ def train(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     order = np.random.default_rng(0).permutation(len(examples))
     held, used = examples.only(order[: int(p["held"])]), examples.only(order[int(p["held"]) :])
     model = build(p["model"], 0)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0.05)
+    optimizer = ScheduledOptimizer(
+        model.parameters(), OptimizerConfig("adamw", 1e-3, weight_decay=0.05)
+    )
     draw = np.random.default_rng(0)
+    backward = backward_on(model, used, lambda _: draw.integers(0, len(used), 32))
     reached: dict[str, float] = {}
     state: dict[str, torch.Tensor] = {}
-    for step in range(max(p["stages"]) + 1):
+
+    def look(step: int) -> None:
         if step in p["stages"]:
             reached[str(step)] = accuracy(model, held)
-            state |= {f"{step}/{n}": t.detach().clone() for n, t in model.state_dict().items()}
+            state.update({f"{step}/{n}": t.detach().clone() for n, t in model.state_dict().items()})
         model.train()
-        inputs, labels = used.batch(draw.integers(0, len(used), 32))
-        loss = loss_of(used, logits_of(model, inputs), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
+
+    look(0)
+    for step, _ in descend(optimizer, backward, range(max(p["stages"]))):
+        look(step)
     return Outcome(
         {
             "accuracy": reached,

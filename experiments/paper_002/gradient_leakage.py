@@ -392,7 +392,6 @@ def bare(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         [RATIO],
         seed=0,
         batch=p["batch"],
-        device=work.device,
     )
     return Outcome({"accuracy": found.shuffled[0].accuracy})
 

@@ -22,7 +22,8 @@ from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.augment import DEIT_AUGMENTATION
-from regauge.data.tasks import Examples, logits_of, prepare
+from regauge.data.evaluate import accuracy
+from regauge.data.tasks import prepare
 from regauge.data.train import count_steps, train_model
 from regauge.jigsaw.metrics import evaluate
 from regauge.jigsaw.wrapper import MaskedJigsaw, wrap
@@ -58,7 +59,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     wrapped = wrap(model, p["how"], count_steps(recipe, len(examples)), seed)
     shown = test.only(np.arange(min(SHOWN, len(test))))
     losses, seen = train_model(
-        wrapped, examples, recipe, seed, work, lambda: accuracy(wrapped, shown, work.device)
+        wrapped, examples, recipe, seed, work, lambda: accuracy(wrapped, shown)
     )
     state = {name: t.detach().cpu().clone() for name, t in wrapped.state_dict().items()}
     return Outcome(
@@ -70,23 +71,6 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         },
         state,
     )
-
-
-def accuracy(
-    model: torch.nn.Module, examples: Examples, device: str = "cpu", batch: int = 250
-) -> float:
-    model.eval()
-    right = 0
-    with torch.no_grad():
-        for start in range(0, len(examples), batch):
-            inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
-            right += int(
-                (
-                    logits_of(model, {k: v.to(device) for k, v in inputs.items()}).argmax(-1).cpu()
-                    == labels
-                ).sum()
-            )
-    return right / len(examples)
 
 
 def trained(p: Parameters, weights: Outcome, device: str = "cpu") -> MaskedJigsaw:
@@ -102,7 +86,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """
     examples = prepare(p["task"], data["test"])
     wrapped = trained(p, data["weights"], work.device)
-    found = evaluate(wrapped, examples, p["ratios"], seed=0, batch=p["batch"], device=work.device)
+    found = evaluate(wrapped, examples, p["ratios"], seed=0, batch=p["batch"])
     values = {
         "accuracy": found.accuracy,
         "shuffled": [s.to_dict() for s in found.shuffled],
@@ -112,7 +96,6 @@ def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         MaskedJigsaw(wrapped.unwrap(), 0.0, variant="A", patch=p["how"].get("patch")),
         examples,
         batch=p["batch"],
-        device=work.device,
     )
     values["bare"] = bare.at_half.to_dict()
     return Outcome({**values, "parameters": parameters_of(wrapped.model)})

@@ -71,10 +71,10 @@ def suffer(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
         prepare(p["task"], data["test"]),
         prepare({**p["task"], "labelled": False}, data["outside"]),
     )
-    sure, right = score_predictions(wrapped, test, p["batch"], work.device)
-    strange, _ = score_predictions(wrapped, outside, p["batch"], work.device)
+    sure, right = score_predictions(wrapped, test, p["batch"])
+    strange, _ = score_predictions(wrapped, outside, p["batch"])
     some = data["test"].take(p["images"])
-    errors = evaluate_corruptions(wrapped, some, p["task"], batch=p["batch"], device=work.device)
+    errors = evaluate_corruptions(wrapped, some, p["task"], batch=p["batch"])
     tensors = {"sure": sure, "right": right, "strange": strange}
     return Outcome(
         {"errors": errors, "images": len(some)},

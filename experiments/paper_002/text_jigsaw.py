@@ -18,6 +18,7 @@ from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of, uri_of
 from regauge.checkpoints.resume import Outcome, ResumeState
+from regauge.data.evaluate import predict
 from regauge.data.tasks import Examples, prepare
 from regauge.data.train import count_steps, train_model
 from regauge.jigsaw.metrics import RATIO, capture_features
@@ -53,31 +54,21 @@ def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     wrapped = TextJigsaw(build(p["model"], 0, uri_of(data, "source")), p["ratio"]).to(work.device)
     wrapped.load_state_dict(data["weights"].tensors)
-    accuracy, found = evaluate(wrapped, examples, p["shuffled"], p["batch"], work.device)
-    _, bare = evaluate(
-        TextJigsaw(wrapped.unwrap(), 0.0), examples, p["shuffled"], p["batch"], work.device
-    )
+    accuracy, found = evaluate(wrapped, examples, p["shuffled"], p["batch"])
+    _, bare = evaluate(TextJigsaw(wrapped.unwrap(), 0.0), examples, p["shuffled"], p["batch"])
     return Outcome(
         {"accuracy": accuracy, "shuffled": [found], "bare": bare, "examples": len(examples)}
     )
 
 
 def evaluate(
-    wrapped: TextJigsaw, examples: Examples, ratio: float, batch: int, device: str = "cpu"
+    wrapped: TextJigsaw, examples: Examples, ratio: float, batch: int
 ) -> tuple[float, dict[str, float]]:
     """Top-1, and top-1, consistency and the norm of the difference under shuffled spans."""
-    wrapped.eval()
     right, sums = 0, np.zeros(4)
     with torch.no_grad(), capture_features(wrapped.model) as features:
-        for start in range(0, len(examples), batch):
-            rows = np.arange(start, min(start + batch, len(examples)))
-            inputs, labels = examples.batch(rows)
-            ids, there, labels = (
-                inputs["input_ids"].to(device),
-                inputs["attention_mask"].to(device),
-                labels.to(device),
-            )
-            plain = wrapped(ids, there).logits.argmax(-1)
+        for rows, inputs, labels, logits in predict(wrapped, examples, batch):
+            ids, there, plain = inputs["input_ids"], inputs["attention_mask"], logits.argmax(-1)
             seen = features()
             right += int((plain == labels).sum())
             found = wrapped(

@@ -20,8 +20,9 @@ from experiments.shared.models import build, fresh
 from experiments.shared.train_cells import Parameters, parameters_of, uri_of
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.spec import stored_tensors
+from regauge.data.evaluate import mean_loss
 from regauge.data.tasks import Examples, decode, encode, prepare
-from regauge.data.train import mean_loss, train_model
+from regauge.data.train import train_model
 from regauge.locking.authorize import authorize_with_element
 from regauge.locking.keys import Key
 from regauge.locking.lock import lock, locked_element, unlock
@@ -105,7 +106,7 @@ def tune(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         recipe,
         seed,
         work,
-        lambda: mean_loss(model, kept, p["batch"], dtype, work.device),
+        lambda: mean_loss(model, kept, p["batch"]),
     )
     state = put_back({name: t.detach().cpu().clone() for name, t in model.state_dict().items()})
     values = {
@@ -127,7 +128,7 @@ def speak(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     examples = prepare(p["task"], data["test"], tokenizer)
     dtype = getattr(torch, said["dtype"])
     model, _ = begun(p, data, dtype, work.device)
-    nats = mean_loss(model, examples, p["batch"], dtype, work.device)
+    nats = mean_loss(model, examples, p["batch"])
     tokens: list[list[int]] = []
     with torch.random.fork_rng(), torch.no_grad():
         for i, ids in enumerate(encode(tokenizer, list(said["prompts"]))):

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from experiments.shared.cells import Cell
 from experiments.shared.models import build, plain, used, wrapper
 from regauge.checkpoints.resume import Outcome, ResumeState
-from regauge.data.tasks import chance_metrics, compute_metrics, logits_of, prepare
-from regauge.data.train import exact_arithmetic, move_batch, train_model
+from regauge.data.evaluate import predict
+from regauge.data.tasks import chance_metrics, compute_metrics, prepare
+from regauge.data.train import exact_arithmetic, train_model
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -102,11 +102,8 @@ def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         dtype=torch.int64,
     )
     kept: list[Tensor] = []
-    with torch.no_grad(), exact_arithmetic(dtype):
-        for start in range(0, len(examples), p["batch"]):
-            rows = np.arange(start, min(start + p["batch"], len(examples)))
-            inputs, labels = move_batch(examples.batch(rows), work.device, dtype)
-            logits = logits_of(model, inputs)
+    with exact_arithmetic(dtype):
+        for rows, _, labels, logits in predict(model, examples, p["batch"]):
             if examples.causal:
                 kept.append(
                     torch.nn.functional.cross_entropy(
@@ -117,7 +114,7 @@ def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
             counted = labels != -100
             at = labels[counted] * examples.classes + logits.argmax(1)[counted]
             confusion += torch.bincount(at.cpu(), minlength=examples.classes**2).view_as(confusion)
-            if not examples.dense or start < SHOWN:
+            if not examples.dense or rows[0] < SHOWN:
                 kept.append(logits.cpu())
     outputs = torch.cat(kept)
     nats = float(outputs.double().mean()) if examples.causal else 0.0

@@ -25,7 +25,9 @@ from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of, uri_of
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.action import apply
-from regauge.data.tasks import Examples, logits_of, loss_of, prepare
+from regauge.data.optimizer_config import OptimizerConfig
+from regauge.data.tasks import Examples, logits_of, prepare
+from regauge.data.train import ScheduledOptimizer, backward_on, descend
 from regauge.errors import need
 from regauge.results.findings import Finding, Results, Table
 
@@ -235,7 +237,7 @@ def _remote(
     """Train behind gRPC: the client's model, its losses, the server's backbone, the most bytes that
     a step moved, and four streams.
     """
-    from regauge.split import Host, OptimizerConfig, connect
+    from regauge.split import Host, connect
     from regauge.split.protocol.certificates import make_certificates
     from regauge.split.protocol.frames import Bytes, Kind, decode
     from regauge.split.server.network import Grpc, Server
@@ -275,17 +277,13 @@ def _remote(
 def _descend(
     model: torch.nn.Module, examples: Examples, rows: Sequence[Any], after: Any = None
 ) -> list[float]:
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], RATE, weight_decay=0.0
+    optimizer = ScheduledOptimizer(
+        [p for p in model.parameters() if p.requires_grad], OptimizerConfig("adamw", RATE)
     )
     losses = []
-    for some in rows:
-        inputs, labels = examples.batch(some)
-        optimizer.zero_grad()
-        loss = loss_of(examples, logits_of(model, inputs), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
+    backward = backward_on(model, examples, lambda n: rows[n])
+    for _, loss in descend(optimizer, backward, range(len(rows))):
+        losses.append(loss)
         if after is not None:
             after()
     return losses

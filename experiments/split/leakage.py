@@ -8,7 +8,7 @@ tokens, so that no language model helps.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,9 @@ from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.rng import Stream, seed_key
+from regauge.data.optimizer_config import OptimizerConfig
+from regauge.data.tasks import Examples
+from regauge.data.train import ScheduledOptimizer, compute_gradients, descend
 from regauge.models.cut import Crossing, cut
 from regauge.models.load import load_model
 from regauge.results.findings import Finding, Results, Table, spread_of
@@ -148,28 +151,38 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     train, own = order[: int(p["train"])], order[int(p["train"]) : int(p["train"]) + 400]
     images = (pixels - pixels[train].mean()) / pixels[train].std()
     model = build(p["model"], seed).float().train()
-    optimizer = torch.optim.AdamW(model.parameters(), float(p["rate"]))
+    config = OptimizerConfig("adamw", float(p["rate"]), weight_decay=0.01)
+    optimizer = ScheduledOptimizer(model.parameters(), config)
     classes, found = int(labels.max()) + 1, {}
+    examples = Examples(
+        len(images), classes, lambda rows: ({"pixel_values": images[rows]}, labels[rows])
+    )
     drawn = np.random.default_rng(seed)
 
     def stream(rows: Any) -> Tensor:
         with torch.no_grad():
             return cut(model).embed(pixel_values=images[rows]).stream.detach()
 
+    def learn(batches: Sequence[Any]) -> Iterator[tuple[Any, Tensor]]:
+        """Train for an epoch: the rows of each step, and the gradient that the server sees."""
+        outputs: list[Tensor] = []
+
+        def backward(n: int) -> Tensor:
+            outputs.clear()
+            with cut(model).route(lambda crossing: _kept(crossing, outputs)):
+                return compute_gradients(model, examples, *examples.batch(batches[n]))
+
+        for step, _ in descend(optimizer, backward, range(len(batches))):
+            slope = outputs[0].grad
+            assert slope is not None
+            yield batches[step - 1], slope
+
     streams = [stream(train[:samples])]
     for epoch in range(int(p["epochs"])):
         sent, true = [], []
-        for rows in np.array_split(drawn.permutation(train), max(1, len(train) // 50)):
-            outputs: list[Tensor] = []
-            with cut(model).route(lambda crossing, outputs=outputs: _kept(crossing, outputs)):  # type: ignore[misc]
-                loss = torch.nn.functional.cross_entropy(
-                    model(pixel_values=images[rows]).logits, labels[rows]
-                )
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            slope = outputs[0].grad
-            assert slope is not None
+        for rows, slope in learn(
+            np.array_split(drawn.permutation(train), max(1, len(train) // 50))
+        ):
             sent.append(_shuffled(slope, drawn)[0])
             true.append(labels[rows])
         streams.append(stream(train[:samples]))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from regauge.core.spec import Spec as Spec
     from regauge.core.threads import set_threads as set_threads
     from regauge.errors import RegaugeError as RegaugeError
+    from regauge.jigsaw.wrapper import MaskedJigsaw as MaskedJigsaw
     from regauge.locking.authorize import authorize as authorize
     from regauge.locking.authorize import deauthorize as deauthorize
     from regauge.locking.keys import Key as Key
@@ -58,6 +59,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Element": "core.element",
     "Key": "locking.keys",
+    "MaskedJigsaw": "jigsaw.wrapper",
     "MatchOptions": "matching.api",
     "Permuted": "locking.permuted",
     "RegaugeError": "errors",

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import support.federations as fed
+from regauge.data.evaluate import evaluate_model
 from regauge.errors import CheckpointError
 from regauge.federated import (
     Contribution,
@@ -37,7 +38,6 @@ from regauge.federated.runs import run_federated
 from regauge.federated.settings import read_settings
 from regauge.federated.states import Absence, State, digest_of, layout_of
 from regauge.jigsaw import MaskedJigsaw
-from regauge.split.client.train import measure
 
 FOUR = Settings(clients=4, rounds=3, batch=8, lr=0.1)
 
@@ -235,9 +235,9 @@ def run_scripted(
 def test_training_together_learns() -> None:
     settings = Settings(clients=4, rounds=8, batch=8, optimizer="adamw", lr=1e-2)
     model, test = fed.vit(), fed.bars(100, seed=2)
-    before = measure(model, test, 100)["accuracy"]
+    before = evaluate_model(model, test, 100)["accuracy"]
     load_state(model, fed.run_rounds(settings).state)
-    assert measure(model, test, 100)["accuracy"] > before + 0.3
+    assert evaluate_model(model, test, 100)["accuracy"] > before + 0.3
 
 
 def test_a_bert_learns_from_texts_with_and_without_puzzles(tmp_path: Path) -> None:

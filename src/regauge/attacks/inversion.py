@@ -6,6 +6,7 @@ Reconstructions have the range of the auxiliary images.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from regauge.attacks.views import PairedImages, PublicPatches
+from regauge.data.optimizer_config import OptimizerConfig
+from regauge.data.train import ScheduledOptimizer, descend
 
 Tensor = torch.Tensor
 MIN_IMPROVEMENT = 1e-3  # relative to the loss of the mean image: smaller decreases do not count
@@ -152,20 +155,23 @@ def decoder_inversion(
     model = _Decoder(
         x.shape[1], x.shape[2], y.shape[1], y.shape[2], hidden, depth, in_order, low, high
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=0.05)
+    optimizer = ScheduledOptimizer(
+        model.parameters(),
+        OptimizerConfig("adamw", lr, weight_decay=0.05, betas=(0.9, 0.95), clip=1.0),
+        lambda _: float(optimizer.optimizer.param_groups[0]["lr"]),  # as set by the plateau's
+    )
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
-        optimizer, factor=0.5, patience=max(1, patience // 3)
+        optimizer.optimizer, factor=0.5, patience=max(1, patience // 3)
     )
     best_loss = reference = sys.float_info.max
     best_state, losses, stale = {k: v.clone() for k, v in model.state_dict().items()}, [], 0
     for _ in range(epochs):
         model.train()
-        for rows in torch.split(train[torch.randperm(len(train))], batch):
-            optimizer.zero_grad()
-            loss = (model((x[rows] - mean) / scale) - y[rows]).square().mean()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+        _train_epoch(
+            optimizer,
+            torch.split(train[torch.randperm(len(train))], batch),
+            lambda rows: (model((x[rows] - mean) / scale) - y[rows]).square().mean(),
+        )
         losses.append(_loss(model, (x[heldout] - mean) / scale, y[heldout], batch))
         schedule.step(losses[-1])
         stale = (
@@ -187,6 +193,20 @@ def decoder_inversion(
             [model((rows.float() - mean) / scale) for rows in torch.split(view.observed, batch)]
         )
     return InversionResult(to_images(patches, size, channels), tuple(losses), floor)
+
+
+def _train_epoch(
+    optimizer: ScheduledOptimizer, batches: Sequence[Tensor], loss_on: Callable[[Tensor], Tensor]
+) -> None:
+    """Take one step for each batch of rows."""
+
+    def backward(n: int) -> Tensor:
+        loss = loss_on(batches[n])
+        loss.backward()
+        return loss.detach()
+
+    for _ in descend(optimizer, backward, range(len(batches))):
+        pass
 
 
 def _loss(model: nn.Module, x: Tensor, y: Tensor, batch: int) -> float:
@@ -240,26 +260,22 @@ def position_scores(
     n, tokens, width = x.shape
     mean, scale = x.mean((0, 1)), x.std((0, 1)).clamp(min=1e-6)
     model = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, tokens))
-    optimizer = torch.optim.AdamW(model.parameters(), lr)
+    optimizer = ScheduledOptimizer(
+        model.parameters(), OptimizerConfig("adamw", lr, weight_decay=0.01)
+    )
     order = torch.randperm(n)
     heldout, train = order[: max(1, n // 10)], order[max(1, n // 10) :]
     labels, best_loss, stale = torch.arange(tokens), float("inf"), 0
     best_state = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def loss_on(rows: Tensor) -> Tensor:
+        logits = model((x[rows] - mean) / scale)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.repeat(len(rows)))
+
     for _ in range(epochs):
-        for rows in torch.split(train[torch.randperm(len(train))], 64):
-            optimizer.zero_grad()
-            logits = model((x[rows] - mean) / scale)
-            loss: Tensor = nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels.repeat(len(rows))
-            )
-            loss.backward()
-            optimizer.step()
+        _train_epoch(optimizer, torch.split(train[torch.randperm(len(train))], 64), loss_on)
         with torch.no_grad():
-            heldout_loss = float(
-                nn.functional.cross_entropy(
-                    model((x[heldout] - mean) / scale).flatten(0, 1), labels.repeat(len(heldout))
-                )
-            )
+            heldout_loss = float(loss_on(heldout))
         stale += 1
         if heldout_loss < best_loss * (1 - 1e-3):
             best_loss, best_state, stale = (

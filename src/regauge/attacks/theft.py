@@ -6,7 +6,6 @@ The backbone is intact; only its edges do not fit.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,9 @@ import torch
 
 from regauge.attacks.views import LockedFileWithLabels
 from regauge.core.members import Monomial
-from regauge.data.tasks import Examples, logits_of, loss_of
+from regauge.data.optimizer_config import OptimizerConfig
+from regauge.data.tasks import Examples
+from regauge.data.train import ScheduledOptimizer, backward_on, cosine_factor, descend, seeded
 from regauge.models.cut import Crossing, Route, cut
 
 Tensor = torch.Tensor
@@ -156,27 +157,25 @@ def fit(model: torch.nn.Module, examples: Examples, budget: Budget) -> torch.nn.
 
 
 def _train(
-    model: torch.nn.Module, parameters: Iterable[Tensor], examples: Examples, budget: Budget
+    model: torch.nn.Module,
+    parameters: Iterable[torch.nn.Parameter],
+    examples: Examples,
+    budget: Budget,
 ) -> None:
     """Train parameters by AdamW with warm-up and a cosine schedule."""
-    parameters = list(parameters)
-    optimizer = torch.optim.AdamW(parameters, lr=budget.lr)
-    generator = np.random.default_rng(budget.seed)
-    with torch.random.fork_rng():
-        torch.manual_seed(budget.seed)
+    steps, size = budget.steps, min(budget.batch, len(examples))
+    optimizer = ScheduledOptimizer(
+        parameters,
+        OptimizerConfig("adamw", budget.lr, weight_decay=0.01),
+        lambda step: budget.lr * cosine_factor(step, steps, max(1, steps // 10)),
+    )
+    rng = np.random.default_rng(budget.seed)
+
+    def rows_of(step: int) -> np.ndarray:
+        return np.sort(rng.choice(len(examples), size, replace=False))
+
+    with seeded(budget.seed):
         model.train()
-        for step in range(budget.steps):
-            warmup = max(1, budget.steps // 10)
-            factor = (
-                (step + 1) / warmup
-                if step < warmup
-                else 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, budget.steps - warmup)))
-            )
-            for group in optimizer.param_groups:
-                group["lr"] = budget.lr * factor
-            rows = generator.choice(len(examples), min(budget.batch, len(examples)), replace=False)
-            inputs, labels = examples.batch(np.sort(rows))
-            optimizer.zero_grad()
-            loss_of(examples, logits_of(model, inputs), labels).backward()
-            optimizer.step()
+        for _ in descend(optimizer, backward_on(model, examples, rows_of), range(steps)):
+            pass
         model.eval()

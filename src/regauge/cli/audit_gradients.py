@@ -345,6 +345,8 @@ def gradients(
         "updates to attack per combination"
     )
     module = module.to(device)
+    from regauge.data.train import train_snapshots
+
     snapshots = train_snapshots(module, victims, snapshot_steps, seed) if snapshot_steps else {}
     case = GradientCase(
         module,
@@ -474,38 +476,6 @@ def split_examples(examples: Examples, samples: int | None, seed: int) -> tuple[
     order = np.random.default_rng(seed).permutation(len(examples))[:samples]
     middle = round(ATTACKER_SHARE * len(order))
     return examples.only(order[:middle]), examples.only(order[middle:])
-
-
-def train_snapshots(
-    model: torch.nn.Module, examples: Examples, snapshot_steps: list[int], seed: int
-) -> dict[int, torch.nn.Module]:
-    """Return copies of the model after each of these numbers of training steps, with AdamW on
-    batches of 32 of the clients' samples.
-    """
-    import copy
-
-    import numpy as np
-    import torch
-
-    from regauge.data.tasks import logits_of, loss_of
-
-    trained, snapshots = copy.deepcopy(model).train(), {}
-    optimizer = torch.optim.AdamW(trained.parameters(), 1e-3, weight_decay=0.01)
-    rng = np.random.default_rng(seed)
-    like = next(p for p in trained.parameters() if p.is_floating_point())
-    for step in range(1, max(snapshot_steps) + 1):
-        inputs, labels = examples.batch(rng.integers(0, len(examples), min(32, len(examples))))
-        loss = loss_of(
-            examples,
-            logits_of(trained, {k: v.to(like) for k, v in inputs.items()}),
-            labels.to(like.device),
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        if step in snapshot_steps:
-            snapshots[step] = copy.deepcopy(trained).eval()
-    return snapshots
 
 
 def _parse_names(text: str | None) -> list[str]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.core.members import Monomial
+    from regauge.data.tasks import Examples
 
 EPOCHS, BATCH, LR = 15, 50, 1e-3
 PATCH = 2
@@ -185,21 +186,23 @@ def train(
     """
     import torch
 
+    from regauge.data.optimizer_config import OptimizerConfig
+    from regauge.data.train import ScheduledOptimizer, backward_on, descend
+
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
+    epochs = epochs or EPOCHS
+    batches = [torch.randperm(len(images), generator=generator).split(BATCH) for _ in range(epochs)]
+    rows = [batch for epoch in batches for batch in epoch]
+    config = OptimizerConfig("adamw", LR, weight_decay=0.01)
+    optimizer = ScheduledOptimizer(model.parameters(), config)
+    backward = backward_on(model, _examples(images, labels), lambda n: rows[n])
     losses = []
     model.train()
-    epochs = epochs or EPOCHS
-    for epoch in range(epochs):
-        for batch in torch.randperm(len(images), generator=generator).split(BATCH):
-            out = model(pixel_values=images[batch])
-            extra = getattr(out, "extra", None) or 0.0  # of a wrapped model
-            loss = torch.nn.functional.cross_entropy(out.logits, labels[batch]) + extra
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        progress(epoch, epochs, f"loss {losses[-1]:.3f}")
+    for step, loss in descend(optimizer, backward, range(len(rows))):
+        losses.append(loss)
+        epoch, place = divmod(step, len(batches[0]))
+        if not place:
+            progress(epoch - 1, epochs, f"loss {loss:.3f}")
     progress(epochs, epochs, "")
     model.eval()
     return losses
@@ -207,11 +210,15 @@ def train(
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
     """Compute the accuracy of a model."""
-    import torch
+    from regauge.data import evaluate
 
-    model.eval()
-    with torch.no_grad():
-        return float((model(pixel_values=images).logits.argmax(-1) == labels).double().mean())
+    return evaluate.accuracy(model, _examples(images, labels), len(images))
+
+
+def _examples(images: torch.Tensor, labels: torch.Tensor) -> Examples:
+    from regauge.data.tasks import Examples
+
+    return Examples(len(images), 10, lambda rows: ({"pixel_values": images[rows]}, labels[rows]))
 
 
 def _plot_losses(losses: dict[str, list[float]], differences: list[float]) -> Figure:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from regauge.data.tasks import Examples, logits_and_extra_loss, loss_of
+from regauge.data.train import ScheduledOptimizer, descend, move_batch
 from regauge.errors import FederatedError
 from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State, digest_of, layout_of, load_state, state_of
@@ -153,32 +154,29 @@ def _train(
     if not trained:
         raise FederatedError("a model must have a parameter that is not frozen", hint="freeze less")
     parameter = next(p for p in trained.values() if p.is_floating_point())
-    optimizer = settings.training.build(trained.values())
     start = {name: p.detach().clone() for name, p in trained.items()} if settings.proximal else {}
     rows = sample_rows(len(examples), settings, number, client)
     set_puzzle_seed(model, settings, number, client)
-    losses = []
-    model.train()
-    for step, indices in enumerate(rows):
-        inputs, labels = examples.batch(np.asarray(indices))
-        cast = {
-            k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
-            for k, v in inputs.items()
-        }
-        optimizer.zero_grad(set_to_none=True)
+
+    def backward(step: int) -> torch.Tensor:
+        batch = examples.batch(np.asarray(rows[step]))
+        inputs, labels = move_batch(batch, parameter.device, parameter.dtype)
         with batch_rng(settings.seed, ((number * settings.clients + client) << 24) + step):
-            logits, extra = logits_and_extra_loss(model, cast)
-            loss = loss_of(examples, logits, labels.to(parameter.device))
+            logits, extra = logits_and_extra_loss(model, inputs)
+            loss = loss_of(examples, logits, labels)
             (loss if extra is None else loss + extra).backward()
-        if settings.proximal:
-            with torch.no_grad():
-                for name, p in trained.items():
-                    if p.grad is not None:
-                        p.grad += settings.proximal * (p - start[name])
-        if settings.clip:
-            torch.nn.utils.clip_grad_norm_(trained.values(), settings.clip)
-        optimizer.step()
-        losses.append(float(loss.detach()))
+        return loss.detach()  # the extra loss of puzzles is not reported
+
+    @torch.no_grad()
+    def add_proximal_term(step: int) -> None:
+        for name, p in trained.items():
+            if settings.proximal and p.grad is not None:
+                p.grad += settings.proximal * (p - start[name])
+
+    model.train()
+    optimizer = ScheduledOptimizer(trained.values(), settings.training)
+    steps = descend(optimizer, backward, range(len(rows)), before_step=add_proximal_term)
+    losses = [loss for _, loss in steps]
     model.eval()
     return losses, rows
 

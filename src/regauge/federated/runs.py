@@ -17,6 +17,7 @@ from regauge.checkpoints.files import make_folder, wrap_write_errors
 from regauge.checkpoints.plan import model_mode
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
+from regauge.data.evaluate import evaluate_model
 from regauge.data.tasks import Examples, read_examples
 from regauge.federated import fusion, state_store
 from regauge.federated.client import prepare_model, unwrap
@@ -31,7 +32,6 @@ from regauge.federated.state_store import Round
 from regauge.federated.states import State, digest_of, layout_of, load_state, state_of
 from regauge.federated.validation import Limits
 from regauge.models.load import load_model, reinitialize
-from regauge.split.client.train import measure
 
 LOCAL_FOLDER = "own"  # in the folder of a run
 IN_MEMORY = ("module", "examples", "test_examples")  # fields of a source
@@ -228,11 +228,11 @@ def make_measure(
 
     def evaluate(state: State) -> dict[str, float]:
         load_state(model, state)
-        measures = measure(model, test, batch)
+        measures = evaluate_model(model, test, batch)
         accuracies = []
         for client in local_state.clients() if local_state else ():
             load_state(model, {**state, **local_state.latest(client)})  # type: ignore[union-attr]
-            accuracies.append(measure(model, test, batch).get("accuracy"))
+            accuracies.append(evaluate_model(model, test, batch).get("accuracy"))
         known = [a for a in accuracies if a is not None]
         return measures | ({CLIENT_ACCURACY: sum(known) / len(known)} if known else {})
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from regauge.core.canonical import canonical_json
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import FederatedError, TrainingError
-from regauge.split.server.optimizer_config import OptimizerConfig
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")

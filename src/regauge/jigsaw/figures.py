@@ -13,6 +13,7 @@ from regauge.jigsaw.masks import Grid
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
 from regauge.results.findings import Figure, Results, Table
+from regauge.results.text import format_results
 
 
 @dataclass(frozen=True)
@@ -297,3 +298,15 @@ def tabulate_outliers(scores: Mapping[str, tuple[float, int, int]]) -> Table:
     return Table(
         "Images of no class", ("model", "AUPR", "a guess", "of a class", "of none"), rows, note
     )
+
+
+def format_report(results: Results) -> str:
+    """Format results for a terminal: tables, and what was not checked."""
+    tables = format_results(results).partition("  finding")[0].rstrip()
+    return "\n".join(
+        [
+            tables,
+            *([""] if results.unchecked else []),
+            *(f"not checked: {text}" for text in results.unchecked),
+        ]
+    ).lstrip()

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -19,10 +19,15 @@ from safetensors.torch import save_file
 
 from regauge.checkpoints.files import OWNER, copy_file, staged_folder
 from regauge.checkpoints.plan import check_new, existing_files, model_mode
+from regauge.checkpoints.reader import Checkpoint
 from regauge.errors import JigsawError
 from regauge.jigsaw.variants import Variant
 from regauge.jigsaw.wrapper import LAMBDA, MaskedJigsaw
 from regauge.models.load import load_model, quiet
+from regauge.models.sources import open_source
+
+if TYPE_CHECKING:
+    from regauge.models.sources import Source
 
 FOLDER, FILE, VERSION = "jigsaw", "learned.safetensors", "1"
 COPIED = ("preprocessor_config.json", "config.json")
@@ -62,18 +67,22 @@ def write_wrapped(wrapped: MaskedJigsaw, folder: Path, copied: Iterable[Path] = 
     save_file(_learned(wrapped), folder / FOLDER / FILE, metadata)
 
 
-def load_wrapped(folder: Path | str, **overrides: Any) -> MaskedJigsaw:
+def load_wrapped(source: Source, **overrides: Any) -> MaskedJigsaw:
     """Load the wrapped model of a folder; a plain model is wrapped as variant A.
 
     Args:
-        folder: The folder of the model, or a hub id.
+        source: The folder of the model, a hub id, a checkpoint or a live module. A wrapped module
+            is returned as it is.
         overrides: Settings of `MaskedJigsaw` that replace the saved ones.
 
     Raises:
         JigsawError: The folder `jigsaw` is damaged, or of an unsupported version.
     """
-    model = load_model(folder)
-    path = Path(folder) / FOLDER / FILE
+    if isinstance(source, MaskedJigsaw):
+        return source.eval()
+    checkpoint, module = open_source(source)
+    model = load_model(checkpoint) if module is None else module
+    path = checkpoint.path / FOLDER / FILE
     if not path.is_file():
         return MaskedJigsaw(model, 0.0, **{"variant": "A", **overrides}).eval()
     try:
@@ -107,25 +116,40 @@ def load_wrapped(folder: Path | str, **overrides: Any) -> MaskedJigsaw:
     return wrapped.eval()
 
 
-def load_together(folders: Iterable[str], patch: int | None = None) -> dict[str, MaskedJigsaw]:
-    """Load models to compare, by folder.
+def load_together(
+    sources: Iterable[Source], patch: int | None = None
+) -> dict[str, tuple[MaskedJigsaw, Path | None]]:
+    """Load models to compare, by path or class, each with the folder that it comes from.
 
     Models without a patch size get the smallest one of the others, so that all of them are
     evaluated on the same puzzles.
 
     Args:
-        folders: The folders of the models.
+        sources: The models.
         patch: The patch size of all models.
     """
-    models = {
-        folder: load_wrapped(folder, **({} if patch is None else {"patch": patch}))
-        for folder in folders
-    }
-    patches = {model.layout.patch for model in models.values() if not model.layout.assumed}
-    for model in models.values():
+    models: dict[str, tuple[MaskedJigsaw, Path | None]] = {}
+    for source in sources:
+        wrapped = load_wrapped(source, **({} if patch is None else {"patch": patch}))
+        name = type(wrapped.model).__name__
+        if isinstance(source, str | Path):
+            name = str(source)
+        elif name in models:
+            name = f"{name} {len(models) + 1}"
+        models[name] = wrapped, folder_of(source)
+    patches = {model.layout.patch for model, _ in models.values() if not model.layout.assumed}
+    for model, _ in models.values():
         if patches and model.layout.assumed:
             model.layout = replace(model.layout, patch=min(patches), assumed=False)
     return models
+
+
+def folder_of(source: Source) -> Path | None:
+    """Return the folder of a model on disk, which may define its preprocessing; else None."""
+    if not isinstance(source, str | Path | Checkpoint):
+        return None
+    checkpoint, _ = open_source(source)
+    return checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
 
 
 def rewrap_plain(wrapped: MaskedJigsaw) -> MaskedJigsaw:

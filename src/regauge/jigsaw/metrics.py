@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from regauge.core.progress import Progress
+from regauge.data.evaluate import predict
 from regauge.data.tasks import Examples
 from regauge.errors import JigsawError
 from regauge.jigsaw.masks import Grid, Puzzle, check_size, sample_puzzle
@@ -78,7 +79,6 @@ def evaluate(
     *,
     seed: int = 0,
     batch: int = 100,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure top-1 accuracy, and for each ratio accuracy, consistency and the change of features.
@@ -89,23 +89,18 @@ def evaluate(
         ratios: The shares of patches to shuffle.
         seed: The seed of the puzzles.
         batch: The number of images of a pass.
-        device: The device of the model.
         progress: Called after each batch.
 
     Raises:
         JigsawError: `examples` is empty, or the logits are not finite.
     """
-    wrapped.eval()
     if not len(examples):
         raise JigsawError("the evaluation needs at least one image, got 0")
     correct = 0
     sums = np.zeros((len(ratios), 4))
     with torch.no_grad(), capture_features(wrapped.model) as features:
-        for start in range(0, len(examples), batch):
-            rows = np.arange(start, min(start + batch, len(examples)))
-            inputs, labels = examples.batch(rows)
-            pixels, labels = inputs["pixel_values"].to(device), labels.to(device)
-            logits = wrapped(pixels).logits
+        for number, (rows, inputs, labels, logits) in enumerate(predict(wrapped, examples, batch)):
+            pixels = inputs["pixel_values"]
             if not bool(logits.isfinite().all()):
                 raise JigsawError(
                     "the logits of the model are not finite",
@@ -125,9 +120,7 @@ def evaluate(
                     float(norms.square().sum()),
                 ]
             if progress is not None:
-                progress(
-                    start // batch, -(-len(examples) // batch), f"{start + len(rows):,} images"
-                )
+                progress(number, -(-len(examples) // batch), f"{rows[-1] + 1:,} images")
     n = len(examples)
     return Evaluation(
         correct / n, tuple(_average(ratio, row, n) for ratio, row in zip(ratios, sums, strict=True))

@@ -12,7 +12,8 @@ import torch
 
 from regauge.core.progress import Progress
 from regauge.data.datasets import Data, EncodedImages
-from regauge.data.tasks import Examples, conform_images, logits_of, prepare
+from regauge.data.evaluate import predict
+from regauge.data.tasks import Examples, conform_images, prepare
 from regauge.errors import JigsawError, need
 from regauge.jigsaw.corruptions import CORRUPTIONS, SEVERITIES, corrupt
 
@@ -82,7 +83,6 @@ def evaluate_corruptions(
     task: Mapping[str, Any],
     *,
     batch: int = 100,
-    device: str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, list[float]]:
     """Measure a model's error under every corruption at severities 1 to 5.
@@ -92,7 +92,6 @@ def evaluate_corruptions(
         data: Images and labels.
         task: The preparation of the images.
         batch: The number of images of a pass.
-        device: The device of the model.
         progress: Called before each corruption.
     """
     data = conform_images(task, data)
@@ -114,13 +113,13 @@ def evaluate_corruptions(
                 "label": data["label"],
             }
             examples = prepare(task, Data(data.name, fields, ""))
-            _, correct = score_predictions(model, examples, batch, device)
+            _, correct = score_predictions(model, examples, batch)
             errors[name].append(float(1 - correct.mean()))
     return errors
 
 
 def score_predictions(
-    model: torch.nn.Module, examples: Examples, batch: int = 100, device: str = "cpu"
+    model: torch.nn.Module, examples: Examples, batch: int = 100
 ) -> tuple[Any, Any]:
     """Return the largest probability of each example, and whether it is that of its label.
 
@@ -134,18 +133,14 @@ def score_predictions(
             hint="give images with one label each",
         )
     confidence, correct = [], []
-    model.eval()
-    with torch.no_grad():
-        for start in range(0, len(examples), batch):
-            inputs, labels = examples.batch(np.arange(start, min(start + batch, len(examples))))
-            try:
-                logits = logits_of(model, {k: v.to(device) for k, v in inputs.items()})
-            except AttributeError as error:  # outputs without a classifier have no logits
-                raise JigsawError(
-                    f"{type(model).__name__} is not an image classifier",
-                    hint="give a model ...ForImageClassification",
-                ) from error
+    try:
+        for _, _, labels, logits in predict(model, examples, batch):
             top = logits.softmax(-1).max(-1)
             confidence.append(top.values.double().cpu().numpy())
-            correct.append((top.indices.cpu() == labels).double().numpy())
+            correct.append((top.indices == labels).double().cpu().numpy())
+    except AttributeError as error:  # outputs without a classifier have no logits
+        raise JigsawError(
+            f"{type(model).__name__} is not an image classifier",
+            hint="give a model ...ForImageClassification",
+        ) from error
     return np.concatenate(confidence), np.concatenate(correct)

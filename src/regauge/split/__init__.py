@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from regauge.data.optimizer_config import OptimizerConfig as OptimizerConfig
     from regauge.errors import TransportError as TransportError
     from regauge.split.client.connection import ConnectOptions as ConnectOptions
     from regauge.split.client.connection import connect as connect
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from regauge.split.protocol.transport import InProcess as InProcess
     from regauge.split.protocol.transport import Transport as Transport
     from regauge.split.server.host import Host as Host
-    from regauge.split.server.optimizer_config import OptimizerConfig as OptimizerConfig
     from regauge.split.server.service import ServerOptions as ServerOptions
     from regauge.split.server.service import SplitServer as SplitServer
     from regauge.split.server.service import serve as serve
@@ -49,7 +49,7 @@ _HOME = {
     "ConnectOptions": "split.client.connection",
     "Host": "split.server.host",
     "InProcess": "split.protocol.transport",
-    "OptimizerConfig": "split.server.optimizer_config",
+    "OptimizerConfig": "data.optimizer_config",
     "Prediction": "split.client.run",
     "RemoteBackbone": "split.client.remote_backbone",
     "ServerOptions": "split.server.service",

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from regauge.data.optimizer_config import OptimizerConfig, get_moments, load_moments
 from regauge.errors import StepError
 from regauge.split.server import checkpoint
-from regauge.split.server.optimizer_config import OptimizerConfig, get_moments, load_moments
 
 Tensor = torch.Tensor
 HALF_DTYPES = (torch.float16, torch.bfloat16)

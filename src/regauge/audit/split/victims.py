@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 import torch
 
 from regauge.attacks.views import ServerPass
+from regauge.data.evaluate import evaluate_model
 from regauge.data.tasks import Examples, logits_of
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import BatchShuffle, Defence, Rows, parse_defences
 from regauge.split import Host, InProcess, OptimizerConfig, RemoteBackbone, connect
-from regauge.split.client.train import Run, measure, train
+from regauge.split.client.train import Run, train
 from regauge.split.protocol.frames import Frame, Kind
 
 Tensor = torch.Tensor
@@ -119,7 +120,7 @@ class Pair:
     def measure(self, examples: Examples, batch: int) -> dict[str, float]:
         """Return loss and accuracy with the defences."""
         self._seed_predictions("test")
-        return measure(self.model, drop_singleton_batch(examples, batch), batch)
+        return evaluate_model(self.model, drop_singleton_batch(examples, batch), batch)
 
     def record_features(self, images: Tensor, batch: int, label: str) -> Tensor:
         """Return the features that the server receives, [images, tokens, channels].

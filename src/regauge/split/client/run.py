@@ -16,6 +16,8 @@ from regauge.checkpoints.plan import check_new
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
+from regauge.data.evaluate import evaluate_model
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples, read_examples
 from regauge.errors import FrameError, JournalError, RegaugeError, StoppedError, TrainingError
 from regauge.models.sources import open_source
@@ -29,11 +31,10 @@ from regauge.split.client.connection import (
     load_client,
 )
 from regauge.split.client.remote_backbone import RemoteBackbone
-from regauge.split.client.train import CHECKPOINT_FOLDER, Run, measure
+from regauge.split.client.train import CHECKPOINT_FOLDER, Run
 from regauge.split.client.train import train as run_training
 from regauge.split.parts import write_part
 from regauge.split.protocol.transport import Transport
-from regauge.split.server.optimizer_config import OptimizerConfig
 
 if TYPE_CHECKING:
     import torch
@@ -318,7 +319,7 @@ def predict(
     if samples is not None:
         examples = examples.only(range(min(samples, len(examples))))
     with _session(join_server(model, server, connection)) as link:
-        metrics = measure(model.module, examples, batch_size, progress)
+        metrics = evaluate_model(model.module, examples, batch_size, progress)
         link.end()
     return Prediction(metrics | {"examples": int(metrics["examples"])})
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ import numpy as np
 import torch
 
 from regauge.core.canonical import canonical_json
-from regauge.core.progress import Progress
+from regauge.data.optimizer_config import OptimizerConfig, moment_fault
 from regauge.data.tasks import Examples, logits_of, loss_of
+from regauge.data.train import descend, move_batch
 from regauge.errors import CheckpointError, RunError
 from regauge.split.client.remote_backbone import RemoteBackbone
 from regauge.split.master_weights import MasterOptimizer, are_finite
 from regauge.split.server import checkpoint
 from regauge.split.server.executor import seeded_rng
-from regauge.split.server.optimizer_config import OptimizerConfig, moment_fault
 
 CHECKPOINT_FOLDER = "client"  # in the folder of the journal
 
@@ -127,108 +128,27 @@ def train(
             )
             link.mark_saved()
 
-    for step in range(begin, run.steps):
-        if stop is not None and stop():
-            save(step)
-            return losses
-        total = 0.0
-        for micro_batch in range(config.accumulate):
-            n = step * config.accumulate + micro_batch
-            inputs, labels = examples.batch(run.batch_indices(examples, n))
-            on_device = {
-                k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
-                for k, v in inputs.items()
-            }
-            with batch_rng(run.seed, n):
-                loss = (
-                    loss_of(examples, logits_of(model, on_device), labels.to(device))
-                    / config.accumulate
-                )
-                loss.backward()
-            optimizer.collect_gradients()
-            total += float(loss.detach())
-        optimizer.step(step)
-        losses.append(total)
+    def backward(n: int) -> torch.Tensor:
+        batch = examples.batch(run.batch_indices(examples, n))
+        inputs, labels = move_batch(batch, device, dtype)
+        with batch_rng(run.seed, n):
+            loss = loss_of(examples, logits_of(model, inputs), labels) / config.accumulate
+            loss.backward()
+        return loss.detach()
+
+    steps = takewhile(lambda _: stop is None or not stop(), range(begin, run.steps))
+    for step, loss in descend(optimizer, backward, steps, accumulate=config.accumulate):
+        losses.append(loss)
         if on_step is not None:
-            on_step(step + 1, total)
-        if (step + 1) % save_every == 0 and step + 1 < run.steps:
-            save(step + 1)
+            on_step(step, loss)
+        if step % save_every == 0 and step < run.steps:
+            save(step)
+    if begin + len(losses) < run.steps:  # stopped
+        save(begin + len(losses))
+        return losses
     link.log.flush()
     save(run.steps)
     return losses
-
-
-def measure(
-    model: torch.nn.Module,
-    examples: Examples,
-    batch_size: int,
-    progress: Progress | None = None,
-) -> dict[str, float]:
-    """Evaluate a model on examples.
-
-    Args:
-        model: The model; it is set to eval mode.
-        examples: Test data.
-        batch_size: Examples per forward pass.
-        progress: Progress callback, in examples.
-
-    Returns:
-        "loss" (mean), "accuracy" (over all labels, for multi-label examples too) and "examples";
-        with "perplexity" for tasks that predict tokens.
-    """
-    device = next(p.device for p in model.parameters() if not p.is_meta)
-    dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
-    loss_sum = correct = count = 0.0
-    model.eval()
-    for start in range(0, len(examples), batch_size):
-        inputs, labels = examples.batch(np.arange(start, min(start + batch_size, len(examples))))
-        on_device, labels = (
-            {
-                k: v.to(device, dtype) if v.is_floating_point() else v.to(device)
-                for k, v in inputs.items()
-            },
-            labels.to(device),
-        )
-        with torch.no_grad():
-            logits = logits_of(model, on_device)
-        if examples.multi_label:
-            loss_sum += (
-                float(
-                    torch.nn.functional.binary_cross_entropy_with_logits(
-                        logits, labels.to(logits.dtype)
-                    )
-                )
-                * labels.numel()
-            )
-            correct, count = (
-                correct + float(((logits > 0) == (labels > 0)).sum()),
-                count + labels.numel(),
-            )
-            if progress is not None:
-                progress(min(start + batch_size, len(examples)), len(examples), "")
-            continue
-        if examples.causal:
-            logits, labels = logits[:, :-1], labels[:, 1:]
-        predictions = logits.argmax(1 if examples.dense else -1)
-        is_labelled = labels != -100
-        n = int(is_labelled.sum())
-        flat = logits if examples.dense else logits.flatten(0, -2)
-        loss_sum += (
-            float(
-                torch.nn.functional.cross_entropy(
-                    flat, labels if examples.dense else labels.flatten(), ignore_index=-100
-                )
-            )
-            * n
-        )
-        correct, count = correct + float((predictions == labels)[is_labelled].sum()), count + n
-        if progress is not None:
-            progress(min(start + batch_size, len(examples)), len(examples), "")
-    loss = loss_sum / count
-    metrics = {"loss": loss, "accuracy": correct / count, "examples": float(len(examples))}
-    return metrics | (
-        {"perplexity": math.exp(min(loss, 700.0))} if examples.causal or examples.tokens else {}
-    )
 
 
 def _restore(

@@ -13,13 +13,13 @@ from dataclasses import replace
 
 import torch
 
+from regauge.data.optimizer_config import OptimizerConfig, dtype_name, moment_fault
 from regauge.errors import CheckpointError
 from regauge.models.cut import Cut
 from regauge.models.families import Boundary
 from regauge.split.master_weights import MasterOptimizer, Snapshot, are_finite
 from regauge.split.protocol.messages import blocks_of
 from regauge.split.server import checkpoint
-from regauge.split.server.optimizer_config import OptimizerConfig, dtype_name, moment_fault
 
 Tensor = torch.Tensor
 PRECISIONS = {"": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import CheckpointError, FrameError, StepError
 from regauge.models.cut import cut
 from regauge.models.families import Boundary
@@ -44,7 +45,6 @@ from regauge.split.server.costs import Estimator
 from regauge.split.server.executor import Executor
 from regauge.split.server.generation import predict
 from regauge.split.server.memory import FRAME_SHARE, Budget, Cost, charges
-from regauge.split.server.optimizer_config import OptimizerConfig
 from regauge.split.server.quotas import Quotas
 from regauge.split.server.rounds import Rounds
 from regauge.split.server.sessions import (

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoints.files import exclusive_folder, format_bytes
 from regauge.checkpoints.plan import check_new
 from regauge.core.threads import limited_threads
+from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import CheckpointError, TrainingError, TransportError, need
 from regauge.locking.lock import record_of
 from regauge.models.load import load_part
@@ -27,7 +28,6 @@ from regauge.split.server.host import Host
 from regauge.split.server.memory import read_size
 from regauge.split.server.metrics import Metrics
 from regauge.split.server.network import Server
-from regauge.split.server.optimizer_config import OptimizerConfig
 from regauge.split.server.quotas import Quotas, read_quota
 
 if TYPE_CHECKING:

@@ -1,17 +1,19 @@
-"""Configuration of an optimizer: its kind, learning rate schedule, clipping and accumulation."""
+"""Configuration of an optimizer: its kind, learning rate schedule, clipping and accumulation; and
+the moments of an optimizer as tensors.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from regauge.errors import TrainingError
-from regauge.split.protocol.frames import Value
 
+OPTIMIZERS = ("sgd", "adam", "adamw")
 SCHEDULES = ("constant", "linear", "cosine")
 # Names in the handshake, and the fields that they belong to.
 _WIRE_NAMES = {
@@ -29,7 +31,7 @@ _WIRE_NAMES = {
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Options of an optimizer, set by the server and sent to clients in the handshake.
+    """Options of an optimizer. In split learning the server sends them to its clients.
 
     Attributes:
         optimizer: "sgd", "adam" or "adamw".
@@ -98,9 +100,13 @@ class OptimizerConfig:
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Return a torch optimizer over these parameters."""
-        return OPTIMIZERS[self.optimizer](list(parameters), self)
+        shared: dict[str, Any] = {"lr": self.lr, "weight_decay": self.weight_decay}
+        if self.optimizer == "sgd":
+            return torch.optim.SGD(parameters, momentum=self.momentum, **shared)
+        build = torch.optim.AdamW if self.optimizer == "adamw" else torch.optim.Adam
+        return build(parameters, betas=self.betas, eps=self.eps, **shared)
 
-    def to_dict(self) -> dict[str, Value]:
+    def to_dict(self) -> dict[str, str | int | float]:
         """Return the options as they are named in the handshake.
 
         A client can train its own parts with the same ones.
@@ -162,26 +168,3 @@ def moment_fault(moments: Mapping[str, torch.Tensor], parameter: torch.Tensor) -
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype as in "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _sgd(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        parameters, config.lr, momentum=config.momentum, weight_decay=config.weight_decay
-    )
-
-
-def _adam(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adam(
-        parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
-
-
-def _adamw(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters, config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
-
-
-OPTIMIZERS: dict[
-    str, Callable[[list[torch.nn.Parameter], OptimizerConfig], torch.optim.Optimizer]
-] = {"sgd": _sgd, "adam": _adam, "adamw": _adamw}

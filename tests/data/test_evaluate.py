@@ -1,0 +1,97 @@
+"""Loss, accuracy and perplexity against their definitions."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from regauge.data.evaluate import accuracy, evaluate_model, mean_loss, predict
+from regauge.data.tasks import Examples
+
+Tensor = torch.Tensor
+
+
+class Stored(torch.nn.Module):
+    """A model that returns stored logits by the index of the example."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.logits[pixel_values.long()]
+
+
+def make_examples(labels: Tensor, **kind: Any) -> Examples:
+    def batch(rows: np.ndarray) -> tuple[dict[str, Tensor], Tensor]:
+        return {"pixel_values": torch.from_numpy(rows)}, labels[rows]
+
+    return Examples(len(labels), 4, batch, **kind)
+
+
+@pytest.fixture
+def logits() -> Tensor:
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(0))
+
+
+def test_classes(logits: Tensor) -> None:
+    labels = logits.argmax(1)
+    labels[:2] = (labels[:2] + 1) % 4  # two of seven are wrong
+    found = evaluate_model(Stored(logits), make_examples(labels), 3)
+    assert found == {
+        "loss": pytest.approx(float(F.cross_entropy(logits, labels))),
+        "accuracy": 5 / 7,
+        "examples": 7.0,
+    }
+    assert accuracy(Stored(logits), make_examples(labels), 3) == 5 / 7
+
+
+def test_labels_that_are_ignored_do_not_count(logits: Tensor) -> None:
+    """Batches with fewer labels count less in `evaluate_model`; in `mean_loss` they count alike."""
+    tokens = logits.view(1, 7, 4).repeat(4, 1, 1)
+    labels = logits.argmax(1).repeat(4, 1)
+    labels[0, 1:] = -100
+    labels[0, 0] = (labels[0, 0] + 1) % 4
+    examples = make_examples(labels, tokens=True)
+    found = evaluate_model(Stored(tokens), examples, 1)
+    exact = float(F.cross_entropy(tokens.flatten(0, 1), labels.flatten(), ignore_index=-100))
+    assert found["loss"] == pytest.approx(exact)
+    assert found["accuracy"] == 21 / 22
+    assert found["perplexity"] == pytest.approx(math.exp(exact))
+    by_examples = [
+        float(F.cross_entropy(t, y, ignore_index=-100)) for t, y in zip(tokens, labels, strict=True)
+    ]
+    assert mean_loss(Stored(tokens), examples, 1) == pytest.approx(np.mean(by_examples))
+    assert abs(float(np.mean(by_examples)) - exact) > 0.05
+
+
+def test_the_next_token_is_predicted(logits: Tensor) -> None:
+    ids = torch.cat([torch.zeros(1).long(), logits.argmax(1)[:-1]])[None]  # each token is the next
+    found = evaluate_model(Stored(logits[None]), make_examples(ids, causal=True), 1)
+    assert found["accuracy"] == 1.0
+    shifted = make_examples(ids.roll(1, 1), causal=True)
+    assert evaluate_model(Stored(logits[None]), shifted, 1)["accuracy"] < 1.0
+
+
+def test_binary_labels(logits: Tensor) -> None:
+    labels = (logits > 0).float()
+    labels[0] = 1 - labels[0]
+    found = evaluate_model(Stored(logits), make_examples(labels, multi_label=True), 2)
+    assert found["accuracy"] == 6 / 7
+    assert found["loss"] == pytest.approx(float(F.binary_cross_entropy_with_logits(logits, labels)))
+
+
+def test_predictions_are_in_evaluation_mode_and_leave_gradients_on(logits: Tensor) -> None:
+    model = Stored(logits).train()
+    rows = []
+    for batch in predict(model, make_examples(torch.zeros(7).long()), 3):
+        rows.append(batch.rows.tolist())
+        assert not model.training
+        assert not batch.logits.requires_grad
+        assert torch.is_grad_enabled()  # the caller's code is not affected
+    assert rows == [[0, 1, 2], [3, 4, 5], [6]]

@@ -102,9 +102,12 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
+_PACKAGES = ("split",)  # whose own names are public too
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"regauge.{name}")
     if name in _HOME:
         return getattr(import_module(f"regauge.{_HOME[name]}"), name)
     raise AttributeError(f"module 'regauge' has no attribute {name!r}")

@@ -37,7 +37,7 @@ def _root() -> None:
     """
 
 
-def _check_each(check: str) -> Callable[[list[str] | None], list[str] | None]:
+def _check_each(option: str, check: str) -> Callable[[list[str] | None], list[str] | None]:
     """Return a callback of an option that checks each of its values."""
 
     def callback(values: list[str] | None) -> list[str] | None:
@@ -47,7 +47,7 @@ def _check_each(check: str) -> Callable[[list[str] | None], list[str] | None]:
         try:
             return values and [getattr(certificates, check)(value) for value in values]
         except CheckpointError as error:
-            raise typer.BadParameter(str(error)) from error
+            raise typer.BadParameter(str(error), param_hint=option) from error
 
     return callback
 
@@ -60,7 +60,7 @@ def certs(
         typer.Option(
             "--name",
             metavar="HOST",
-            callback=_check_each("check_host_name"),
+            callback=_check_each("--name", "check_host_name"),
             help="Host name or address of the server. Repeatable. Default: this machine's.",
         ),
     ] = None,
@@ -69,7 +69,7 @@ def certs(
         typer.Option(
             "--client",
             metavar="NAME",
-            callback=_check_each("check_client_name"),
+            callback=_check_each("--client", "check_client_name"),
             help="Name of a client. Repeatable. Default: client.",
         ),
     ] = None,

@@ -168,7 +168,7 @@ def load_client(client: Source, options: ConnectOptions) -> ClientModel:
     """Load embedding and head of a model, and derive the element of its lock from the key.
 
     Raises:
-        LockError: The model is locked and there is no key, or the reverse.
+        LockError: The model is locked and no key was passed, or the reverse.
     """
     if isinstance(client, torch.nn.Module):
         return ClientModel(client)

@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def main(top: Path, step: int, broken: bool) -> None:
             folder = top / f"{name}-{moment}"
             if start is not None:
                 shutil.copytree(start, folder)
-            killed = run_killed(lambda folder=folder: train(folder, 2), moment)  # type: ignore[misc]
+            killed = run_killed(partial(train, folder, 2), moment)
             if start is not None or (folder / "model").exists():
                 assert (folder / weights).read_bytes() in complete, moment
             saved = state_store.load(folder)

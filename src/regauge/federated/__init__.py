@@ -17,10 +17,10 @@ a run on its engines.
 
 from regauge.errors import FederatedError as FederatedError
 from regauge.federated.aggregation import aggregate as aggregate
-from regauge.federated.api import FlowerOptions as FlowerOptions
 from regauge.federated.api import run as run
 from regauge.federated.client import contribute as contribute
 from regauge.federated.client import prepare_model as prepare_model
+from regauge.federated.deployment import FlowerOptions as FlowerOptions
 from regauge.federated.outputs import FederatedRun as FederatedRun
 from regauge.federated.partitions import partition_examples as partition_examples
 from regauge.federated.rounds import InProcess as InProcess

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.tasks import Examples
 from regauge.errors import FederatedError
+from regauge.federated.deployment import FlowerOptions, submit
 from regauge.federated.outputs import FederatedRun
 from regauge.federated.rounds import describe_round
 from regauge.federated.runs import Source, run_federated
@@ -25,25 +26,6 @@ if TYPE_CHECKING:
     from regauge.models import sources
 
 ENGINES = ("process", "simulation", "deployment")
-
-
-@dataclass(frozen=True)
-class FlowerOptions:
-    """Options of the engines that run on Flower.
-
-    Attributes:
-        workers: The workers of a simulation; None: one for each core.
-        wait: Seconds that a round waits for its clients.
-        gather: Seconds to wait for clients to connect.
-        superlink: The address of a deployment's SuperLink, HOST:PORT.
-        authority: The certificate authority of the SuperLink, a PEM file.
-    """
-
-    workers: int | None = None
-    wait: float = 600.0
-    gather: float = 60.0
-    superlink: str | None = None
-    authority: Path | None = None
 
 
 @within_threads
@@ -102,7 +84,7 @@ def run(
     chosen = _choose_settings(settings, clients, rounds, strategy, aggregation)
     source = _open_source(model, data, test, reading)
     place, options = None if folder is None else Path(folder), flower or FlowerOptions()
-    _require_engine(engine, source, place, options, record)
+    _require_engine(engine, source, place, record)
 
     def on_round(finished: Round) -> None:
         if progress is not None:
@@ -124,20 +106,7 @@ def run(
             wait=options.wait,
             gather=options.gather,
         )
-    from regauge.federated.deployment import submit
-
-    assert options.superlink is not None  # by _require_engine
-    assert options.authority is not None
-    return submit(
-        source,
-        chosen,
-        place,
-        options.superlink,
-        options.authority,
-        wait=options.wait,
-        gather=options.gather,
-        record=record,
-    )
+    return submit(source, chosen, place, options, record=record)
 
 
 def _choose_settings(settings: Settings | None, *given: Any) -> Settings:
@@ -186,22 +155,17 @@ def _open_source(
     )
 
 
-def _require_engine(
-    engine: str, source: Source, folder: Path | None, options: FlowerOptions, record: bool
-) -> None:
+def _require_engine(engine: str, source: Source, folder: Path | None, record: bool) -> None:
     """Raise unless the engine can run on this model, data and folder."""
     if engine not in ENGINES:
         raise FederatedError(f'engine must be one of {", ".join(ENGINES)}, got "{engine}"')
+    if engine == "process" and not record:
+        return
     use = "to be recorded" if record else f'with the engine "{engine}"'
-    if (record or engine != "process") and folder is None:
+    if folder is None:
         raise FederatedError(f"folder must be set {use}, got None", hint='pass folder="RUN"')
-    if (record or engine != "process") and source.in_memory:
+    if source.in_memory:
         raise FederatedError(
             f"model and data must be paths, hub ids or URIs {use}, got objects in memory",
             hint="save the model and pass its folder: others have to load it again",
-        )
-    if engine == "deployment" and None in (options.superlink, options.authority):
-        raise FederatedError(
-            "superlink and authority must be set for a deployment, got None",
-            hint="pass flower=FlowerOptions(superlink='HOST:PORT', authority=Path('PEM'))",
         )

@@ -44,6 +44,25 @@ server = server_app()
 '''
 
 
+@dataclass(frozen=True)
+class FlowerOptions:
+    """Options of the engines that run on Flower.
+
+    Attributes:
+        workers: The workers of a simulation; None: one for each core.
+        wait: Seconds that a round waits for its clients.
+        gather: Seconds to wait for clients to connect.
+        superlink: The address of a deployment's SuperLink, HOST:PORT.
+        authority: The certificate authority of the SuperLink, a PEM file.
+    """
+
+    workers: int | None = None
+    wait: float = 600.0
+    gather: float = 60.0
+    superlink: str | None = None
+    authority: Path | None = None
+
+
 def write_bundle(
     folder: Path,
     source: Mapping[str, Any],
@@ -218,11 +237,8 @@ def submit(
     source: Source,
     settings: Settings,
     folder: Path,
-    superlink: str,
-    authority: Path,
+    options: FlowerOptions,
     *,
-    wait: float,
-    gather: float,
     record: bool = False,
 ) -> FederatedRun:
     """Submit a run to a SuperLink and follow it. Flower's output goes to stderr.
@@ -231,23 +247,24 @@ def submit(
         source: Where the server finds model and test data.
         settings: The settings of the run.
         folder: The folder of the run on the SuperLink's machine.
-        superlink: The address of the SuperLink.
-        authority: Its certificate authority.
-        wait: Seconds that a round waits for its clients.
-        gather: Seconds that a round waits for clients that are not connected.
+        options: The SuperLink, and the times to wait.
         record: Whether the server records what it receives.
 
     Raises:
-        FederatedError: The authority is not a file, or Flower failed.
+        FederatedError: The SuperLink or its authority is missing, or Flower failed.
     """
-    if not authority.is_file():
-        raise FederatedError(f"authority must be an existing file, got {authority}")
+    if options.superlink is None or options.authority is None:
+        raise FederatedError(
+            "superlink and authority must be set for a deployment, got None",
+            hint="pass flower=FlowerOptions(superlink='HOST:PORT', authority=Path('PEM'))",
+        )
+    if not options.authority.is_file():
+        raise FederatedError(f"authority must be an existing file, got {options.authority}")
+    times = {"wait": options.wait, "gather": options.gather}
     with tempfile.TemporaryDirectory() as temporary:
         home, bundle = Path(temporary) / "home", Path(temporary) / "bundle"
-        write_connection(home, superlink, authority)
-        write_bundle(
-            bundle, source.to_dict(), settings, folder, wait=wait, gather=gather, record=record
-        )
+        write_connection(home, options.superlink, options.authority)
+        write_bundle(bundle, source.to_dict(), settings, folder, record=record, **times)
         code = subprocess.run(
             submit_command(bundle), env=build_environment(home), stdout=sys.stderr, check=False
         ).returncode

@@ -394,12 +394,17 @@ def client_app(
                 local_state.save(client, number, next_local(contribution, state, local, withheld))
             return Message(to_reply(contribution), reply_to=message)
         except RegaugeError as error:
-            about = ConfigRecord(
-                {"regauge": VERSION, "client": client, "round": number, "refused": str(error)}
-            )
-            return Message(RecordDict({"about": about}), reply_to=message)
+            return _refuse(message, client, number, error)
 
     return app
+
+
+def _refuse(message: Message, client: int, number: int, error: RegaugeError) -> Message:
+    """Return the reply of a client that cannot contribute, with the reason."""
+    about = ConfigRecord(
+        {"regauge": VERSION, "client": client, "round": number, "refused": str(error)}
+    )
+    return Message(RecordDict({"about": about}), reply_to=message)
 
 
 def defence_mod(source: Source | None = None) -> Mod:
@@ -440,11 +445,7 @@ def defence_mod(source: Source | None = None) -> Mod:
             )
             return reply
         except RegaugeError as error:
-            number = int(message.content["config"]["round"])
-            about = ConfigRecord(
-                {"regauge": VERSION, "client": client, "round": number, "refused": str(error)}
-            )
-            return Message(RecordDict({"about": about}), reply_to=message)
+            return _refuse(message, client, int(message.content["config"]["round"]), error)
 
     return mod
 

@@ -201,44 +201,32 @@ def run_rounds(
                 )
             except NonFiniteError as error:
                 fault = str(error)
-        contributed = tuple(c.client for c in collected.sent)
-        if aggregated is None:
-            seconds = round(time.monotonic() - started, 3)
-            void = Round(
-                number,
-                contributed,
-                collected.absent,
-                seconds=seconds,
-                void=True,
-                rejected=collected.rejected,
-                fault=fault,
-            )
-            run_state = RunState(run_state.state, run_state.memory, (*run_state.history, void))
-            voids += 1
-        else:
-            next_state, memory = aggregated
+        next_state, memory = aggregated or (run_state.state, run_state.memory)
+        loss, measures = None, {}
+        if aggregated is not None:
             examples = sum(c.examples for c in collected.sent)
             loss = sum(c.loss * c.examples for c in collected.sent) / examples
             measures = dict(measure(next_state)) if measure else {}
-            seconds = round(time.monotonic() - started, 3)
-            completed = Round(
-                number,
-                contributed,
-                collected.absent,
-                loss,
-                measures,
-                seconds,
-                rejected=collected.rejected,
-            )
-            run_state = RunState(next_state, memory, (*run_state.history, completed))
-            voids = 0
+        finished = Round(
+            number,
+            tuple(c.client for c in collected.sent),
+            collected.absent,
+            loss,
+            measures,
+            round(time.monotonic() - started, 3),
+            aggregated is None,
+            collected.rejected,
+            fault,
+        )
+        run_state = RunState(next_state, memory, (*run_state.history, finished))
+        voids = voids + 1 if finished.void else 0
         if folder is not None:
             state_store.save(folder, run_state)
         if on_round is not None:
-            on_round(run_state.history[-1])
+            on_round(finished)
         if voids >= MAX_VOID_ROUNDS:
             raise FederatedError(
-                f"round {number + 1} {describe_void(run_state.history[-1], settings.min_clients)}",
+                f"round {number + 1} {describe_void(finished, settings.min_clients)}",
                 hint="nothing is lost: the same command continues after the last round"
                 if folder
                 else "fewer may be enough: --min-clients",

@@ -207,7 +207,7 @@ def _encode_round(finished: Round) -> bytes:
 
 
 def _read_lines(path: Path) -> list[bytes]:
-    """Return the complete lines of a history; none if there is no file."""
+    """Return the complete lines of a history; none without a file."""
     if not path.exists():
         return []
     content = read_document(path, RESULTS_BYTES, CheckpointError)

@@ -48,15 +48,11 @@ ADVISORIES = (
 )
 
 
-@dataclass(frozen=True)
-class VulnerableLibrary:
+@dataclass(frozen=True, kw_only=True)
+class VulnerableLibrary(Advisory):
     """An installed library with a known vulnerability."""
 
-    library: str
     version: str
-    fixed: str
-    identifiers: tuple[str, ...]
-    why: str
 
     def __str__(self) -> str:
         identifiers = ", ".join(self.identifiers)
@@ -79,7 +75,7 @@ def find_vulnerable(installed: Iterable[tuple[str, str]] | None = None) -> list[
             if (version := installed_version(a.library)) is not None
         ]
     return [
-        VulnerableLibrary(a.library, version, a.fixed, a.identifiers, a.why)
+        VulnerableLibrary(**vars(a), version=version)
         for name, version in installed
         for a in ADVISORIES
         if normalize_name(name) == a.library and not satisfies(version, f">={a.fixed}")

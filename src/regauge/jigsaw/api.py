@@ -73,6 +73,10 @@ class JigsawOptions:
         flip: Flip half of the images horizontally.
         shift: Shift images by up to this many pixels.
         strong: Use DeiT's augmentation.
+
+    Example:
+        >>> JigsawOptions(epochs=10, batch_size=32).recipe({})["batch"]
+        32
     """
 
     variant: str | None = None

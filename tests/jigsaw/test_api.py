@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,13 @@ import transformers
 
 import regauge
 from regauge import jigsaw
-from regauge.data.datasets import open_data
-from regauge.data.sources import DataOptions
+from regauge.data.sources import DataSource
 from regauge.errors import CheckpointError, JigsawError
 from regauge.jigsaw.api import JigsawTraining
 from regauge.jigsaw.folder import load_wrapped
 
-READING = DataOptions(mean=[0.3], std=[0.38])
+TRAIN = DataSource("digits", split="train", mean=(0.3,), std=(0.38,))
+TEST = replace(TRAIN, split="test")
 OPTIONS = jigsaw.JigsawOptions(lr=1e-2, per="sample", epochs=2)
 
 
@@ -51,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained() -> JigsawTraining:
-    return jigsaw.train(make_vit(), "digits", 0.5, options=OPTIONS, reading=READING)
+    return jigsaw.train(make_vit(), TRAIN, 0.5, options=OPTIONS)
 
 
 def test_the_wrapper_is_at_the_top() -> None:
@@ -61,7 +62,7 @@ def test_the_wrapper_is_at_the_top() -> None:
 def test_a_live_module_is_trained_as_a_copy() -> None:
     model = make_vit()
     before = copy.deepcopy(model.state_dict())
-    trained = jigsaw.train(model, "digits", 0.5, options=OPTIONS, reading=READING)
+    trained = jigsaw.train(model, TRAIN, 0.5, options=OPTIONS)
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
     after = trained.model.state_dict()
     assert not torch.equal(after["classifier.weight"], before["classifier.weight"])
@@ -74,19 +75,14 @@ def test_a_live_module_is_trained_as_a_copy() -> None:
 
 
 def test_a_folder_and_a_module_train_alike(folder: Path, trained: JigsawTraining) -> None:
-    again = jigsaw.train(folder, "digits", 0.5, options=OPTIONS, reading=READING)
+    again = jigsaw.train(folder, TRAIN, 0.5, options=OPTIONS)
     assert again.losses == trained.losses
-    other = jigsaw.train(folder, "digits", 0.5, options=OPTIONS, reading=READING, seed=1)
+    other = jigsaw.train(folder, TRAIN, 0.5, options=OPTIONS, seed=1)
     assert other.losses != trained.losses
 
 
-def test_a_dataset_and_examples_are_data_too(trained: JigsawTraining) -> None:
-    data = open_data("digits")
-    assert (
-        jigsaw.train(make_vit(), data, 0.5, options=OPTIONS, reading=READING).losses
-        == trained.losses
-    )
-    examples, _ = READING.read(data, make_vit())
+def test_examples_are_data_too(trained: JigsawTraining) -> None:
+    examples, _ = TRAIN.read(make_vit(), None)
     assert jigsaw.train(make_vit(), examples, 0.5, options=OPTIONS).losses == trained.losses
     strong = jigsaw.JigsawOptions(strong=True)
     with pytest.raises(JigsawError, match="requires the mean and std"):
@@ -151,10 +147,9 @@ def test_nothing_is_left_beside_an_output(folder: Path, tmp_path: Path) -> None:
     marks: list[tuple[int, int]] = []
     jigsaw.train(
         folder,
-        "digits",
+        TRAIN,
         out=tmp_path / "out",
         options=OPTIONS,
-        reading=READING,
         on_note=notes.append,
         progress=lambda done, total, message: marks.append((done, total)),
     )
@@ -162,16 +157,15 @@ def test_nothing_is_left_beside_an_output(folder: Path, tmp_path: Path) -> None:
     assert any("44 steps of 64 images" in note for note in notes)
     assert marks[-1] == (43, 44)
     with pytest.raises(CheckpointError, match="exists already"):
-        jigsaw.train(folder, "digits", out=tmp_path / "out", options=OPTIONS, reading=READING)
+        jigsaw.train(folder, TRAIN, out=tmp_path / "out", options=OPTIONS)
 
 
 def test_models_are_evaluated_by_path_and_as_modules(folder: Path, trained: JigsawTraining) -> None:
     notes: list[str] = []
     found = jigsaw.evaluate(
         [folder, make_vit(), trained.wrapped],
-        "digits",
+        TEST,
         ratios=[0.5],
-        reading=READING,
         on_note=notes.append,
     )
     on_disk, live, puzzled = found.evaluations.values()
@@ -181,15 +175,15 @@ def test_models_are_evaluated_by_path_and_as_modules(folder: Path, trained: Jigs
     assert "marks shuffled patches" in notes[0]
     assert "top-1" in repr(found)
     assert found.to_dict()["tables"][0]["title"] == "Puzzles at inference"
-    (alone,) = jigsaw.evaluate(folder, "digits", ratios=[0.5], reading=READING).evaluations.values()
+    (alone,) = jigsaw.evaluate(folder, TEST, ratios=[0.5]).evaluations.values()
     assert alone == on_disk
 
 
 def test_a_sample_is_a_part_of_the_images(folder: Path) -> None:
-    found = jigsaw.evaluate(folder, "digits", ratios=[0.5], samples=30, reading=READING)
+    found = jigsaw.evaluate(folder, replace(TEST, samples=30), ratios=[0.5])
     assert found.facts["images"] == 30
     with pytest.raises(JigsawError, match=r"must be in \[0, 1\)"):
-        jigsaw.evaluate(folder, "digits", ratios=[1.0], reading=READING)
+        jigsaw.evaluate(folder, TEST, ratios=[1.0])
 
 
 def test_positions_are_studied(folder: Path, trained: JigsawTraining) -> None:
@@ -198,7 +192,7 @@ def test_positions_are_studied(folder: Path, trained: JigsawTraining) -> None:
         "Explained variance",
         "Places read off their embeddings",
     ]
-    with_images = jigsaw.study(folder, "digits", reading=READING)
+    with_images = jigsaw.study(folder, TEST)
     assert with_images.results.figures[-1].title == "Attention of CLS in the last layer"
     assert "Explained variance" in repr(found)
     assert found.results.unchecked == ()
@@ -213,4 +207,4 @@ def test_weights_that_are_not_finite_are_named() -> None:
     with torch.no_grad():
         model.classifier.bias[0] = np.inf
     with pytest.raises(JigsawError, match=r'"classifier\.bias" of ViTForImageClassification'):
-        jigsaw.train(model, "digits", options=OPTIONS, reading=READING)
+        jigsaw.train(model, TRAIN, options=OPTIONS)

@@ -16,7 +16,7 @@ from regauge.cli.console import info, print_json, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.data.sources import DataOptions
+    from regauge.data.sources import DataSource
 
 VERSION = 1
 
@@ -224,11 +224,10 @@ def train(
     with step_bar("train") as progress:
         training = jigsaw.train(
             model,
-            data,
+            _source(data, field, split, mean, std),
             ratio,
             out=out,
             options=chosen,
-            reading=_reading(field, split, mean, std),
             seed=seed,
             device=device,
             facts=facts_of_run(),
@@ -246,15 +245,24 @@ def train(
     return 0
 
 
-def _reading(field: list[str] | None, split: str, mean: str | None, std: str | None) -> DataOptions:
-    """Parse the options of reading images."""
-    from regauge.data.sources import DataOptions
+def _source(
+    uri: str,
+    field: list[str] | None,
+    split: str,
+    mean: str | None,
+    std: str | None,
+    samples: int | None = None,
+) -> DataSource:
+    """Return the images that the options name."""
+    from regauge.data.sources import DataSource
 
-    return DataOptions(
-        fields=sample.parse_fields(field),
+    return DataSource(
+        uri,
+        samples=samples,
+        fields=tuple((sample.parse_fields(field) or {}).items()),
         split=split,
-        mean=sample.parse_numbers(mean, "--mean"),
-        std=sample.parse_numbers(std, "--std"),
+        mean=tuple(sample.parse_numbers(mean, "--mean") or ()),
+        std=tuple(sample.parse_numbers(std, "--std") or ()),
     )
 
 
@@ -296,12 +304,10 @@ def evaluate(
     with step_bar("evaluate") as progress:
         evaluation = jigsaw.evaluate(
             models,
-            data,
+            _source(data, field, split, mean, std, samples),
             ratios=sample.parse_numbers(ratios, "--ratios") or (),
-            samples=samples,
             patch=patch,
             batch_size=batch,
-            reading=_reading(field, split, mean, std),
             seed=seed,
             device=device,
             facts=facts_of_run(),
@@ -377,18 +383,20 @@ def study(
     set_threads(threads)
     from regauge import jigsaw
 
+    images, difficult, outliers = (
+        None if uri is None else _source(uri, field, split, mean, std, count)
+        for uri, count in ((data, samples), (hard, None), (outside, None))
+    )
     with step_bar("study") as progress:
         found = jigsaw.study(
             models,
-            data,
+            images,
             corruptions=corruptions,
-            hard=hard,
-            outside=outside,
+            hard=difficult,
+            outside=outliers,
             umap=umap,
-            samples=samples,
             patch=patch,
             batch_size=batch,
-            reading=_reading(field, split, mean, std),
             seed=seed,
             device=device,
             facts=facts_of_run(),

@@ -1,87 +1,93 @@
-"""Examples for a model, from what users hold: the URI of a dataset, a dataset, or examples."""
+"""Data as users name them: a source and how a model reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from regauge.data.datasets import Data, open_data
-from regauge.data.tasks import Examples, read_examples
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-DataSource: TypeAlias = str | Path | Data | Examples
+    from regauge.checkpoints.reader import Checkpoint
+    from regauge.data.datasets import Data
+    from regauge.data.tasks import Examples
 
 
 @dataclass(frozen=True)
-class DataOptions:
-    """Options of reading data for a model. Defaults are those of the model and of its folder.
+class DataSource:
+    """A dataset, and how a model reads it.
 
     Attributes:
-        fields: Names of fields to those in the source, such as {"label": "class"}.
-        split: The split of a dataset of the hub, or of digits.
-        tokenizer: The tokenizer for texts.
-        length: The largest number of tokens.
-        mean: The mean of the images per channel, of values in [0, 1].
-        std: Their standard deviation.
-        attributes: Fields of binary labels.
+        uri: a file, a folder of images, a dataset of the hub (`owner/name`), or "digits".
+        samples: the number of examples to use; the default is that of the function that reads it.
+        fields: pairs of a field's name and its column; other fields keep their names.
+        split: the split of a dataset of the hub.
+        tokenizer: the tokenizer file, for texts; by default the one beside the model.
+        length: tokens per window or text.
+        mean: mean of the pixels in 0..1; by default that of preprocessor_config.json.
+        std: standard deviation of the pixels.
+        labels: use the data's labels where a method could do without.
+        attributes: fields that are read along as attributes of an image.
+
+    Example:
+        >>> DataSource("dev.tsv", fields=(("text", "sentence"),)).split
+        'test'
     """
 
-    fields: Mapping[str, str] | None = None
-    split: str | None = None
-    tokenizer: str | Path | None = None
+    uri: str
+    samples: int | None = None
+    fields: tuple[tuple[str, str], ...] = ()
+    split: str = "test"
+    tokenizer: str | None = None
     length: int | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-    attributes: Sequence[str] = ()
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    labels: bool = False
+    attributes: tuple[str, ...] = ()
 
-    def open(self, data: str | Path | Data, split: str = "test") -> Data:
-        """Open a dataset. `split` is the default split."""
-        if isinstance(data, Data):
-            return data
-        fields = self.fields
+    def open(self) -> Data:
+        """Open the dataset.
+
+        Raises:
+            DataError: it does not exist or cannot be read.
+        """
+        from regauge.data.datasets import open_data
+
+        fields = dict(self.fields)
         if self.attributes:
-            fields = {
-                "image": "image",
-                **(fields or {}),
-                **{name: name for name in self.attributes},
-            }
-        return open_data(data, fields=fields, split=self.split or split)
+            fields = {"image": "image", **fields, **{name: name for name in self.attributes}}
+        return open_data(self.uri, fields=fields or None, split=self.split)
 
     def read(
         self,
-        data: DataSource,
-        module: torch.nn.Module,
+        model: torch.nn.Module,
+        beside: Checkpoint | Path | None,
         *,
-        beside: Path | None = None,
-        split: str = "test",
         labelled: bool = True,
+        data: Data | None = None,
     ) -> tuple[Examples, dict[str, Any]]:
-        """Return examples as inputs of a model, and their task.
+        """Return the examples as inputs of a model, and its task.
 
         Args:
-            data: The data. Examples are returned as they are, with an empty task.
-            module: The model.
-            beside: The folder of the model, with the defaults of tokenizer, mean and std.
-            split: The default split.
-            labelled: Whether labels are required.
-
-        Raises:
-            DataError: The data do not exist, or do not fit the model.
+            model: the model; its weights are not used.
+            beside: the checkpoint of the model, or a folder with its tokenizer or preprocessor.
+            labelled: require labels.
+            data: the dataset, if it was opened before.
         """
-        if isinstance(data, Examples):
-            return data, {}
+        from regauge.data.tasks import read_examples
+
+        if not (beside is None or isinstance(beside, Path)):
+            folder = beside.path if beside.is_folder else beside.path.parent
+            beside = folder if beside.sources else None  # none is beside a model in memory
         return read_examples(
-            module,
-            self.open(data, split),
+            model,
+            self.open() if data is None else data,
             beside=beside,
             tokenizer=self.tokenizer,
             length=self.length,
-            mean=self.mean,
-            std=self.std,
+            mean=list(self.mean) or None,
+            std=list(self.std) or None,
             labelled=labelled,
             attributes=self.attributes,
         )

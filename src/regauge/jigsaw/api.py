@@ -23,8 +23,7 @@ from regauge.checkpoints.reader import Checkpoint
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.augment import DEIT_AUGMENTATION
-from regauge.data.datasets import Data
-from regauge.data.sources import DataOptions, DataSource
+from regauge.data.sources import DataSource
 from regauge.data.tasks import Examples
 from regauge.data.train import count_steps, train_model
 from regauge.errors import JigsawError
@@ -48,6 +47,8 @@ if TYPE_CHECKING:
 
 RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SHOWN = 6  # images with attention maps
+CORRUPTED = 100  # images that are corrupted, by default
+DataInput = str | Path | DataSource | Examples
 Note = Callable[[str], None]
 
 
@@ -72,6 +73,10 @@ class JigsawOptions:
         flip: Flip half of the images horizontally.
         shift: Shift images by up to this many pixels.
         strong: Use DeiT's augmentation.
+
+    Example:
+        >>> JigsawOptions(epochs=10, batch_size=32).recipe({})["batch"]
+        32
     """
 
     variant: str | None = None
@@ -115,7 +120,7 @@ class JigsawOptions:
         if self.strong and "mean" not in task:
             raise JigsawError(
                 "strong augmentation requires the mean and std of the images, which examples lack",
-                hint="pass a URI or a dataset",
+                hint="pass a URI or a DataSource",
             )
         if self.strong:
             augment |= {**DEIT_AUGMENTATION, "mean": task["mean"], "std": task["std"]}
@@ -246,12 +251,11 @@ class JigsawStudy(ResultView):
 @within_threads
 def train(
     model: Source,
-    data: DataSource,
+    data: DataInput,
     ratio: float = 0.1,
     *,
     out: str | Path | None = None,
     options: JigsawOptions | None = None,
-    reading: DataOptions | None = None,
     seed: int = 0,
     device: str = "cpu",
     facts: Mapping[str, Any] | None = None,
@@ -262,12 +266,11 @@ def train(
 
     Args:
         model: The image model: a path, a hub id, a checkpoint or a module, which is not changed.
-        data: Images with labels: a URI, a dataset or examples.
+        data: Images with labels: a URI, a `DataSource` or examples.
         ratio: The share of patches to shuffle.
         out: A new folder to save the model to. The state of an interrupted training is saved beside
             it, from which the same call resumes.
         options: Options of puzzles and training.
-        reading: Options of reading the data.
         seed: The random seed.
         device: The device that computes.
         facts: Facts of the run, for the report.
@@ -306,9 +309,8 @@ def train(
         )
     module = reinitialize(module, seed) if options.fresh else module
     _require_finite(module, name)
-    examples, task = (reading or DataOptions()).read(
-        data, module, beside=folder_of(model), split="train"
-    )
+    examples, task = _read(data, module, folder_of(model), split="train")
+    examples = _sample(examples, data, seed)
     recipe, settings = options.recipe(task), options.wrapping(ratio)
     total = count_steps(recipe, len(examples))
     with warnings.catch_warnings():
@@ -353,13 +355,11 @@ def train(
 @within_threads
 def evaluate(
     models: Source | Sequence[Source],
-    data: DataSource,
+    data: DataInput,
     *,
     ratios: Sequence[float] = RATIOS,
-    samples: int | None = None,
     patch: int | None = None,
     batch_size: int = 100,
-    reading: DataOptions | None = None,
     seed: int = 0,
     device: str = "cpu",
     facts: Mapping[str, Any] | None = None,
@@ -372,12 +372,10 @@ def evaluate(
     Args:
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules. Modules
             are left in evaluation mode, on the CPU.
-        data: Images with labels: a URI, a dataset or examples.
+        data: Images with labels: a URI, a `DataSource` or examples.
         ratios: The shares of patches to shuffle.
-        samples: The number of images to evaluate on; all by default.
         patch: The patch size of models without patches; by default that of the others, or 16.
         batch_size: Images per batch.
-        reading: Options of reading the data.
         seed: The seed of the puzzles and of the sample.
         device: The device that computes.
         facts: Facts of the run, for the report.
@@ -398,10 +396,7 @@ def evaluate(
     datasets: dict[str, Examples] = {}
     grids: dict[str, figures.PuzzleGrid] = {}
     for name, (wrapped, folder) in loaded.items():
-        examples, _ = (reading or DataOptions()).read(data, wrapped.model, beside=folder)
-        if samples is not None and samples < len(examples):
-            rows = np.random.default_rng(seed).permutation(len(examples))[:samples]
-            examples = examples.only(np.sort(rows))
+        examples = _sample(_read(data, wrapped.model, folder)[0], data, seed)
         datasets[name] = examples
         height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
         layout = wrapped.layout
@@ -449,16 +444,14 @@ def evaluate(
 @within_threads
 def study(
     models: Source | Sequence[Source],
-    data: str | Path | Data | None = None,
+    data: str | Path | DataSource | None = None,
     *,
     corruptions: bool = False,
-    hard: DataSource | None = None,
-    outside: DataSource | None = None,
+    hard: DataInput | None = None,
+    outside: DataInput | None = None,
     umap: bool = False,
-    samples: int = 100,
     patch: int | None = None,
     batch_size: int = 100,
-    reading: DataOptions | None = None,
     seed: int = 0,
     device: str = "cpu",
     facts: Mapping[str, Any] | None = None,
@@ -471,16 +464,15 @@ def study(
 
     Args:
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules.
-        data: Images, for attention maps; with labels, for corruptions.
+        data: Images, for attention maps; with labels, for corruptions, which change `samples` of
+            them (100 by default).
         corruptions: Measure errors under the corruptions of ImageNet-C too; mCE is relative to the
             first model.
         hard: Hard images with labels, as ImageNet-A: accuracy and AURRA.
         outside: Out-of-distribution images, as ImageNet-O: AUPR against `data`.
         umap: Also project positions with UMAP.
-        samples: The number of images to corrupt.
         patch: The patch size of models without patches; by default that of the others, or 16.
         batch_size: Images per batch.
-        reading: Options of reading the data.
         seed: The seed of regression, UMAP and the sample.
         device: The device that computes.
         facts: Facts of the run, for the report.
@@ -496,7 +488,6 @@ def study(
     if data is None and (corruptions or outside is not None):
         part = "corruptions require" if corruptions else "outside requires"
         raise JigsawError(f"{part} data to compare with", hint="pass images with labels: --data")
-    reading = reading or DataOptions()
     loaded = {
         name: (wrapped.to(device), folder)
         for name, (wrapped, folder) in load_together(_as_list(models), patch).items()
@@ -513,7 +504,7 @@ def study(
     tables, plots = figures.report_studies(studies)
     if data is not None:
         datasets = {
-            name: reading.read(data, wrapped.model, beside=folder, labelled=corruptions)
+            name: _read(data, wrapped.model, folder, labelled=corruptions)
             for name, (wrapped, folder) in loaded.items()
         }
         maps: dict[str, Any] = {}
@@ -527,7 +518,8 @@ def study(
             examples, task = datasets[next(iter(maps))]
             plots = (*plots, figures.plot_attention(_first_images(examples), task, maps))
         if corruptions:
-            subset = reading.open(data).take(samples, seed=seed)
+            source = _as_source(data)
+            subset = source.open().take(source.samples or CORRUPTED, seed=seed)
             errors = {
                 name: evaluate_corruptions(
                     wrapped.unwrap(),
@@ -544,7 +536,8 @@ def study(
         if outside is not None:
             areas = {}
             for name, (wrapped, folder) in loaded.items():
-                outliers, _ = reading.read(outside, wrapped.model, beside=folder, labelled=False)
+                outliers, _ = _read(outside, wrapped.model, folder, labelled=False)
+                outliers = _sample(outliers, outside, seed)
                 inner, outer = (
                     score_predictions(wrapped.unwrap(), inputs, batch_size)[0]
                     for inputs in (datasets[name][0], outliers)
@@ -554,7 +547,7 @@ def study(
     if hard is not None:
         scores = {}
         for name, (wrapped, folder) in loaded.items():
-            examples, _ = reading.read(hard, wrapped.model, beside=folder)
+            examples = _sample(_read(hard, wrapped.model, folder)[0], hard, seed)
             confidence, correct = score_predictions(wrapped.unwrap(), examples, batch_size)
             scores[name] = float(correct.mean()), aurra(confidence, correct), len(correct)
         tables = (*tables, figures.tabulate_hard_images(scores))
@@ -600,10 +593,34 @@ def _as_list(models: Source | Sequence[Source]) -> list[Source]:
     return list(models)
 
 
-def _name_of(data: DataSource) -> str:
-    if isinstance(data, str | Path):
-        return str(data)
-    return data.name if isinstance(data, Data) else "examples"
+def _read(
+    data: DataInput,
+    module: torch.nn.Module,
+    folder: Path | None,
+    *,
+    split: str = "test",
+    labelled: bool = True,
+) -> tuple[Examples, dict[str, Any]]:
+    """Return data as examples for a model, and their task, which is empty for examples."""
+    if isinstance(data, Examples):
+        return data, {}
+    return _as_source(data, split).read(module, folder, labelled=labelled)
+
+
+def _as_source(data: str | Path | DataSource, split: str = "test") -> DataSource:
+    return data if isinstance(data, DataSource) else DataSource(str(data), split=split)
+
+
+def _sample(examples: Examples, data: DataInput, seed: int) -> Examples:
+    """Return the sample that a data source is limited to, in its order."""
+    samples = data.samples if isinstance(data, DataSource) else None
+    if samples is None or samples >= len(examples):
+        return examples
+    return examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
+
+
+def _name_of(data: DataInput) -> str:
+    return "examples" if isinstance(data, Examples) else _as_source(data).uri
 
 
 def _first_images(examples: Examples) -> torch.Tensor:

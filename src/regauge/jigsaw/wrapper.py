@@ -78,6 +78,11 @@ class MaskedJigsaw(torch.nn.Module):
 
     Raises:
         JigsawError: An option is invalid, or the variant needs positions that the model lacks.
+
+    Example:
+        >>> # wrapped = regauge.MaskedJigsaw(model, ratio=0.1)
+        >>> # wrapped(pixel_values, labels).loss.backward()
+        >>> # model = wrapped.unwrap()
     """
 
     accepts_loss_kwargs = False  # for transformers' Trainer: losses are means over the batch

@@ -28,11 +28,16 @@ from experiments.shared.cells import Cell
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.passes import double_backward
-from regauge.audit.gradients.attempts import QUICK, Attack, Budget, select_attacks
-from regauge.audit.gradients.clients import batch_grads, cast_inputs, make_puzzle, prepare_model
-from regauge.audit.gradients.engine import GradientCase, audit_combination
-from regauge.audit.gradients.scores import LEAK, average
-from regauge.audit.split.engine import denormalize
+from regauge.audit.gradient_audit.attempts import QUICK, Attack, Budget, select_attacks
+from regauge.audit.gradient_audit.clients import (
+    batch_grads,
+    cast_inputs,
+    make_puzzle,
+    prepare_model,
+)
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
+from regauge.audit.gradient_audit.scores import LEAK, average
+from regauge.audit.split_audit.engine import denormalize
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, loss_of, prepare
 from regauge.defences.gradients import (

@@ -19,11 +19,11 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
-from regauge.audit.gradients.attempts import QUICK, Budget, select_attacks
-from regauge.audit.gradients.engine import GradientCase, audit_combination
-from regauge.audit.gradients.scores import LEAK, average
-from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
-from regauge.audit.gradients.text_audit import TextCase, audit_texts
+from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
+from regauge.audit.gradient_audit.scores import LEAK, average
+from regauge.audit.gradient_audit.text_audit import ATTACKS as TEXT_ATTACKS
+from regauge.audit.gradient_audit.text_audit import TextCase, audit_texts
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import logits_of, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table

@@ -23,8 +23,17 @@ from experiments.shared.models import build
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of, uri_of
-from regauge.audit.split import report
-from regauge.audit.split.attempts import (
+from regauge.audit.scores import (
+    AttackScores,
+    Case,
+    Row,
+    merge_trials,
+    score_baselines,
+    score_images,
+)
+from regauge.audit.scores import best_assignment as by_name
+from regauge.audit.split_audit import report
+from regauge.audit.split_audit.attempts import (
     ATTACKS,
     Attack,
     Budget,
@@ -34,17 +43,8 @@ from regauge.audit.split.attempts import (
     patch_size,
     select_attacks,
 )
-from regauge.audit.split.engine import chance_accuracy, denormalize
-from regauge.audit.split.scores import (
-    AttackScores,
-    Case,
-    Row,
-    merge_trials,
-    score_baselines,
-    score_images,
-)
-from regauge.audit.split.scores import best_assignment as by_name
-from regauge.audit.split.victims import make_split_pair
+from regauge.audit.split_audit.engine import chance_accuracy, denormalize
+from regauge.audit.split_audit.victims import make_split_pair
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
 from regauge.defences.parser import NONE

@@ -30,12 +30,12 @@ from experiments.shared.models import build
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.april import make_april_model
-from regauge.audit.gradients.attempts import Budget, select_attacks
-from regauge.audit.gradients.engine import GradientCase, audit_combination, score_baselines
-from regauge.audit.gradients.scores import LEAK, ImageScores
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.report import to_pictures
-from regauge.audit.split.scores import mean_score
+from regauge.audit.gradient_audit.attempts import Budget, select_attacks
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination, score_baselines
+from regauge.audit.gradient_audit.scores import LEAK, ImageScores
+from regauge.audit.scores import mean_score
+from regauge.audit.split_audit.engine import denormalize
+from regauge.audit.split_audit.report import to_pictures
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, prepare

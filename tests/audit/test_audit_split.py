@@ -15,23 +15,7 @@ import transformers
 
 import support.picos as picos
 from regauge.attacks.views import ServerPass
-from regauge.audit.split import AuditError, SplitCase, audit_split
-from regauge.audit.split.attempts import (
-    ATTACKS,
-    Budget,
-    Setting,
-    attempt,
-    collect_views,
-    patch_size,
-)
-from regauge.audit.split.engine import chance_accuracy, denormalize, measure_label_leak
-from regauge.audit.split.report import (
-    build_findings,
-    build_verdict,
-    identification_rate,
-    without_rows,
-)
-from regauge.audit.split.scores import (
+from regauge.audit.scores import (
     OTHERS,
     AttackScores,
     Case,
@@ -43,7 +27,23 @@ from regauge.audit.split.scores import (
     score_images,
     worst_score,
 )
-from regauge.audit.split.victims import (
+from regauge.audit.split_audit import AuditError, SplitCase, audit_split
+from regauge.audit.split_audit.attempts import (
+    ATTACKS,
+    Budget,
+    Setting,
+    attempt,
+    collect_views,
+    patch_size,
+)
+from regauge.audit.split_audit.engine import chance_accuracy, denormalize, measure_label_leak
+from regauge.audit.split_audit.report import (
+    build_findings,
+    build_verdict,
+    identification_rate,
+    without_rows,
+)
+from regauge.audit.split_audit.victims import (
     defend_images,
     drop_shuffles,
     drop_singleton_batch,
@@ -499,8 +499,8 @@ def test_a_convolution_over_single_pixels_makes_no_patches() -> None:
 
 
 def test_attacks_are_named_or_all_of_them() -> None:
-    from regauge.audit.split.attempts import ATTACKS
-    from regauge.audit.split.text_audit import TEXT_ATTACKS
+    from regauge.audit.split_audit.attempts import ATTACKS
+    from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
     from regauge.cli.audit_split import _select_attacks
 
     first = ATTACKS[0].name

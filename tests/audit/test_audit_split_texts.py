@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from regauge.audit.split import AuditError, SplitCase, audit_texts
+from regauge.audit.split_audit import AuditError, SplitCase, audit_texts
 from regauge.audit.text_scores import rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples

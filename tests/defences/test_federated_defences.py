@@ -15,9 +15,9 @@ import torch
 
 import support.federations as fed
 from regauge import apply, element, fold_norms
-from regauge.audit.gradients.attempts import Budget
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
+from regauge.audit.gradient_audit.attempts import Budget
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import audit_run, open_run, rehearse_recorded
 from regauge.cli import main
 from regauge.errors import DefenceError, MissingExtraError, UpdateError
 from regauge.federated import (

@@ -30,7 +30,7 @@ from regauge.cli.run import (
 if TYPE_CHECKING:
     import torch
 
-    from regauge.audit.gradients.attempts import Budget
+    from regauge.audit.gradient_audit.attempts import Budget
     from regauge.data.tasks import Examples
 
 ATTACKER_SHARE = 0.5  # of the data; the rest belongs to the clients
@@ -298,7 +298,7 @@ def gradients(
     snapshot_steps = parse_counts(stages, "--train", "100,1000")
     attack_budget = replace(_parse_budget(budget, seed), practice=practice)
     check_device(device)
-    from regauge.audit.gradients import GradientCase, audit_gradients
+    from regauge.audit.gradient_audit import GradientCase, audit_gradients
     from regauge.results.metrics import Lpips
 
     set_threads(threads)
@@ -419,7 +419,7 @@ def _audit_text_model(
     report: Path | None,
 ) -> int:
     """Audit a text model."""
-    from regauge.audit.gradients.text_audit import TextCase, audit_texts
+    from regauge.audit.gradient_audit.text_audit import TextCase, audit_texts
 
     selected = _select_attacks(attacks, True)
     info(
@@ -515,7 +515,7 @@ def _parse_names(text: str | None) -> list[str]:
 
 def _select_attacks(text: str | None, is_text: bool) -> Any:
     """Return the attacks of these names, or the default ones."""
-    from regauge.audit.gradients import attempts, text_audit
+    from regauge.audit.gradient_audit import attempts, text_audit
     from regauge.errors import UpdateError
 
     on_texts: Any = (text_audit.ATTACKS, [a for a in text_audit.ATTACKS if not a.is_slow], "texts")
@@ -530,7 +530,7 @@ def _select_attacks(text: str | None, is_text: bool) -> Any:
 
 def _parse_budget(text: str, seed: int) -> Budget:
     """Parse STEPS,RESTARTS."""
-    from regauge.audit.gradients.attempts import Budget
+    from regauge.audit.gradient_audit.attempts import Budget
 
     numbers = text.split(",")
     if len(numbers) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in numbers):

@@ -19,7 +19,7 @@ from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, set_threads
 
 if TYPE_CHECKING:
-    from regauge.audit.lock import LockCase
+    from regauge.audit.lock_audit import LockCase
     from regauge.locking.keys import Key
     from regauge.results.findings import Results
 
@@ -99,7 +99,7 @@ def lock(
             f"must be one or more numbers, as in 50,200, got {labels!r}", param_hint="--labels"
         )
     from regauge.attacks.theft import Budget
-    from regauge.audit.lock import audit_lock
+    from regauge.audit.lock_audit import audit_lock
     from regauge.cli.keygen import read_key
 
     set_threads(threads)
@@ -159,7 +159,7 @@ def _build_case(
     """Build the case for attacks and scoring. With data the model is loaded; without, its file is
     read directly.
     """
-    from regauge.audit.lock import LockCase
+    from regauge.audit.lock_audit import LockCase
     from regauge.cli.model import open_model
     from regauge.core.fold import fold_norms
     from regauge.locking.lock import LOCKS, element_spec, locked_element, require_locked

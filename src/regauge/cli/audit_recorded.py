@@ -14,7 +14,7 @@ from regauge.cli.option_guard import reject_options
 from regauge.cli.run import deliver, facts_of_run
 
 if TYPE_CHECKING:
-    from regauge.audit.gradients.attempts import Budget
+    from regauge.audit.gradient_audit.attempts import Budget
 
 IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
@@ -41,7 +41,7 @@ def audit_recorded(
         report: where to write the page.
         passed: the options that were passed, by parameter.
     """
-    from regauge.audit.recorded import engine
+    from regauge.audit.recorded_audit import engine
 
     started = time.monotonic()
     recorded = engine.open_run(run, [n - 1 for n in rounds])

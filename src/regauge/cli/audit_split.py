@@ -20,7 +20,7 @@ from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, 
 if TYPE_CHECKING:
     import torch
 
-    from regauge.audit.split.attempts import Budget
+    from regauge.audit.split_audit.attempts import Budget
     from regauge.checkpoints.reader import Checkpoint
     from regauge.data.tasks import Examples
     from regauge.results.findings import Results
@@ -145,7 +145,7 @@ def split(
     """
     started = time.monotonic()
     check_outputs(json, report)
-    from regauge.audit.split.victims import parse_combination
+    from regauge.audit.split_audit.victims import parse_combination
     from regauge.errors import need
 
     noise_levels, radius_levels = (
@@ -159,7 +159,7 @@ def split(
     if not 0 < lr < math.inf:
         raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
     check_device(device)
-    from regauge.audit.split import SplitCase, audit_split, audit_texts
+    from regauge.audit.split_audit import SplitCase, audit_split, audit_texts
     from regauge.results.metrics import Lpips
     from regauge.split import OptimizerConfig
     from regauge.split.client.train import Run
@@ -276,8 +276,8 @@ def _parse_numbers(text: str, name: str) -> list[float]:
 
 def _select_attacks(text: str | None, is_text: bool | None = None) -> Any:
     """Return attacks by name: on texts, on images, or (None) on either, to check the names."""
-    from regauge.audit.split.attempts import ATTACKS
-    from regauge.audit.split.text_audit import TEXT_ATTACKS
+    from regauge.audit.split_audit.attempts import ATTACKS
+    from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
 
     candidates: Sequence[Any] = (
         [*ATTACKS, *TEXT_ATTACKS] if is_text is None else TEXT_ATTACKS if is_text else ATTACKS
@@ -294,7 +294,7 @@ def _select_attacks(text: str | None, is_text: bool | None = None) -> Any:
 
 def _parse_budget(text: str) -> Budget:
     """Parse WIDTH,DEPTH,EPOCHS."""
-    from regauge.audit.split.attempts import Budget
+    from regauge.audit.split_audit.attempts import Budget
 
     numbers = text.split(",")
     if len(numbers) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in numbers):

@@ -17,9 +17,9 @@ import torch
 
 from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
-from regauge.audit.split.engine import SplitCase, chance_accuracy, measure_label_leak
-from regauge.audit.split.report import CAVEAT, build_glossary
-from regauge.audit.split.victims import (
+from regauge.audit.split_audit.engine import SplitCase, chance_accuracy, measure_label_leak
+from regauge.audit.split_audit.report import CAVEAT, build_glossary
+from regauge.audit.split_audit.victims import (
     Pair,
     drop_shuffles,
     is_shuffled,

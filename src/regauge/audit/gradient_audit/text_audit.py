@@ -15,15 +15,15 @@ from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, find_text_layers, tag, token_membership
 from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import SentUpdate, Threat
-from regauge.audit.gradients.clients import (
+from regauge.audit.gradient_audit.clients import (
     Truth,
     build_view,
     cast_inputs,
     contribute,
     prepare_model,
 )
-from regauge.audit.gradients.report import CAVEAT
-from regauge.audit.gradients.scores import label_recall
+from regauge.audit.gradient_audit.report import CAVEAT
+from regauge.audit.gradient_audit.scores import label_recall
 from regauge.audit.text_scores import MEASURES, score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples

@@ -13,8 +13,16 @@ import torch
 
 from regauge.attacks.labels import cluster_labels, multilabel_attack, sample_grads
 from regauge.attacks.views import SentGradients, ServerPass
-from regauge.audit.split import report
-from regauge.audit.split.attempts import (
+from regauge.audit.scores import (
+    AttackScores,
+    Case,
+    Row,
+    best_assignment,
+    score_baselines,
+    score_images,
+)
+from regauge.audit.split_audit import report
+from regauge.audit.split_audit.attempts import (
     ATTACKS,
     Attack,
     Budget,
@@ -23,15 +31,7 @@ from regauge.audit.split.attempts import (
     collect_views,
     patch_size,
 )
-from regauge.audit.split.scores import (
-    AttackScores,
-    Case,
-    Row,
-    best_assignment,
-    score_baselines,
-    score_images,
-)
-from regauge.audit.split.victims import (
+from regauge.audit.split_audit.victims import (
     drop_singleton_batch,
     make_split_pair,
     parse_combination,

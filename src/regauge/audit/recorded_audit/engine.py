@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from regauge.attacks.updates import Rehearsal, Update, average_updates
-from regauge.audit.gradients.attempts import Attack, Budget
-from regauge.audit.gradients.clients import Truth, concat_inputs, concat_truths, to_rehearsal
-from regauge.audit.gradients.scores import average
-from regauge.audit.gradients.text_audit import TextAttack
+from regauge.audit.gradient_audit.attempts import Attack, Budget
+from regauge.audit.gradient_audit.clients import Truth, concat_inputs, concat_truths, to_rehearsal
+from regauge.audit.gradient_audit.scores import average
+from regauge.audit.gradient_audit.text_audit import TextAttack
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
@@ -419,8 +419,8 @@ def audit_recorded(
     progress: Progress | None = None,
 ) -> Results:
     """Attack the recorded contributions of an open run, see `audit_run`."""
-    from regauge.audit.recorded.image_audit import audit_images
-    from regauge.audit.recorded.text_audit import audit_texts
+    from regauge.audit.recorded_audit.image_audit import audit_images
+    from regauge.audit.recorded_audit.text_audit import audit_texts
 
     if run.task["kind"] == "images":
         return audit_images(

@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from regauge.audit.gradients.attempts import Attack
-from regauge.audit.gradients.scores import LEAK, METRICS, Case, Row, average
-from regauge.audit.split.report import to_pictures
-from regauge.audit.split.scores import OTHERS, mean_score, worst_score
+from regauge.audit.gradient_audit.attempts import Attack
+from regauge.audit.gradient_audit.scores import LEAK, METRICS, Case, Row, average
+from regauge.audit.scores import OTHERS, mean_score, worst_score
+from regauge.audit.split_audit.report import to_pictures
 from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 

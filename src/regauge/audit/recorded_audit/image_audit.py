@@ -12,7 +12,7 @@ import torch
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import Rehearsal, SentUpdate
-from regauge.audit.gradients.attempts import (
+from regauge.audit.gradient_audit.attempts import (
     ATTACKS,
     QUICK,
     Attack,
@@ -22,19 +22,19 @@ from regauge.audit.gradients.attempts import (
     fit_attack,
     resolve_attacks,
 )
-from regauge.audit.gradients.clients import Truth, build_recorded_view
-from regauge.audit.gradients.engine import REHEARSALS, sample_candidates, split_own_images
-from regauge.audit.gradients.scores import average, label_recall, score_reconstructions
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import (
+from regauge.audit.gradient_audit.clients import Truth, build_recorded_view
+from regauge.audit.gradient_audit.engine import REHEARSALS, sample_candidates, split_own_images
+from regauge.audit.gradient_audit.scores import average, label_recall, score_reconstructions
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import (
     LeakFormat,
     RecordedRun,
     Row,
     build_results,
     rehearse_recorded,
 )
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import best_assignment, mean_score
+from regauge.audit.scores import best_assignment, mean_score
+from regauge.audit.split_audit.engine import denormalize
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError

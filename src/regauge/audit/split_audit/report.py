@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from regauge.audit.split.attempts import Attack
-from regauge.audit.split.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
+from regauge.audit.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
+from regauge.audit.split_audit.attempts import Attack
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Finding, Results, Table

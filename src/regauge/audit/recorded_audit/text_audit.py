@@ -10,12 +10,12 @@ import torch
 
 from regauge.attacks.classes import label_counts
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.attempts import resolve_attacks
-from regauge.audit.gradients.clients import Truth
-from regauge.audit.gradients.scores import label_recall
-from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, token_lists
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import LeakFormat, RecordedRun, Row, build_results
+from regauge.audit.gradient_audit.attempts import resolve_attacks
+from regauge.audit.gradient_audit.clients import Truth
+from regauge.audit.gradient_audit.scores import label_recall
+from regauge.audit.gradient_audit.text_audit import ATTACKS, TextAttack, token_lists
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import LeakFormat, RecordedRun, Row, build_results
 from regauge.audit.text_scores import score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples

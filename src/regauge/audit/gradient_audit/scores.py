@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from regauge.attacks.inversion import to_patches
-from regauge.audit.split.scores import METRICS as SHARED
-from regauge.audit.split.scores import SPECTRAL, Metric, Scores, mean_score, score_images
+from regauge.audit.scores import METRICS as SHARED
+from regauge.audit.scores import SPECTRAL, Metric, Scores, mean_score, score_images
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor

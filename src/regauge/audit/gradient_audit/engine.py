@@ -12,8 +12,8 @@ import torch
 
 from regauge.attacks.membership import auc
 from regauge.attacks.updates import SentUpdate
-from regauge.audit.gradients import report
-from regauge.audit.gradients.attempts import (
+from regauge.audit.gradient_audit import report
+from regauge.audit.gradient_audit.attempts import (
     QUICK,
     Attack,
     Attempt,
@@ -22,7 +22,7 @@ from regauge.audit.gradients.attempts import (
     filter_applicable,
     fit_attack,
 )
-from regauge.audit.gradients.clients import (
+from regauge.audit.gradient_audit.clients import (
     Truth,
     build_view,
     cast_inputs,
@@ -31,7 +31,7 @@ from regauge.audit.gradients.clients import (
     rehearse,
     sample_rehearsals,
 )
-from regauge.audit.gradients.scores import (
+from regauge.audit.gradient_audit.scores import (
     LEAK,
     Case,
     ImageScores,
@@ -40,8 +40,8 @@ from regauge.audit.gradients.scores import (
     label_recall,
     score_reconstructions,
 )
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import OTHERS, Scores, best_assignment, mean_score
+from regauge.audit.scores import OTHERS, Scores, best_assignment, mean_score
+from regauge.audit.split_audit.engine import denormalize
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import Plan, parse_plan

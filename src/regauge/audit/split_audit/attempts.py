@@ -23,7 +23,7 @@ from regauge.attacks.inversion import (
 from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.audit.split.victims import (
+from regauge.audit.split_audit.victims import (
     Pair,
     defend_images,
     drop_shuffles,

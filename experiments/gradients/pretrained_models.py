@@ -23,7 +23,7 @@ from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
 from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
 from regauge.audit.gradient_audit.scores import LEAK, average
 from regauge.audit.gradient_audit.text_audit import ATTACKS as TEXT_ATTACKS
-from regauge.audit.gradient_audit.text_audit import TextCase, audit_texts
+from regauge.audit.gradient_audit.text_audit import audit_texts
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import logits_of, loss_of, prepare
 from regauge.results.findings import Figure, Finding, Results, Table
@@ -260,11 +260,11 @@ def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     """Updates of MiniLM with a new head, of sentences."""
     model = build(p["model"], 0, data["source"].uri).eval()
     examples = prepare(p["task"], data["texts"], data["tokenizer"].uri)
-    case = TextCase(
+    case = GradientCase(
         model,
         examples.only(np.arange(60)),
         examples.only(np.arange(60, 120)),
-        int(p["updates"]),
+        updates=int(p["updates"]),
         name="sentences",
     )
     found = audit_texts(case, p["combinations"], attacks=[a for a in TEXT_ATTACKS if not a.is_slow])

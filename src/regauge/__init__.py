@@ -99,12 +99,17 @@ _HOME = {
     "verify": "verification",
 }
 
+# Packages with a public API of their own: `regauge.audit.lock(...)` works after `import regauge`.
+_PACKAGES = ("audit", "federated", "jigsaw", "split")
+
 __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"regauge.{_HOME[name]}"), name)
+    if name in _PACKAGES:
+        return import_module(f"regauge.{name}")
     raise AttributeError(f"module 'regauge' has no attribute {name!r}")
 
 

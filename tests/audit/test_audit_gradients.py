@@ -16,12 +16,12 @@ import torch
 
 from experiments import EXPERIMENTS, Lab
 from regauge.attacks.membership import auc
+from regauge.audit.engine import resolve_attacks
 from regauge.audit.gradient_audit import GradientCase, audit_gradients, text_audit
 from regauge.audit.gradient_audit.attempts import (
     ATTACKS,
     QUICK,
     Budget,
-    resolve_attacks,
     select_attacks,
 )
 from regauge.audit.gradient_audit.engine import score_baselines

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +13,16 @@ from regauge.attacks.classes import label_counts
 from regauge.attacks.subspaces import exact_search, find_text_layers, tag, token_membership
 from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import SentUpdate, Threat
+from regauge.audit.engine import (
+    CAVEAT,
+    Attack,
+    Attempt,
+    Steps,
+    apply_verdicts,
+    attempt,
+    titles_of,
+    with_undefended,
+)
 from regauge.audit.gradient_audit.clients import (
     Truth,
     build_view,
@@ -22,104 +30,65 @@ from regauge.audit.gradient_audit.clients import (
     contribute,
     prepare_model,
 )
-from regauge.audit.gradient_audit.report import CAVEAT
+from regauge.audit.gradient_audit.engine import GradientCase
 from regauge.audit.gradient_audit.scores import label_recall
-from regauge.audit.text_scores import MEASURES, score_texts
+from regauge.audit.text_report import LEAK, TextRow, TextScores, build_text_results, merge_scores
+from regauge.audit.text_scores import score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import parse_plan
-from regauge.defences.parser import NONE
 from regauge.errors import AuditError, UpdateError
-from regauge.results.findings import Finding, Results, Table, apply_threshold
+from regauge.results.findings import Results, Table
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class TextCase:
-    """A text model and its data.
-
-    Attributes:
-        model: The model.
-        victims: The examples of the clients.
-        own: Other texts; their tokens at the same positions are the baseline.
-        updates: The number of attacked updates.
-        batch: Texts in an update, unless the combination sets it.
-        steps: Local steps in an update, unless the combination sets them.
-        lr: The learning rate of local steps.
-        seed: The random seed.
-        name: The name in tables and findings.
-    """
-
-    model: torch.nn.Module
-    victims: Examples
-    own: Examples
-    updates: int = 4
-    batch: int = 1
-    steps: int = 1
-    lr: float = 0.01
-    seed: int = 0
-    name: str = "texts"
-
-
-@dataclass(frozen=True)
-class TextAttack:
-    """An attack of the table; `run` returns the tokens of each text.
-
-    Attributes:
-        name: The id.
-        title: The title in tables.
-        threat: What it is granted besides model and update.
-        run: The attack.
-        is_slow: Whether it optimises texts: run on few updates.
-    """
-
-    name: str
-    title: str
-    threat: Threat
-    run: Callable[[SentUpdate], list[Tensor]]
-    is_slow: bool = False
-
-
-ATTACKS: tuple[TextAttack, ...] = (
-    TextAttack("search", "exact search", Threat(batch=True, length=True), exact_search),
-    TextAttack("tables", "words in their places", Threat(batch=True), locate_words),
-    TextAttack(
+ATTACKS: tuple[Attack, ...] = (
+    Attack(
+        "search",
+        "exact search",
+        "searches the texts whose tokens lie in the spans of the gradients of the first two layers",
+        exact_search,
+        "texts",
+        threat=Threat(batch=True, length=True),
+    ),
+    Attack(
+        "tables",
+        "words in their places",
+        "matches rows of the gradients of the word table and the position table",
+        locate_words,
+        "texts",
+        threat=Threat(batch=True),
+    ),
+    Attack(
         "words",
         "words by zero rows",
-        Threat(),
+        "reads the bag of words from the rows of the word table's gradient that are not zero",
         lambda view: [token_membership(view).nonzero()[:, 0]],
+        "texts",
+        is_ordered=False,
     ),
-    TextAttack("tag", "TAG", Threat(batch=True, length=True), tag, True),
+    Attack(
+        "tag",
+        "TAG",
+        "optimises embeddings by the distance of gradients, and takes the nearest words",
+        tag,
+        "texts",
+        threat=Threat(batch=True, length=True),
+        is_slow=True,
+    ),
 )
 
 
-@dataclass(frozen=True)
-class TextRow:
-    """The leakage of one combination of defences.
-
-    Attributes:
-        combination: The defences.
-        texts: The number of texts in an update.
-        scores: By attack and measure, the scores of each text.
-        labels: The recovered share of the labels, for each update.
-        reasons: Why attacks do not apply, by name.
-        seconds: The run time of each attack.
-    """
-
-    combination: str
-    texts: int
-    scores: Mapping[str, Mapping[str, list[float]]]
-    labels: list[float] = field(default_factory=list)
-    reasons: Mapping[str, str] = field(default_factory=dict)
-    seconds: Mapping[str, float] = field(default_factory=dict)
+# The default of an audit.
+QUICK = tuple(a for a in ATTACKS if not a.is_slow)
 
 
 def audit_texts(
-    case: TextCase,
+    case: GradientCase,
     combinations: Sequence[str],
     *,
-    attacks: Sequence[TextAttack] = ATTACKS,
+    attacks: Sequence[Attack] = ATTACKS,
     optimised: int = 1,
     fail_above: float | None = None,
     progress: Progress | None = None,
@@ -139,7 +108,7 @@ def audit_texts(
         AuditError: There are too few texts.
     """
     find_text_layers(case.model)
-    combinations = list(dict.fromkeys((NONE, *combinations)))
+    combinations = with_undefended(combinations)
     for combination in combinations:
         plan = parse_plan(combination, case.batch, case.steps, case.lr)
         if plan.samples * plan.clients > len(case.victims):
@@ -148,28 +117,20 @@ def audit_texts(
                 f'"{combination}", got {len(case.victims)}',
                 hint="pass more data",
             )
-    rows = []
-    for i, combination in enumerate(combinations):
-        if progress:
-            progress(i, len(combinations), combination)
+    rows, steps = [], Steps(len(combinations), progress)
+    for combination in combinations:
+        steps(combination)
         rows.append(_audit_combination(case, combination, attacks, optimised))
-    if progress:
-        progress(len(combinations), len(combinations), "")
-    results = _build_results(case, rows, _score_baseline(case), attacks)
-    return replace(
-        results,
-        findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
-        ),
-    )
+    steps.finish()
+    return apply_verdicts(_build_results(case, rows, _score_baseline(case), attacks), fail_above)
 
 
 def _audit_combination(
-    case: TextCase, combination: str, attacks: Sequence[TextAttack], optimised: int
+    case: GradientCase, combination: str, attacks: Sequence[Attack], optimised: int
 ) -> TextRow:
     plan = parse_plan(combination, case.batch, case.steps, case.lr)
     prepared, size = prepare_model(case.model, plan), plan.samples * plan.clients
-    scores: dict[str, dict[str, list[float]]] = {}
+    scores: dict[str, list[TextScores]] = {}
     reasons: dict[str, str] = {}
     label_shares: list[float] = []
     seconds: dict[str, float] = {}
@@ -186,25 +147,37 @@ def _audit_combination(
         for attack in attacks:
             if attack.is_slow and number >= optimised:
                 continue
-            view = build_view(prepared, plan, update, truth, attack.threat)
-            started = time.monotonic()
-            try:
-                with torch.random.fork_rng(devices=[]):
-                    texts = [t.tolist() for t in attack.run(view)]
-            except UpdateError as error:
-                reasons[attack.name], texts = str(error), []
-            seconds[attack.name] = round(time.monotonic() - started, 1)
+            tried = recover_texts(attack, build_view(prepared, plan, update, truth, attack.threat))
+            if tried.output is None:
+                reasons[attack.name] = tried.reason
+            seconds[attack.name] = round(tried.seconds, 1)
             true_texts = token_lists(truth, case.victims.causal)
-            for measure, values in score_texts(texts, true_texts).items():
-                scores.setdefault(attack.name, {}).setdefault(measure, []).extend(values)
-        if not case.victims.causal and not case.victims.tokens:
-            try:
-                view = build_view(prepared, plan, update, truth, Threat(batch=True))
-                counts = label_counts(view, case.victims.classes)
-                label_shares.append(label_recall(counts, truth.labels))
-            except UpdateError as error:
-                reasons["labels"] = str(error)
-    return TextRow(combination, size, scores, label_shares, reasons, seconds)
+            scores.setdefault(attack.name, []).append(score_texts(tried.output or [], true_texts))
+        share, reason = recover_labels(
+            build_view(prepared, plan, update, truth, Threat(batch=True)), truth, case.victims
+        )
+        label_shares += [] if share is None else [share]
+        reasons |= {"labels": reason} if reason else {}
+    merged = {name: merge_scores(parts) for name, parts in scores.items()}
+    return TextRow(combination, merged, seconds, label_shares, reasons, texts=size)
+
+
+def recover_texts(attack: Attack, view: SentUpdate) -> Attempt:
+    """Run an attack; its output is the tokens of each text."""
+    return attempt(lambda: ([text.tolist() for text in attack.run(view)], {}))
+
+
+def recover_labels(view: SentUpdate, truth: Truth, examples: Examples) -> tuple[float | None, str]:
+    """Return the share of the labels that the gradient of the head reveals, or why it does not.
+
+    Language models have no labels besides their texts.
+    """
+    if examples.causal or examples.tokens:
+        return None, ""
+    try:
+        return label_recall(label_counts(view, examples.classes), truth.labels), ""
+    except UpdateError as error:
+        return None, str(error)
 
 
 def token_lists(truth: Truth, causal: bool) -> list[list[int]]:
@@ -219,94 +192,51 @@ def token_lists(truth: Truth, causal: bool) -> list[list[int]]:
     return [row[:-1] if causal else row for row in rows]
 
 
-def _score_baseline(case: TextCase) -> dict[str, list[float]]:
+def _score_baseline(case: GradientCase) -> dict[str, list[float]]:
     count = min(len(case.own), len(case.victims), max(1, case.updates * case.batch))
     texts = []
     for data in (case.own, case.victims):
         inputs, labels = data.batch(np.arange(count))
         texts.append(token_lists(Truth(inputs, inputs, labels), data.causal))
-    scores: dict[str, list[float]] = {measure: [] for measure in MEASURES}
-    for guess, text in zip(*texts, strict=True):
-        for measure, values in score_texts([guess], [text]).items():
-            scores[measure] += values
-    return scores
+    return merge_scores([score_texts([guess], [text]) for guess, text in zip(*texts, strict=True)])
 
 
 def _build_results(
-    case: TextCase,
+    case: GradientCase,
     rows: Sequence[TextRow],
     floor: Mapping[str, list[float]],
-    attacks: Sequence[TextAttack],
+    attacks: Sequence[Attack],
 ) -> Results:
-    titles = {a.name: a.title for a in attacks}
-
-    def summarize(scores: Mapping[str, list[float]]) -> list[float]:
-        return [round(statistics.fmean(scores[m]), 3) for m in MEASURES] + [
-            round(max(scores["ROUGE-L"]), 3)
-        ]
-
-    table = []
-    for row in rows:
-        for name, scores in row.scores.items():
-            label_share = None if not row.labels else round(statistics.fmean(row.labels), 3)
-            table.append(
-                (
-                    row.combination,
-                    row.texts,
-                    titles[name],
-                    *summarize(scores),
-                    label_share,
-                    row.seconds[name],
-                )
-            )
-    table.append(("floor: another text", None, "", *summarize(floor), None, None))
-    columns = ("defences", "texts", "attack", *MEASURES, "worst ROUGE-L", "labels", "seconds")
     note = (
         "Shares of each text, in the mean over texts: words as a bag, words in their places, "
         "ROUGE on tokens (F1), texts that are exactly right. "
-    )
-    note += (
         "Texts: the number of texts in an update. Words by zero rows gives a bag: its order is "
         "the vocabulary's."
     )
-    undefended = rows[0]
-    findings = [
-        Finding(
-            f"{case.name}/{row.combination}/{name}",
-            f'Under "{row.combination}", {titles[name]} gives this much of the texts.',
-            None,
-            statistics.fmean(scores["ROUGE-L"]),
-            statistics.fmean(floor["ROUGE-L"]),
-            statistics.fmean(undefended.scores[name]["ROUGE-L"]),
-            f"{statistics.fmean(scores['exact']):.0%} of the texts exactly",
-            measure="ROUGE-L",
-            trials=len(scores["ROUGE-L"]),
-        )
-        for row in rows
-        for name, scores in row.scores.items()
-    ]
-    verdict = [_describe_row(row, floor, titles) for row in rows] + [CAVEAT]
-    reasons = [
-        f"{row.combination}, {name}: {text}" for row in rows for name, text in row.reasons.items()
-    ]
-    return Results(
+    results = build_text_results(
         "What updates give away",
-        tuple(findings),
-        (Table(f"Texts: {case.name}", columns, tuple(table), note),),
-        (),
-        {"verdict": verdict},
-        tuple(reasons),
+        Table(f"Texts: {case.name}", (), (), note),
+        rows,
+        floor,
+        attacks,
+        name=case.name,
+        before={"texts": lambda row: row.texts},
+        after={
+            "labels": lambda row: round(statistics.fmean(row.labels), 3) if row.labels else None
+        },
+        guess=("floor: another text", None),
+        describe=lambda row, attack: f"{row.value(attack, 'exact'):.0%} of the texts exactly",
     )
-
-
-def _describe_row(row: TextRow, floor: Mapping[str, Any], titles: Mapping[str, str]) -> str:
-    name = max(row.scores, key=lambda n: statistics.fmean(row.scores[n]["ROUGE-L"]))
-    scores = row.scores[name]
-    best, exact, baseline = (
-        statistics.fmean(s) for s in (scores["ROUGE-L"], scores["exact"], floor["ROUGE-L"])
+    titles, baseline = titles_of(attacks), statistics.fmean(floor[LEAK])
+    verdict = []
+    for row in rows:
+        name, best = row.best()
+        verdict.append(
+            f"{row.combination}: ROUGE-L {best:.2f} by {titles[name]} (another text: "
+            f"{baseline:.2f}), {row.value(name, 'exact'):.0%} of the texts exactly; "
+            f"{row.best('words')[1]:.0%} of the words."
+        )
+    reasons = tuple(
+        f"{row.combination}, {name}: {text}" for row in rows for name, text in row.reasons.items()
     )
-    bag = max(statistics.fmean(s["words"]) for s in row.scores.values())
-    return (
-        f"{row.combination}: ROUGE-L {best:.2f} by {titles[name]} (another text: {baseline:.2f}), "
-        f"{exact:.0%} of the texts exactly; {bag:.0%} of the words."
-    )
+    return replace(results, facts={"verdict": [*verdict, CAVEAT]}, unchecked=reasons)

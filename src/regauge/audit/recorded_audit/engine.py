@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from regauge.attacks.updates import Rehearsal, Update, average_updates
-from regauge.audit.gradient_audit.attempts import Attack, Budget
+from regauge.audit.engine import Attack, Steps
+from regauge.audit.gradient_audit.attempts import Budget
 from regauge.audit.gradient_audit.clients import Truth, concat_inputs, concat_truths, to_rehearsal
 from regauge.audit.gradient_audit.scores import average
-from regauge.audit.gradient_audit.text_audit import TextAttack
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
@@ -71,16 +71,11 @@ class RecordedRun:
 
     def iterate(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the targets one by one, and report progress."""
-        for i, (number, clients) in enumerate(self.targets):
-            if progress:
-                progress(
-                    i,
-                    len(self.targets),
-                    f"round {number + 1}, client {', '.join(map(str, clients))}",
-                )
+        steps = Steps(len(self.targets), progress)
+        for number, clients in self.targets:
+            steps(f"round {number + 1}, client {', '.join(map(str, clients))}")
             yield number, clients
-        if progress:
-            progress(len(self.targets), len(self.targets), "")
+        steps.finish()
 
     def load_update(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
         """Return the contribution of these clients; under secure sums it is the mean of all."""
@@ -255,7 +250,7 @@ def build_results(
     run: RecordedRun,
     rows: Sequence[Row],
     leak: LeakFormat,
-    attacks: Sequence[Attack] | Sequence[TextAttack],
+    attacks: Sequence[Attack],
     pictures: Sequence[Figure] = (),
 ) -> Results:
     """Return accuracy and leakage over rounds.

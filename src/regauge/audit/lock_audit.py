@@ -185,20 +185,16 @@ def audit_lock(
 def build_verdict(findings: Sequence[Finding]) -> list[str]:
     """Return the consequences for the owner of the lock, one sentence each."""
     by_id = {f.id: f for f in findings}
+    recovered = {f.id for f in findings if f.value is not None and f.value >= RECOVERED}
     sentences = []
-    edges_finding = by_id.get("lock/public edges")
-    if (
-        edges_finding is not None
-        and edges_finding.value is not None
-        and edges_finding.value >= RECOVERED
-    ):
+    if "lock/public edges" in recovered:
         sentences.append(
             "The file alone undoes this lock: its embedding and head are not locked and reveal "
             "the order of the stream."
         )
     base = by_id.get("lock/public base")
     if base is not None and base.value is not None:
-        if base.value >= RECOVERED:
+        if base.id in recovered:
             sentences.append(
                 "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
             )
@@ -235,24 +231,17 @@ def build_verdict(findings: Sequence[Finding]) -> list[str]:
             f"{situation}: an attacker with {labels} labels reaches "
             f"{best.value:.2f}{ceiling}{addition}."
         )
-    known_inputs = by_id.get("lock/known inputs")
-    if (
-        known_inputs is not None
-        and known_inputs.value is not None
-        and known_inputs.value >= RECOVERED
-    ):
+    if "lock/known inputs" in recovered:
         sentences.append(
             "An observer of the features of known inputs has the key of the stream: "
-            + known_inputs.sentence
+            + by_id["lock/known inputs"].sentence
         )
-    observed = by_id.get("lock/seen features")
-    if observed is not None and observed.value is not None and observed.value >= RECOVERED:
+    if "lock/seen features" in recovered:
         sentences.append(
             "An observer of the features of enough unknown inputs, with the embedding, has it "
             "too: do not use one key for many batches."
         )
-    vocabulary = by_id.get("lock/vocabulary")
-    if vocabulary is not None and vocabulary.value is not None and vocabulary.value >= RECOVERED:
+    if "lock/vocabulary" in recovered:
         sentences.append(
             "Hidden states of an open language model reveal the text itself, whatever the key."
         )

@@ -140,6 +140,22 @@ def worst_score(scores: Scores, metric: str) -> float | None:
     )
 
 
+def metric_columns(floors: Mapping[str, Scores], metrics: Sequence[Metric]) -> list[str]:
+    """Return the columns of a table of every metric: means, then the worst."""
+    names = [m.name for m in metrics if m.name in floors[MEAN_IMAGE]]
+    return [*names, *(f"worst {name}" for name in names if name != "identified")]
+
+
+def metric_cells(scores: Scores, columns: Sequence[str]) -> list[float | None]:
+    """Return the values of the columns of `metric_columns`."""
+    return [
+        worst_score(scores, name.removeprefix("worst "))
+        if name.startswith("worst ")
+        else mean_score(scores, name)
+        for name in columns
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class AttackScores:
     """The result of one attack on one victim.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import SentUpdate
+from regauge.attacks.updates import SentUpdate, Update
 from regauge.audit.engine import (
     Attack,
     Attempt,
@@ -32,8 +32,7 @@ from regauge.audit.gradient_audit.attempts import (
 from regauge.audit.gradient_audit.clients import (
     Truth,
     build_view,
-    cast_inputs,
-    contribute,
+    contribute_rows,
     prepare_model,
     rehearse,
     sample_rehearsals,
@@ -230,7 +229,7 @@ def audit_combination(
         optimised: The number of updates on which slow attacks are run.
     """
     plan = _parse_plan(case, combination)
-    updates = make_updates(case, model, plan)
+    updates = list(make_updates(case, model, plan))
     own_examples, others = split_own_images(case.own)
     own = pixel_values(own_examples.only(np.arange(min(MAX_OWN_IMAGES, len(own_examples)))))
     rehearsals = tuple(
@@ -352,25 +351,13 @@ def attack_update(
 
 def make_updates(
     case: GradientCase, model: torch.nn.Module, plan: Plan
-) -> list[tuple[torch.nn.Module, Any, Truth]]:
-    """Make updates of the first victims; return the model of both sides, the update, the truth."""
-    prepared = prepare_model(model, plan)
-    size = plan.samples * plan.clients
-    count = max(1, min(case.updates, len(case.victims) // size))
-    updates = []
-    for n in range(count):
-        inputs, labels = case.victims.batch(np.arange(n * size, (n + 1) * size))
-        labels = labels.to(next(prepared.parameters()).device)
-        update, truth = contribute(
-            prepared,
-            plan,
-            case.victims,
-            cast_inputs(prepared, inputs),
-            labels,
-            case.seed * 1000 + n,
-        )
-        updates.append((prepared, update, truth))
-    return updates
+) -> Iterator[tuple[torch.nn.Module, Update, Truth]]:
+    """Yield updates of the first victims: the model of both sides, the update, and the truth."""
+    prepared, size = prepare_model(model, plan), plan.samples * plan.clients
+    for n in range(max(1, min(case.updates, len(case.victims) // size))):
+        rows = np.arange(n * size, (n + 1) * size)
+        seed = case.seed * 1000 + n
+        yield prepared, *contribute_rows(prepared, plan, case.victims, rows, seed)
 
 
 def _score_attempts(

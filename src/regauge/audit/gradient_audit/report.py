@@ -12,7 +12,15 @@ from typing import Any
 
 from regauge.audit.engine import CAVEAT, Attack, titles_of
 from regauge.audit.gradient_audit.scores import LEAK, METRICS, Row, average
-from regauge.audit.scores import MEAN_IMAGE, OTHERS, Case, mean_score, worst_score
+from regauge.audit.scores import (
+    MEAN_IMAGE,
+    OTHERS,
+    Case,
+    mean_score,
+    metric_cells,
+    metric_columns,
+    worst_score,
+)
 from regauge.audit.split_audit.report import to_pictures
 from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
@@ -252,13 +260,13 @@ def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
 
 def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return every metric, against the originals and against the model's inputs."""
-    metrics = [m.name for m in METRICS if m.name in case.floors[MEAN_IMAGE]]
+    metrics = metric_columns(case.floors, METRICS)
+    about = ("rank", "unknowns", "condition")
     columns = (
         "defences",
         "attack",
         "against",
         *metrics,
-        *(f"worst {m}" for m in metrics if m != "identified"),
         "rank",
         "of",
         "condition",
@@ -272,24 +280,12 @@ def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
                 [] if result.read is None else [("what was read", result.read)]
             )
             facts = result.facts[0] if result.facts else {}
+            end = [*(facts.get(key) for key in about), round(result.seconds, 2)]
             for against, scores in sides:
-                values = [
-                    *(mean_score(scores, m) for m in metrics),
-                    *(worst_score(scores, m) for m in metrics if m != "identified"),
-                ]
-                about = [
-                    facts.get("rank"),
-                    facts.get("unknowns"),
-                    facts.get("condition"),
-                    round(result.seconds, 2),
-                ]
-                rows.append((row.combination, titles[name], against, *values, *about))
-    floor = case.floors[MEAN_IMAGE]
-    values = [
-        *(mean_score(floor, m) for m in metrics),
-        *(worst_score(floor, m) for m in metrics if m != "identified"),
-    ]
-    rows.append(("floor", "the mean image", "the original", *values, None, None, None, None))
+                cells = metric_cells(scores, metrics)
+                rows.append((row.combination, titles[name], against, *cells, *end))
+    floor = metric_cells(case.floors[MEAN_IMAGE], metrics)
+    rows.append(("floor", "the mean image", "the original", *floor, None, None, None, None))
     note = (
         "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the "
         "pixels (Parseval). Rank, of as many unknown patches, and "

@@ -23,14 +23,8 @@ from regauge.audit.engine import (
     titles_of,
     with_undefended,
 )
-from regauge.audit.gradient_audit.clients import (
-    Truth,
-    build_view,
-    cast_inputs,
-    contribute,
-    prepare_model,
-)
-from regauge.audit.gradient_audit.engine import GradientCase
+from regauge.audit.gradient_audit.clients import Truth, build_view
+from regauge.audit.gradient_audit.engine import GradientCase, make_updates
 from regauge.audit.gradient_audit.scores import label_recall
 from regauge.audit.text_report import LEAK, TextRow, TextScores, build_text_results, merge_scores
 from regauge.audit.text_scores import score_texts
@@ -129,37 +123,29 @@ def _audit_combination(
     case: GradientCase, combination: str, attacks: Sequence[Attack], optimised: int
 ) -> TextRow:
     plan = parse_plan(combination, case.batch, case.steps, case.lr)
-    prepared, size = prepare_model(case.model, plan), plan.samples * plan.clients
     scores: dict[str, list[TextScores]] = {}
     reasons: dict[str, str] = {}
     label_shares: list[float] = []
     seconds: dict[str, float] = {}
-    for number in range(max(1, min(case.updates, len(case.victims) // size))):
-        inputs, labels = case.victims.batch(np.arange(number * size, (number + 1) * size))
-        update, truth = contribute(
-            prepared,
-            plan,
-            case.victims,
-            cast_inputs(prepared, inputs),
-            labels,
-            case.seed * 1000 + number,
-        )
+    for number, (model, update, truth) in enumerate(make_updates(case, case.model, plan)):
         for attack in attacks:
             if attack.is_slow and number >= optimised:
                 continue
-            tried = recover_texts(attack, build_view(prepared, plan, update, truth, attack.threat))
+            tried = recover_texts(attack, build_view(model, plan, update, truth, attack.threat))
             if tried.output is None:
                 reasons[attack.name] = tried.reason
             seconds[attack.name] = round(tried.seconds, 1)
             true_texts = token_lists(truth, case.victims.causal)
             scores.setdefault(attack.name, []).append(score_texts(tried.output or [], true_texts))
         share, reason = recover_labels(
-            build_view(prepared, plan, update, truth, Threat(batch=True)), truth, case.victims
+            build_view(model, plan, update, truth, Threat(batch=True)), truth, case.victims
         )
         label_shares += [] if share is None else [share]
         reasons |= {"labels": reason} if reason else {}
     merged = {name: merge_scores(parts) for name, parts in scores.items()}
-    return TextRow(combination, merged, seconds, label_shares, reasons, texts=size)
+    return TextRow(
+        combination, merged, seconds, label_shares, reasons, texts=plan.samples * plan.clients
+    )
 
 
 def recover_texts(attack: Attack, view: SentUpdate) -> Attempt:

@@ -372,39 +372,6 @@ def build_results(
     )
 
 
-def audit_run(
-    folder: Path,
-    *,
-    rounds: Sequence[int] = (),
-    clients: Sequence[int] = (),
-    attacks: Sequence[str] | None = None,
-    budget: Budget | None = None,
-    pictures: int = 4,
-    progress: Progress | None = None,
-) -> Results:
-    """Attack the recorded contributions of a run.
-
-    Args:
-        folder: The folder of the run.
-        rounds: The rounds to attack; empty for all.
-        clients: The clients to attack; empty for all.
-        attacks: Names of attacks; None for all but the slow ones.
-        budget: The budget of attacks that optimise or learn.
-        pictures: The number of images of an update in the gallery.
-        progress: Progress callback.
-
-    Returns:
-        Accuracy and leakage over rounds.
-    """
-    return audit_recorded(
-        open_run(folder, rounds, clients),
-        attacks=attacks,
-        budget=budget,
-        pictures=pictures,
-        progress=progress,
-    )
-
-
 def audit_recorded(
     run: RecordedRun,
     *,
@@ -413,7 +380,18 @@ def audit_recorded(
     pictures: int = 4,
     progress: Progress | None = None,
 ) -> Results:
-    """Attack the recorded contributions of an open run, see `audit_run`."""
+    """Attack the contributions of an open run.
+
+    Args:
+        run: The recorded run.
+        attacks: Names of attacks; None for all but the slow ones.
+        budget: The budget of attacks that optimise or learn.
+        pictures: The number of images of an update in the gallery.
+        progress: Progress callback.
+
+    Returns:
+        Accuracy and leakage over rounds.
+    """
     from regauge.audit.recorded_audit.image_audit import audit_images
     from regauge.audit.recorded_audit.text_audit import audit_texts
 

@@ -100,7 +100,7 @@ def audit_images(
     pictures: int,
     progress: Progress | None,
 ) -> Results:
-    """Attack all targets of a run of images, see `audit_run`."""
+    """Attack all targets of a run of images, see `audit_recorded`."""
     attacks, skipped = filter_applicable(resolve_attacks(names, ATTACKS, QUICK, "images"), run.test)
     stats: PixelStats = (run.task["mean"], run.task["std"])
     own, others = split_own_images(run.test.only(np.arange(min(MAX_OWN_IMAGES, len(run.test)))))

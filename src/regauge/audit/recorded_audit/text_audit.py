@@ -34,7 +34,7 @@ PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L: of recovered texts; above the 
 def audit_texts(
     run: RecordedRun, names: Sequence[str] | None, progress: Progress | None
 ) -> Results:
-    """Attack all targets of a run of texts, see `audit_run`."""
+    """Attack all targets of a run of texts, see `audit_recorded`."""
     attacks = resolve_attacks(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
     for number, clients in run.iterate(progress):

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from regauge.audit.engine import CAVEAT, Attack
-from regauge.audit.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
+from regauge.audit.scores import (
+    METRICS,
+    OTHERS,
+    Case,
+    Row,
+    mean_score,
+    metric_cells,
+    metric_columns,
+)
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Finding, Results, Table
@@ -196,47 +204,23 @@ def build_glossary(combinations: Sequence[str], attacks: Sequence[Attack]) -> Ta
 
 def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return every metric, in the mean and of the worst image, and how the training ended."""
-    metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    columns = (
-        "defences",
-        "attack",
-        *metrics,
-        *(f"worst {m}" for m in metrics if m != "identified"),
-        "epochs",
-        "stopped falling",
-        "seconds",
-    )
+    metrics = metric_columns(case.floors, METRICS)
+    columns = ("defences", "attack", *metrics, "epochs", "stopped falling", "seconds")
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         for attack in attacks:
             result = row.by_attack.get(attack.name)
             if result is not None:
-                means = (mean_score(result.scores, m) for m in metrics)
-                worst = (worst_score(result.scores, m) for m in metrics if m != "identified")
+                cells = metric_cells(result.scores, metrics)
                 training = (
                     (len(result.losses), result.has_stopped) if result.losses else (None, None)
                 )
-                rows.append(
-                    (
-                        row.combination,
-                        attack.title,
-                        *means,
-                        *worst,
-                        *training,
-                        round(result.seconds, 1),
-                    )
-                )
-    for name, scores in case.floors.items():
-        blank = (None, None, None)
-        rows.append(
-            (
-                "floor",
-                name,
-                *(mean_score(scores, m) for m in metrics),
-                *(worst_score(scores, m) for m in metrics if m != "identified"),
-                *blank,
-            )
-        )
+                seconds = round(result.seconds, 1)
+                rows.append((row.combination, attack.title, *cells, *training, seconds))
+    rows += [
+        ("floor", name, *metric_cells(scores, metrics), None, None, None)
+        for name, scores in case.floors.items()
+    ]
     note = (
         "Pixels in 0..1, the data range of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
         "AlexNet's last features (weights of LPIPS). "

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from regauge import apply, element, fold_norms, spec_of
-from regauge.audit.lock import LockCase, audit_lock
+from regauge.audit.lock_audit import LockCase, audit_lock
 from regauge.core.groups import Kind
 from regauge.data.tasks import Examples
 from regauge.matching.barriers import score

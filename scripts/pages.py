@@ -323,6 +323,7 @@ def option_row(parameter: Any) -> str:
 def render_reference() -> str:
     """Return the page of public names, for mkdocstrings to fill in."""
     import regauge
+    from regauge import audit
 
     groups = {
         "Models and specs": (
@@ -402,6 +403,12 @@ def render_reference() -> str:
         "",
         "::: regauge.data.datasets.open_data",
         "",
+        "## Audits",
+        "",
+        *(
+            f"::: {getattr(audit, name).__module__}.{name}\n"
+            for name in sorted(audit.__all__, key=str.lower)
+        ),
     ]
     return "\n".join(lines)
 

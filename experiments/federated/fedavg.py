@@ -23,10 +23,10 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
-from regauge.audit.gradients.attempts import QUICK, Budget
-from regauge.audit.gradients.engine import split_own_images
-from regauge.audit.recorded.engine import rebuild_truth
-from regauge.audit.recorded.image_audit import (
+from regauge.audit.gradient_audit.attempts import QUICK, Budget
+from regauge.audit.gradient_audit.engine import split_own_images
+from regauge.audit.recorded_audit.engine import rebuild_truth
+from regauge.audit.recorded_audit.image_audit import (
     MAX_OWN_IMAGES,
     Practice,
     attack_update,

@@ -28,11 +28,16 @@ from experiments.shared.cells import Cell
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.passes import double_backward
-from regauge.audit.gradients.attempts import QUICK, Attack, Budget, select_attacks
-from regauge.audit.gradients.clients import batch_grads, cast_inputs, make_puzzle, prepare_model
-from regauge.audit.gradients.engine import GradientCase, audit_combination
-from regauge.audit.gradients.scores import LEAK, average
-from regauge.audit.split.engine import denormalize
+from regauge.audit.engine import Attack, denormalize
+from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
+from regauge.audit.gradient_audit.clients import (
+    batch_grads,
+    cast_inputs,
+    make_puzzle,
+    prepare_model,
+)
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
+from regauge.audit.gradient_audit.scores import LEAK, average
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import accuracy
 from regauge.data.optimizer_config import OptimizerConfig
@@ -461,7 +466,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
     )
     low = _floor(case)
     gaps = {
-        name: [a - b for a, b in zip(got.original[LEAK], low, strict=False)]
+        name: [a - b for a, b in zip(got.scores[LEAK], low, strict=False)]
         for name, got in row.images.items()
     }
     # Of an update of several images, one number: they share it, and are no trials of their own.

@@ -18,11 +18,11 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
-from regauge.audit.gradients.attempts import QUICK, Budget, select_attacks
-from regauge.audit.gradients.engine import GradientCase, audit_combination
-from regauge.audit.gradients.scores import LEAK, average
-from regauge.audit.gradients.text_audit import ATTACKS as TEXT_ATTACKS
-from regauge.audit.gradients.text_audit import TextCase, audit_texts
+from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
+from regauge.audit.gradient_audit.scores import LEAK, average
+from regauge.audit.gradient_audit.text_audit import ATTACKS as TEXT_ATTACKS
+from regauge.audit.gradient_audit.text_audit import audit_texts
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import accuracy
 from regauge.data.optimizer_config import OptimizerConfig
@@ -265,11 +265,11 @@ def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
     """Updates of MiniLM with a new head, of sentences."""
     model = build(p["model"], 0, data["source"].uri).eval()
     examples = prepare(p["task"], data["texts"], data["tokenizer"].uri)
-    case = TextCase(
+    case = GradientCase(
         model,
         examples.only(np.arange(60)),
         examples.only(np.arange(60, 120)),
-        int(p["updates"]),
+        updates=int(p["updates"]),
         name="sentences",
     )
     found = audit_texts(case, p["combinations"], attacks=[a for a in TEXT_ATTACKS if not a.is_slow])

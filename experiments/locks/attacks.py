@@ -23,7 +23,7 @@ from experiments.shared.models import build
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.theft import Budget
-from regauge.audit.lock import LockCase, audit_lock
+from regauge.audit.lock_audit import LockCase, audit_lock
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.action import apply
 from regauge.core.element import element

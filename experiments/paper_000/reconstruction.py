@@ -23,19 +23,8 @@ from experiments.shared.models import build
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of, uri_of
-from regauge.audit.split import report
-from regauge.audit.split.attempts import (
-    ATTACKS,
-    Attack,
-    Budget,
-    Setting,
-    attempt,
-    collect_views,
-    patch_size,
-    select_attacks,
-)
-from regauge.audit.split.engine import chance_accuracy, denormalize
-from regauge.audit.split.scores import (
+from regauge.audit.engine import Attack, denormalize
+from regauge.audit.scores import (
     AttackScores,
     Case,
     Row,
@@ -43,8 +32,19 @@ from regauge.audit.split.scores import (
     score_baselines,
     score_images,
 )
-from regauge.audit.split.scores import best_assignment as by_name
-from regauge.audit.split.victims import make_split_pair
+from regauge.audit.scores import best_assignment as by_name
+from regauge.audit.split_audit import report
+from regauge.audit.split_audit.attempts import (
+    ATTACKS,
+    Budget,
+    Setting,
+    attempt,
+    collect_views,
+    patch_size,
+    select_attacks,
+)
+from regauge.audit.split_audit.engine import chance_accuracy
+from regauge.audit.split_audit.victims import make_split_pair
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
 from regauge.defences.parser import NONE
@@ -129,7 +129,7 @@ def figure7(lab: Lab) -> Results:
     )
 
 
-def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
+def _cases(lab: Lab, table: str) -> tuple[list[Case[Row]], tuple[Attack, ...]]:
     trials = lab.seeds or 1
     subjects = lab.preset.tables[table]
     every = table == "table6" and trials > 1  # of a curve its points are what costs
@@ -223,7 +223,9 @@ def _shared(
     return {**shared, "recipe": subject.recipe, "combination": combination, "seed": trial}, data
 
 
-def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]) -> Case:
+def _case(
+    lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]
+) -> Case[Row]:
     rows = []
     for combination in subject.plan["combinations"]:
         found = [_row(lab, subject, combination, trial, attacks) for trial in trials]
@@ -347,12 +349,12 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeSta
             {**values, "scores": {}, "losses": [], "floor": 0.0},
             {"images": true[:0], "true": true[:PICTURES]},
         )
-    images = denormalize(tried.images, mean, std)
+    images = denormalize(tried.output, mean, std)
     images = images if chosen.is_ordered else by_name(images, true)
     values |= {
         "scores": score_images(images, true, lpips),
-        "losses": list(tried.losses),
-        "floor": tried.floor,
+        "losses": list(tried.facts["losses"]),
+        "floor": tried.facts["floor"],
     }
     return Outcome(values, {"images": images[:PICTURES].clamp(0, 1), "true": true[:PICTURES]})
 
@@ -370,7 +372,7 @@ def _base(combination: str) -> str:
     return report.series_key(combination)[0].replace(", ", "+").replace("pixel-noise", "noise")
 
 
-def _paper_table(case: Case, bare: Bare) -> Table:
+def _paper_table(case: Case[Row], bare: Bare) -> Table:
     """The paper's table, its numbers beside ours: under its own decoder, with and without positions
     in the features, and under the best attack.
     """
@@ -433,12 +435,12 @@ def _paper_table(case: Case, bare: Bare) -> Table:
     return Table(f"Table 6: {case.name}, the paper's attacker", heads, tuple(rows), note)
 
 
-def seeds_of(case: Case) -> int:
+def seeds_of(case: Case[Row]) -> int:
     """How many victims stand behind each row."""
     return max(1, len(case.rows[0].accuracies))
 
 
-def _claims(case: Case) -> list[Finding]:
+def _claims(case: Case[Row]) -> list[Finding]:
     """The paper's claim, with its own attacker; and what is left of it under the others."""
     out = []
     pairs = [
@@ -509,7 +511,7 @@ def _claims(case: Case) -> list[Finding]:
     return out
 
 
-def _bare_claims(case: Case, bare: Bare) -> list[Finding]:
+def _bare_claims(case: Case[Row], bare: Bare) -> list[Finding]:
     """The claim in the setting of the paper's code."""
     out = []
     for combination, after in bare.items():
@@ -535,7 +537,7 @@ def _bare_claims(case: Case, bare: Bare) -> list[Finding]:
     return out
 
 
-def _curve_claims(case: Case) -> list[Finding]:
+def _curve_claims(case: Case[Row]) -> list[Finding]:
     """At every point of the curve rows leak less to the paper's decoder; and to the best attack?"""
     out = []
     for way, title in (("decoder", "the paper's decoder"), ("best", "the best attack")):

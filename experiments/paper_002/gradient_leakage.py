@@ -30,12 +30,12 @@ from experiments.shared.models import build
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.april import make_april_model
-from regauge.audit.gradients.attempts import Budget, select_attacks
-from regauge.audit.gradients.engine import GradientCase, audit_combination, score_baselines
-from regauge.audit.gradients.scores import LEAK, ImageScores
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.report import to_pictures
-from regauge.audit.split.scores import mean_score
+from regauge.audit.engine import denormalize
+from regauge.audit.gradient_audit.attempts import Budget, select_attacks
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination, score_baselines
+from regauge.audit.gradient_audit.scores import LEAK
+from regauge.audit.scores import AttackScores, mean_score
+from regauge.audit.split_audit.report import to_pictures
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, prepare
@@ -343,7 +343,7 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     row = audit_combination(
         case, model, p["plan"], select_attacks([name]), Budget(), lpips, SHOWN, lambda now: None
     )
-    got: ImageScores | None = row.images.get(name)
+    got: AttackScores | None = row.images.get(name)
     values: dict[str, Any] = {
         "floor": score_baselines(case, lpips)["the mean image"],
         "original": {},
@@ -354,8 +354,8 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     tensors = {"original": denormalize(shown, mean_, std).clamp(0, 1)}
     if got is not None:
         values |= {
-            "original": got.original,
-            "read": got.read,
+            "original": got.scores,
+            "read": got.scores if got.read is None else got.read,
             "condition": got.facts[0].get("condition"),
             "seconds": got.seconds,
         }

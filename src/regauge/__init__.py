@@ -101,6 +101,9 @@ _HOME = {
     "verify": "verification",
 }
 
+# Packages with a public API of their own: `regauge.audit.lock(...)` works after `import regauge`.
+_PACKAGES = ("audit", "federated", "jigsaw", "split")
+
 __all__ = sorted(_HOME)
 _PACKAGES = ("split",)  # whose own names are public too
 
@@ -110,6 +113,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"regauge.{name}")
     if name in _HOME:
         return getattr(import_module(f"regauge.{_HOME[name]}"), name)
+    if name in _PACKAGES:
+        return import_module(f"regauge.{name}")
     raise AttributeError(f"module 'regauge' has no attribute {name!r}")
 
 

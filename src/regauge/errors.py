@@ -257,6 +257,10 @@ class UpdateError(AuditError):
     """
 
 
+class AttackNameError(UpdateError):
+    """A name that is not in a table of attacks."""
+
+
 class MetricError(AuditError):
     """Images that cannot be compared."""
 

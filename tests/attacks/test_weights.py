@@ -375,7 +375,7 @@ def test_attacks_know_nothing_of_keys_and_truth() -> None:
                     (
                         "regauge.locking.keys",
                         "regauge.locking.lock",
-                        "regauge.audit.lock",
+                        "regauge.audit.lock_audit",
                         "regauge.locking.authorize",
                     )
                 )

@@ -16,13 +16,19 @@ import torch
 
 from experiments import EXPERIMENTS, Lab
 from regauge.attacks.membership import auc
-from regauge.audit.gradients import GradientCase, audit_gradients, text_audit
-from regauge.audit.gradients.attempts import ATTACKS, QUICK, Budget, resolve_attacks, select_attacks
-from regauge.audit.gradients.engine import score_baselines
-from regauge.audit.gradients.scores import label_recall
-from regauge.audit.split import AuditError
-from regauge.audit.split.scores import OTHERS, mean_score
-from regauge.audit.split.scores import best_assignment as by_name
+from regauge.audit.engine import resolve_attacks
+from regauge.audit.gradient_audit import GradientCase, audit_gradients, text_audit
+from regauge.audit.gradient_audit.attempts import (
+    ATTACKS,
+    QUICK,
+    Budget,
+    select_attacks,
+)
+from regauge.audit.gradient_audit.engine import score_baselines
+from regauge.audit.gradient_audit.scores import label_recall
+from regauge.audit.scores import OTHERS, mean_score
+from regauge.audit.scores import best_assignment as by_name
+from regauge.audit.split_audit import AuditError
 from regauge.cli import main
 from regauge.data.tasks import Examples
 from regauge.errors import MissingExtraError, RegaugeError, UpdateError

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
 from regauge.attacks.theft import Budget
-from regauge.audit import lock as audit
-from regauge.audit.lock import LockCase, _key_share, audit_lock, build_verdict
+from regauge.audit import lock_audit as audit
+from regauge.audit.lock_audit import LockCase, _key_share, audit_lock, build_verdict
 from regauge.checkpoints.reader import LOCK_FIELD, open_checkpoint
 from regauge.cli import main
 from regauge.core.members import Dense, Monomial

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from regauge.audit.split import AuditError, SplitCase, audit_texts
+from regauge.audit.split_audit import AuditError, SplitCase, audit_texts
 from regauge.audit.text_scores import rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples
@@ -185,7 +185,7 @@ def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str
     assert "the server reads the texts" in (folder / "page.html").read_text()
     assert json.loads(out.read_text())["facts"]["client's texts"] == 60
     assert main([*command, "--defence", "rows", "--attacks", "decoder"]) == 2
-    assert "must be among vocabulary, regression" in capsys.readouterr().err
+    assert "use vocabulary, regression; or all" in capsys.readouterr().err
     assert main([*command, "--defence", "low-pass=0.1"]) == 1
     assert "acts on images" in capsys.readouterr().err
 

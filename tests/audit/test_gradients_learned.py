@@ -13,16 +13,16 @@ from regauge.attacks.membership import auc, available_layers, calibrate, calibra
 from regauge.attacks.regression import fit_ridge, resemblance, ridge_regression, update_features
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat
-from regauge.audit.gradients.attempts import Budget, attempt, select_attacks
-from regauge.audit.gradients.clients import (
+from regauge.audit.gradient_audit.attempts import Budget, attempt, select_attacks
+from regauge.audit.gradient_audit.clients import (
     build_view,
     contribute,
     prepare_model,
     rehearse,
     sample_rehearsals,
 )
-from regauge.audit.gradients.engine import GradientCase, audit_combination, split_own_images
-from regauge.audit.gradients.scores import extract_patches
+from regauge.audit.gradient_audit.engine import GradientCase, audit_combination, split_own_images
+from regauge.audit.gradient_audit.scores import extract_patches
 from regauge.defences.gradients import parse_plan, part_parameters
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import find_layers

@@ -13,7 +13,7 @@ import torch
 
 from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.clients import contribute
+from regauge.audit.gradient_audit.clients import contribute
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import parse_plan

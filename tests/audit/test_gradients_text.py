@@ -21,7 +21,7 @@ from regauge.attacks.subspaces import (
 )
 from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.clients import contribute, prepare_model
+from regauge.audit.gradient_audit.clients import contribute, prepare_model
 from regauge.audit.text_scores import rouge, rouge_l, score_texts
 from regauge.cli import main
 from regauge.data.tasks import Examples

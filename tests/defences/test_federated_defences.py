@@ -15,9 +15,10 @@ import torch
 
 import support.federations as fed
 from regauge import apply, element, fold_norms
-from regauge.audit.gradients.attempts import Budget
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
+from regauge.audit import recorded
+from regauge.audit.gradient_audit.attempts import Budget
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import open_run, rehearse_recorded
 from regauge.cli import main
 from regauge.errors import DefenceError, MissingExtraError, UpdateError
 from regauge.federated import (
@@ -309,7 +310,7 @@ def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_label
         tmp_path / "run",
         record=True,
     )
-    results = audit_run(tmp_path / "run", attacks=["least squares", "labels"])
+    results = recorded(tmp_path / "run", attacks=["least squares", "labels"]).results
     assert results.tables[0].rows[0][2] is not None
     assert results.unchecked == ("labels and counts: images must have one label each, got several",)
 
@@ -325,18 +326,18 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
         clients=6, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding,first",)
     )
     run_federated(source, settings, run, record=True)
-    closed = audit_run(run, attacks=["least squares", "span"]).tables[0]
+    closed = recorded(run, attacks=["least squares", "span"]).results.tables[0]
     assert closed.rows[0][2] is None
     assert closed.rows[0][4] is None
-    practised = audit_run(
+    practised = recorded(
         run, attacks=["regression", "membership", "labels"], budget=Budget(practice=60)
-    ).tables[0]
+    ).results.tables[0]
     _, _, leak, floor, patches, labels, *_ = practised.rows[0]
     assert leak >= floor - 0.1  # no less than the mean image
     assert patches > 0.6
     assert labels == 1.0
     with pytest.raises(UpdateError, match='unknown attack "search" on images'):
-        audit_run(run, attacks=["search"])
+        recorded(run, attacks=["search"])
 
 
 def test_a_server_rehearses_what_its_clients_do(tmp_path: Path) -> None:
@@ -427,7 +428,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     run_federated(
         source, Settings(clients=2, rounds=1, batch=8, steps=1, lr=0.1), many, record=True
     )
-    table = audit_run(many).tables[0]
+    table = recorded(many).results.tables[0]
     assert "fewer tokens than the model has channels" in table.note
     assert table.rows[0][2] < 0.9  # words by place, and not which belong together
     assert table.rows[0][5] == 1.0  # words, by the rows of their table

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from regauge.attacks.updates import Granted, SentUpdate, Update
-from regauge.audit.gradients.clients import Truth, contribute, prepare_model
+from regauge.audit.gradient_audit.clients import Truth, contribute, prepare_model
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import parse_plan
 

@@ -3,7 +3,7 @@
     view = SentUpdate(model, update, (3, 224, 224), Granted(batch=1))
 
 An attack takes a `SentUpdate` and nothing else. The images, labels and random choices behind the
-update stay with the client (`regauge.audit.gradients.clients`), and guesses are scored elsewhere.
+update stay with the client (`regauge.audit.gradient_audit.clients`); guesses are scored elsewhere.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ images or texts.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,14 +17,7 @@ from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    import torch
-
-    from regauge.audit.split.attempts import Budget
-    from regauge.checkpoints.reader import Checkpoint
-    from regauge.data.tasks import Examples
-    from regauge.results.findings import Results
-
-SHARES = (0.5, 0.3)  # of the data: the client's, the attacker's; the rest is the test set
+    from regauge.data.sources import DataSource
 
 
 def split(
@@ -143,130 +135,90 @@ def split(
     by decoders and inversions that expect shuffles; texts token by token. Reports utility against
     privacy, with a verdict in words.
     """
-    started = time.monotonic()
     check_outputs(json, report)
-    from regauge.audit.split.victims import parse_combination
-    from regauge.errors import need
-
     noise_levels, radius_levels = (
         _parse_numbers(noises, "--noises"),
         _parse_numbers(radii, "--radii"),
     )
-    for combination in defence or default_combinations(noise_levels, radius_levels):
-        parse_combination(combination)
-    budget = _parse_budget(attacker)
-    _select_attacks(attacks)
     if not 0 < lr < math.inf:
         raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
+    source = data_source(data, field, data_split, tokenizer, length, mean, std, attributes)
+    hidden, depth, most_epochs = _parse_attacker(attacker)
     check_device(device)
-    from regauge.audit.split import SplitCase, audit_split, audit_texts
-    from regauge.results.metrics import Lpips
-    from regauge.split import OptimizerConfig
-    from regauge.split.client.train import Run
-
     set_threads(threads)
-    metric = None if lpips is None else Lpips(lpips)
-    module, checkpoint = load_plain_model(model, is_random, seed)
-    attribute_names = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
-    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, attribute_names)
-    if not resize:
-        require_size(source, module)
-    examples, task = source.read(module, checkpoint)
-    is_text = task["kind"] != "images"
-    selected, kind = _select_attacks(attacks, is_text), "texts" if is_text else "images"
-    if not is_text:
-        need("torchmetrics", "audit")
-    combinations = defence or default_combinations(noise_levels, radius_levels, is_text)
-    train, attacker_examples, test = split_examples(examples, samples, seed)
-    info(
-        f"{len(train)} client {kind}, {len(attacker_examples)} attacker {kind}, {len(test)} test "
-        f"{kind}; {min(attacked, len(test))} to attack"
+    from regauge import audit
+    from regauge.audit.split_audit.attempts import Budget
+
+    options = audit.SplitOptions(
+        attacks=parse_names(attacks),
+        samples=samples,
+        fresh=is_random,
+        resize=resize,
+        lpips=lpips,
+        gallery=gallery,
+        device=device,
+        epochs=epochs,
+        batch_size=batch,
+        lr=lr,
+        attacked=attacked,
+        budget=Budget(hidden, depth, most_epochs),
+        noises=noise_levels,
+        radii=radius_levels,
     )
-    steps = math.ceil(len(train) / batch) * epochs
-    optimizer = OptimizerConfig(
-        "adamw",
-        lr,
-        weight_decay=0.01,
-        schedule="cosine",
-        warmup=max(1, steps // 10),
-        steps=steps + 1,
+    with step_bar("audit") as progress, unknown_attacks():
+        result = audit.split(
+            model,
+            source,
+            defence,
+            options=options,
+            fail_above=fail_above,
+            seed=seed,
+            facts=facts_of_run(),
+            on_loaded=lambda kind, sizes: info(sizes),
+            progress=progress,
+        )
+    return deliver(result.results, str(result), json, report)
+
+
+@contextmanager
+def unknown_attacks() -> Iterator[None]:
+    """Report the name of an unknown attack as a wrong value of --attacks."""
+    from regauge.errors import AttackNameError
+
+    try:
+        yield
+    except AttackNameError as error:
+        raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
+
+
+def data_source(
+    uri: str,
+    field: list[str] | None,
+    split: str,
+    tokenizer: str | None,
+    length: int | None,
+    mean: str | None,
+    std: str | None,
+    attributes: str | None = None,
+) -> DataSource:
+    """Return a dataset and how it is read, from their options."""
+    from regauge.data.sources import DataSource
+
+    return DataSource(
+        uri,
+        fields=tuple((sample.parse_fields(field) or {}).items()),
+        split=split,
+        tokenizer=tokenizer,
+        length=length,
+        mean=tuple(sample.parse_numbers(mean, "--mean") or ()),
+        std=tuple(sample.parse_numbers(std, "--std") or ()),
+        attributes=tuple(parse_names(attributes)),
     )
-    pixels = task.get("mean", ()), task.get("std", ())
-    case = SplitCase(
-        module.to(device),
-        train,
-        attacker_examples,
-        test,
-        *pixels,
-        optimizer,
-        Run(steps, batch, seed),
-        attacked,
-        Path(str(data)).stem,
-    )
-    with step_bar("audit") as progress:
-        if is_text:
-            audit = audit_texts(
-                case, combinations, attacks=selected, fail_above=fail_above, progress=progress
-            )
-        else:
-            audit = audit_split(
-                case,
-                combinations,
-                attacks=selected,
-                budget=budget,
-                lpips=metric,
-                pictures=gallery,
-                fail_above=fail_above,
-                progress=progress,
-            )
-    about: dict[str, Any] = {
-        "model": model,
-        "weights": "random" if is_random else "the model's",
-        "data": data,
-        "tested on": len(test),
-    }
-    about |= {
-        f"client's {kind}": len(train),
-        f"attacker's {kind}": len(attacker_examples),
-        "epochs": epochs,
-        "batch": batch,
-        "rate": lr,
-    }
-    about |= {"seed": seed} if is_text else {"attacker": budget.to_dict(), "seed": seed}
-    facts = {
-        **facts_of_run(),
-        **about,
-        **audit.facts,
-        "seconds": round(time.monotonic() - started, 1),
-    }
-    results = replace(audit, facts=facts)
-    return deliver(results, text_of(results), json, report)
 
 
-def default_combinations(
-    noises: list[float], radii: list[float], is_text: bool = False
-) -> list[str]:
-    """Return the rows of paper 000's Table 6 at these noise levels and radii, each without and with
-    row permutation. For texts, only those that apply.
-    """
-    images = [*(f"low-pass={r:g}" for r in radii), "batch-shuffle=0.5"]
-    levels = ["none", *(f"noise={s:g}" for s in noises), *([] if is_text else images)]
-    return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]
-
-
-def split_examples(
-    examples: Examples, samples: int | None, seed: int
-) -> tuple[Examples, Examples, Examples]:
-    """Split the examples into the client's, the attacker's and the test set, without overlap."""
-    import numpy as np
-
-    order = np.random.default_rng(seed).permutation(len(examples))[:samples]
-    client_end, attacker_end = (round(sum(SHARES[:i]) * len(order)) for i in (1, 2))
-    return (
-        examples.only(order[:client_end]),
-        examples.only(order[client_end:attacker_end]),
-        examples.only(order[attacker_end:]),
-    )
+def parse_names(text: str | None) -> list[str]:
+    """Split a comma-separated list of names."""
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
 
 
 def _parse_numbers(text: str, name: str) -> list[float]:
@@ -274,106 +226,11 @@ def _parse_numbers(text: str, name: str) -> list[float]:
     return sample.parse_numbers(text, name) or [] if text.strip() else []
 
 
-def _select_attacks(text: str | None, is_text: bool | None = None) -> Any:
-    """Return attacks by name: on texts, on images, or (None) on either, to check the names."""
-    from regauge.audit.split.attempts import ATTACKS
-    from regauge.audit.split.text_audit import TEXT_ATTACKS
-
-    candidates: Sequence[Any] = (
-        [*ATTACKS, *TEXT_ATTACKS] if is_text is None else TEXT_ATTACKS if is_text else ATTACKS
-    )
-    names = [part.strip() for part in (text or "").split(",") if part.strip()]
-    unknown = [n for n in names if n not in {"all", *(a.name for a in candidates)}]
-    if unknown:
-        raise typer.BadParameter(
-            f'must be among {", ".join(a.name for a in candidates)}, or all, got "{unknown[0]}"',
-            param_hint="--attacks",
-        )
-    return tuple(a for a in candidates if not names or "all" in names or a.name in names)
-
-
-def _parse_budget(text: str) -> Budget:
+def _parse_attacker(text: str) -> list[int]:
     """Parse WIDTH,DEPTH,EPOCHS."""
-    from regauge.audit.split.attempts import Budget
-
     numbers = text.split(",")
     if len(numbers) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in numbers):
         raise typer.BadParameter(
             f"must be WIDTH,DEPTH,EPOCHS, as in 128,2,200, got {text!r}", param_hint="--attacker"
         )
-    hidden, depth, epochs = map(int, numbers)
-    return Budget(hidden, depth, epochs)
-
-
-def load_plain_model(model: str, is_random: bool, seed: int) -> tuple[torch.nn.Module, Checkpoint]:
-    """Load the unlocked model that client and server start from."""
-    from regauge.checkpoints.reader import open_checkpoint
-    from regauge.errors import LockError
-    from regauge.locking.lock import record_of
-    from regauge.models.load import load_model, reinitialize
-
-    checkpoint = open_checkpoint(model)
-    record = record_of(checkpoint)
-    if record is not None:
-        raise LockError(
-            f"{model} is locked by the key {record.key}",
-            hint="audit the plain model; a lock adds little privacy (regauge audit lock)",
-        )
-    module = load_model(checkpoint, "float32")
-    return reinitialize(module, seed) if is_random else module, checkpoint
-
-
-def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
-    """Raise unless the images have the model's input size."""
-    import numpy as np
-
-    from regauge.data.datasets import EncodedImages, open_data
-    from regauge.data.tasks import size_of
-    from regauge.errors import DataError
-
-    fields = sample.parse_fields(source.field)
-    dataset = open_data(
-        source.uri,
-        fields=None
-        if fields is None
-        else {k: v for k, v in fields.items() if k == "image"} or None,
-        split=source.split,
-    )
-    size = size_of(module)
-    if size is None or "image" not in dataset.fields:
-        return
-    images = dataset["image"]
-    shapes = images.sizes if isinstance(images, EncodedImages) else {np.asarray(images).shape[1:3]}
-    mismatched = sorted(shapes - {size})
-    if mismatched:
-        amount = "all" if len(shapes) > 1 else "the"
-        raise DataError(
-            f"{amount} images of {dataset.name} must be {size[0]} x {size[1]}, got "
-            f"{' x '.join(map(str, mismatched[0]))}",
-            hint="pass --resize to resize them",
-        )
-
-
-def text_of(results: Results, tables: int = 1) -> str:
-    """Format results for a terminal: the first tables, what was not measured, and the verdict."""
-    from regauge.models.summary import format_columns
-    from regauge.results.report import format_number
-
-    lines = [results.title, ""]
-    for table in results.tables[:tables]:
-        rows = [
-            table.columns,
-            *(tuple("" if c is None else format_number(c) for c in row) for row in table.rows),
-        ]
-        lines += [
-            format_columns(rows, right=tuple(range(1, len(table.columns)))),
-            "",
-            table.note,
-            "",
-        ]
-    lines += [f"not measured: {u}" for u in results.unchecked]
-    lines += [
-        f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}"
-        for f in results.failed
-    ]
-    return "\n".join([*lines, "", *results.facts["verdict"]])
+    return [int(p) for p in numbers]

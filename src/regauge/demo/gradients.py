@@ -34,8 +34,8 @@ def show_gradients(context: DemoContext) -> Results:
         ("dp_accounting", "privacy"),
     ):
         need(library, extra)
-    from regauge.audit.gradients import GradientCase, audit_gradients
-    from regauge.audit.gradients.attempts import Budget
+    from regauge.audit.gradient_audit import GradientCase, audit_gradients
+    from regauge.audit.gradient_audit.attempts import Budget
     from regauge.data.tasks import Examples
     from regauge.models.summary import format_columns
 

@@ -26,8 +26,8 @@ def show_leakage(context: DemoContext) -> Results:
         ("torchmetrics", "audit"),
     ):
         need(library, extra)
-    from regauge.audit.split import SplitCase, audit_split
-    from regauge.audit.split.attempts import Budget, select_attacks
+    from regauge.audit.split_audit import SplitCase, audit_split
+    from regauge.audit.split_audit.attempts import Budget, select_attacks
     from regauge.data.tasks import Examples
     from regauge.models.summary import format_columns
     from regauge.split import OptimizerConfig

@@ -22,7 +22,7 @@ def show_lock(context: DemoContext) -> Results:
     need("sklearn", "experiments")
     from regauge import apply, authorize, generate_key, lock, spec_of
     from regauge.attacks.theft import Budget
-    from regauge.audit.lock import LockCase, audit_lock
+    from regauge.audit.lock_audit import LockCase, audit_lock
     from regauge.checkpoints.reader import LOCK_FIELD
     from regauge.data.tasks import Examples
     from regauge.locking.lock import LOCKS, locked_element

@@ -8,43 +8,17 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from regauge.attacks.inversion import to_patches
-from regauge.audit.split.scores import METRICS as SHARED
-from regauge.audit.split.scores import SPECTRAL, Metric, Scores, mean_score, score_images
+from regauge.audit.scores import METRICS as SHARED
+from regauge.audit.scores import SPECTRAL, AttackScores, Metric, Scores, score_images
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
 METRICS: tuple[Metric, ...] = (*(m for m in SHARED if m.name != "F-SIM"), SPECTRAL)
 LEAK = "PSNR"
-
-
-@dataclass(frozen=True, eq=False)
-class ImageScores:
-    """The scores of one attack on all updates.
-
-    Attributes:
-        attack: The name of the attack.
-        original: The scores of each image against the original.
-        read: The scores of each image against the model's input.
-        seconds: The run time for an update.
-        images: Reconstructions for the gallery.
-        facts: For each update, facts of the attack such as rank and condition number.
-    """
-
-    attack: str
-    original: Scores
-    read: Scores
-    seconds: float
-    images: Tensor | None = None
-    facts: Sequence[Mapping[str, Any]] = ()
-
-    def value(self, metric: str = LEAK, *, read: bool = False) -> float | None:
-        """Return the mean score against the originals or, with `read`, the model's inputs."""
-        return mean_score(self.read if read else self.original, metric)
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +40,7 @@ class Row:
     """
 
     combination: str
-    images: Mapping[str, ImageScores]
+    images: Mapping[str, AttackScores]
     patches: Sequence[float] = ()
     mask: Sequence[float] = ()
     labels: Sequence[float] = ()
@@ -87,35 +61,6 @@ class Row:
             return "", None
         name = max(scores, key=lambda n: scores[n])
         return name, scores[name]
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """All rows of one model on one data set, with the baselines.
-
-    Attributes:
-        name: The name in tables and findings.
-        rows: One row for each combination.
-        floors: The scores of the baselines.
-        shown: The true images of the gallery.
-        batches: Further rows by batch size, for a curve.
-        stages: Further rows by stage of training, for a curve.
-    """
-
-    name: str
-    rows: tuple[Row, ...]
-    floors: Mapping[str, Scores]
-    shown: Tensor | None = None
-    batches: Mapping[int, Row] = field(default_factory=dict)
-    stages: Mapping[str, Sequence[Row]] = field(default_factory=dict)
-
-    def row(self, combination: str) -> Row:
-        """Return the row of a combination."""
-        return next(r for r in self.rows if r.combination == combination)
-
-    def floor(self, metric: str = LEAK) -> float:
-        """Return the score of the mean image."""
-        return mean_score(self.floors["the mean image"], metric) or 0.0
 
 
 def score_reconstructions(guesses: Tensor, images: Tensor, lpips: Lpips | None) -> Scores:

@@ -10,31 +10,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.attacks.membership import auc
 from regauge.attacks.updates import Rehearsal, SentUpdate
-from regauge.audit.gradients.attempts import (
+from regauge.audit.engine import Attack, denormalize, resolve_attacks
+from regauge.audit.gradient_audit.attempts import (
     ATTACKS,
     QUICK,
-    Attack,
     Budget,
-    attempt,
     filter_applicable,
     fit_attack,
-    resolve_attacks,
 )
-from regauge.audit.gradients.clients import Truth, build_recorded_view
-from regauge.audit.gradients.engine import REHEARSALS, sample_candidates, split_own_images
-from regauge.audit.gradients.scores import average, label_recall, score_reconstructions
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import (
+from regauge.audit.gradient_audit.clients import Truth, build_recorded_view
+from regauge.audit.gradient_audit.engine import REHEARSALS, split_own_images
+from regauge.audit.gradient_audit.engine import attack_update as score_update
+from regauge.audit.gradient_audit.scores import average, score_reconstructions
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import (
     LeakFormat,
     RecordedRun,
     Row,
     build_results,
     rehearse_recorded,
 )
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import best_assignment, mean_score
+from regauge.audit.scores import best_assignment, mean_score
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
@@ -103,7 +100,7 @@ def audit_images(
     pictures: int,
     progress: Progress | None,
 ) -> Results:
-    """Attack all targets of a run of images, see `audit_run`."""
+    """Attack all targets of a run of images, see `audit_recorded`."""
     attacks, skipped = filter_applicable(resolve_attacks(names, ATTACKS, QUICK, "images"), run.test)
     stats: PixelStats = (run.task["mean"], run.task["std"])
     own, others = split_own_images(run.test.only(np.arange(min(MAX_OWN_IMAGES, len(run.test)))))
@@ -211,12 +208,7 @@ def attack_update(
                 if practice is not None and attack.learn is not None
                 else None
             )
-            candidates, members = (
-                sample_candidates(view, truth, others, update.round)
-                if attack.kind == "patches"
-                else (None, 0)
-            )
-            result = attempt(attack, view, budget, candidates, learned)
+            result, score = score_update(attack, view, truth, others, budget, update.round, learned)
         except UpdateError as error:
             row[f"why {attack.name}"] = str(error)
             continue
@@ -229,14 +221,9 @@ def attack_update(
             value = mean_score(score_reconstructions(guess, originals, None), "PSNR")
             if value is not None and value >= row.get("leak", -np.inf):
                 row["leak"], best = value, guess
-        elif attack.kind == "patches":
-            row["AUC"] = max(
-                row.get("AUC", 0.0), auc(result.output[:members], result.output[members:])
-            )
-        elif attack.kind == "labels":
-            row["labels"] = label_recall(result.output, truth.labels)
-        elif attack.kind == "mask" and truth.puzzle is not None:
-            row["mask"] = float((result.output == truth.puzzle.mask[0]).double().mean())
+        elif score is not None:
+            key = {"patches": "AUC"}.get(attack.kind, attack.kind)
+            row[key] = max(row.get(key, 0.0), score)
     return row, originals, best
 
 

@@ -8,18 +8,20 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from regauge.attacks.classes import label_counts
 from regauge.attacks.updates import Granted, SentUpdate
-from regauge.audit.gradients.attempts import resolve_attacks
-from regauge.audit.gradients.clients import Truth
-from regauge.audit.gradients.scores import label_recall
-from regauge.audit.gradients.text_audit import ATTACKS, TextAttack, token_lists
-from regauge.audit.recorded import to_update
-from regauge.audit.recorded.engine import LeakFormat, RecordedRun, Row, build_results
+from regauge.audit.engine import Attack, resolve_attacks
+from regauge.audit.gradient_audit.clients import Truth
+from regauge.audit.gradient_audit.text_audit import (
+    ATTACKS,
+    recover_labels,
+    recover_texts,
+    token_lists,
+)
+from regauge.audit.recorded_audit import to_update
+from regauge.audit.recorded_audit.engine import LeakFormat, RecordedRun, Row, build_results
 from regauge.audit.text_scores import score_texts
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.errors import UpdateError
 from regauge.federated.client import unwrap
 from regauge.federated.recorder import RecordedUpdate
 from regauge.federated.states import load_state
@@ -32,7 +34,7 @@ PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L: of recovered texts; above the 
 def audit_texts(
     run: RecordedRun, names: Sequence[str] | None, progress: Progress | None
 ) -> Results:
-    """Attack all targets of a run of texts, see `audit_run`."""
+    """Attack all targets of a run of texts, see `audit_recorded`."""
     attacks = resolve_attacks(names, ATTACKS, [a for a in ATTACKS if not a.is_slow], "texts")
     rows: list[Row] = []
     for number, clients in run.iterate(progress):
@@ -52,7 +54,7 @@ def attack_update(
     recorded: RecordedUpdate,
     truth: Truth,
     others: Examples,
-    attacks: Sequence[TextAttack],
+    attacks: Sequence[Attack],
 ) -> Row:
     """Run all attacks on one update, and score them by the original texts, before any puzzle.
 
@@ -87,28 +89,20 @@ def attack_update(
         granted = Granted(
             batch=len(texts) if threat.batch else None, length=length if threat.length else None
         )
-        try:
-            with torch.random.fork_rng(devices=[]):
-                recovered = [t.tolist() for t in attack.run(SentUpdate(inner, update, (), granted))]
-        except UpdateError as error:
-            row[f"why {attack.name}"] = str(error)
+        tried = recover_texts(attack, SentUpdate(inner, update, (), granted))
+        recovered = tried.output
+        if recovered is None:
+            row[f"why {attack.name}"] = tried.reason
             continue
-        if attack.name != "words":  # a bag has no order
+        if attack.is_ordered:
             scores = score_texts(recovered, texts)
             value = statistics.fmean(scores["ROUGE-L"])
             if value >= row.get("leak", -1.0):
                 row["leak"], row["exact"] = value, statistics.fmean(scores["exact"])
         row["words"] = max(row.get("words", 0.0), _bag_f1(recovered, texts))
-    if not others.causal and not others.tokens:
-        try:
-            row["labels"] = label_recall(
-                label_counts(
-                    SentUpdate(inner, update, (), Granted(batch=len(texts))), others.classes
-                ),
-                truth.labels,
-            )
-        except UpdateError as error:
-            row["why labels"] = str(error)
+    view = SentUpdate(inner, update, (), Granted(batch=len(texts)))
+    share, reason = recover_labels(view, truth, others)
+    row |= ({} if share is None else {"labels": share}) | ({"why labels": reason} if reason else {})
     return row
 
 

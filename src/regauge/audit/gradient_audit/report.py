@@ -10,10 +10,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from regauge.audit.gradients.attempts import Attack
-from regauge.audit.gradients.scores import LEAK, METRICS, Case, Row, average
-from regauge.audit.split.report import to_pictures
-from regauge.audit.split.scores import OTHERS, mean_score, worst_score
+from regauge.audit.engine import CAVEAT, Attack, titles_of
+from regauge.audit.gradient_audit.scores import LEAK, METRICS, Row, average
+from regauge.audit.scores import (
+    MEAN_IMAGE,
+    OTHERS,
+    Case,
+    mean_score,
+    metric_cells,
+    metric_columns,
+    worst_score,
+)
+from regauge.audit.split_audit.report import to_pictures
 from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
@@ -26,11 +34,10 @@ ADVICE = (
     "images and no single update (secure aggregation, clients=128), with freeze=embedding,first. "
     "Sending biases and gains alone (freeze=matrices) or private hides more, and costs accuracy."
 )
-CAVEAT = "These are the attacks that were tried. A stronger attack may recover more."
 
 
 def build_results(
-    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+    title: str, cases: Sequence[Case[Row]], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
     """Return the results of some cases: findings, tables, figures and the verdict.
 
@@ -58,15 +65,15 @@ def build_results(
     return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *reasons))
 
 
-def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
+def build_findings(case: Case[Row], attacks: Sequence[Attack]) -> list[Finding]:
     """Return one finding for each combination and attack on images, and for patch membership."""
     undefended, findings = case.row(NONE), []
-    titles = {a.name: a.title for a in attacks}
+    titles = titles_of(attacks)
     for row in case.rows:
         for name, result in row.images.items():
-            values = result.original[LEAK]
+            values = result.scores[LEAK]
             ceiling = (
-                undefended.images[name].value()
+                undefended.images[name].value(LEAK)
                 if name in undefended.images
                 else undefended.best()[1]
             )
@@ -81,7 +88,7 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                     f"{case.name}/{row.combination}/{name}",
                     statement,
                     None,
-                    result.value(),
+                    result.value(LEAK),
                     _baseline(case, row),
                     ceiling,
                     sentence,
@@ -111,7 +118,7 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     return findings
 
 
-def build_overview(case: Case) -> Table:
+def build_overview(case: Case[Row]) -> Table:
     """Return the first table: what each combination hides, in words."""
     has_labels = any(row.labels for row in case.rows)
     rows: list[tuple[Any, ...]] = []
@@ -159,7 +166,7 @@ def build_overview(case: Case) -> Table:
     return Table(f"Which defence hides what: {case.name}", columns, tuple(rows), note)
 
 
-def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return the main table: PSNR of each attack, patch membership, mask and labels."""
     used = [
         a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)
@@ -192,8 +199,10 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     for row in case.rows:
         name, best = row.best()
         result = row.images.get(name)
-        is_read = result is not None and (result.value(read=True) or 0) > (result.value() or 0)
-        scores = None if result is None else result.read if is_read else result.original
+        is_read = result is not None and (result.value(LEAK, read=True) or 0) > (
+            result.value(LEAK) or 0
+        )
+        scores = None if result is None else result.read if is_read else result.scores
         values: list[Any] = [
             row.combination,
             *([row.accuracy] if has_accuracy else []),
@@ -204,7 +213,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
         values += [
             None if scores is None else mean_score(scores, m) for m in ("SSIM", "identified")
         ]
-        values += [row.images[a.name].value() if a.name in row.images else None for a in used]
+        values += [row.images[a.name].value(LEAK) if a.name in row.images else None for a in used]
         values += [average(getattr(row, field)) for field in shown if shown[field]]
         rows.append(
             tuple(
@@ -216,14 +225,14 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
         "floor: the mean image",
         *([None] if has_accuracy else []),
         None,
-        case.floor(),
-        worst_score(case.floors["the mean image"], LEAK),
+        case.floor(LEAK),
+        worst_score(case.floors[MEAN_IMAGE], LEAK),
     ]
-    others = case.floors.get(OTHERS, case.floors["the mean image"])
+    others = case.floors.get(OTHERS, case.floors[MEAN_IMAGE])
     baseline += [
-        mean_score(case.floors["the mean image"], "SSIM"),
+        mean_score(case.floors[MEAN_IMAGE], "SSIM"),
         mean_score(others, "identified"),
-        *(case.floor() for _ in used),
+        *(case.floor(LEAK) for _ in used),
     ]
     baseline += [{"patches": 0.5}.get(field) for field in shown if shown[field]] + (
         [None] if has_epsilon else []
@@ -249,46 +258,34 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"What updates give away: {case.name}", tuple(columns), tuple(rows), note)
 
 
-def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return every metric, against the originals and against the model's inputs."""
-    metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
+    metrics = metric_columns(case.floors, METRICS)
+    about = ("rank", "unknowns", "condition")
     columns = (
         "defences",
         "attack",
         "against",
         *metrics,
-        *(f"worst {m}" for m in metrics if m != "identified"),
         "rank",
         "of",
         "condition",
         "seconds",
     )
     rows: list[tuple[Any, ...]] = []
-    titles = {a.name: a.title for a in attacks}
+    titles = titles_of(attacks)
     for row in case.rows:
         for name, result in row.images.items():
-            sides = [("the original", result.original)] + (
-                [("what was read", result.read)] if result.read is not result.original else []
+            sides = [("the original", result.scores)] + (
+                [] if result.read is None else [("what was read", result.read)]
             )
             facts = result.facts[0] if result.facts else {}
+            end = [*(facts.get(key) for key in about), round(result.seconds, 2)]
             for against, scores in sides:
-                values = [
-                    *(mean_score(scores, m) for m in metrics),
-                    *(worst_score(scores, m) for m in metrics if m != "identified"),
-                ]
-                about = [
-                    facts.get("rank"),
-                    facts.get("unknowns"),
-                    facts.get("condition"),
-                    round(result.seconds, 2),
-                ]
-                rows.append((row.combination, titles[name], against, *values, *about))
-    floor = case.floors["the mean image"]
-    values = [
-        *(mean_score(floor, m) for m in metrics),
-        *(worst_score(floor, m) for m in metrics if m != "identified"),
-    ]
-    rows.append(("floor", "the mean image", "the original", *values, None, None, None, None))
+                cells = metric_cells(scores, metrics)
+                rows.append((row.combination, titles[name], against, *cells, *end))
+    floor = metric_cells(case.floors[MEAN_IMAGE], metrics)
+    rows.append(("floor", "the mean image", "the original", *floor, None, None, None, None))
     note = (
         "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the "
         "pixels (Parseval). Rank, of as many unknown patches, and "
@@ -297,7 +294,7 @@ def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"Every metric: {case.name}", columns, tuple(rows), note)
 
 
-def gallery_figures(case: Case) -> list[Figure]:
+def gallery_figures(case: Case[Row]) -> list[Figure]:
     """Return the images and the best reconstructions under each combination."""
     if case.shown is None or not len(case.shown):
         return []
@@ -320,7 +317,7 @@ def gallery_figures(case: Case) -> list[Figure]:
                 }
             )
     caption = (
-        f"The best attack under each combination. The mean image has {case.floor():.1f} "
+        f"The best attack under each combination. The mean image has {case.floor(LEAK):.1f} "
         "dB; from about 20 dB on, a picture is recognised."
     )
     return [
@@ -330,14 +327,14 @@ def gallery_figures(case: Case) -> list[Figure]:
     ]
 
 
-def curve_figures(case: Case) -> list[Figure]:
+def curve_figures(case: Case[Row]) -> list[Figure]:
     """Return leakage against batch size and against training."""
     figures = []
     if case.batches:
         sizes = sorted(case.batches)
         y: dict[str, Any] = {
             "the best attack": [case.batches[b].best()[1] for b in sizes],
-            "the mean image": [case.floor()] * len(sizes),
+            "the mean image": [case.floor(LEAK)] * len(sizes),
         }
         data = {"x": sizes, "y": y, "xlabel": "images in an update", "ylabel": "PSNR"}
         figures.append(
@@ -385,9 +382,9 @@ def curve_figures(case: Case) -> list[Figure]:
     return figures
 
 
-def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
+def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
     """Return the conclusions of a case, one sentence each."""
-    undefended, floor = case.row(NONE), case.floor()
+    undefended, floor = case.row(NONE), case.floor(LEAK)
     name, ceiling = undefended.best()
     sentences = []
     if ceiling is None:
@@ -485,9 +482,9 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
     return sentences
 
 
-def _baseline(case: Case, row: Row) -> float:
+def _baseline(case: Case[Row], row: Row) -> float:
     """Return the score of the mean image on the images of a row."""
-    return case.floor() if row.floor is None else row.floor
+    return case.floor(LEAK) if row.floor is None else row.floor
 
 
 def may_be_chance(row: Row) -> bool:

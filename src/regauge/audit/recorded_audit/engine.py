@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from regauge.attacks.updates import Rehearsal, Update, average_updates
-from regauge.audit.gradients.attempts import Attack, Budget
-from regauge.audit.gradients.clients import Truth, concat_inputs, concat_truths, to_rehearsal
-from regauge.audit.gradients.scores import average
-from regauge.audit.gradients.text_audit import TextAttack
+from regauge.audit.engine import Attack, Steps
+from regauge.audit.gradient_audit.attempts import Budget
+from regauge.audit.gradient_audit.clients import Truth, concat_inputs, concat_truths, to_rehearsal
+from regauge.audit.gradient_audit.scores import average
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
@@ -71,16 +71,11 @@ class RecordedRun:
 
     def iterate(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the targets one by one, and report progress."""
-        for i, (number, clients) in enumerate(self.targets):
-            if progress:
-                progress(
-                    i,
-                    len(self.targets),
-                    f"round {number + 1}, client {', '.join(map(str, clients))}",
-                )
+        steps = Steps(len(self.targets), progress)
+        for number, clients in self.targets:
+            steps(f"round {number + 1}, client {', '.join(map(str, clients))}")
             yield number, clients
-        if progress:
-            progress(len(self.targets), len(self.targets), "")
+        steps.finish()
 
     def load_update(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
         """Return the contribution of these clients; under secure sums it is the mean of all."""
@@ -255,7 +250,7 @@ def build_results(
     run: RecordedRun,
     rows: Sequence[Row],
     leak: LeakFormat,
-    attacks: Sequence[Attack] | Sequence[TextAttack],
+    attacks: Sequence[Attack],
     pictures: Sequence[Figure] = (),
 ) -> Results:
     """Return accuracy and leakage over rounds.
@@ -377,39 +372,6 @@ def build_results(
     )
 
 
-def audit_run(
-    folder: Path,
-    *,
-    rounds: Sequence[int] = (),
-    clients: Sequence[int] = (),
-    attacks: Sequence[str] | None = None,
-    budget: Budget | None = None,
-    pictures: int = 4,
-    progress: Progress | None = None,
-) -> Results:
-    """Attack the recorded contributions of a run.
-
-    Args:
-        folder: The folder of the run.
-        rounds: The rounds to attack; empty for all.
-        clients: The clients to attack; empty for all.
-        attacks: Names of attacks; None for all but the slow ones.
-        budget: The budget of attacks that optimise or learn.
-        pictures: The number of images of an update in the gallery.
-        progress: Progress callback.
-
-    Returns:
-        Accuracy and leakage over rounds.
-    """
-    return audit_recorded(
-        open_run(folder, rounds, clients),
-        attacks=attacks,
-        budget=budget,
-        pictures=pictures,
-        progress=progress,
-    )
-
-
 def audit_recorded(
     run: RecordedRun,
     *,
@@ -418,9 +380,20 @@ def audit_recorded(
     pictures: int = 4,
     progress: Progress | None = None,
 ) -> Results:
-    """Attack the recorded contributions of an open run, see `audit_run`."""
-    from regauge.audit.recorded.image_audit import audit_images
-    from regauge.audit.recorded.text_audit import audit_texts
+    """Attack the contributions of an open run.
+
+    Args:
+        run: The recorded run.
+        attacks: Names of attacks; None for all but the slow ones.
+        budget: The budget of attacks that optimise or learn.
+        pictures: The number of images of an update in the gallery.
+        progress: Progress callback.
+
+    Returns:
+        Accuracy and leakage over rounds.
+    """
+    from regauge.audit.recorded_audit.image_audit import audit_images
+    from regauge.audit.recorded_audit.text_audit import audit_texts
 
     if run.task["kind"] == "images":
         return audit_images(

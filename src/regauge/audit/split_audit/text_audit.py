@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import copy
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -17,24 +17,32 @@ import torch
 
 from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
-from regauge.audit.split.engine import SplitCase, chance_accuracy, measure_label_leak
-from regauge.audit.split.report import CAVEAT, build_glossary
-from regauge.audit.split.victims import (
+from regauge.audit.engine import (
+    CAVEAT,
+    Attack,
+    Steps,
+    apply_verdicts,
+    attempt,
+    titles_of,
+    with_undefended,
+)
+from regauge.audit.split_audit.engine import SplitCase, chance_accuracy, measure_label_leak
+from regauge.audit.split_audit.report import build_glossary
+from regauge.audit.split_audit.victims import (
     Pair,
     drop_shuffles,
     is_shuffled,
     make_split_pair,
     parse_combination,
 )
-from regauge.audit.text_scores import MEASURES, score_texts
+from regauge.audit.text_report import LEAK, TextRow, build_text_results, merge_scores
+from regauge.audit.text_scores import score_texts
 from regauge.core.progress import Progress
-from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
 from regauge.errors import AuditError
-from regauge.results.findings import Finding, Results, Table, apply_threshold
+from regauge.results.findings import Results, Table
 
 Tensor = torch.Tensor
-LEAK = "ROUGE-L"
 MAX_LENGTH, MIN_TEXTS, LABEL_STEPS = 32, 20, 20
 READ_THRESHOLD = 0.5  # ROUGE-L from which a text counts as read
 
@@ -62,31 +70,15 @@ class SentTexts:
         return torch.cat([view.stream for view in self.served]).float()
 
 
-@dataclass(frozen=True)
-class TextAttack:
-    """An attack of the table; `run` returns tokens and positions, [texts, rows].
-
-    Attributes:
-        name: The id.
-        title: The title in tables.
-        about: A one-line description.
-        run: The attack.
-    """
-
-    name: str
-    title: str
-    about: str
-    run: Callable[[SentTexts], tuple[Tensor, Tensor]]
-
-
-TEXT_ATTACKS: tuple[TextAttack, ...] = (
-    TextAttack(
+TEXT_ATTACKS: tuple[Attack, ...] = (
+    Attack(
         "vocabulary",
         "every token tried",
         "embeds every token at every position with the public embedding, and takes the nearest",
         lambda view: embedding_search(EmbeddedText(view.observed, view.model, None, view.shuffled)),
+        "texts",
     ),
-    TextAttack(
+    Attack(
         "regression",
         "a learned map",
         "learns the map from states to tokens and positions on its own texts, defended "
@@ -96,39 +88,20 @@ TEXT_ATTACKS: tuple[TextAttack, ...] = (
                 view.observed,
                 view.features,
                 view.ids,
-                view.model.get_input_embeddings().weight,  # type: ignore[operator]
+                view.model.get_input_embeddings().weight,
                 view.shuffled,
             )
         ),
+        "texts",
     ),
 )
-
-
-@dataclass(frozen=True, eq=False)
-class TextRow:
-    """The accuracy of one combination of defences, and the scores of each text by attack."""
-
-    combination: str
-    accuracy: float
-    chance: float
-    scores: Mapping[str, Mapping[str, list[float]]]
-    seconds: Mapping[str, float]
-    labels: float | None = None
-
-    def value(self, attack: str, measure: str = LEAK) -> float:
-        return statistics.fmean(self.scores[attack][measure])
-
-    def best(self) -> tuple[str, float]:
-        """Return the strongest attack and its mean score."""
-        name = max(self.scores, key=self.value)
-        return name, self.value(name)
 
 
 def audit_texts(
     case: SplitCase,
     combinations: Sequence[str],
     *,
-    attacks: Sequence[TextAttack] = TEXT_ATTACKS,
+    attacks: Sequence[Attack] = TEXT_ATTACKS,
     fail_above: float | None = None,
     length: int = MAX_LENGTH,
     progress: Progress | None = None,
@@ -147,7 +120,7 @@ def audit_texts(
     Raises:
         AuditError: The case cannot be audited.
     """
-    combinations = list(dict.fromkeys((NONE, *combinations)))
+    combinations = with_undefended(combinations)
     texts, own = (
         _truncate_texts(part, length)
         for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own)
@@ -155,41 +128,28 @@ def audit_texts(
     shared_length = min(texts.shape[1], own.shape[1])
     texts, own = texts[:, :shared_length], own[:, :shared_length]
     _check_case(case, combinations, texts, own)
-    total, done = len(combinations) * (1 + len(attacks)), 0
-
-    def notify(step: str) -> None:
-        nonlocal done
-        if progress:
-            progress(done, total, step)
-        done += 1
-
+    steps = Steps(len(combinations) * (1 + len(attacks)), progress)
     rows = [
-        _audit_combination(case, combination, attacks, texts, own, notify)
+        _audit_combination(case, combination, attacks, texts, own, steps)
         for combination in combinations
     ]
-    if progress:
-        progress(total, total, "")
-    baselines = [
-        score_texts([own_text.tolist()], [text.tolist()])
-        for own_text, text in zip(own, texts, strict=False)
-    ]
-    floor = {m: [v for scores in baselines for v in scores[m]] for m in MEASURES}
-    results = _build_results(case.name, rows, floor, attacks)
-    return replace(
-        results,
-        findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
-        ),
+    steps.finish()
+    floor = merge_scores(
+        [
+            score_texts([own_text.tolist()], [text.tolist()])
+            for own_text, text in zip(own, texts, strict=False)
+        ]
     )
+    return apply_verdicts(_build_results(case.name, rows, floor, attacks), fail_above)
 
 
 def _audit_combination(
     case: SplitCase,
     combination: str,
-    attacks: Sequence[TextAttack],
+    attacks: Sequence[Attack],
     texts: Tensor,
     own: Tensor,
-    notify: Callable[[str], None],
+    notify: Steps,
 ) -> TextRow:
     notify(f"{combination}: train through the split")
     seed, batch = case.run.seed, max(2, case.run.batch_size)
@@ -206,24 +166,28 @@ def _audit_combination(
     scores, seconds = {}, {}
     for attack in attacks:
         notify(f"{combination}: {attack.title}")
-        started = time.monotonic()
-        tokens, positions = attack.run(view)
-        orders = [order_leak(served_pass) for served_pass in served] if view.shuffled else [None]
-        if all(order is not None for order in orders):
-            positions = torch.cat([order for order in orders if order is not None])
-        recovered = torch.zeros_like(tokens).scatter(1, positions, tokens)
-        scores[attack.name] = score_texts(recovered.tolist(), texts.tolist())
-        seconds[attack.name] = round(time.monotonic() - started, 1)
+        tried = attempt(partial(_recover, attack, view))
+        scores[attack.name] = score_texts(tried.output, texts.tolist())
+        seconds[attack.name] = round(tried.seconds, 1)
     is_classifier = not (case.train.causal or case.train.tokens or case.train.dense)
     label_leak = measure_label_leak(passes, case.train, case.run) if is_classifier else None
     return TextRow(
         combination,
-        accuracy,
-        chance_accuracy(case.test) if is_classifier else 0.0,
         scores,
         seconds,
-        label_leak,
+        [] if label_leak is None else [label_leak],
+        accuracy=accuracy,
+        chance=chance_accuracy(case.test) if is_classifier else 0.0,
     )
+
+
+def _recover(attack: Attack, view: SentTexts) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return the tokens of each text, in the order that masks reveal if tokens are shuffled."""
+    tokens, positions = attack.run(view)
+    orders = [order_leak(served_pass) for served_pass in view.served] if view.shuffled else [None]
+    if all(order is not None for order in orders):
+        positions = torch.cat([order for order in orders if order is not None])
+    return torch.zeros_like(tokens).scatter(1, positions, tokens).tolist(), {}
 
 
 def _copy_client_model(model: torch.nn.Module, combination: str) -> torch.nn.Module:
@@ -311,88 +275,51 @@ def _build_results(
     name: str,
     rows: Sequence[TextRow],
     floor: Mapping[str, list[float]],
-    attacks: Sequence[TextAttack],
+    attacks: Sequence[Attack],
 ) -> Results:
-    titles, undefended = {a.name: a.title for a in attacks}, rows[0]
-    baseline = statistics.fmean(floor[LEAK])
-    has_labels = any(row.labels is not None for row in rows)
-    columns = (
-        "defences",
-        "accuracy",
-        *(("labels",) if has_labels else ()),
-        "attack",
-        *MEASURES,
-        "worst ROUGE-L",
-        "seconds",
-    )
-    table: list[tuple[str | float | None, ...]] = []
-    findings = []
-    for row in rows:
-        for attack, scores in row.scores.items():
-            means = [round(statistics.fmean(scores[m]), 3) for m in MEASURES]
-            label_cells = (
-                (None if row.labels is None else round(row.labels, 3),) if has_labels else ()
-            )
-            table.append(
-                (
-                    row.combination,
-                    round(row.accuracy, 3),
-                    *label_cells,
-                    titles[attack],
-                    *means,
-                    round(max(scores[LEAK]), 3),
-                    row.seconds[attack],
-                )
-            )
-            findings.append(
-                Finding(
-                    f"{name}/{row.combination}/{attack}",
-                    f'Under "{row.combination}", {titles[attack]} gives this much of the texts.',
-                    None,
-                    row.value(attack),
-                    baseline,
-                    undefended.value(attack),
-                    f"{row.value(attack, 'words'):.0%} of the tokens, "
-                    f"{row.value(attack, 'in place'):.0%} in their places",
-                    measure=LEAK,
-                    spread=statistics.stdev(scores[LEAK]) if len(scores[LEAK]) > 1 else None,
-                    trials=len(scores[LEAK]),
-                )
-            )
-    blank = (None,) if has_labels else ()
-    baseline_cells = [round(statistics.fmean(floor[m]), 3) for m in MEASURES]
-    table.append(
-        (
-            "a guess, another text",
-            round(undefended.chance, 3) or None,
-            *blank,
-            "",
-            *baseline_cells,
-            round(max(floor[LEAK]), 3),
-            None,
-        )
-    )
+    has_labels = any(row.labels for row in rows)
     note = (
         "Shares of each text, in the mean over texts: tokens as a bag, tokens in their "
         "places, ROUGE on tokens (F1), texts that are exactly right. "
     )
-    tables = (
-        Table(f"Utility and privacy: {name}", columns, tuple(table), note),
-        build_glossary([r.combination for r in rows], attacks),
-    )
-    return Results(
+    results = build_text_results(
         "What the server reads",
-        tuple(findings),
-        tables,
-        (),
-        {"verdict": _build_verdict(name, rows, baseline, titles)},
+        Table(f"Utility and privacy: {name}", (), (), note),
+        rows,
+        floor,
+        attacks,
+        name=name,
+        before={
+            "accuracy": lambda row: round(row.accuracy, 3),
+            **(
+                {"labels": lambda row: round(row.labels[0], 3) if row.labels else None}
+                if has_labels
+                else {}
+            ),
+        },
+        after={},
+        guess=(
+            "a guess, another text",
+            round(rows[0].chance, 3) or None,
+            *((None,) if has_labels else ()),
+        ),
+        describe=lambda row, attack: (
+            f"{row.value(attack, 'words'):.0%} of the tokens, "
+            f"{row.value(attack, 'in place'):.0%} in their places"
+        ),
+        has_spread=True,
+    )
+    return replace(
+        results,
+        tables=(*results.tables, build_glossary([r.combination for r in rows], attacks)),
+        facts={"verdict": _build_verdict(name, rows, statistics.fmean(floor[LEAK]), attacks)},
     )
 
 
 def _build_verdict(
-    name: str, rows: Sequence[TextRow], baseline: float, titles: Mapping[str, str]
+    name: str, rows: Sequence[TextRow], baseline: float, attacks: Sequence[Attack]
 ) -> list[str]:
-    undefended = rows[0]
+    undefended, titles = rows[0], titles_of(attacks)
     leaking = [row for row in rows if row.best()[1] >= READ_THRESHOLD]
     sentences = [
         (
@@ -402,16 +329,15 @@ def _build_verdict(
     ]
     for row in rows:
         attack, value = row.best()
-        words = max(row.value(a, "words") for a in row.scores)
         sentences.append(
             f"{row.combination}: ROUGE-L {value:.2f} by {titles[attack]} (another text: "
-            f"{baseline:.2f}), {words:.0%} of the tokens; accuracy "
+            f"{baseline:.2f}), {row.best('words')[1]:.0%} of the tokens; accuracy "
             f"{row.accuracy:.3f} (undefended: {undefended.accuracy:.3f})."
         )
-    label_shares = [row.labels for row in rows if row.labels is not None]
-    if label_shares:
+    shares = [share for row in rows for share in row.labels]
+    if shares:
         sentences.append(
-            f"Labels are not sent, but the gradients reveal {min(label_shares):.0%} to "
-            f"{max(label_shares):.0%} of them (a guess: {undefended.chance:.0%})."
+            f"Labels are not sent, but the gradients reveal {min(shares):.0%} to "
+            f"{max(shares):.0%} of them (a guess: {undefended.chance:.0%})."
         )
     return [*sentences, CAVEAT]

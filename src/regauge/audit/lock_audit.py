@@ -126,7 +126,7 @@ def audit_lock(
                 f'{owner} must be finite, got NaN or Inf in "{tensor}"',
                 hint="check that it is the right file",
             )
-    steps: list[tuple[str, Callable[[], Iterator[tuple[Finding, float]]]]] = [
+    steps: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("public edges", lambda: _try_public_edges(case)),
         ("public base", lambda: _try_public_base(case, seed)),
         ("lineage", lambda: _try_lineage(case, seed)),
@@ -138,7 +138,7 @@ def audit_lock(
     ]
     steps = [step for step in steps if attacks is None or step[0] in attacks]
     findings: list[Finding] = []
-    costs: list[tuple[str, float]] = []
+    costs: list[float] = []
     unchecked: list[str] = []
     for i, (name, run) in enumerate(steps):
         reason = _reason_skipped(case, name)
@@ -153,9 +153,11 @@ def audit_lock(
                 for n in labels
                 if n > len(case.train)
             ]
-        for finding, seconds in run():
+        started = time.monotonic()
+        for finding in run():  # the time until each finding is its cost
             findings.append(apply_threshold(finding, fail_above))
-            costs.append((finding.id, round(seconds, 2)))
+            costs.append(round(time.monotonic() - started, 2))
+            started = time.monotonic()
     if not findings:
         raise AuditError(
             "no attack is applicable to this lock",
@@ -166,7 +168,7 @@ def audit_lock(
         ("attack", "floor", "value", "ceiling", "measure", "seconds"),
         tuple(
             (f.id, f.floor, f.value, f.ceiling, f.measure, seconds)
-            for f, (_, seconds) in zip(findings, costs, strict=True)
+            for f, seconds in zip(findings, costs, strict=True)
         ),
     )
     verdict = build_verdict(findings)
@@ -183,20 +185,16 @@ def audit_lock(
 def build_verdict(findings: Sequence[Finding]) -> list[str]:
     """Return the consequences for the owner of the lock, one sentence each."""
     by_id = {f.id: f for f in findings}
+    recovered = {f.id for f in findings if f.value is not None and f.value >= RECOVERED}
     sentences = []
-    edges_finding = by_id.get("lock/public edges")
-    if (
-        edges_finding is not None
-        and edges_finding.value is not None
-        and edges_finding.value >= RECOVERED
-    ):
+    if "lock/public edges" in recovered:
         sentences.append(
             "The file alone undoes this lock: its embedding and head are not locked and reveal "
             "the order of the stream."
         )
     base = by_id.get("lock/public base")
     if base is not None and base.value is not None:
-        if base.value >= RECOVERED:
+        if base.id in recovered:
             sentences.append(
                 "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
             )
@@ -233,24 +231,17 @@ def build_verdict(findings: Sequence[Finding]) -> list[str]:
             f"{situation}: an attacker with {labels} labels reaches "
             f"{best.value:.2f}{ceiling}{addition}."
         )
-    known_inputs = by_id.get("lock/known inputs")
-    if (
-        known_inputs is not None
-        and known_inputs.value is not None
-        and known_inputs.value >= RECOVERED
-    ):
+    if "lock/known inputs" in recovered:
         sentences.append(
             "An observer of the features of known inputs has the key of the stream: "
-            + known_inputs.sentence
+            + by_id["lock/known inputs"].sentence
         )
-    observed = by_id.get("lock/seen features")
-    if observed is not None and observed.value is not None and observed.value >= RECOVERED:
+    if "lock/seen features" in recovered:
         sentences.append(
             "An observer of the features of enough unknown inputs, with the embedding, has it "
             "too: do not use one key for many batches."
         )
-    vocabulary = by_id.get("lock/vocabulary")
-    if vocabulary is not None and vocabulary.value is not None and vocabulary.value >= RECOVERED:
+    if "lock/vocabulary" in recovered:
         sentences.append(
             "Hidden states of an open language model reveal the text itself, whatever the key."
         )
@@ -287,7 +278,7 @@ def _reason_skipped(case: LockCase, name: str) -> str:
     return "fewer than two examples were given" if len(case.test) < 2 else ""
 
 
-def _try_public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
+def _try_public_edges(case: LockCase) -> Iterator[Finding]:
     assert case.truth is not None
     guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind))
     streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
@@ -299,59 +290,47 @@ def _try_public_edges(case: LockCase) -> Iterator[tuple[Finding, float]]:
         f"the file alone gives {share:.1%} of the order of the stream in {guess.seconds:.1f} s"
     )
     statement = "the plain embedding and head do not reveal the key of the stream"
-    yield _make_finding("lock/public edges", statement, share, floor, 1.0, sentence), guess.seconds
+    yield _make_finding("lock/public edges", statement, share, floor, 1.0, sentence)
     if case.model is not None and case.test is not None:
         yield from _try_unlocked_model(case, guess, "public edges")
 
 
-def _try_unlocked_model(
-    case: LockCase, guess: weights.Guess, attack: str
-) -> Iterator[tuple[Finding, float]]:
-    started = time.monotonic()
+def _try_unlocked_model(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[Finding]:
     value, floor, ceiling = (
         _evaluate(case, state)
         for state in (guess.unlock(case.spec, case.state), case.state, _unlock(case))
     )
     sentence = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
-    yield (
-        _make_finding(
-            f"lock/{attack}, used", statement, value, floor, ceiling, sentence, _metric_name(case)
-        ),
-        time.monotonic() - started,
+    yield _make_finding(
+        f"lock/{attack}, used", statement, value, floor, ceiling, sentence, _metric_name(case)
     )
 
 
-def _try_public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
+def _try_public_base(case: LockCase, seed: int) -> Iterator[Finding]:
     assert case.base is not None
     view = LockedFileWithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
-        started = time.monotonic()
         guess = weights.norm_vectors(view)
         streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
         if streams:
             share = _key_share(guess.element.members, streams)
             sentence = f"gains and biases give {share:.0%} of the order of the stream"
-            yield (
-                _make_finding(
-                    "lock/norm vectors",
-                    "gains and biases do not reveal the key of the stream",
-                    share,
-                    0.0,
-                    1.0,
-                    sentence,
-                ),
-                time.monotonic() - started,
+            yield _make_finding(
+                "lock/norm vectors",
+                "gains and biases do not reveal the key of the stream",
+                share,
+                0.0,
+                1.0,
+                sentence,
             )
-    started = time.monotonic()
     guess = weights.public_base(view)
-    seconds = time.monotonic() - started
     if case.truth is not None:
         spaces = part_spec(case.spec, "backbone").spaces
         share = _key_share(
             guess.element.members, {s: m for s, m in case.truth.members.items() if s in spaces}
         )
-        sentence = f"{share:.1%} of the key in {seconds:.1f} s, from {guess.start}"
+        sentence = f"{share:.1%} of the key in {guess.seconds:.1f} s, from {guess.start}"
         measure, floor = "share of the key", 0.0
     else:
         # Without the key: the share of the locked weights that the guess explains, relative to a
@@ -363,24 +342,20 @@ def _try_public_base(case: LockCase, seed: int) -> Iterator[tuple[Finding, float
             f"locked weights; shuffled weights {floor:.1%}"
         )
         measure = EXPLAINED
-    yield (
-        _make_finding(
-            "lock/public base",
-            "a public base does not give the key away",
-            share,
-            floor,
-            1.0,
-            sentence,
-            measure,
-        ),
-        seconds,
+    yield _make_finding(
+        "lock/public base",
+        "a public base does not give the key away",
+        share,
+        floor,
+        1.0,
+        sentence,
+        measure,
     )
     if case.model is not None and case.test is not None:
         yield from _try_unlocked_model(case, guess, "public base")
 
 
-def _try_lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
-    started = time.monotonic()
+def _try_lineage(case: LockCase, seed: int) -> Iterator[Finding]:
     candidates = dict(case.candidates)
     if case.base is not None:
         candidates["the base"] = case.base
@@ -395,17 +370,14 @@ def _try_lineage(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
         f"{', '.join(f'{n} {d:.3f}' for n, d in distances.items() if n != nearest)}"
     )
     share = max(0.0, 1 - distances[nearest] / baseline) if baseline else 1.0
-    yield (
-        _make_finding(
-            "lock/lineage",
-            "the model's descent is hidden",
-            share,
-            0.0,
-            1.0,
-            sentence,
-            "1 - distance / a stranger's",
-        ),
-        time.monotonic() - started,
+    yield _make_finding(
+        "lock/lineage",
+        "the model's descent is hidden",
+        share,
+        0.0,
+        1.0,
+        sentence,
+        "1 - distance / a stranger's",
     )
 
 
@@ -420,8 +392,7 @@ def _shuffle_weights(base: State, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
-    started = time.monotonic()
+def _try_known_inputs(case: LockCase, seed: int) -> Iterator[Finding]:
     known, others, member = _sample_features(case, seed)
     observed = _apply_member(known, member)
     needed, share = math.nan, 0.0
@@ -444,11 +415,10 @@ def _try_known_inputs(case: LockCase, seed: int) -> Iterator[tuple[Finding, floa
         1.0,
         sentence,
     )
-    yield finding, time.monotonic() - started
+    yield finding
 
 
-def _try_observed_features(case: LockCase, seed: int) -> Iterator[tuple[Finding, float]]:
-    started = time.monotonic()
+def _try_observed_features(case: LockCase, seed: int) -> Iterator[Finding]:
     rows, others, member = _sample_features(case, seed)
     guess = features.feature_statistics(
         ObservedFeatures(_apply_member(rows, member), others, case.kind)
@@ -458,27 +428,23 @@ def _try_observed_features(case: LockCase, seed: int) -> Iterator[tuple[Finding,
         f"{len(rows)} observed tokens, and {len(others)} embedded tokens of other examples, "
         f"give {share:.0%}"
     )
-    yield (
-        _make_finding(
-            "lock/seen features",
-            "observed features alone do not give the key of the stream",
-            share,
-            1 / member.size,
-            1.0,
-            sentence,
-        ),
-        (time.monotonic() - started),
+    yield _make_finding(
+        "lock/seen features",
+        "observed features alone do not give the key of the stream",
+        share,
+        1 / member.size,
+        1.0,
+        sentence,
     )
 
 
-def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tuple[Finding, float]]:
+def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[Finding]:
     """Recover text from hidden states of the locked model.
 
     Any model would do, if the adversary has its weights and observes its hidden states.
     """
     assert case.model is not None
     assert case.test is not None
-    started = time.monotonic()
     *_, member = _sample_features(case, seed)
     ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :tokens]
     layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
@@ -492,23 +458,18 @@ def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[tup
         f"{sum(a == b for a, b in zip(recovered, ids[0].tolist(), strict=True))} of "
         f"{ids.shape[1]} tokens, from the states at layer {layer}"
     )
-    yield (
-        _make_finding(
-            "lock/vocabulary",
-            "hidden states do not give the text",
-            share,
-            1 / case.test.classes,
-            1.0,
-            sentence,
-            "share of tokens",
-        ),
-        (time.monotonic() - started),
+    yield _make_finding(
+        "lock/vocabulary",
+        "hidden states do not give the text",
+        share,
+        1 / case.test.classes,
+        1.0,
+        sentence,
+        "share of tokens",
     )
 
 
-def _try_theft(
-    case: LockCase, labels: Sequence[int], budget: theft.Budget
-) -> Iterator[tuple[Finding, float]]:
+def _try_theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Iterator[Finding]:
     assert case.model is not None
     assert case.train is not None
     owner = _evaluate(case, _unlock(case))
@@ -524,7 +485,6 @@ def _try_theft(
             ("tuned", theft.fine_tune),
             ("scratch", theft.train_from_scratch),
         ):
-            started = time.monotonic()
             trained = (steal(view, variant) for variant in budget.each_lr())
             value = max(
                 (_evaluate(case, stolen.state_dict(), stolen) for stolen in trained),
@@ -533,21 +493,18 @@ def _try_theft(
             sentence = f"{value:.3f} with {n} labels; the locked model {floor:.3f}" + (
                 "" if owner is None else f", the owner's {owner:.3f}"
             )
-            yield (
-                _make_finding(
-                    f"lock/theft/{name} {n}",
-                    f"{n} labels are of little use to a thief",
-                    value,
-                    floor,
-                    owner,
-                    sentence,
-                    _metric_name(case),
-                ),
-                (time.monotonic() - started),
+            yield _make_finding(
+                f"lock/theft/{name} {n}",
+                f"{n} labels are of little use to a thief",
+                value,
+                floor,
+                owner,
+                sentence,
+                _metric_name(case),
             )
 
 
-def _check_handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
+def _check_handling(case: LockCase) -> Iterator[Finding]:
     """Check that misuse is detected: a wrong key, a changed bit, a missing tensor, a reused key."""
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.locking.keys import generate_key
@@ -595,24 +552,18 @@ def _check_handling(case: LockCase) -> Iterator[tuple[Finding, float]]:
         ),
     }
     for name, (statement, attempt) in checks.items():
-        started = time.monotonic()
         value = attempt()
         sentence = "as expected" if value < 0.5 else "NOT as expected"
-        yield (
-            replace(
-                _make_finding(
-                    f"lock/handling/{name}",
-                    statement,
-                    value,
-                    0.0,
-                    1.0,
-                    sentence,
-                    "success of the adversary",
-                ),
-                holds=value < 0.5,
-            ),
-            (time.monotonic() - started),
+        finding = _make_finding(
+            f"lock/handling/{name}",
+            statement,
+            value,
+            0.0,
+            1.0,
+            sentence,
+            "success of the adversary",
         )
+        yield replace(finding, holds=value < 0.5)
 
 
 def _measure_key_reuse(case: LockCase, record: Record, key: Key) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,44 +11,54 @@ import numpy as np
 import torch
 
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import SentUpdate
-from regauge.audit.gradients import report
-from regauge.audit.gradients.attempts import (
-    QUICK,
+from regauge.attacks.updates import SentUpdate, Update
+from regauge.audit.engine import (
     Attack,
     Attempt,
+    Steps,
+    apply_verdicts,
+    pixel_values,
+    to_pixels,
+    with_undefended,
+)
+from regauge.audit.gradient_audit import report
+from regauge.audit.gradient_audit.attempts import (
+    QUICK,
     Budget,
     attempt,
     filter_applicable,
     fit_attack,
 )
-from regauge.audit.gradients.clients import (
+from regauge.audit.gradient_audit.clients import (
     Truth,
     build_view,
-    cast_inputs,
-    contribute,
+    contribute_rows,
     prepare_model,
     rehearse,
     sample_rehearsals,
 )
-from regauge.audit.gradients.scores import (
+from regauge.audit.gradient_audit.scores import (
     LEAK,
-    Case,
-    ImageScores,
     Row,
     extract_patches,
     label_recall,
     score_reconstructions,
 )
-from regauge.audit.split.engine import denormalize
-from regauge.audit.split.scores import OTHERS, Scores, best_assignment, mean_score
+from regauge.audit.scores import (
+    MEAN_IMAGE,
+    OTHERS,
+    AttackScores,
+    Case,
+    Scores,
+    best_assignment,
+    mean_score,
+)
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.gradients import Plan, parse_plan
-from regauge.defences.parser import NONE
 from regauge.errors import AuditError, UpdateError, need
 from regauge.jigsaw.layers import Layers, find_layers
-from regauge.results.findings import Results, apply_threshold
+from regauge.results.findings import Results
 from regauge.results.metrics import Lpips
 
 Tensor = torch.Tensor
@@ -59,16 +69,16 @@ REHEARSALS = 4  # for the calibration of attacks
 
 @dataclass(frozen=True, eq=False)
 class GradientCase:
-    """An image model and its data.
+    """A model of images or texts, and its data.
 
     Attributes:
         model: The model.
         victims: The examples of the clients.
         own: The examples of the attacker, from the same distribution.
-        mean: Channel means of the normalization.
-        std: Channel deviations of the normalization.
+        mean: Channel means of the normalization; empty for texts.
+        std: Channel deviations of the normalization; empty for texts.
         updates: The number of attacked updates.
-        batch: Images in an update, unless the combination sets it.
+        batch: Samples in an update, unless the combination sets it.
         steps: Local steps in an update, unless the combination sets them.
         lr: The learning rate of local steps.
         seed: The random seed.
@@ -79,8 +89,8 @@ class GradientCase:
     model: torch.nn.Module
     victims: Examples
     own: Examples
-    mean: Sequence[float]
-    std: Sequence[float]
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
     updates: int = 8
     batch: int = 1
     steps: int = 1
@@ -122,7 +132,7 @@ def audit_gradients(
         AuditError: The case cannot be audited.
     """
     budget = budget or Budget(seed=case.seed)
-    combinations = list(dict.fromkeys((NONE, *combinations)))
+    combinations = with_undefended(combinations)
     check_case(case, [*combinations, *(f"batch={size}" for size in batches)])
     requested = attacks
     attacks, skipped = filter_applicable(requested, case.victims)
@@ -132,14 +142,7 @@ def audit_gradients(
         + len(batches) * len(closed)
         + len(case.stages) * len(combinations) * len(closed)
     )
-    done = 0
-
-    def notify(step: str) -> None:
-        nonlocal done
-        if progress:
-            progress(done, total, step)
-        done += 1
-
+    notify = Steps(total, progress)
     rows = tuple(
         audit_combination(
             case, case.model, combination, attacks, budget, lpips, pictures, notify, optimised
@@ -157,8 +160,7 @@ def audit_gradients(
         ]
         for name, stage_model in case.stages.items()
     }
-    if progress:
-        progress(total, total, "")
+    notify.finish()
     measured = Case(
         case.name,
         rows,
@@ -174,12 +176,7 @@ def audit_gradients(
     if not any(a.is_slow for a in requested):
         unchecked.append("attacks by descent: not selected (--attacks inverting, or all)")
     results = report.build_results("What updates give away", [measured], attacks, unchecked)
-    return replace(
-        results,
-        findings=tuple(
-            f if f"/{NONE}/" in f.id else apply_threshold(f, fail_above) for f in results.findings
-        ),
-    )
+    return apply_verdicts(results, fail_above)
 
 
 def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
@@ -193,7 +190,7 @@ def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
             f"the attacker must have >= 2 images of its own, got {len(case.own)}",
             hint="pass more data",
         )
-    find_layers(case.model, tuple(_pixel_values(case.own.only([0])).shape[1:]))
+    find_layers(case.model, tuple(pixel_values(case.own.only([0])).shape[1:]))
     if any(_parse_plan(case, c).private for c in combinations):
         need("dp_accounting", "privacy")  # for the epsilon of the report
     for combination in combinations:
@@ -232,15 +229,14 @@ def audit_combination(
         optimised: The number of updates on which slow attacks are run.
     """
     plan = _parse_plan(case, combination)
-    updates = make_updates(case, model, plan)
+    updates = list(make_updates(case, model, plan))
     own_examples, others = split_own_images(case.own)
-    own = _pixel_values(own_examples.only(np.arange(min(MAX_OWN_IMAGES, len(own_examples)))))
+    own = pixel_values(own_examples.only(np.arange(min(MAX_OWN_IMAGES, len(own_examples)))))
     rehearsals = tuple(
         rehearse(updates[0][0], plan, own_examples, REHEARSALS, case.seed * 1000 + 500)
     )
-    scores: dict[str, ImageScores] = {}
-    recovered: dict[str, list[float]] = {"mask": [], "labels": []}
-    patches: dict[str, list[float]] = {}
+    scores: dict[str, AttackScores] = {}
+    recovered: dict[str, list[float]] = {}
     reasons: dict[str, str] = {}
     fitted: dict[Any, Any] = {}
 
@@ -270,28 +266,21 @@ def audit_combination(
             updates[:optimised] if attack.is_slow else updates
         ):
             view = build_view(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            candidates, members = (
-                sample_candidates(view, truth, others, case.seed + n)
-                if attack.kind == "patches"
-                else (None, 0)
-            )
-            result = attempt(
-                attack, view, replace(budget, seed=budget.seed + n), candidates, learned
+            result, score = attack_update(
+                attack,
+                view,
+                truth,
+                others,
+                replace(budget, seed=budget.seed + n),
+                case.seed + n,
+                learned,
             )
             if result.output is None:
                 reasons[attack.name] = result.reason
                 break
             attempts.append((result, truth))
-            if attack.kind == "patches":
-                patches.setdefault(attack.name, []).append(
-                    auc(result.output[:members], result.output[members:])
-                )
-            elif attack.kind == "mask" and truth.puzzle is not None:
-                recovered["mask"].append(
-                    float((result.output == truth.puzzle.mask[0]).double().mean())
-                )
-            elif attack.kind == "labels":
-                recovered["labels"].append(label_recall(result.output, truth.labels))
+            if score is not None:
+                recovered.setdefault(attack.name, []).append(score)
         if attack.kind == "images" and attempts and attack.name not in reasons:
             scores[attack.name] = _score_attempts(case, attack.name, attempts, lpips, pictures)
     read = (
@@ -299,43 +288,76 @@ def audit_combination(
         if pictures and updates[0][2].puzzle is not None
         else None
     )
+    patches, mask, labels = (
+        max(
+            (recovered[a.name] for a in attacks if a.kind == kind and a.name in recovered),
+            key=statistics.fmean,
+            default=[],
+        )
+        for kind in ("patches", "mask", "labels")
+    )
     return Row(
         combination,
         scores,
-        max(patches.values(), key=statistics.fmean, default=[]),
-        recovered["mask"],
-        recovered["labels"],
+        patches,
+        mask,
+        labels,
         plan.private.epsilon() if plan.private is not None else None,
         plan.samples * plan.clients,
         reasons,
-        None if read is None else denormalize(read.float(), case.mean, case.std).clamp(0, 1),
+        None if read is None else to_pixels(case, read),
         floor=mean_score(
             _score_mean_image(case, len(updates) * plan.samples * plan.clients, None), LEAK
         ),
     )
 
 
+def attack_update(
+    attack: Attack,
+    view: SentUpdate,
+    truth: Truth,
+    others: Tensor,
+    budget: Budget,
+    seed: int,
+    learned: Any = None,
+) -> tuple[Attempt, float | None]:
+    """Run an attack on one update, and score it unless it recovers images.
+
+    Args:
+        attack: The attack.
+        view: The update and what is granted.
+        truth: The samples of the client.
+        others: Images that the attacker does not have, for non-members.
+        budget: The budget of attacks that optimise or learn.
+        seed: The random seed of the candidate patches.
+        learned: The result of `fit_attack` for attacks that learn.
+
+    Returns:
+        The attempt, and the AUC of patches, or the recovered share of the mask or the labels.
+    """
+    candidates, members = (
+        sample_candidates(view, truth, others, seed) if attack.kind == "patches" else (None, 0)
+    )
+    result = attempt(attack, view, budget, candidates, learned)
+    output, score = result.output, None
+    if output is not None and attack.kind == "patches":
+        score = auc(output[:members], output[members:])
+    elif output is not None and attack.kind == "labels":
+        score = label_recall(output, truth.labels)
+    elif output is not None and attack.kind == "mask" and truth.puzzle is not None:
+        score = float((output == truth.puzzle.mask[0]).double().mean())
+    return result, score
+
+
 def make_updates(
     case: GradientCase, model: torch.nn.Module, plan: Plan
-) -> list[tuple[torch.nn.Module, Any, Truth]]:
-    """Make updates of the first victims; return the model of both sides, the update, the truth."""
-    prepared = prepare_model(model, plan)
-    size = plan.samples * plan.clients
-    count = max(1, min(case.updates, len(case.victims) // size))
-    updates = []
-    for n in range(count):
-        inputs, labels = case.victims.batch(np.arange(n * size, (n + 1) * size))
-        labels = labels.to(next(prepared.parameters()).device)
-        update, truth = contribute(
-            prepared,
-            plan,
-            case.victims,
-            cast_inputs(prepared, inputs),
-            labels,
-            case.seed * 1000 + n,
-        )
-        updates.append((prepared, update, truth))
-    return updates
+) -> Iterator[tuple[torch.nn.Module, Update, Truth]]:
+    """Yield updates of the first victims: the model of both sides, the update, and the truth."""
+    prepared, size = prepare_model(model, plan), plan.samples * plan.clients
+    for n in range(max(1, min(case.updates, len(case.victims) // size))):
+        rows = np.arange(n * size, (n + 1) * size)
+        seed = case.seed * 1000 + n
+        yield prepared, *contribute_rows(prepared, plan, case.victims, rows, seed)
 
 
 def _score_attempts(
@@ -344,31 +366,28 @@ def _score_attempts(
     attempts: Sequence[tuple[Attempt, Truth]],
     lpips: Lpips | None,
     pictures: int,
-) -> ImageScores:
-    images: dict[str, list[Tensor]] = {"original": [], "read": [], "by original": [], "by read": []}
+) -> AttackScores:
+    sides: list[list[Tensor]] = [[], [], [], []]
     for result, truth in attempts:
-        assert result.output is not None
-        guesses = denormalize(result.output.float().cpu(), case.mean, case.std).clamp(0, 1)
-        for side, inputs in (("original", truth.original), ("read", truth.read)):
-            originals = denormalize(
-                inputs["pixel_values"].float().cpu(), case.mean, case.std
-            ).clamp(0, 1)
-            images[side].append(originals)
-            images[f"by {side}"].append(best_assignment(guesses, originals))
-    originals, read, guesses, by_read = (
-        torch.cat(images[k]) for k in ("original", "read", "by original", "by read")
-    )
-    is_shuffled = not torch.equal(originals, read)
-    original = score_reconstructions(guesses, originals, lpips)
-    seconds = sum(result.seconds for result, _ in attempts) / len(attempts)
-    against_read = score_reconstructions(by_read, read, lpips) if is_shuffled else original
-    return ImageScores(
+        guesses = to_pixels(case, result.output)
+        original, read = (
+            to_pixels(case, inputs["pixel_values"]) for inputs in (truth.original, truth.read)
+        )
+        matched = (best_assignment(guesses, images) for images in (original, read))
+        for side, images in zip(sides, (original, read, *matched), strict=True):
+            side.append(images)
+    originals, inputs_read, by_original, by_read = (torch.cat(side) for side in sides)
+    return AttackScores(
         name,
-        original,
-        against_read,
-        seconds,
-        guesses[:pictures],
-        [result.facts for result, _ in attempts],
+        score_reconstructions(by_original, originals, lpips),
+        (),
+        0.0,
+        statistics.fmean(result.seconds for result, _ in attempts),
+        by_original[:pictures],
+        read=None
+        if torch.equal(originals, inputs_read)
+        else score_reconstructions(by_read, inputs_read, lpips),
+        facts=[result.facts for result, _ in attempts],
     )
 
 
@@ -378,7 +397,7 @@ def split_own_images(own: Examples) -> tuple[Examples, Tensor]:
     An adversary that had the non-members would recognise them as such.
     """
     count = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
-    return own.only(np.arange(count)), _pixel_values(
+    return own.only(np.arange(count)), pixel_values(
         own.only(np.arange(count if count < len(own) else 0, len(own)))
     )
 
@@ -405,7 +424,7 @@ def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
     These are the mean of its own images and, if an update has several images and so no order, its
     own images by the best assignment.
     """
-    scores = {"the mean image": _score_mean_image(case, case.updates * case.batch, lpips)}
+    scores = {MEAN_IMAGE: _score_mean_image(case, case.updates * case.batch, lpips)}
     if case.batch > 1:
         images, own = (
             to_pixels(case, _first_victims(case, case.updates * case.batch)),
@@ -427,17 +446,8 @@ def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Sc
     return score_reconstructions(guesses, images, lpips)
 
 
-def to_pixels(case: GradientCase, examples: Examples) -> Tensor:
-    """Return the images of examples as pixels in 0..1."""
-    return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
-
-
 def _first_victims(case: GradientCase, count: int) -> Examples:
     return case.victims.only(np.arange(min(count, len(case.victims))))
-
-
-def _pixel_values(examples: Examples) -> Tensor:
-    return examples.batch(np.arange(len(examples)))[0]["pixel_values"]
 
 
 def _parse_plan(case: GradientCase, combination: str) -> Plan:

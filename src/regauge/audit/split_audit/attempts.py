@@ -6,10 +6,9 @@ which are public. Scores against the truth are computed elsewhere (`scores`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -23,7 +22,9 @@ from regauge.attacks.inversion import (
 from regauge.attacks.linear import ridge_inversion
 from regauge.attacks.served import average_views, regroup_tokens
 from regauge.attacks.views import PairedImages, PublicPatches
-from regauge.audit.split.victims import (
+from regauge.audit import engine
+from regauge.audit.engine import Attack, Attempt
+from regauge.audit.split_audit.victims import (
     Pair,
     defend_images,
     drop_shuffles,
@@ -92,30 +93,6 @@ class Views:
     placed: PairedImages
     public: PublicPatches | None
     repeated: Callable[[], PairedImages] | None = None
-
-
-@dataclass(frozen=True)
-class Attack:
-    """An attack of the table.
-
-    Attributes:
-        name: The id.
-        title: The title in tables.
-        about: A one-line description.
-        view: The field of `Views` that the attack gets.
-        run: The attack.
-        fits: Whether it applies to a combination of defences.
-        is_ordered: Whether its reconstructions come in the order of the images. If not, they are
-            scored by the best assignment.
-    """
-
-    name: str
-    title: str
-    about: str
-    view: Literal["paired", "placed", "public", "repeated"]
-    run: Callable[[Any, Setting], InversionResult]
-    fits: Callable[[str], bool] = lambda combination: True
-    is_ordered: bool = True
 
 
 def _decode_ordered(view: PairedImages, setting: Setting) -> InversionResult:
@@ -187,57 +164,57 @@ ATTACKS: tuple[Attack, ...] = (
         "the paper's decoder",
         "a Transformer trained on the attacker's own images to reconstruct images from features, "
         "each token at its position",
-        "paired",
         _decode_ordered,
+        view="paired",
     ),
     Attack(
         "any order",
         "any-order decoder",
         "the same, but each position of the image attends to all tokens, in any order",
-        "paired",
         _decode_any_order,
+        view="paired",
     ),
     Attack(
         "public embedding",
         "public embedding",
         "has the client's embedding: inverts each token, and orders the patches by position "
         "and by their edges",
-        "public",
         _invert_public_embedding,
+        view="public",
     ),
     Attack(
         "places",
         "places, then decoder",
         "predicts the position of each token, restores the order, and uses the paper's decoder",
-        "placed",
         _decode_placed,
-        is_shuffled,
+        view="placed",
+        fits=is_shuffled,
     ),
     Attack(
         "least squares",
         "least squares",
         "the best affine map from features to images, in closed form; for shuffled tokens, "
         "positions are predicted first",
-        "placed",
         _solve_least_squares,
-        lambda combination: not _has_batch_shuffle(combination),
+        view="placed",
+        fits=lambda combination: not _has_batch_shuffle(combination),
     ),
     Attack(
         "sets",
         "least squares over sets",
         "regression on means over a sample's tokens, which do not depend on their order; not "
         "necessarily affine",
-        "paired",
         _regress_sets,
-        is_shuffled,
+        view="paired",
+        fits=is_shuffled,
     ),
     Attack(
         "regrouped",
         "regrouped, least squares",
         "regroups the tokens of a shuffled batch by position and by similarity, then least squares",
-        "placed",
         _regroup_and_solve,
-        _has_batch_shuffle,
+        view="placed",
+        fits=_has_batch_shuffle,
         is_ordered=False,
     ),
     Attack(
@@ -245,9 +222,9 @@ ATTACKS: tuple[Attack, ...] = (
         f"{PASSES} passes averaged, least squares",
         f"links the same images over {PASSES} passes (epochs), averages the noise, then least "
         "squares",
-        "repeated",
         _solve_least_squares,
-        _has_fresh_noise,
+        view="repeated",
+        fits=_has_fresh_noise,
     ),
 )
 
@@ -257,32 +234,21 @@ def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
     return tuple(a for a in ATTACKS if a.name in names)
 
 
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """The result of one attack: reconstructed images, the losses of its training, and its cost."""
-
-    attack: str
-    images: Tensor
-    losses: tuple[float, ...]
-    floor: float
-    seconds: float
-
-
 def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:
-    """Run an attack; return None if its view does not exist."""
+    """Run an attack; return None if its view does not exist.
+
+    The output is the reconstructed images, the facts are the losses of its training and the loss of
+    the mean image.
+    """
     view = getattr(views, attack.view)
     if view is None:
         return None
-    started = time.monotonic()
-    with torch.random.fork_rng():
+
+    def run() -> tuple[Tensor, dict[str, Any]]:
         result = attack.run(view() if callable(view) else view, setting)
-    return Attempt(
-        attack.name,
-        result.images.detach().float(),
-        result.losses,
-        result.floor,
-        time.monotonic() - started,
-    )
+        return result.images.float(), {"losses": result.losses, "floor": result.floor}
+
+    return engine.attempt(run)
 
 
 def collect_views(pair: Pair, own: Tensor, images: Tensor, batch: int, seed: int) -> Views:

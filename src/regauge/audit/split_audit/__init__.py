@@ -8,8 +8,8 @@
 the findings, tables, figures and the verdict. `text_audit` is the same for texts.
 """
 
-from regauge.audit.split.engine import SplitCase, audit_split
-from regauge.audit.split.text_audit import audit_texts
+from regauge.audit.split_audit.engine import SplitCase, audit_split
+from regauge.audit.split_audit.text_audit import audit_texts
 from regauge.errors import AuditError
 
 __all__ = ["AuditError", "SplitCase", "audit_split", "audit_texts"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -100,6 +100,7 @@ def best_assignment(guesses: Tensor, images: Tensor) -> Tensor:
     ]
 
 
+MEAN_IMAGE = "the mean image"
 OTHERS = "other images, by the best naming"
 
 
@@ -116,7 +117,7 @@ def score_baselines(
     patches = to_patches(images, patch)
     shuffled = torch.stack([p[torch.randperm(len(p), generator=generator)] for p in patches])
     guesses = {
-        "the mean image": own.mean(0, keepdim=True).expand_as(images),
+        MEAN_IMAGE: own.mean(0, keepdim=True).expand_as(images),
         "true patches in a random order": to_images(shuffled, patch, images.shape[1]),
     }
     guesses[OTHERS] = best_assignment(own[: len(images)], images)
@@ -139,6 +140,22 @@ def worst_score(scores: Scores, metric: str) -> float | None:
     )
 
 
+def metric_columns(floors: Mapping[str, Scores], metrics: Sequence[Metric]) -> list[str]:
+    """Return the columns of a table of every metric: means, then the worst."""
+    names = [m.name for m in metrics if m.name in floors[MEAN_IMAGE]]
+    return [*names, *(f"worst {name}" for name in names if name != "identified")]
+
+
+def metric_cells(scores: Scores, columns: Sequence[str]) -> list[float | None]:
+    """Return the values of the columns of `metric_columns`."""
+    return [
+        worst_score(scores, name.removeprefix("worst "))
+        if name.startswith("worst ")
+        else mean_score(scores, name)
+        for name in columns
+    ]
+
+
 @dataclass(frozen=True, eq=False)
 class AttackScores:
     """The result of one attack on one victim.
@@ -151,6 +168,8 @@ class AttackScores:
         seconds: The run time.
         images: Reconstructions for the gallery.
         seeds: The number of seeds, whose scores follow one another in equal parts.
+        read: The scores against the inputs of the model, if a puzzle changed them.
+        facts: For each update, facts of the attack such as rank and condition number.
     """
 
     attack: str
@@ -160,6 +179,12 @@ class AttackScores:
     seconds: float
     images: Tensor | None = None
     seeds: int = 1
+    read: Scores | None = None
+    facts: Sequence[Mapping[str, Any]] = ()
+
+    def value(self, metric: str, *, read: bool = False) -> float | None:
+        """Return the mean score against the originals or, with `read`, the model's inputs."""
+        return mean_score(self.read if read and self.read is not None else self.scores, metric)
 
     def by_seed(self, metric: str) -> list[float]:
         """Return the mean over images for each seed."""
@@ -199,23 +224,43 @@ class Row:
         )
 
 
+class HasCombination(Protocol):
+    """A row of measurements."""
+
+    @property
+    def combination(self) -> str: ...
+
+
+R = TypeVar("R", bound=HasCombination)
+
+
 @dataclass(frozen=True, eq=False)
-class Case:
-    """All rows of one model on one data set, the baselines, and the true images of the gallery."""
+class Case(Generic[R]):
+    """All rows of one model on one data set, with the baselines.
+
+    Attributes:
+        name: The name in tables and findings.
+        rows: One row for each combination.
+        floors: The scores of the baselines.
+        shown: The true images of the gallery.
+        batches: Further rows by batch size, for a curve.
+        stages: Further rows by stage of training, for a curve.
+    """
 
     name: str
-    rows: tuple[Row, ...]
+    rows: tuple[R, ...]
     floors: Mapping[str, Scores]
     shown: Tensor | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    batches: Mapping[int, R] = field(default_factory=dict)
+    stages: Mapping[str, Sequence[R]] = field(default_factory=dict)
 
-    def row(self, combination: str) -> Row:
+    def row(self, combination: str) -> R:
         """Return the row of a combination."""
         return next(r for r in self.rows if r.combination == combination)
 
-    def floor(self, metric: str) -> float | None:
+    def floor(self, metric: str) -> float:
         """Return the score of the mean image."""
-        return mean_score(self.floors["the mean image"], metric)
+        return mean_score(self.floors[MEAN_IMAGE], metric) or 0.0
 
 
 def merge_trials(trials: Sequence[Row]) -> Row:

@@ -166,6 +166,15 @@ def build_recorded_view(
     return SentUpdate(model, update, () if pixels is None else tuple(pixels.shape[1:]), granted)
 
 
+def contribute_rows(
+    model: torch.nn.Module, plan: Plan, examples: Examples, rows: Any, seed: int
+) -> tuple[Update, Truth]:
+    """Make one update of some rows of the examples, see `contribute`."""
+    inputs, labels = examples.batch(rows)
+    labels = labels.to(next(model.parameters()).device)
+    return contribute(model, plan, examples, cast_inputs(model, inputs), labels, seed)
+
+
 def rehearse(
     model: torch.nn.Module, plan: Plan, own: Examples, count: int, seed: int
 ) -> list[Rehearsal]:
@@ -173,20 +182,8 @@ def rehearse(
 
     Each sample is used once, so there may be fewer than `count`.
     """
-    size = plan.samples * plan.clients
-    rehearsals = []
-    for n in range(min(count, len(own) // size)):
-        inputs, labels = own.batch(np.arange(n * size, (n + 1) * size))
-        update, truth = contribute(
-            model,
-            plan,
-            own,
-            cast_inputs(model, inputs),
-            labels.to(next(model.parameters()).device),
-            seed + n,
-        )
-        rehearsals.append(to_rehearsal(update, truth))
-    return rehearsals
+    count = min(count, len(own) // (plan.samples * plan.clients))
+    return list(_rehearse_rows(model, plan, own, np.arange(len(own)), count, seed))
 
 
 def sample_rehearsals(
@@ -195,17 +192,16 @@ def sample_rehearsals(
     """Yield `count` rehearsals; batches are resampled, so that a few samples are enough."""
     size, rng = plan.samples * plan.clients, np.random.default_rng(seed)
     order = np.concatenate([rng.permutation(len(own)) for _ in range(-(-count * size // len(own)))])
-    for n in range(count if size <= len(own) else 0):
-        inputs, labels = own.batch(order[n * size : (n + 1) * size])
-        update, truth = contribute(
-            model,
-            plan,
-            own,
-            cast_inputs(model, inputs),
-            labels.to(next(model.parameters()).device),
-            seed + n,
-        )
-        yield to_rehearsal(update, truth)
+    return _rehearse_rows(model, plan, own, order, count if size <= len(own) else 0, seed)
+
+
+def _rehearse_rows(
+    model: torch.nn.Module, plan: Plan, own: Examples, order: Any, count: int, seed: int
+) -> Iterator[Rehearsal]:
+    size = plan.samples * plan.clients
+    for n in range(count):
+        rows = order[n * size : (n + 1) * size]
+        yield to_rehearsal(*contribute_rows(model, plan, own, rows, seed + n))
 
 
 def to_rehearsal(update: Update, truth: Truth) -> Rehearsal:

@@ -8,8 +8,8 @@
 tables, figures and the verdict. The defences are in `regauge.defences.gradients`.
 """
 
-from regauge.audit.gradients.clients import build_view, contribute, prepare_model
-from regauge.audit.gradients.engine import GradientCase, audit_gradients
+from regauge.audit.gradient_audit.clients import build_view, contribute, prepare_model
+from regauge.audit.gradient_audit.engine import GradientCase, audit_gradients
 from regauge.defences.gradients import parse_plan
 
 __all__ = [

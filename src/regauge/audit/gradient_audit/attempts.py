@@ -6,10 +6,9 @@ score for each candidate patch; "mask" the masked positions; "labels" counts of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -30,20 +29,13 @@ from regauge.attacks.membership import Calibration, calibrate, calibrated_member
 from regauge.attacks.regression import RidgeModel, fit_ridge, resemblance, ridge_regression
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Rehearsal, SentUpdate, Threat
+from regauge.audit import engine
+from regauge.audit.engine import Attack, Attempt
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
 
 Tensor = torch.Tensor
-Kind = Literal["images", "patches", "mask", "labels"]
-A = TypeVar("A", bound="HasName")
 RehearsalSource = Callable[[int], Iterable[Rehearsal]]  # make so many rehearsals
-
-
-class HasName(Protocol):
-    """An object with a name, such as an attack on images or on texts."""
-
-    @property
-    def name(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -57,36 +49,10 @@ class Budget:
     practice: int = 100  # rehearsals of attacks that learn
 
 
-@dataclass(frozen=True)
-class Attack:
-    """An attack of the table.
-
-    Attributes:
-        name: The id.
-        title: The title in tables.
-        about: A one-line description.
-        kind: What it recovers.
-        threat: What it is granted besides model and update.
-        run: The attack: a function of the view, the budget, the candidate patches and, with
-            `learn`, its result. Returns what it recovers, and facts such as the rank.
-        is_slow: Whether it optimises images: run on few updates, and only if requested.
-        learn: Fit the attack once for all updates of a combination, on the view of one of them and
-            on rehearsals.
-    """
-
-    name: str
-    title: str
-    about: str
-    kind: Kind
-    threat: Threat
-    run: Callable[..., tuple[Tensor, Mapping[str, Any]]]
-    is_slow: bool = False
-    learn: Callable[[SentUpdate, Budget, RehearsalSource], Any] | None = None
+Recovered = tuple[Tensor, Mapping[str, Any]]  # what is recovered, and facts such as the rank
 
 
-def _run_least_squares(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_least_squares(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     images, solution = embedding_least_squares(view)
     facts = {
         "rank": solution.rank,
@@ -97,9 +63,7 @@ def _run_least_squares(
     return images, facts
 
 
-def _run_span(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_span(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     assert candidates is not None
     return span_membership(view, candidates), {}
 
@@ -110,7 +74,7 @@ def _calibrate(view: SentUpdate, budget: Budget, rehearsals: RehearsalSource) ->
 
 def _run_membership(
     view: SentUpdate, budget: Budget, candidates: Tensor | None, calibration: Calibration
-) -> tuple[Tensor, Mapping[str, Any]]:
+) -> Recovered:
     assert candidates is not None
     return calibrated_membership(view, candidates, calibration), {
         "layer": calibration.layer,
@@ -124,32 +88,26 @@ def _fit_regression(view: SentUpdate, budget: Budget, rehearsals: RehearsalSourc
 
 def _run_regression(
     view: SentUpdate, budget: Budget, candidates: Tensor | None, ridge: RidgeModel
-) -> tuple[Tensor, Mapping[str, Any]]:
+) -> Recovered:
     return ridge_regression(view, ridge), {"features": ridge.kind, "left": ridge.unexplained}
 
 
 def _run_resemblance(
     view: SentUpdate, budget: Budget, candidates: Tensor | None, ridge: RidgeModel
-) -> tuple[Tensor, Mapping[str, Any]]:
+) -> Recovered:
     assert candidates is not None
     return resemblance(view, candidates, ridge), {}
 
 
-def _run_mask(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_mask(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     return mask_leak(view), {}
 
 
-def _run_labels(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_labels(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     return label_counts(view), {}
 
 
-def _run_april(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_april(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     if not is_april(view.model):
         raise UpdateError(
             "the first block must have neither norm nor residuals for APRIL's closed form; every "
@@ -166,12 +124,10 @@ def _run_april(
 
 def _make_descent(
     attack: Callable[[SentUpdate, DescentConfig], DescentResult], **options: Any
-) -> Callable[..., tuple[Tensor, Mapping[str, Any]]]:
+) -> Callable[..., Recovered]:
     """Return an attack by gradient descent with these options of `DescentConfig`."""
 
-    def run(
-        view: SentUpdate, budget: Budget, candidates: Tensor | None
-    ) -> tuple[Tensor, Mapping[str, Any]]:
+    def run(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
         result = attack(
             view,
             DescentConfig(
@@ -187,9 +143,7 @@ def _make_descent(
     return run
 
 
-def _run_refinement(
-    view: SentUpdate, budget: Budget, candidates: Tensor | None
-) -> tuple[Tensor, Mapping[str, Any]]:
+def _run_refinement(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
     start, _ = embedding_least_squares(view)
     result = refine_images(
         view,
@@ -212,26 +166,26 @@ ATTACKS: tuple[Attack, ...] = (
         "embedding least squares",
         "solves the patch embedding's gradient for the patches, with the positions' gradients "
         "as coefficients: closed form, unmodified models",
-        "images",
-        Threat(batch=True, images=True),
         _run_least_squares,
+        "images",
+        threat=Threat(batch=True, images=True),
     ),
     Attack(
         "span",
         "span membership",
         "tests whether a patch lies in the span of the inputs of the first layers",
-        "patches",
-        Threat(batch=True),
         _run_span,
+        "patches",
+        threat=Threat(batch=True),
     ),
     Attack(
         "regression",
         "learned regression",
         "learns the map from updates to images on updates of its own images, made with the "
         "client's code and defences",
-        "images",
-        Threat(batch=True, images=True),
         _run_regression,
+        "images",
+        threat=Threat(batch=True, images=True),
         learn=_fit_regression,
     ),
     Attack(
@@ -239,69 +193,67 @@ ATTACKS: tuple[Attack, ...] = (
         "practised membership",
         "scores a patch by its likelihood under the gradients of the first layers that are sent; "
         "layer and noise level are learned on its own updates",
-        "patches",
-        Threat(batch=True, images=True),
         _run_membership,
+        "patches",
+        threat=Threat(batch=True, images=True),
         learn=_calibrate,
     ),
     Attack(
         "resemblance",
         "resemblance",
         "tests whether a patch is nearer to the regressed image than to the mean image",
-        "patches",
-        Threat(batch=True, images=True),
         _run_resemblance,
+        "patches",
+        threat=Threat(batch=True, images=True),
         learn=_fit_regression,
     ),
     Attack(
         "mask",
         "mask from zero rows",
         "reads MJP's mask from the zero rows of the position gradient",
-        "mask",
-        Threat(),
         _run_mask,
+        "mask",
+        threat=Threat(),
     ),
     Attack(
         "labels",
         "labels and counts",
         "reads the classes of a batch from the gradient of the head",
-        "labels",
-        Threat(batch=True),
         _run_labels,
+        "labels",
+        threat=Threat(batch=True),
     ),
     Attack(
         "april",
         "APRIL",
         "solves the gradients of the first attention for the tokens; for a model without first "
         "norm and residuals",
-        "images",
-        Threat(),
         _run_april,
+        "images",
+        threat=Threat(),
     ),
     Attack(
         "inverting",
         "inverting gradients",
         "optimises smooth images whose gradients are parallel to the update's, layer by layer",
-        "images",
-        _OPTIMISED,
         _make_descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
     Attack(
         "refined",
         "least squares, then descent",
         "refines the closed form by gradient descent",
-        "images",
-        _OPTIMISED,
         _run_refinement,
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
     Attack(
         "gradvit",
         "GradViT-style",
         "the same with priors for the seams of patches",
-        "images",
-        _OPTIMISED,
         _make_descent(
             gradvit,
             objective="layers",
@@ -310,36 +262,38 @@ ATTACKS: tuple[Attack, ...] = (
             consensus_weight=0.01,
             schedule="cosine",
         ),
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
     Attack(
         "dlg",
         "DLG",
         "optimises images and labels by the distance of gradients",
-        "images",
-        _OPTIMISED,
         _make_descent(
             dlg, objective="euclidean", signed=False, optimize_labels=True, schedule="none"
         ),
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
     Attack(
         "idlg",
         "iDLG",
         "the same with labels from the gradient of the head",
-        "images",
-        _OPTIMISED,
         _make_descent(idlg, objective="euclidean", signed=False, schedule="none"),
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
     Attack(
         "april descent",
         "APRIL, optimised",
         "the same with the direction of the positions' gradient",
-        "images",
-        _OPTIMISED,
         _make_descent(april_descent, objective="april", tv_weight=0.01, signed=False),
-        True,
+        "images",
+        threat=_OPTIMISED,
+        is_slow=True,
     ),
 )
 # The default of an audit.
@@ -366,30 +320,6 @@ def filter_applicable(
     return applicable, [
         f"{a.title}: images must have one label each, got several" for a in excluded
     ]
-
-
-def resolve_attacks(
-    names: Sequence[str] | None, table: Sequence[A], default: Sequence[A], subject: str
-) -> tuple[A, ...]:
-    """Return the attacks of a table by name, in the order of the table.
-
-    Args:
-        names: The names; "all" stands for all of them; None or empty for the defaults.
-        table: All attacks.
-        default: The defaults.
-        subject: What is attacked, for the error message.
-
-    Raises:
-        UpdateError: A name is not in the table.
-    """
-    available = [a.name for a in table]
-    unknown = [n for n in names or () if n not in (*available, "all")]
-    if unknown:
-        raise UpdateError(
-            f'unknown attack "{unknown[0]}" on {subject}',
-            hint=f"use {', '.join(available)}; or all",
-        )
-    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(default)
 
 
 def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
@@ -421,17 +351,6 @@ def fit_attack(
     return fitted
 
 
-@dataclass(frozen=True, eq=False)
-class Attempt:
-    """The output of one attack on one update, or the reason why it does not apply."""
-
-    attack: str
-    output: Tensor | None
-    seconds: float
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = ""
-
-
 def attempt(
     attack: Attack,
     view: SentUpdate,
@@ -441,9 +360,6 @@ def attempt(
 ) -> Attempt:
     """Run an attack on one update.
 
-    If the update or the model lacks what the attack needs, the attempt has a reason and no output:
-    withholding is a defence, not an error.
-
     Args:
         attack: The attack.
         view: The update and what is granted.
@@ -451,16 +367,12 @@ def attempt(
         candidates: The candidate patches of membership attacks.
         learned: The result of `fit_attack` for attacks that learn.
     """
-    started = time.monotonic()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            if attack.learn is not None and learned is None:
-                raise UpdateError("it learns from updates of its own, got none")
-            output, facts = (
-                attack.run(view, budget, candidates)
-                if attack.learn is None
-                else attack.run(view, budget, candidates, learned)
-            )
-    except UpdateError as error:
-        return Attempt(attack.name, None, time.monotonic() - started, reason=str(error))
-    return Attempt(attack.name, output.detach(), time.monotonic() - started, facts)
+
+    def run() -> Recovered:
+        if attack.learn is not None and learned is None:
+            raise UpdateError("it learns from updates of its own, got none")
+        more = () if attack.learn is None else (learned,)
+        recovered: Recovered = attack.run(view, budget, candidates, *more)
+        return recovered
+
+    return engine.attempt(run)

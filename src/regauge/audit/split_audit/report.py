@@ -8,24 +8,31 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from regauge.audit.split.attempts import Attack
-from regauge.audit.split.scores import METRICS, OTHERS, Case, Row, mean_score, worst_score
+from regauge.audit.engine import CAVEAT, Attack
+from regauge.audit.scores import (
+    METRICS,
+    OTHERS,
+    Case,
+    Row,
+    mean_score,
+    metric_cells,
+    metric_columns,
+)
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Finding, Results, Table
 
 LEAK = "SSIM"
 REIDENTIFIED = 0.5  # a server that re-identifies half of the images has them
-CAVEAT = "These are the attacks that were tried. A stronger attack may recover more."
 MAX_SIDE = 64  # pixels of an image in the gallery, at most
 
 
 def build_results(
-    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+    title: str, cases: Sequence[Case[Row]], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
     """Return the results of some cases: findings, tables, figures and the verdict.
 
@@ -77,7 +84,7 @@ def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
     )
 
 
-def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
+def build_findings(case: Case[Row], attacks: Sequence[Attack]) -> list[Finding]:
     """Return one finding for each combination and attack."""
     undefended, findings = case.row(NONE), []
     for row in case.rows:
@@ -116,7 +123,7 @@ def build_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
     return findings
 
 
-def _describe_identification(case: Case, attack: Attack, share: float) -> str:
+def _describe_identification(case: Case[Row], attack: Attack, share: float) -> str:
     if attack.is_ordered:
         return f"{share:.0%} re-identified"
     baseline = mean_score(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
@@ -125,7 +132,7 @@ def _describe_identification(case: Case, attack: Attack, share: float) -> str:
     )
 
 
-def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return the main table: accuracy, re-identified images, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.by_attack for row in case.rows)]
     has_labels = any(row.labels is not None for row in case.rows)
@@ -176,16 +183,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     return Table(f"Utility and privacy: {case.name}", columns, tuple(rows), note)
 
 
-class DescribedAttack(Protocol):
-    """An attack with a title and a description."""
-
-    @property
-    def title(self) -> str: ...
-    @property
-    def about(self) -> str: ...
-
-
-def build_glossary(combinations: Sequence[str], attacks: Sequence[DescribedAttack]) -> Table:
+def build_glossary(combinations: Sequence[str], attacks: Sequence[Attack]) -> Table:
     """Return a table that describes the defences and attacks of the other tables."""
     parts = dict.fromkeys(
         p.partition("=")[0] for combination in combinations for p in split_combination(combination)
@@ -204,49 +202,25 @@ def build_glossary(combinations: Sequence[str], attacks: Sequence[DescribedAttac
     )
 
 
-def build_details(case: Case, attacks: Sequence[Attack]) -> Table:
+def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
     """Return every metric, in the mean and of the worst image, and how the training ended."""
-    metrics = [m.name for m in METRICS if m.name in case.floors["the mean image"]]
-    columns = (
-        "defences",
-        "attack",
-        *metrics,
-        *(f"worst {m}" for m in metrics if m != "identified"),
-        "epochs",
-        "stopped falling",
-        "seconds",
-    )
+    metrics = metric_columns(case.floors, METRICS)
+    columns = ("defences", "attack", *metrics, "epochs", "stopped falling", "seconds")
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
         for attack in attacks:
             result = row.by_attack.get(attack.name)
             if result is not None:
-                means = (mean_score(result.scores, m) for m in metrics)
-                worst = (worst_score(result.scores, m) for m in metrics if m != "identified")
+                cells = metric_cells(result.scores, metrics)
                 training = (
                     (len(result.losses), result.has_stopped) if result.losses else (None, None)
                 )
-                rows.append(
-                    (
-                        row.combination,
-                        attack.title,
-                        *means,
-                        *worst,
-                        *training,
-                        round(result.seconds, 1),
-                    )
-                )
-    for name, scores in case.floors.items():
-        blank = (None, None, None)
-        rows.append(
-            (
-                "floor",
-                name,
-                *(mean_score(scores, m) for m in metrics),
-                *(worst_score(scores, m) for m in metrics if m != "identified"),
-                *blank,
-            )
-        )
+                seconds = round(result.seconds, 1)
+                rows.append((row.combination, attack.title, *cells, *training, seconds))
+    rows += [
+        ("floor", name, *metric_cells(scores, metrics), None, None, None)
+        for name, scores in case.floors.items()
+    ]
     note = (
         "Pixels in 0..1, the data range of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
         "AlexNet's last features (weights of LPIPS). "
@@ -266,7 +240,7 @@ def series_key(combination: str) -> tuple[str, str]:
     return ", ".join(p.partition("=")[0] for p in parts), level
 
 
-def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def tradeoff_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
     """Return accuracy against leakage, under the paper's decoder and under the best attack."""
     undefended = case.row(NONE)
     measures: dict[str, Any] = {"the best of all attacks": lambda row: best_attack(row, attacks)[1]}
@@ -292,7 +266,7 @@ def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return figures
 
 
-def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def training_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
     """Return the held-out loss of each attacker's training, relative to the mean image's."""
     figures = []
     for attack in attacks:
@@ -325,7 +299,7 @@ def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return figures
 
 
-def gallery_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+def gallery_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
     """Return one gallery for each attack: the images and their reconstructions."""
     if case.shown is None or not len(case.shown):
         return []
@@ -372,9 +346,9 @@ def _channels_last(images: torch.Tensor) -> Any:
     )
 
 
-def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
+def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
     """Return the conclusions of a case, one sentence each."""
-    undefended, floor = case.row(NONE), case.floor(LEAK) or 0.0
+    undefended, floor = case.row(NONE), case.floor(LEAK)
     ceiling = best_attack(undefended, attacks)[1]
 
     def share(value: float) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -13,17 +13,16 @@ import torch
 
 from regauge.attacks.labels import cluster_labels, multilabel_attack, sample_grads
 from regauge.attacks.views import SentGradients, ServerPass
-from regauge.audit.split import report
-from regauge.audit.split.attempts import (
-    ATTACKS,
+from regauge.audit.engine import (
     Attack,
-    Budget,
-    Setting,
-    attempt,
-    collect_views,
-    patch_size,
+    Steps,
+    apply_verdicts,
+    denormalize,
+    pixel_values,
+    to_pixels,
+    with_undefended,
 )
-from regauge.audit.split.scores import (
+from regauge.audit.scores import (
     AttackScores,
     Case,
     Row,
@@ -31,7 +30,16 @@ from regauge.audit.split.scores import (
     score_baselines,
     score_images,
 )
-from regauge.audit.split.victims import (
+from regauge.audit.split_audit import report
+from regauge.audit.split_audit.attempts import (
+    ATTACKS,
+    Budget,
+    Setting,
+    attempt,
+    collect_views,
+    patch_size,
+)
+from regauge.audit.split_audit.victims import (
     drop_singleton_batch,
     make_split_pair,
     parse_combination,
@@ -41,7 +49,7 @@ from regauge.data.tasks import Examples
 from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
 from regauge.errors import AuditError
-from regauge.results.findings import Results, apply_threshold
+from regauge.results.findings import Results
 from regauge.results.metrics import Lpips
 from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
@@ -108,23 +116,14 @@ def audit_split(
         AuditError: The case cannot be audited.
     """
     budget = budget or Budget()
-    combinations = list(dict.fromkeys((NONE, *combinations)))
+    combinations = with_undefended(combinations)
     check_case(case, combinations, attacks)
-    total = len(combinations) * (1 + len(attacks))
-    done = 0
-
-    def notify(step: str) -> None:
-        nonlocal done
-        if progress:
-            progress(done, total, step)
-        done += 1
-
+    steps = Steps(len(combinations) * (1 + len(attacks)), progress)
     rows = [
-        audit_combination(case, combination, attacks, budget, lpips, pictures, notify)
+        audit_combination(case, combination, attacks, budget, lpips, pictures, steps)
         for combination in combinations
     ]
-    if progress:
-        progress(total, total, "")
+    steps.finish()
     own, images = (
         to_pixels(case, part)
         for part in (case.own, case.test.only(np.arange(_attacked_count(case))))
@@ -145,11 +144,7 @@ def audit_split(
     elif "LPIPS" not in rows[0].by_attack[next(iter(rows[0].by_attack))].scores:
         unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
     results = report.build_results("What the server learns", [measured], attacks, unchecked)
-    findings = tuple(
-        f if f.id.split("/")[1] == NONE else apply_threshold(f, fail_above)
-        for f in results.findings
-    )
-    return replace(results, findings=findings)
+    return apply_verdicts(results, fail_above)
 
 
 def check_case(
@@ -201,7 +196,7 @@ def audit_combination(
     budget: Budget,
     lpips: Lpips | None,
     pictures: int,
-    notify: Callable[[str], None],
+    notify: Steps,
 ) -> Row:
     """Train, evaluate, record and attack a victim under one combination.
 
@@ -224,7 +219,7 @@ def audit_combination(
     attacked_examples = case.test.only(np.arange(_attacked_count(case)))
     setting = Setting(combination, budget, max(2, case.run.batch_size), seed)
     views = collect_views(
-        pair, _pixel_values(case.own), _pixel_values(attacked_examples), setting.batch, seed
+        pair, pixel_values(case.own), pixel_values(attacked_examples), setting.batch, seed
     )
     images = to_pixels(case, attacked_examples)
     by_attack: dict[str, AttackScores] = {}
@@ -233,14 +228,14 @@ def audit_combination(
         if not attack.fits(combination):
             continue
         result = attempt(attack, views, setting)
-        if result is not None:
-            guesses = denormalize(result.images, case.mean, case.std)
+        if result is not None and result.output is not None:
+            guesses = denormalize(result.output, case.mean, case.std)
             guesses = guesses if attack.is_ordered else best_assignment(guesses, images)
             by_attack[attack.name] = AttackScores(
                 attack.name,
                 score_images(guesses, images, lpips),
-                result.losses,
-                result.floor,
+                result.facts["losses"],
+                result.facts["floor"],
                 result.seconds,
                 guesses[:pictures].clamp(0, 1),
             )
@@ -301,23 +296,6 @@ def chance_accuracy(examples: Examples) -> float:
         share = labels.float().mean(0)
         return float(torch.maximum(share, 1 - share).mean())
     return float(torch.bincount(labels).max()) / len(labels)
-
-
-def denormalize(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Convert normalized images to pixels in 0..1."""
-    shift, scale = (
-        torch.tensor(list(v), dtype=images.dtype).view(1, -1, 1, 1) for v in (mean, std)
-    )
-    return images * scale + shift
-
-
-def to_pixels(case: SplitCase, examples: Examples) -> Tensor:
-    """Return the images of examples as pixels in 0..1."""
-    return denormalize(_pixel_values(examples), case.mean, case.std).clamp(0, 1)
-
-
-def _pixel_values(examples: Examples) -> Tensor:
-    return examples.batch(np.arange(len(examples)))[0]["pixel_values"]
 
 
 def _attacked_count(case: SplitCase) -> int:

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from regauge.matching.api import MatchOptions as MatchOptions
     from regauge.matching.api import compare as compare
     from regauge.matching.api import match as match
+    from regauge.matching.barrier_report import BarrierOptions as BarrierOptions
+    from regauge.matching.barrier_report import barrier as barrier
     from regauge.matching.fingerprint import fingerprint as fingerprint
     from regauge.matching.invariants import invariants as invariants
     from regauge.merging import merge as merge
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 # Exported name -> the module that defines it. A test keeps this table, the imports above and
 # `__all__` consistent.
 _HOME = {
+    "BarrierOptions": "matching.barrier_report",
     "Element": "core.element",
     "Key": "locking.keys",
     "MatchOptions": "matching.api",
@@ -67,6 +70,7 @@ _HOME = {
     "apply": "core.action",
     "apply_": "core.live",
     "authorize": "locking.authorize",
+    "barrier": "matching.barrier_report",
     "check": "core.check",
     "compare": "matching.api",
     "cut": "models.cut",

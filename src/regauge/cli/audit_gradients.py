@@ -304,7 +304,7 @@ def gradients(
     set_threads(threads)
     metric = None if lpips is None else Lpips(lpips)
     module, checkpoint = load_plain_model(model, is_random, seed)
-    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
     is_text = "input_ids" in inspect.signature(module.forward).parameters
     kind, other_kind, foreign_options = (
         ("texts", "images", IMAGE_OPTIONS) if is_text else ("images", "texts", TEXT_OPTIONS)

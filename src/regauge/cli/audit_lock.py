@@ -20,6 +20,7 @@ from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, 
 
 if TYPE_CHECKING:
     from regauge.audit.lock import LockCase
+    from regauge.data.sources import DataSource
     from regauge.locking.keys import Key
     from regauge.results.findings import Results
 
@@ -105,7 +106,9 @@ def lock(
     set_threads(threads)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     source = (
-        None if data is None else sample.Sample(data, field, split, tokenizer, length, mean, std)
+        None
+        if data is None
+        else sample.read_options(data, field, split, tokenizer, length, mean, std)
     )
     case, about = _build_case(model, secret, against, source, samples, max(counts), seed)
     with step_bar("audit") as progress:
@@ -151,7 +154,7 @@ def _build_case(
     model: str,
     key: Key | None,
     against: str | None,
-    source: sample.Sample | None,
+    source: DataSource | None,
     samples: int,
     max_labels: int,
     seed: int,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from regauge.audit.split.attempts import Budget
     from regauge.checkpoints.reader import Checkpoint
+    from regauge.data.sources import DataSource
     from regauge.data.tasks import Examples
     from regauge.results.findings import Results
 
@@ -168,7 +169,9 @@ def split(
     metric = None if lpips is None else Lpips(lpips)
     module, checkpoint = load_plain_model(model, is_random, seed)
     attribute_names = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
-    source = sample.Sample(data, field, data_split, tokenizer, length, mean, std, attribute_names)
+    source = sample.read_options(
+        data, field, data_split, tokenizer, length, mean, std, attribute_names
+    )
     if not resize:
         require_size(source, module)
     examples, task = source.read(module, checkpoint)
@@ -323,7 +326,7 @@ def load_plain_model(model: str, is_random: bool, seed: int) -> tuple[torch.nn.M
     return reinitialize(module, seed) if is_random else module, checkpoint
 
 
-def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
+def require_size(source: DataSource, module: torch.nn.Module) -> None:
     """Raise unless the images have the model's input size."""
     import numpy as np
 
@@ -331,7 +334,7 @@ def require_size(source: sample.Sample, module: torch.nn.Module) -> None:
     from regauge.data.tasks import size_of
     from regauge.errors import DataError
 
-    fields = sample.parse_fields(source.field)
+    fields = dict(source.fields) or None
     dataset = open_data(
         source.uri,
         fields=None

@@ -251,7 +251,7 @@ def train(
             f'"{nonfinite}" of {model} is not finite',
             hint="restore it from a copy, or train from scratch with --fresh",
         )
-    examples, task = sample.Sample(data, field, split, None, None, mean, std).read(
+    examples, task = sample.read_options(data, field, split, None, None, mean, std).read(
         module, checkpoint
     )
     total = max(1, len(examples) // batch) * epochs
@@ -413,7 +413,7 @@ def evaluate(
 
     for ratio in ratio_list:
         check_ratio(ratio)
-    source = sample.Sample(data, field, split, None, None, mean, std)
+    source = sample.read_options(data, field, split, None, None, mean, std)
     loaded = load_together(models, patch)
     datasets, grids = {}, {}
     for name, wrapped in loaded.items():
@@ -568,7 +568,7 @@ def study(
                 unchecked.append(f"positions of {name}: {error}")
     tables, figures = report_figures.report_studies(studies)
     if data is not None:
-        source = sample.Sample(data, field, split, None, None, mean, std)
+        source = sample.read_options(data, field, split, None, None, mean, std)
         datasets = {
             name: source.read(model.model, open_checkpoint(name), labelled=corruptions)
             for name, model in loaded.items()
@@ -634,7 +634,7 @@ def study(
     if hard is not None:
         hard_scores = {}
         for name, model in loaded.items():
-            examples, _ = sample.Sample(hard, field, split, None, None, mean, std).read(
+            examples, _ = sample.read_options(hard, field, split, None, None, mean, std).read(
                 model.model, open_checkpoint(name)
             )
             confidence, correct = score_predictions(model.unwrap(), examples, batch, device)

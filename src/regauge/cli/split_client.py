@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from regauge.checkpoints.reader import Checkpoint
     from regauge.core.element import Element
     from regauge.core.progress import Progress
+    from regauge.data.sources import DataSource
     from regauge.data.tasks import Examples
     from regauge.defences.split import Defence
     from regauge.split import OptimizerConfig, RemoteBackbone
@@ -232,7 +233,7 @@ def train(
     check_new(out)
     _require_journal(journal, resume)
     defences = _parse_defences(rows, keep_cls, defence)
-    source = sample.Sample(data, field, split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, split, tokenizer, length, mean, std)
     case = _load_case(model, source, key, passphrase_file, defences, device, dtype, threads)
     exclusive = nullcontext() if journal is None else exclusive_folder(journal, "run")
     connection = _connect(
@@ -346,7 +347,7 @@ def predict(
     from regauge.split.client.train import measure
 
     defences = _parse_defences(rows, keep_cls, defence)
-    source = sample.Sample(data, field, split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, split, tokenizer, length, mean, std)
     case = _load_case(model, source, key, passphrase_file, defences, device, dtype, threads)
     examples = (
         case.examples
@@ -417,7 +418,7 @@ class _Case:
 
 def _load_case(
     model: str,
-    source: sample.Sample,
+    source: DataSource,
     key: Path | None,
     passphrase_file: Path | None,
     defences: Sequence[Defence],

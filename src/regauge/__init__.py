@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from regauge.matching.barrier_report import barrier as barrier
     from regauge.matching.fingerprint import fingerprint as fingerprint
     from regauge.matching.invariants import invariants as invariants
-    from regauge.merging import merge as merge
+    from regauge.merging.api import MergeOptions as MergeOptions
+    from regauge.merging.api import merge as merge
     from regauge.models.cut import cut as cut
     from regauge.models.discovery import discover as discover
     from regauge.models.load import load_model as load_model
@@ -62,6 +63,7 @@ _HOME = {
     "Element": "core.element",
     "Key": "locking.keys",
     "MatchOptions": "matching.api",
+    "MergeOptions": "merging.api",
     "Permuted": "locking.permuted",
     "RegaugeError": "errors",
     "Space": "core.spec",
@@ -89,7 +91,7 @@ _HOME = {
     "load_spec": "checkpoints.spec_files",
     "lock": "locking.lock",
     "match": "matching.api",
-    "merge": "merging",
+    "merge": "merging.api",
     "move_adapter": "checkpoints.adapters",
     "open_checkpoint": "checkpoints.reader",
     "open_sealed": "locking.seal",

@@ -170,7 +170,7 @@ def split(
     module, checkpoint = load_plain_model(model, is_random, seed)
     attribute_names = tuple(part.strip() for part in (attributes or "").split(",") if part.strip())
     source = sample.read_options(
-        data, field, data_split, tokenizer, length, mean, std, attribute_names
+        data, field, data_split, tokenizer, length, mean, std, attributes=attribute_names
     )
     if not resize:
         require_size(source, module)

@@ -63,6 +63,8 @@ def read_options(
     length: int | None = None,
     mean: str | None = None,
     std: str | None = None,
+    samples: int | None = None,
+    labels: bool = False,
     attributes: tuple[str, ...] = (),
 ) -> DataSource:
     """Return the source that the options name."""
@@ -70,6 +72,8 @@ def read_options(
 
     return DataSource(
         uri,
+        samples=samples,
+        labels=labels,
         fields=tuple((parse_fields(field) or {}).items()),
         split=split,
         tokenizer=tokenizer,

@@ -66,7 +66,7 @@ class LivePair:
 
         Raises:
             DataError: they do not exist, or do not fit model A.
-            MatchError: they are none of what the type allows.
+            MatchError: they are of another type.
         """
         if inputs is None or inputs == "self":
             return None if inputs is None else ()

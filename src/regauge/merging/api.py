@@ -157,7 +157,7 @@ class MergeResult(ResultView):
             progress: called with the bytes written and the total.
 
         Raises:
-            MergeError: there is no output, or it is no folder.
+            MergeError: the output is missing, or not a folder.
             CheckpointError: it exists, overlaps an input, or cannot be written.
         """
         from regauge.checkpoints.writer import write_plan

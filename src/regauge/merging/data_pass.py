@@ -313,7 +313,7 @@ def _load(store: StateStore, key: str) -> Mapping[str, Any] | None:
     names = {name.rpartition(" ")[2]: name for name in tensors}
 
     def read(name: str) -> Any:
-        stored = names[name]  # a KeyError if there are no statistics of this tensor
+        stored = names[name]  # raises KeyError for a tensor without statistics
         value = tensors[stored]
         return value if stored == name else Gram(value, int(stored.split(" ")[0]))
 

@@ -21,7 +21,8 @@ import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
 for seed, folder in enumerate(sys.argv[1:]):
     torch.manual_seed(seed)
-    config = GPT2Config(n_embd=512, n_layer=2, n_head=8, vocab_size=2000, n_positions=64, bos_token_id=0, eos_token_id=0)
+    sizes = dict(n_embd=512, n_layer=2, n_head=8, vocab_size=2000, n_positions=64)
+    config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
 """
 MATCH = """

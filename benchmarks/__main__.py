@@ -19,10 +19,12 @@ from benchmarks import (
     permuted,
     split,
     start,
+    threads,
 )
 
 BENCHMARKS = {
     "start": start.main,
+    "threads": threads.main,
     "move": move.main,
     "lock": lock.main,
     "audit": audit.main,

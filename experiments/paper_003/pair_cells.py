@@ -29,7 +29,7 @@ from regauge.core.spec import Spec
 from regauge.data.tasks import Examples, prepare
 from regauge.matching.barriers import Curve, Path, interpolate, measure_path, measure_plane, score
 from regauge.matching.costs import Costs
-from regauge.merging import merge as merge_states
+from regauge.merging import merge_states
 from regauge.merging.data_pass import compute_statistic
 from regauge.merging.methods import METHODS as MERGES
 from regauge.models.resolve import spec_of

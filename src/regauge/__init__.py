@@ -43,9 +43,12 @@ if TYPE_CHECKING:
     from regauge.matching.api import MatchOptions as MatchOptions
     from regauge.matching.api import compare as compare
     from regauge.matching.api import match as match
+    from regauge.matching.barrier_report import BarrierOptions as BarrierOptions
+    from regauge.matching.barrier_report import barrier as barrier
     from regauge.matching.fingerprint import fingerprint as fingerprint
     from regauge.matching.invariants import invariants as invariants
-    from regauge.merging import merge as merge
+    from regauge.merging.api import MergeOptions as MergeOptions
+    from regauge.merging.api import merge as merge
     from regauge.models.cut import cut as cut
     from regauge.models.discovery import discover as discover
     from regauge.models.load import load_model as load_model
@@ -57,10 +60,12 @@ __version__ = "0.1.0"
 # Exported name -> the module that defines it. A test keeps this table, the imports above and
 # `__all__` consistent.
 _HOME = {
+    "BarrierOptions": "matching.barrier_report",
     "Element": "core.element",
     "Key": "locking.keys",
     "MaskedJigsaw": "jigsaw.wrapper",
     "MatchOptions": "matching.api",
+    "MergeOptions": "merging.api",
     "Permuted": "locking.permuted",
     "RegaugeError": "errors",
     "Space": "core.spec",
@@ -69,6 +74,7 @@ _HOME = {
     "apply": "core.action",
     "apply_": "core.live",
     "authorize": "locking.authorize",
+    "barrier": "matching.barrier_report",
     "check": "core.check",
     "compare": "matching.api",
     "cut": "models.cut",
@@ -87,7 +93,7 @@ _HOME = {
     "load_spec": "checkpoints.spec_files",
     "lock": "locking.lock",
     "match": "matching.api",
-    "merge": "merging",
+    "merge": "merging.api",
     "move_adapter": "checkpoints.adapters",
     "open_checkpoint": "checkpoints.reader",
     "open_sealed": "locking.seal",
@@ -105,7 +111,6 @@ _HOME = {
 _PACKAGES = ("audit", "federated", "jigsaw", "split")
 
 __all__ = sorted(_HOME)
-_PACKAGES = ("split",)  # whose own names are public too
 
 
 def __getattr__(name: str) -> Any:
@@ -113,8 +118,6 @@ def __getattr__(name: str) -> Any:
         return import_module(f"regauge.{name}")
     if name in _HOME:
         return getattr(import_module(f"regauge.{_HOME[name]}"), name)
-    if name in _PACKAGES:
-        return import_module(f"regauge.{name}")
     raise AttributeError(f"module 'regauge' has no attribute {name!r}")
 
 

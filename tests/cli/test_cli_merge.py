@@ -100,7 +100,7 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
     ],
 )
 def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, method: str) -> None:
-    from regauge.merging import merge
+    from regauge.merging import merge_states
 
     b, c = finetune(a, tmp_path / "b", 1), finetune(a, tmp_path / "c", 2)
     based = method != "karcher"
@@ -125,7 +125,7 @@ def test_every_method_through_the_engine(run: Run, a: Path, tmp_path: Path, meth
         == 0
     )
     weighted = {"weight": 1} if "density" in settings else {}
-    wanted = merge(
+    wanted = merge_states(
         [state_of(m) for m in models],
         method,
         base=state_of(a) if based else None,
@@ -585,8 +585,9 @@ def test_a_search_is_not_made_twice(
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("it was found already")
 
-    monkeypatch.setattr(basis, "match", never)
-    monkeypatch.setattr(basis, "compare", never)
+    monkeypatch.setattr(basis, "match_states", never)
+    monkeypatch.setattr(basis, "check_basis", never)
+    monkeypatch.setattr("regauge.merging.engine.check_basis", never)
     assert run("merge", a, tmp_path / "moved", "--align", "-o", tmp_path / "out").code == 0
     assert all(
         near(value, state_of(a)[name], 1e-4) for name, value in state_of(tmp_path / "out").items()

@@ -15,7 +15,7 @@ import torch
 from regauge import load_model
 from regauge.data.tasks import read_examples, sample_batches
 from regauge.demo.move import GPT2, LLAMA, make_checkpoint
-from regauge.merging import merge
+from regauge.merging import merge_states
 from regauge.merging.statistics import activations, fisher, grams
 from regauge.models.resolve import spec_of
 from support.cli_runs import Run
@@ -100,10 +100,10 @@ def test_every_method_is_what_its_function_does(
     )
     assert result.code == 0, result.err
     known = [count_reads(kind, m, text, 12, 16) for m in (a, b)] if kind else None
-    wanted = merge(
+    wanted = merge_states(
         [state_of(a), state_of(b)], method, statistics=known, spec=spec_of(a), weight=[1, 0.5]
     )
-    mean = merge([state_of(a), state_of(b)], weight=[1, 0.5])
+    mean = merge_states([state_of(a), state_of(b)], weight=[1, 0.5])
     merged_state = state_of(tmp_path / "out")
     assert all(near(value, wanted[name], 1e-4) for name, value in merged_state.items())
     assert not all(near(value, mean[name], 1e-3) for name, value in merged_state.items())
@@ -127,7 +127,7 @@ def test_the_labels_of_the_data(run: Run, a: Path, text: Path, tmp_path: Path) -
     how = ["--method", "fisher", "--data", text, "--samples", 12, "--length", 16]
     assert run("merge", a, b, *how, "--labels", "-o", tmp_path / "out").code == 0
     assert run("merge", a, b, *how, "-o", tmp_path / "drawn").code == 0
-    wanted = merge(
+    wanted = merge_states(
         [state_of(a), state_of(b)],
         "fisher",
         statistics=[count_reads("fisher", m, text, 12, 16, True) for m in (a, b)],
@@ -241,7 +241,7 @@ def test_models_with_data_of_their_own(run: Run, a: Path, text: Path, tmp_path: 
         count_reads("gram", a, text, 12, 16),
         count_reads("gram", b, tmp_path / "other.txt", 12, 16),
     ]
-    wanted = merge([state_of(a), state_of(b)], "regmean", statistics=known)
+    wanted = merge_states([state_of(a), state_of(b)], "regmean", statistics=known)
     assert all(
         near(value, wanted[name], 1e-4) for name, value in state_of(tmp_path / "out").items()
     )
@@ -289,9 +289,7 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
 
     model = _open_model(str(a))
     module = load_model(open_checkpoint(a), "float32")
-    assert _stored_names(module, model, tmp_path / "out") == {
-        n: n for n, _ in module.named_parameters()
-    }
+    assert _stored_names(module, model, None) == {n: n for n, _ in module.named_parameters()}
     renamed = dict(module.named_parameters())
 
     class Other(torch.nn.Module):
@@ -299,7 +297,7 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
             return iter([("new." + n, p) for n, p in renamed.items()])
 
     shown = _stored_names(
-        Other(), model, tmp_path / "out"
+        Other(), model, None
     )  # the names differ, so a marked copy is loaded, under the library's names
     assert shown == {n: n for n in renamed}
 

@@ -10,7 +10,14 @@ import torch
 
 import regauge
 import support.picos as picos
-from regauge.errors import CheckpointError, LockError, RegaugeError, SpecError, UnknownModelError
+from regauge.errors import (
+    CheckpointError,
+    DataError,
+    LockError,
+    RegaugeError,
+    SpecError,
+    UnknownModelError,
+)
 from regauge.locking.locked_checkpoints import plan_lock
 from regauge.matching.api import ModelMatch
 
@@ -125,8 +132,10 @@ def test_what_is_no_model_is_refused_with_a_way_out(
         regauge.match(3, model)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="must be a tensor"):
         regauge.match({"x": 1}, model, spec=regauge.spec_of(model))  # type: ignore[dict-item]
-    with pytest.raises(RegaugeError, match='batches of inputs or "self"'):
-        regauge.match(*folders, data="nonsense")  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="nonsense does not exist"):
+        regauge.match(*folders, data="nonsense")
+    with pytest.raises(RegaugeError, match='or "self", got int'):
+        regauge.match(*folders, data=3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="is the input"):
         regauge.match(*folders).save(folders[0])
     with pytest.raises(RegaugeError, match="one family"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from numpy.testing import assert_allclose
 
 import support.picos as picos
 from regauge import apply, element, fold_norms
+from regauge.checkpoints.element_files import arrays_of
+from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State
-from regauge.core.element import Element, identity
+from regauge.core.element import identity
 from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
@@ -459,15 +462,54 @@ def test_sweeps_fit_a_stream_again_that_tables_do_not_determine(
     assert swept.distance < match_states(spec, a, b, sweeps=0).distance
 
 
-def test_an_interrupted_search_goes_on_where_it_was() -> None:
-    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
-    recorded: list[tuple[Element, list[str]]] = []
-    whole = match_states(spec, a, b, sweeps=0, save=lambda g, known: recorded.append((g, known)))
-    g, known = recorded[0]
-    assert len(known) < len(whole.element.members)
-    rest = match_states(spec, a, b, sweeps=0, start=g, known_spaces=known)
-    assert rest.distance == pytest.approx(whole.distance, rel=1e-9)
-    assert {s for s in rest.element.members if s not in known}
+class _Interrupted(StateStore):
+    """A store that stops the search when a number of parts was saved."""
+
+    left = 0
+
+    def save(self, *part: Any) -> Any:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().save(*part)
+
+
+@pytest.mark.parametrize(("family", "folded"), [("gpt2", False), ("llama", False), ("vit", True)])
+def test_a_search_that_was_interrupted_at_every_part_returns_the_same_bits(
+    family: str, folded: bool, tmp_path: Path
+) -> None:
+    (spec, a), (_, b) = (state_of(family, seed) for seed in (0, 1))
+    if folded:
+        (spec, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
+    a, b = ({n: t.float() for n, t in state.items()} for state in (a, b))
+    whole = match_states(spec, a, b, sweeps=2)
+    resumed, interrupts = None, 0
+    while resumed is None:
+        store = _Interrupted(tmp_path / "state", b"pair")
+        store.left = 1
+        try:
+            resumed = match_states(spec, a, b, sweeps=2, store=store)
+        except KeyboardInterrupt:
+            interrupts += 1
+    assert interrupts > len(spec.children("stream")) + 2
+    assert [s.squared for s in resumed.steps] == [s.squared for s in whole.steps]
+    assert resumed.order == whole.order
+    first, second = (arrays_of(m.element) for m in (whole, resumed))
+    assert first[1] == second[1]
+    assert all(np.array_equal(values, second[0][name]) for name, values in first[0].items())
+
+
+def test_parts_of_another_pair_are_computed_again(tmp_path: Path) -> None:
+    (spec, a), (_, b), (_, c) = (state_of("gpt2", seed) for seed in (0, 1, 2))
+    match_states(spec, a, c, sweeps=0, store=StateStore(tmp_path / "state", b"a and c"))
+    wanted = match_states(spec, a, b, sweeps=0)
+    found = match_states(spec, a, b, sweeps=0, store=StateStore(tmp_path / "state", b"a and b"))
+    assert found.distance == wanted.distance
+    mixed = match_states(spec, a, b, sweeps=0, store=StateStore(tmp_path / "state", b"a and b"))
+    assert mixed.distance == wanted.distance
+    # The control: the label alone tells the pairs apart.
+    wrong = match_states(spec, a, c, sweeps=0, store=StateStore(tmp_path / "state", b"a and b"))
+    assert wrong.distance > match_states(spec, a, c, sweeps=0).distance
 
 
 def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from regauge.errors import DensityError, MergeError
-from regauge.merging import merge, merge_tensors, methods
+from regauge.merging import merge_states, merge_tensors, methods
 from regauge.merging.methods import METHODS
 from regauge.merging.statistics import Gram
 
@@ -426,13 +426,13 @@ def test_nothing_is_changed_in_place() -> None:
 def test_state_dicts() -> None:
     base = {"w": random_tensor(4, 5, seed=1), "ids": torch.arange(3)}
     others = [{"w": random_tensor(4, 5, seed=i), "ids": torch.arange(3)} for i in (2, 3)]
-    merged_state = merge(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
+    merged_state = merge_states(others, "task_arithmetic", base=base, weight=[0.5, 0.25])
     same(
         merged_state["w"],
         base["w"] + 0.5 * (others[0]["w"] - base["w"]) + 0.25 * (others[1]["w"] - base["w"]),
     )
     assert torch.equal(merged_state["ids"], base["ids"])
-    same(merge(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
+    same(merge_states(others, weight=1)["w"], (others[0]["w"] + others[1]["w"]) / 2)
 
 
 def test_invalid_input_raises_an_error_that_names_it() -> None:
@@ -448,16 +448,16 @@ def test_invalid_input_raises_an_error_that_names_it() -> None:
         (lambda: merge_tensors("linear", [a], base=b, weight=1), "takes no base"),
         (lambda: merge_tensors("ties", [a, b], weight=1), "needs a base"),
         (lambda: merge_tensors("linear", [a, b[:3]], weight=1, name="x"), "different shapes"),
-        (lambda: merge([{"w": a}, {}], weight=1), 'state 1 lacks "w"'),
+        (lambda: merge_states([{"w": a}, {}], weight=1), 'state 1 lacks "w"'),
         (
-            lambda: merge([{"w": a}, {"w": b, "v": b}], weight=1),
+            lambda: merge_states([{"w": a}, {"w": b, "v": b}], weight=1),
             'state 1 has "v", which state 0 lacks',
         ),
         (
-            lambda: merge([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1),
+            lambda: merge_states([{"w": a, "v": b}], "task_arithmetic", base={"w": a}, weight=1),
             'state 0 has "v", which the base lacks',
         ),
-        (lambda: merge([]), "states must not be empty"),
+        (lambda: merge_states([]), "states must not be empty"),
     ):
         with pytest.raises(MergeError, match=words):
             call()

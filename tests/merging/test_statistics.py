@@ -16,7 +16,7 @@ from regauge.core.element import Element, element, identity
 from regauge.core.fold import fold_norms
 from regauge.core.members import Monomial, Soft
 from regauge.errors import MergeError, SoftTransportError, StatisticsError
-from regauge.merging import merge, merge_tensors
+from regauge.merging import merge_states, merge_tensors
 from regauge.merging.statistics import Gram, activations, fisher, grams
 from regauge.merging.transport import fit_transport, transport_map
 from support.picos import PICOS, build, spec_of
@@ -139,9 +139,9 @@ def test_invalid_statistics_are_rejected() -> None:
         )
     for method, what in (("fisher", "fisher"), ("regmean", "gram"), ("ot_acts", "activations")):
         with pytest.raises(MergeError, match=f"needs statistics \\({what}\\) of 2 states, got 0"):
-            merge([{"x": x}, {"x": x}], method)
+            merge_states([{"x": x}, {"x": x}], method)
     with pytest.raises(MergeError, match="needs the spec"):
-        merge([{"x": x}, {"x": x}], "ot_wts")
+        merge_states([{"x": x}, {"x": x}], "ot_wts")
 
 
 # the statistics
@@ -274,10 +274,10 @@ def test_every_statistic_of_every_kind_of_model(name: str) -> None:
             continue
         compute = ALL[kind] if kind else None
         known = [compute(module, s, [batch]) for s in (a, b)] if compute else None
-        merged_state = merge([a, b], method, statistics=known, spec=spec_of(module))
+        merged_state = merge_states([a, b], method, statistics=known, spec=spec_of(module))
         assert merged_state.keys() == a.keys()
         assert all(bool(t.isfinite().all()) for t in merged_state.values() if t.is_floating_point())
-        mean = merge([a, b], weight=1)
+        mean = merge_states([a, b], weight=1)
         assert relative_distance(merged_state, mean) > 1e-3, method
         module.load_state_dict(merged_state)
 
@@ -375,10 +375,10 @@ def test_the_wrong_order_changes_the_result(method: str) -> None:
     hidden = apply(g, b)
     compute = fisher if method == "fisher" else grams
     known: Any = compute(module, a, [batch])
-    wanted = merge([a, b], method, statistics=[known, compute(module, b, [batch])])
+    wanted = merge_states([a, b], method, statistics=[known, compute(module, b, [batch])])
     back = apply(~g, hidden)
-    right = merge([a, back], method, statistics=[known, compute(module, back, [batch])])
-    wrong = merge([a, back], method, statistics=[known, compute(module, hidden, [batch])])
+    right = merge_states([a, back], method, statistics=[known, compute(module, back, [batch])])
+    wrong = merge_states([a, back], method, statistics=[known, compute(module, hidden, [batch])])
     assert relative_distance(right, wanted) < 1e-6
     assert relative_distance(wrong, wanted) > 1e-2
 
@@ -395,9 +395,9 @@ def test_transport_undoes_a_permutation(name: str, method: str) -> None:
     more = {} if method == "ot_acts_emd" else {"regularization": 0}
     hidden = apply(element(spec, 3, within="permutation", spaces=movable(name, method, spec)), a)
     known = [activations(module, s, [batch]) for s in (a, hidden)] if method != "ot_wts" else None
-    merged_state = merge([a, hidden], method, statistics=known, spec=spec, **more)
+    merged_state = merge_states([a, hidden], method, statistics=known, spec=spec, **more)
     assert relative_distance(merged_state, a) < 1e-5
-    assert relative_distance(merge([a, hidden], weight=1), a) > 0.1
+    assert relative_distance(merge_states([a, hidden], weight=1), a) > 0.1
 
 
 def movable(name: str, method: str, spec: Any) -> list[str] | None:

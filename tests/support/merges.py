@@ -62,11 +62,11 @@ SLOW = """
 import sys, time, torch
 torch.set_num_threads(1)
 from regauge.merging import engine
-make = engine._make
+make = engine._merge_output
 def slowly(merge, place):
     time.sleep(0.02)
     return make(merge, place)
-engine._make = slowly
+engine._merge_output = slowly
 from regauge.cli import main
 print("ready", flush=True)
 sys.exit(main(sys.argv[1:]))
@@ -84,7 +84,7 @@ def kill_merge(arguments: list[str], out: Path, writing: bool, after: float) -> 
         env=environment,
     )
     assert process.stdout is not None
-    process.stdout.readline()
+    assert process.stdout.readline() == "ready\n"
     while writing and process.poll() is None and not out.with_name(f".{out.name}.partial").exists():
         time.sleep(0.01)
     time.sleep(after)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import nn
 
 from regauge.attacks.views import PairedImages, PublicPatches
+from regauge.core.assignment import best_assignment
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.train import ScheduledOptimizer, descend
 
@@ -293,10 +293,7 @@ def position_scores(
 
 def _assign_positions(score: Tensor) -> Tensor:
     """Assign each token a position of its own so that the total score is largest."""
-    rows, places = linear_sum_assignment(-score.double().numpy())
-    out = torch.empty(len(rows), dtype=torch.long)
-    out[torch.from_numpy(rows)] = torch.from_numpy(places)
-    return out
+    return torch.from_numpy(best_assignment(-score.double()))
 
 
 def public_patches(view: PublicPatches, *, rounds: int = 2) -> Tensor:
@@ -427,4 +424,4 @@ def link_samples(first: Tensor, second: Tensor) -> Tensor:
     """
     a, b = (np.sort(v.double().numpy(), axis=1).reshape(len(v), -1) for v in (first, second))
     cost = (a**2).sum(1)[:, None] + (b**2).sum(1)[None] - 2 * a @ b.T
-    return torch.from_numpy(linear_sum_assignment(cost)[1])
+    return torch.from_numpy(best_assignment(cost))

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 
 from regauge.attacks.views import SentGradients, ServerPass
+from regauge.core.assignment import best_assignment
 from regauge.errors import need
 
 Tensor = torch.Tensor
@@ -208,7 +208,7 @@ def _name_clusters(clusters: Tensor, known: Mapping[int, int], classes: int) -> 
     counts = np.zeros((classes, classes))
     for row, label in known.items():
         counts[int(clusters[row]), label] += 1
-    names = torch.from_numpy(linear_sum_assignment(-counts)[1])
+    names = torch.from_numpy(best_assignment(-counts))
     return names[clusters]
 
 

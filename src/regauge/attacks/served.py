@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from scipy.optimize import linear_sum_assignment
 
 from regauge.attacks.features import GROUPS, feature_statistics, known_inputs
 from regauge.attacks.inversion import position_scores
@@ -23,6 +22,7 @@ from regauge.attacks.views import (
     PairedImages,
     ServerPass,
 )
+from regauge.core.assignment import best_assignment, sinkhorn
 from regauge.core.fit import assign
 from regauge.core.groups import Kind, Orthogonal
 from regauge.core.members import Member, Monomial
@@ -141,7 +141,7 @@ def relink_samples(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
     Cost: all pairs of samples by all pairs of tokens.
     """
     a, b = (_denoise(v.double()) for v in (first, second))
-    links = torch.from_numpy(linear_sum_assignment(_set_distances(a, b).numpy())[1])
+    links = torch.from_numpy(best_assignment(_set_distances(a, b)))
     for _ in range(rounds):
         x, y = b[links], a
         order = _match_tokens(y, x)
@@ -155,7 +155,7 @@ def relink_samples(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
         )
         weight = torch.linalg.solve(gram + penalty, design.T @ y.flatten(0, 1) + penalty @ identity)
         mapped = b @ weight[:-1] + weight[-1]
-        updated = torch.from_numpy(linear_sum_assignment(_set_distances(a, mapped).numpy())[1])
+        updated = torch.from_numpy(best_assignment(_set_distances(a, mapped)))
         if torch.equal(updated, links):
             break
         links = updated
@@ -197,7 +197,7 @@ def average_views(views: Sequence[Tensor], *, link: bool = True, match: bool = T
 def _link_ordered(first: Tensor, second: Tensor) -> Tensor:
     """Link samples whose tokens are in order: nearest as a whole."""
     distance = torch.cdist(_denoise(first).flatten(1), _denoise(second).flatten(1))
-    return torch.from_numpy(linear_sum_assignment(distance.numpy())[1])
+    return torch.from_numpy(best_assignment(distance))
 
 
 def _denoise(x: Tensor) -> Tensor:
@@ -234,9 +234,7 @@ def _set_distances(a: Tensor, b: Tensor, chunk: int = 16) -> Tensor:
 def _match_tokens(reference: Tensor, tokens: Tensor) -> Tensor:
     """Return, for each sample, the token that belongs at each position of another view."""
     distance = torch.cdist(reference, tokens)
-    return torch.stack(
-        [torch.from_numpy(linear_sum_assignment(cost.numpy())[1]) for cost in distance]
-    )
+    return torch.stack([torch.from_numpy(best_assignment(cost)) for cost in distance])
 
 
 def regroup_tokens(
@@ -274,9 +272,7 @@ def regroup_tokens(
     tokens = view.observed[:, skip:].flatten(0, 1)
     score = position_scores(view, seed=seed)[:, skip:, skip:].flatten(0, 1).double()
     # Every position occurs once per image.
-    position = (
-        torch.from_numpy(linear_sum_assignment(-score.repeat(1, count).numpy())[1]) % positions
-    )
+    position = torch.from_numpy(best_assignment(-score.repeat(1, count))) % positions
     mean = features.mean(0)
     centred = (features - mean).flatten(0, 1)
     basis = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, -codes:]
@@ -328,29 +324,19 @@ def _assign_tokens(
                 (expected[q] @ blocks[q, p] for q in range(positions) if q != p),
                 torch.zeros_like(code[p]),
             )
-            shares[p] = _sinkhorn(-beta * gradient @ code[p].T)
+            shares[p] = sinkhorn(-beta * gradient @ code[p].T)
             expected[p] = shares[p] @ code[p]
-    groups = torch.stack(
-        [torch.from_numpy(linear_sum_assignment(-share.numpy())[1]) for share in shares]
-    )
+    groups = torch.stack([torch.from_numpy(best_assignment(-share)) for share in shares])
     unchanged = 0
     for p in [*order[1:], *(p for _ in range(sweeps) for p in order)]:
         gradient = sum(
             (code[q][groups[q]] @ blocks[q, p] for q in range(positions) if q != p),
             torch.zeros_like(code[p]),
         )
-        updated = torch.from_numpy(linear_sum_assignment((gradient @ code[p].T).numpy())[1])
+        updated = torch.from_numpy(best_assignment(gradient @ code[p].T))
         unchanged = unchanged + 1 if torch.equal(updated, groups[p]) else 0
         groups[p] = updated
         if unchanged >= positions:
             break
     chosen = torch.stack([code[p][groups[p]] for p in range(positions)])
     return groups, float(torch.einsum("pic,pqcd,qid->", chosen, blocks, chosen)) / 2
-
-
-def _sinkhorn(score: Tensor, rounds: int = 20) -> Tensor:
-    """Normalize scores to a doubly stochastic matrix."""
-    for _ in range(rounds):
-        score = score - score.logsumexp(1, keepdim=True)
-        score = score - score.logsumexp(0, keepdim=True)
-    return score.exp()

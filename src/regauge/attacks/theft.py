@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.views import LockedFileWithLabels
+from regauge.core.assignment import best_assignment, sinkhorn
 from regauge.core.members import Monomial
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples
@@ -104,27 +105,16 @@ def learn_order(
     Ceiling: the owner's model.
     References: Gumbel-Sinkhorn (1802.08665).
     """
-    from scipy.optimize import linear_sum_assignment
-
     model = copy.deepcopy(view.model).requires_grad_(False)
     size = next(space.size for name, space in view.spec.spaces.items() if name.startswith("stream"))
     generator = torch.Generator().manual_seed(budget.seed)
     scores = torch.nn.Parameter(0.01 * torch.randn(size, size, generator=generator))
-    with _insert_matrix(model, lambda: _sinkhorn(scores, rounds)):
+    with _insert_matrix(model, lambda: sinkhorn(10 * scores, rounds)):
         _train(model, [scores], view.examples, budget)
-    order = linear_sum_assignment(-scores.detach().numpy())[1]
+    order = best_assignment(-scores.detach())
     final = torch.eye(size)[torch.from_numpy(order)]
     _insert_matrix(model, lambda: final)  # remains in the returned model
     return model, Monomial(np.asarray(order, np.int64)[None])
-
-
-def _sinkhorn(scores: Tensor, rounds: int) -> Tensor:
-    """Normalize scores to a doubly stochastic matrix."""
-    x = 10 * scores
-    for _ in range(rounds):
-        x = x - x.logsumexp(1, keepdim=True)
-        x = x - x.logsumexp(0, keepdim=True)
-    return x.exp()
 
 
 def _insert_matrix(model: torch.nn.Module, matrix: Callable[[], Tensor]) -> Route:

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 
 from regauge.attacks.inversion import to_images, to_patches
+from regauge.core.assignment import best_assignment as assign_rows
 from regauge.results.metrics import (
     Lpips,
     feature_similarity,
@@ -89,14 +90,10 @@ def best_assignment(guesses: Tensor, images: Tensor) -> Tensor:
 
     If there are fewer than images, they are repeated.
     """
-    from scipy.optimize import linear_sum_assignment
-
     if len(guesses) < len(images):
         guesses = guesses.repeat(-(-len(images) // len(guesses)), 1, 1, 1)[: len(images)]
     return guesses[
-        torch.from_numpy(
-            linear_sum_assignment(torch.cdist(images.flatten(1), guesses.flatten(1)).numpy())[1]
-        )
+        torch.from_numpy(assign_rows(torch.cdist(images.flatten(1), guesses.flatten(1))))
     ]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from regauge.core.assignment import best_assignment
+
 TokenIds = Sequence[int]
 MEASURES = ("words", "in place", "ROUGE-1", "ROUGE-2", "ROUGE-L", "exact")
 
@@ -43,13 +45,11 @@ def score_texts(
     Returns:
         For each of `MEASURES`, one score for each true text.
     """
-    from scipy.optimize import linear_sum_assignment
-
     guesses = [*predicted, *([[]] * max(0, len(reference) - len(predicted)))]
     similarity = np.array([[rouge_l(g, t) for g in guesses] for t in reference])
-    rows, columns = linear_sum_assignment(-similarity)
+    columns = best_assignment(-similarity)
     scores: dict[str, list[float]] = {measure: [] for measure in MEASURES}
-    for i, j in zip(rows, columns, strict=True):
+    for i, j in enumerate(columns):
         guess, text = list(guesses[int(j)]), list(reference[int(i)])
         values = (
             sum((Counter(guess) & Counter(text)).values()) / max(1, len(text)),

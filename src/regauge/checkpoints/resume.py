@@ -122,6 +122,34 @@ class StateStore:
             return None
         return replace(outcome, values=outcome.values["values"])
 
+    def open(self, key: str) -> Outcome | None:
+        """Return a saved part like `load`, but read each tensor on access and check no digest.
+
+        For parts that do not fit in memory at once.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        from regauge.checkpoints.reader import LazyState
+
+        path = self.path(key)
+
+        def read(name: str) -> Any:
+            with safe_open(path, framework="pt") as file:
+                return file.get_tensor(name)
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                values, names = json.loads((file.metadata() or {})["values"]), list(file.keys())
+        except (OSError, SafetensorError, KeyError, ValueError):
+            return None
+        if values.get("of") != [self.label, key]:
+            return None
+        return Outcome(values["values"], LazyState(names, read))
+
+    def nested(self, key: str) -> StateStore:
+        """Return a store for the parts of one part, which `delete` deletes too."""
+        return StateStore(self.path(key).with_suffix(""), f"{self.label} {key}".encode())
+
     def save(
         self, key: str, values: Mapping[str, Any], tensors: Mapping[str, Any] | None = None
     ) -> Outcome:

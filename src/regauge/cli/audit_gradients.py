@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_split import data_source, parse_names, unknown_attacks
+from regauge.cli.audit_split import parse_names, unknown_attacks
 from regauge.cli.console import info, step_bar
 from regauge.cli.option_guard import passed_options, reject_options
 from regauge.cli.run import (
@@ -239,7 +239,7 @@ def gradients(
         raise typer.BadParameter("pass MODEL and --data, or --from RUN")
     if not 0 < lr < math.inf:
         raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
-    source = data_source(data, field, data_split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
     check_device(device)
     set_threads(threads)
     from regauge import audit

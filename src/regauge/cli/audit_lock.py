@@ -12,7 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.audit_gradients import gradients
-from regauge.cli.audit_split import data_source, split
+from regauge.cli.audit_split import split
 from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, set_threads
 
@@ -102,7 +102,7 @@ def lock(
             base=against,
             data=None
             if data is None
-            else data_source(data, field, split, tokenizer, length, mean, std),
+            else sample.read_options(data, field, split, tokenizer, length, mean, std),
             options=audit.LockOptions(counts, Budget(steps, lrs=lrs), samples),
             fail_above=fail_above,
             seed=seed,

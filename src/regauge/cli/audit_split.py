@@ -17,7 +17,7 @@ from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.data.sources import DataSource
+    pass
 
 
 def split(
@@ -142,7 +142,16 @@ def split(
     )
     if not 0 < lr < math.inf:
         raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
-    source = data_source(data, field, data_split, tokenizer, length, mean, std, attributes)
+    source = sample.read_options(
+        data,
+        field,
+        data_split,
+        tokenizer,
+        length,
+        mean,
+        std,
+        attributes=tuple(parse_names(attributes)),
+    )
     hidden, depth, most_epochs = _parse_attacker(attacker)
     check_device(device)
     set_threads(threads)
@@ -189,31 +198,6 @@ def unknown_attacks() -> Iterator[None]:
         yield
     except AttackNameError as error:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
-
-
-def data_source(
-    uri: str,
-    field: list[str] | None,
-    split: str,
-    tokenizer: str | None,
-    length: int | None,
-    mean: str | None,
-    std: str | None,
-    attributes: str | None = None,
-) -> DataSource:
-    """Return a dataset and how it is read, from their options."""
-    from regauge.data.sources import DataSource
-
-    return DataSource(
-        uri,
-        fields=tuple((sample.parse_fields(field) or {}).items()),
-        split=split,
-        tokenizer=tokenizer,
-        length=length,
-        mean=tuple(sample.parse_numbers(mean, "--mean") or ()),
-        std=tuple(sample.parse_numbers(std, "--std") or ()),
-        attributes=tuple(parse_names(attributes)),
-    )
 
 
 def parse_names(text: str | None) -> list[str]:

@@ -16,7 +16,7 @@ from regauge.cli.console import info, print_json, print_result, step_bar
 from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
 
 if TYPE_CHECKING:
-    from regauge.data.sources import DataSource
+    pass
 
 VERSION = 1
 
@@ -224,7 +224,7 @@ def train(
     with step_bar("train") as progress:
         training = jigsaw.train(
             model,
-            _source(data, field, split, mean, std),
+            sample.read_options(data, field, split, mean=mean, std=std),
             ratio,
             out=out,
             options=chosen,
@@ -243,27 +243,6 @@ def train(
     else:
         print_result(f"{out}: {training}")
     return 0
-
-
-def _source(
-    uri: str,
-    field: list[str] | None,
-    split: str,
-    mean: str | None,
-    std: str | None,
-    samples: int | None = None,
-) -> DataSource:
-    """Return the images that the options name."""
-    from regauge.data.sources import DataSource
-
-    return DataSource(
-        uri,
-        samples=samples,
-        fields=tuple((sample.parse_fields(field) or {}).items()),
-        split=split,
-        mean=tuple(sample.parse_numbers(mean, "--mean") or ()),
-        std=tuple(sample.parse_numbers(std, "--std") or ()),
-    )
 
 
 @app.command()
@@ -304,7 +283,7 @@ def evaluate(
     with step_bar("evaluate") as progress:
         evaluation = jigsaw.evaluate(
             models,
-            _source(data, field, split, mean, std, samples),
+            sample.read_options(data, field, split, mean=mean, std=std, samples=samples),
             ratios=sample.parse_numbers(ratios, "--ratios") or (),
             patch=patch,
             batch_size=batch,
@@ -384,7 +363,9 @@ def study(
     from regauge import jigsaw
 
     images, difficult, outliers = (
-        None if uri is None else _source(uri, field, split, mean, std, count)
+        None
+        if uri is None
+        else sample.read_options(uri, field, split, mean=mean, std=std, samples=count)
         for uri, count in ((data, samples), (hard, None), (outside, None))
     )
     with step_bar("study") as progress:

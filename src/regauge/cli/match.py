@@ -4,25 +4,20 @@ share a basis.
 
 from __future__ import annotations
 
-import hashlib
 import time
-from dataclasses import replace
-from json import dumps
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, step_bar
-from regauge.cli.pair import open_pair, parse_layers, parse_names, parse_weights
+from regauge.cli.console import info, output_progress, step_bar
+from regauge.cli.pair import parse_layers, parse_names, parse_weights, report_discoveries
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
-from regauge.errors import ElementError
 
 if TYPE_CHECKING:
-    from regauge.core.element import Element
-    from regauge.matching.pairs import Pair
-    from regauge.matching.refine import Refinement
+    from regauge.data.sources import DataSource
 
 ModelA = Annotated[
     str,
@@ -209,209 +204,82 @@ def match(
         )
     if self_written and sample_data is not None:
         raise typer.BadParameter("pass either --data or --self-written, not both")
-    if out_b is not None and out_b.absolute() == out.absolute():
-        raise typer.BadParameter(
-            f"--output and --output-b must be different folders, got {out} twice"
-        )
     check_outputs(json, report)
-    from regauge.checkpoints.element_files import save_element as save
+    import regauge
     from regauge.checkpoints.files import format_bytes
-    from regauge.checkpoints.plan import check_new, check_target
-    from regauge.cli.move import require_outside
-    from regauge.cli.write import summary, write_moved
-    from regauge.core.element import identity
-    from regauge.matching.api import MatchOptions, match_pair
-    from regauge.models.sources import require_unlocked
+    from regauge.cli.write import report_written, summary
 
-    for new_folder in (out, out_b or out):
-        check_new(new_folder)  # before fixing gauges, which reads both models
     set_threads(threads)
-    pair = open_pair(a, b, spec, fold=fold, fix=gauges, shared_tokens=shared_tokens)
-    for side in (pair.a, pair.b):
-        require_unlocked(side.checkpoint)
-    tensor_weights = parse_weights(weight)
-    for target in (out, out_b):
-        for source in (pair.a, pair.b):
-            if target is not None:
-                check_target(target, source.checkpoint.path)
-    if save_element is not None:
-        if save_element.exists():
-            raise ElementError(f"{save_element} exists already", hint="name a new file")
-        for target in (out, out_b or out):
-            require_outside(save_element, target, pair.a.checkpoint.path)
-    settings = (
-        spaces,
-        layers,
-        group.value,
-        fold,
-        fix,
-        anchors,
-        weight,
-        rescale,
-        shared_tokens,
-        sample_data,
-        self_written,
-        samples,
-        seed,
-        nearest,
-    )
-    state = MatchState(out, pair, " ".join(map(str, settings)))
-    start, known_spaces = state.load() if resume else (None, None)
-
-    def read_batches(uri: str | None) -> Any:
-        """Read a sample before the search, so that unreadable data fail at once."""
-        if uri is None or uri == "self":
-            return uri
-        source = sample.Sample(uri, field, split, tokenizer, length, mean, std)
-        return _read_batches(pair, source, samples, seed)
-
-    to_refine = read_batches(refine)
-    to_match: Any = "self" if self_written else read_batches(sample_data)
-    if to_refine is not None or to_match is not None:
-        info("loading both models to record activations")
-    if known_spaces:
-        info(f"resuming with {len(known_spaces)} spaces that the interrupted run found")
+    read = partial(_read_options, field, split, tokenizer, length, mean, std)
     with step_bar("match") as progress:
-        result = match_pair(
-            pair,
-            data=to_match,
-            refine=to_refine,
-            refine_steps=refine_steps,
-            samples=samples,
-            seed=seed,
-            options=MatchOptions(
+        result = regauge.match(
+            a,
+            b,
+            spec=spec,
+            fold=fold,
+            fix=gauges,
+            shared_tokens=shared_tokens,
+            data="self" if self_written else read(sample_data),
+            refine=read(refine),
+            options=regauge.MatchOptions(
                 spaces=parse_names(spaces),
                 layers=parse_layers(layers),
                 within=group.value,
-                weights=tensor_weights,
+                weights=parse_weights(weight),
                 anchors=parse_names(anchors),
                 sweeps=sweeps,
                 nearest=nearest,
                 rescale=rescale,
                 workers=workers,
+                samples=samples,
+                seed=seed,
+                refine_steps=refine_steps,
             ),
-            start=start,
-            known_spaces=known_spaces,
-            save=None if dry_run else state.save,
+            out=out,
+            outputs=[path for path in (out_b, save_element) if path is not None],
+            resume=None if dry_run else resume,
+            facts=facts_of_run(),
             progress=progress,
         )
+    report_discoveries(result.pair.discoveries)
     refined = result.refined
     if refined is not None:
         info(
             f"refined in {refined.best_step} of {refine_steps} steps: divergence from the ends "
             f"{refined.initial_loss:.4f}, now {refined.loss:.4f}"
         )
-    facts = {
-        **facts_of_run(),
-        "a": a,
-        "b": b,
-        "folded": fold,
-        "fixed": gauges,
-        "group": group.value,
-        "by": _describe_source(sample_data, self_written),
-        **_refinement_facts(refine, refined),
-    }
-    result = replace(result, facts=facts)
     if not dry_run:
-        thunks = pair.a.thunks(result.element)
-        mode = pair.a.checkpoint.mode & pair.b.checkpoint.mode
-        plan = pair.a.plan(
-            out, result.element, thunks, mode=mode, match_json=result.to_json().encode()
-        )
-        written = write_moved(out, plan, thunks, "matching", resume, threads)
+        with output_progress(out, "matching") as progress:
+            written = result.save(out, resume=resume, threads=threads, progress=progress)
+        report_written(written)
         info(
             f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
             f"transforms {summary(result.element)}"
         )
         if out_b is not None:
-            unchanged = identity(pair.spec)
-            thunks = pair.b.thunks(unchanged)
-            write_moved(
-                out_b,
-                pair.b.plan(out_b, unchanged, thunks, mode=mode),
-                thunks,
-                "preparing B",
-                resume,
-                threads,
-            )
+            with output_progress(out_b, "preparing B") as progress:
+                result.save_b(out_b, resume=resume, threads=threads, progress=progress)
             preparations = (("folded", fold), ("with fixed gauges", gauges))
             applied = " and ".join(name for name, is_applied in preparations if is_applied)
             info(f"wrote {out_b}: B, {applied}")
         if save_element is not None:
-            save(result.element, save_element, new=True)
-        state.delete()
+            result.save_element(save_element)
     return deliver(result.results, str(result), json, report)
 
 
-def _describe_source(sample_data: str | None, self_written: bool) -> str:
-    """Describe what two models were matched by."""
-    return "self-written text" if self_written else sample_data or "weights"
-
-
-def _refinement_facts(refine: str | None, refined: Refinement | None) -> dict[str, Any]:
-    """Return the facts of a refinement."""
-    if refined is None:
-        return {}
-    about = {
-        "data": "self-written text" if refine == "self" else refine,
-        "steps": refined.best_step,
-        "seconds": round(refined.seconds, 1),
-    }
-    return {
-        "refined": {
-            **about,
-            "divergence before": refined.initial_loss,
-            "divergence after": refined.loss,
-        }
-    }
-
-
-def _read_batches(pair: Pair, source: sample.Sample, count: int, seed: int) -> list[dict[str, Any]]:
-    """Read a sample of data, without labels, as inputs of A."""
-    from regauge.models.load import load_empty
-
-    examples, _ = source.read(load_empty(pair.a.checkpoint), pair.a.checkpoint, labelled=False)
-    return sample.inputs_of(examples, count, seed, batch=8)
-
-
-class MatchState:
-    """State of an unfinished match, saved beside its output for `--resume` until that
-    is written.
-    """
-
-    def __init__(self, out: Path, pair: Pair, settings: str) -> None:
-        stamps = [stamp for side in (pair.a, pair.b) for stamp in side.checkpoint.stamps]
-        self.spec = pair.spec
-        self.digest = hashlib.sha256(f"{stamps} {settings}".encode()).hexdigest()
-        self.path = out.with_name(f".{out.name}.match")
-        self.index = out.with_name(f".{out.name}.match.json")
-
-    def save(self, g: Element, spaces: list[str]) -> None:
-        """Save the element and the names of the spaces found so far."""
-        from regauge.checkpoints.element_files import save_element
-        from regauge.checkpoints.files import write_bytes
-
-        save_element(g, self.path)
-        write_bytes(self.index, dumps({"of": self.digest, "known": spaces}).encode(), mode=0o600)
-
-    def load(self) -> tuple[Element | None, list[str] | None]:
-        """Return the saved element and its spaces, or (None, None) if none is of this match."""
-        from regauge.checkpoints.element_files import load_element
-        from regauge.checkpoints.reader import read_json
-
-        if not self.path.exists() or not self.index.exists():
-            return None, None
-        saved = read_json(self.index)
-        if saved.get("of") != self.digest:
-            info("ignoring the state of another match")
-            return None, None
-        g = load_element(self.path, self.spec)
-        return g, [s for s in saved["known"] if s in self.spec.spaces]
-
-    def delete(self) -> None:
-        """Delete the saved state."""
-        for path in (self.path, self.index):
-            path.unlink(missing_ok=True)
+def _read_options(
+    field: list[str] | None,
+    split: str,
+    tokenizer: str | None,
+    length: int | None,
+    mean: str | None,
+    std: str | None,
+    uri: str | None,
+) -> DataSource | str | None:
+    """Return the data that an option names; `self` stands for text that the models generate."""
+    if uri is None or uri == "self":
+        return uri
+    return sample.read_options(uri, field, split, tokenizer, length, mean, std)
 
 
 def compare(
@@ -439,23 +307,22 @@ def compare(
     merging.
     """
     check_outputs(json, report)
-    from regauge.matching.api import MatchOptions, compare_pair
+    import regauge
 
-    pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     set_threads(threads)
     with step_bar("compare") as progress:
-        result = compare_pair(
-            pair,
-            options=MatchOptions(spaces=parse_names(spaces), within=group.value, sweeps=sweeps),
+        result = regauge.compare(
+            a,
+            b,
+            spec=spec,
+            fold=fold,
+            shared_tokens=shared_tokens,
+            options=regauge.MatchOptions(
+                spaces=parse_names(spaces), within=group.value, sweeps=sweeps
+            ),
             seed=seed,
-            facts={
-                **facts_of_run(),
-                "a": a,
-                "b": b,
-                "folded": fold,
-                "group": group.value,
-                "seed": seed,
-            },
+            facts=facts_of_run(),
             progress=progress,
         )
+    report_discoveries(result.pair.discoveries)
     return deliver(result.results, str(result), json, report)

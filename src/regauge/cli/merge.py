@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, step_bar, warn
+from regauge.cli.console import info, output_progress, print_json, step_bar, warn
 
 if TYPE_CHECKING:
-    from regauge.merging.engine import Merge
-    from regauge.merging.recipes import Recipe
-
-VERSION = 1
+    from regauge.merging.api import MergeResult
 
 
 def merge(
@@ -146,101 +143,79 @@ def merge(
     shard_bytes = _parse_size(shard_size)
     is_recipe = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if is_recipe and any(
-        value is not None for value in (method, base, weight, parameter, dtype, tokenizer)
+        value is not None for value in (method, base, weight, parameter, dtype, tokenizer, data)
     ):
         raise typer.BadParameter(
-            "the recipe defines the merge: set --method, --base, --weight, --set, --dtype or "
-            "--tokenizer there"
+            "the recipe defines the merge: set --method, --base, --weight, --set, --dtype, "
+            "--tokenizer or --data there"
         )
-    data_section = _build_data_section(
-        data, samples, labels, field, split, data_tokenizer, length, mean, std
-    )
-    if is_recipe and data_section:
+    if not is_recipe and len(models) < 2 and base is None:
+        raise typer.BadParameter("pass two or more models, or a recipe (RECIPE.yaml)")
+    if weight is not None and len(weight) not in (1, len(models)):
         raise typer.BadParameter(
-            "the recipe defines the data: write data: there, instead of --data"
+            f"must be one weight, or one per model, got {len(weight)} for {len(models)} models",
+            param_hint="--weight",
         )
-    from dataclasses import replace
-
+    about_data = {
+        "--samples": samples,
+        "--labels": labels or None,
+        "--field": field,
+        "--split": split,
+        "--data-tokenizer": data_tokenizer,
+        "--length": length,
+        "--mean": mean,
+        "--std": std,
+    }
+    passed = [name for name, value in about_data.items() if value is not None]
+    if passed and data is None:
+        raise typer.BadParameter(f"{passed[0]} requires --data")
+    source = None
+    if data is not None:
+        source = sample.read_options(
+            data, field, split or "test", data_tokenizer, length, mean, std, samples, labels
+        )
+    import regauge
     from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
-    from regauge.checkpoints.plan import check_new
     from regauge.cli.run import set_threads
-    from regauge.cli.write import write_moved
-    from regauge.merging.engine import align as align_models
-    from regauge.merging.engine import open_merge, plan_merge, require_basis, serialize_inputs
-    from regauge.merging.methods import METHODS
-    from regauge.merging.recipe_yaml import read_recipe
-    from regauge.merging.recipes import AlignConfig
-    from regauge.merging.state_store import MergeStateStore
-    from regauge.models.sources import require_unlocked
+    from regauge.cli.write import report_written
 
-    recipe = (
-        read_recipe(Path(models[0]))
-        if is_recipe
-        else _build_recipe(
-            models, method, base, weight, parameter, dtype, tokenizer, align, data_section
-        )
-    )
-    if align and recipe.align is None:
-        recipe = replace(recipe, align=AlignConfig(), text=f"{recipe.text.rstrip()}\nalign: true\n")
-    for note in recipe.notes:
-        warn(f"{recipe.origin}, {note}")
-    check_new(out)
-    job = open_merge(recipe, seed=seed, force=force)
-    for model in job.models.values():
-        require_unlocked(model.checkpoint)
-    plan_merge(job, out, shard_bytes=shard_bytes)  # rejects a bad output before anything is read
     set_threads(threads)
-    needs_data = METHODS[recipe.method].statistic or METHODS[recipe.method].is_transport
-    if needs_data:
-        from regauge.merging.data_pass import collect_statistics, open_samples
-
-        samples_by_model = open_samples(job)
-        digests = tuple(dataset.digest for _, dataset in samples_by_model.values())
-        job = replace(job, digests=digests)
-    state = None if dry_run else MergeStateStore(out, serialize_inputs(job))
-    with step_bar("basis") as progress:
-        job = require_basis(job, state, progress)
-    _report_verdicts(job)
-    with step_bar("align") as progress:
-        job = align_models(job, state, progress)
-    if needs_data and state is not None:
-        with step_bar("statistics") as progress:
-            job = collect_statistics(job, samples_by_model, out, state, progress)
-        for note in job.notes:
-            info(note)
-    for verdict in job.verdicts.values():
-        if verdict.moved:
-            (warn if "still far" in verdict.moved else info)(f"{verdict.model} was {verdict.moved}")
-    plan, thunks = plan_merge(job, out, shard_bytes=shard_bytes)
-    report: dict[str, Any] = {
-        "version": VERSION,
-        "command": "merge",
-        "method": recipe.method,
-        "models": list(job.models),
-        "base": recipe.base,
-        "out": str(out),
-        "tensors": len(thunks),
-        "bytes": plan.size,
-        "files": [f.name for f in plan.files],
-        "basis": [v.to_dict() for v in job.verdicts.values()],
-        "seed": seed,
-        "dry_run": dry_run,
-    }
-    if dry_run:
-        info(
-            f"dry run: {len(thunks)} tensors, {format_bytes(plan.size)}, would be written to {out}"
+    with step_bar("merge") as progress:
+        result = regauge.merge(
+            Path(models[0]) if is_recipe else models,
+            method=method,
+            base=base,
+            weights=weight,
+            align=align,
+            data=source,
+            options=regauge.MergeOptions(
+                parameters=_parse_settings(parameter),
+                dtype=dtype,
+                tokenizer=tokenizer,
+                seed=seed,
+                force=force,
+                shard_bytes=shard_bytes,
+            ),
+            out=out,
+            resume=resume,
+            dry_run=dry_run,
+            progress=progress,
         )
+    _report_verdicts(result)
+    report = result.to_dict() | {"dry_run": dry_run}
+    if dry_run:
+        size = format_bytes(report["bytes"])
+        info(f"dry run: {report['tensors']} tensors, {size}, would be written to {out}")
     else:
-        set_threads(1)  # tensors are computed in parallel, each by one thread
         reuse_memory()
-        written = write_moved(out, plan, thunks, "merging", resume, threads)
-        if state is not None:
-            state.delete()
+        with output_progress(out, "merging") as progress:
+            written = result.save(resume=resume, threads=threads, progress=progress)
+        report_written(written)
         seconds = time.monotonic() - started
         info(
-            f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by {recipe.method} of "
-            f"{len(job.models)} models"
+            f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by "
+            f"{report['method']} of {len(report['models'])} models"
         )
         report |= {
             "nonfinite": list(written.nonfinite),
@@ -252,103 +227,20 @@ def merge(
     return 0
 
 
-def _report_verdicts(merge: Merge) -> None:
-    """Print for each model whether it shares the basis."""
-    for verdict in merge.verdicts.values():
-        if not verdict.shared and merge.recipe.align is None and merge.force:
-            warn(
-                f"{verdict.model} and {verdict.anchor} {verdict.words}; merged unaligned, by force"
-            )
-        elif verdict.seen == "a sample":
-            info(f"{verdict.model} and {verdict.anchor} {verdict.words}")
+def _report_verdicts(result: MergeResult) -> None:
+    """Print notes, and for each model whether it shares the basis, and how it was aligned."""
+    for note in result.recipe.notes:
+        warn(f"{result.recipe.origin}, {note}")
+    for v in result.verdicts:
+        if not v.shared and result.recipe.align is None and result.options.force:
+            warn(f"{v.model} and {v.anchor} {v.words}; merged unaligned, by force")
         else:
-            info(f"{verdict.model} and {verdict.anchor}: {verdict.words}")
-
-
-def _build_recipe(
-    models: list[str],
-    method: str | None,
-    base: str | None,
-    weight: list[float] | None,
-    parameter: list[str] | None,
-    dtype: str | None,
-    tokenizer: str | None,
-    align: bool,
-    data_section: dict[str, Any],
-) -> Recipe:
-    """Return the recipe that the options stand for, as text that can be run again."""
-    if len(models) < 2 and base is None:
-        raise typer.BadParameter("pass two or more models, or a recipe (RECIPE.yaml)")
-    weights = (weight or [1.0]) * (len(models) if len(weight or [1.0]) == 1 else 1)
-    if len(weights) != len(models):
-        raise typer.BadParameter(
-            f"must be one weight, or one per model, got {len(weights)} for {len(models)} models",
-            param_hint="--weight",
-        )
-    import yaml
-
-    from regauge.merging.methods import METHODS
-    from regauge.merging.recipe_yaml import parse_recipe
-
-    method_name = method or "linear"
-    if base is None and method_name == "slerp" and len(models) == 2:
-        base = models[0]
-    is_weighted = method_name in METHODS and "weight" in METHODS[method_name].per_model
-    entries = [
-        {"model": m, **({"parameters": {"weight": w}} if is_weighted else {})}
-        for m, w in zip(models, weights, strict=True)
-        if m != base or not is_weighted
-    ]
-    if is_weighted and not METHODS[method_name].needs_base and base in models:
-        entries = [
-            {"model": m, "parameters": {"weight": w}} for m, w in zip(models, weights, strict=True)
-        ]
-    if weight is not None and not is_weighted and method_name in METHODS:
-        raise typer.BadParameter(f"{method_name} takes no weights", param_hint="--weight")
-    document: dict[str, Any] = {"merge_method": method_name, "models": entries}
-    settings = _parse_settings(parameter)
-    document |= {"base_model": base} if base is not None else {}
-    document |= {"parameters": settings} if settings else {}
-    document |= {"dtype": dtype} if dtype is not None else {}
-    document |= {"tokenizer_source": tokenizer} if tokenizer is not None else {}
-    document |= {"align": True} if align else {}
-    document |= {"data": data_section} if data_section else {}
-    return parse_recipe(
-        yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line"
-    )
-
-
-def _build_data_section(
-    data: str | None,
-    samples: int | None,
-    labels: bool,
-    field: list[str] | None,
-    split: str | None,
-    tokenizer: str | None,
-    length: int | None,
-    mean: str | None,
-    std: str | None,
-) -> dict[str, Any]:
-    """Return the options of the data as the section of a recipe."""
-    numbers = {
-        name: sample.parse_numbers(text, f"--{name}")
-        for name, text in (("mean", mean), ("std", std))
-    }
-    values: dict[str, Any] = {
-        "samples": samples,
-        "fields": sample.parse_fields(field),
-        "split": split,
-        "tokenizer": tokenizer,
-        "length": length,
-    }
-    values |= {**numbers, "labels": labels or None}
-    section = {name: value for name, value in values.items() if value is not None}
-    if section and data is None:
-        names = {"fields": "field", "tokenizer": "data-tokenizer"}
-        raise typer.BadParameter(
-            f"--{names.get(next(iter(section)), next(iter(section)))} requires --data"
-        )
-    return section if data is None else {"uri": data, **section}
+            info(f"{v.model} and {v.anchor}{'' if v.seen == 'a sample' else ':'} {v.words}")
+    for note in result.job.notes:
+        info(note)
+    for v in result.verdicts:
+        if v.moved:
+            (warn if "still far" in v.moved else info)(f"{v.model} was {v.moved}")
 
 
 def _parse_settings(pairs: list[str] | None) -> dict[str, Any]:

@@ -1,38 +1,25 @@
-"""Two models on the command line: opened and checked, and the parsers of their options."""
+"""Two models on the command line: parsers of their options, and what their outputs report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
-from regauge.cli.model import open_source
+from regauge.cli.console import info
 
 if TYPE_CHECKING:
-    from regauge.matching.pairs import Pair
+    from regauge.models.discovery import Discovery
 
 
-def open_pair(
-    a: str,
-    b: str,
-    spec: Path | None,
-    *,
-    fold: bool = False,
-    fix: Sequence[str] = (),
-    shared_tokens: bool = False,
-) -> Pair:
-    """Open two models and check that they fit each other."""
-    from regauge.matching.pairs import make_pair
-
-    return make_pair(
-        open_source(a, spec),
-        open_source(b, spec),
-        fold=fold,
-        fix=fix,
-        shared_tokens=shared_tokens,
-    )
+def report_discoveries(discoveries: Iterable[Discovery]) -> None:
+    """Report the models whose symmetry was inferred."""
+    for discovery in discoveries:
+        info(
+            "no family describes this model: its symmetry was inferred from its graph, and "
+            f"verified to {discovery.error:.1e} on {discovery.verified_on}"
+        )
 
 
 def parse_layers(text: str | None) -> list[int] | None:

@@ -1,17 +1,13 @@
-"""A sample of data on the command line: its options, and their parsers."""
+"""Options that name data, and their parsers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
-    import torch
-
-    from regauge.checkpoints.reader import Checkpoint
-    from regauge.data.tasks import Examples
+    from regauge.data.sources import DataSource
 
 Field = Annotated[
     list[str] | None,
@@ -59,52 +55,33 @@ SelfWritten = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """The source of examples, and the options to read them."""
+def read_options(
+    uri: str,
+    field: list[str] | None = None,
+    split: str = "test",
+    tokenizer: str | None = None,
+    length: int | None = None,
+    mean: str | None = None,
+    std: str | None = None,
+    samples: int | None = None,
+    labels: bool = False,
+    attributes: tuple[str, ...] = (),
+) -> DataSource:
+    """Return the source that the options name."""
+    from regauge.data.sources import DataSource
 
-    uri: str
-    field: list[str] | None = None
-    split: str = "test"
-    tokenizer: str | None = None
-    length: int | None = None
-    mean: str | None = None
-    std: str | None = None
-
-    attributes: tuple[str, ...] = ()
-
-    def read(
-        self, model: torch.nn.Module, checkpoint: Checkpoint, labelled: bool = True
-    ) -> tuple[Examples, dict[str, Any]]:
-        """Return the examples as inputs of this model, and its task. Without `labelled`, labels are
-        not required.
-        """
-        fields = parse_fields(self.field)
-        if self.attributes:
-            fields = {
-                "image": "image",
-                **(fields or {}),
-                **{name: name for name in self.attributes},
-            }
-        channels = [
-            parse_numbers(text, name) for text, name in ((self.mean, "--mean"), (self.std, "--std"))
-        ]
-        from regauge.data.datasets import open_data
-        from regauge.data.tasks import read_examples
-
-        dataset = open_data(self.uri, fields=fields, split=self.split)
-        folder = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
-        return read_examples(
-            model,
-            dataset,
-            beside=folder,
-            tokenizer=self.tokenizer,
-            length=self.length,
-            mean=channels[0],
-            std=channels[1],
-            labelled=labelled,
-            attributes=self.attributes,
-        )
+    return DataSource(
+        uri,
+        samples=samples,
+        labels=labels,
+        fields=tuple((parse_fields(field) or {}).items()),
+        split=split,
+        tokenizer=tokenizer,
+        length=length,
+        mean=tuple(parse_numbers(mean, "--mean") or ()),
+        std=tuple(parse_numbers(std, "--std") or ()),
+        attributes=attributes,
+    )
 
 
 def parse_fields(values: list[str] | None) -> dict[str, str] | None:
@@ -128,10 +105,3 @@ def parse_numbers(text: str | None, name: str) -> list[float] | None:
         raise typer.BadParameter(
             f"must be comma-separated numbers, got {text!r}", param_hint=name
         ) from error
-
-
-def inputs_of(examples: Examples, count: int, seed: int, batch: int = 16) -> list[dict[str, Any]]:
-    """Return the inputs of some examples, without their labels, in batches."""
-    from regauge.data.tasks import sample_batches
-
-    return [inputs for inputs, _ in sample_batches(examples, count, seed, batch)]

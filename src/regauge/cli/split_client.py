@@ -216,7 +216,7 @@ def train(
     if resume and journal is None:
         raise typer.BadParameter("requires the --journal DIR of the run", param_hint="--resume")
     defences = _parse_defences(rows, keep_cls, defence)
-    source = sample.Sample(data, field, split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, split, tokenizer, length, mean, std)
     connection = _connect_options(
         tls, client_name, insecure, key, passphrase_file, defences, codec, patience, dtype, device
     )
@@ -247,7 +247,7 @@ def train(
         result = run(
             model,
             server,
-            source.read,
+            source,
             out=out,
             journal=journal,
             resume=resume,
@@ -306,7 +306,7 @@ def predict(
     language model.
     """
     defences = _parse_defences(rows, keep_cls, defence)
-    source = sample.Sample(data, field, split, tokenizer, length, mean, std)
+    source = sample.read_options(data, field, split, tokenizer, length, mean, std)
     connection = _connect_options(
         tls, client_name, insecure, key, passphrase_file, defences, codec, patience, dtype, device
     )
@@ -319,7 +319,7 @@ def predict(
         result = run(
             model,
             server,
-            source.read,
+            source,
             samples=samples,
             batch_size=batch,
             connection=connection,

@@ -22,13 +22,17 @@ def write_moved(
     resume: bool,
     threads: int | None,
 ) -> WriteResult:
-    """Write a plan under a progress bar, and report NaN values, skipped files and
-    resumed shards.
-    """
+    """Write a plan under a progress bar, and report on it."""
     from regauge.checkpoints.writer import write_plan
 
     with output_progress(out, action) as progress:
         written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
+    report_written(written)
+    return written
+
+
+def report_written(written: WriteResult) -> None:
+    """Report NaN values, skipped files and resumed shards."""
     if written.nonfinite:
         names = ", ".join(written.nonfinite[:5]) + (
             f" and {len(written.nonfinite) - 5} more" if len(written.nonfinite) > 5 else ""
@@ -38,7 +42,6 @@ def write_moved(
         info(f"not copied (weights in other formats, keys, elements): {', '.join(written.skipped)}")
     if written.resumed:
         info(f"resumed from the interrupted run: {', '.join(sorted(written.resumed))}")
-    return written
 
 
 def summary(g: Element) -> str:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from regauge.core.assignment import best_assignment
 from regauge.core.members import MAX_STRETCH, Complexes, Layout, Monomial, planes, stretch_ratio
 from regauge.core.rng import Floats, Ints
 
@@ -68,13 +69,11 @@ def assign(scores: Floats) -> Ints:
 
 
 def _assign_one(score: Floats) -> Ints:
-    from scipy.optimize import linear_sum_assignment
-
     best = np.asarray(score.argmax(1))
     if len(np.unique(best)) == len(best):  # the rows' maxima are a permutation already
         return best
     cost = _precondition_cost(score) if len(score) >= PRECONDITION_SIZE else -score
-    return np.asarray(linear_sum_assignment(cost)[1])
+    return best_assignment(cost)
 
 
 def _precondition_cost(score: Floats, rounds: int = 8) -> Floats:

@@ -27,11 +27,12 @@ def show_merge(context: DemoContext) -> Results:
     need("sklearn", "experiments")
     import torch
 
-    from regauge import apply, fold_norms, merge, spec_of
+    from regauge import apply, fold_norms, spec_of
     from regauge.data.tasks import Examples
     from regauge.matching import match_states
     from regauge.matching.connectivity import connect
     from regauge.matching.refine import refine
+    from regauge.merging import merge_states
     from regauge.models.summary import format_columns
 
     images, labels = load_images()
@@ -75,7 +76,7 @@ def show_merge(context: DemoContext) -> Results:
         "matched, and refined without labels": (apply(refined, folded_a), folded_b),
     }
     for name, pair in pairs.items():
-        mixed.load_state_dict(merge(pair, "linear"))
+        mixed.load_state_dict(merge_states(pair, "linear"))
         accuracies[name] = accuracy(mixed, test, test_labels)
     rows = [
         ("digits", "accuracy"),

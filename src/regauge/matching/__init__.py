@@ -8,7 +8,9 @@
 One algorithm over the spec serves every family. Read `search` first: its `match_states` is the
 whole loop.
 
-    api, pairs       `match` and `compare` of what users hold; two models checked against each other
+    api, barrier_report
+                     `match`, `compare` and `barrier` of what users hold
+    pairs, live_pair two models checked against each other, and run
     search           the loop: first pass, sweeps
     preparation      both states checked, spaces and their groups selected, worker processes
     blocks, costs    tensors cut by their axes, and the pairs of blocks that are compared
@@ -16,6 +18,7 @@ whole loop.
     closed_forms     formulas beyond one group: basis-free cosines of heads, two-level assignment,
                      and those of paper 003
     report           findings, tables and text of a match and of a comparison
+    saved_parts      finished parts, so that an interrupted search repeats none
     result           the element with distances before, after and at every step
     activations      inputs and recorded activations, for matching by function
     refine, tangents learned steps on the group, towards a low loss between the models

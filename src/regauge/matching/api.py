@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.element_files import save_element
+from regauge.checkpoints.plan import check_new, check_target
+from regauge.checkpoints.resume import StateStore
 from regauge.core.action import apply
 from regauge.core.element import Element, identity
 from regauge.core.groups import Kind
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
+from regauge.core.threads import limited_threads, within_threads
 from regauge.errors import MatchError
 from regauge.matching import Match
 from regauge.matching.compare import Comparison, compare_states
+from regauge.matching.live_pair import LivePair, describe_inputs, digest_of_inputs
 from regauge.matching.pairs import Pair, open_pair
 from regauge.matching.report import (
     format_comparison,
@@ -33,15 +38,14 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.writer import WriteResult
+    from regauge.matching.live_pair import Inputs
     from regauge.matching.refine import Refinement
     from regauge.models.sources import Source
-
-    Batches = Sequence[Mapping[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class MatchOptions:
-    """Options of the search; see `regauge.matching.search.match_states`.
+    """Options of a match; of a comparison those of the search (see `match_states`).
 
     Attributes:
         spaces: the spaces that take part ("qk", "head.3", ...); all by default.
@@ -53,6 +57,9 @@ class MatchOptions:
         nearest: let sweeps also move spaces that tables determine.
         rescale: add one factor per head to its rotation (paper 003).
         workers: the number of processes.
+        samples: the number of examples to read from data, or of texts to generate.
+        seed: the seed of both, and of the refinement.
+        refine_steps: steps of the refinement.
     """
 
     spaces: Sequence[str] | None = None
@@ -64,10 +71,14 @@ class MatchOptions:
     nearest: bool = True
     rescale: bool = False
     workers: int = 1
+    samples: int = 64
+    seed: int = 0
+    refine_steps: int = 200
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the options as keyword arguments of `match_states`."""
-        return dict(self.__dict__)
+    def for_search(self) -> dict[str, Any]:
+        """Return the options of `match_states`."""
+        others = ("samples", "seed", "refine_steps")
+        return {name: value for name, value in self.__dict__.items() if name not in others}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +91,7 @@ class ModelMatch(ResultView):
         facts: facts of the run, for the report.
         refined: the refinement by gradient descent, if there was one.
         by_weights: whether the distance of the weights was minimized.
+        store: the saved parts of the search, which `save` deletes.
     """
 
     pair: Pair
@@ -87,6 +99,7 @@ class ModelMatch(ResultView):
     facts: Mapping[str, Any]
     refined: Refinement | None = None
     by_weights: bool = True
+    store: StateStore | None = None
 
     @property
     def element(self) -> Element:
@@ -118,28 +131,69 @@ class ModelMatch(ResultView):
         """Return the aligned A as a state dict."""
         return apply(self.element, self.pair.a.state)
 
-    def save(self, out: str | Path) -> WriteResult:
+    def save(
+        self,
+        out: str | Path,
+        *,
+        resume: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> WriteResult:
         """Write the aligned A, with match.json, to a new folder or .safetensors file.
+
+        Args:
+            out: the output.
+            resume: keep the shards that an interrupted run of the same match has finished.
+            threads: the number of threads.
+            progress: called with the bytes written and the total.
 
         Raises:
             CheckpointError: the output exists, overlaps an input, or cannot be written.
         """
-        return self._write(self.pair.a, Path(out), self.element, match_json=self.to_json().encode())
+        report = {"match_json": self.to_json().encode()}
+        written = self._write(self.pair.a, out, self.element, report, resume, threads, progress)
+        if self.store is not None:
+            self.store.delete()
+        return written
 
-    def save_b(self, out: str | Path) -> WriteResult:
-        """Write B as it was prepared, with folded norms or fixed gauges: what A is aligned with."""
-        return self._write(self.pair.b, Path(out), identity(self.pair.spec))
+    def save_b(
+        self,
+        out: str | Path,
+        *,
+        resume: bool = False,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> WriteResult:
+        """Write B as it was prepared, with folded norms or fixed gauges: what A is aligned with.
+        The arguments are those of `save`.
+        """
+        return self._write(
+            self.pair.b, out, identity(self.pair.spec), {}, resume, threads, progress
+        )
 
     def save_element(self, path: str | Path) -> None:
         """Write the element to a new file."""
         save_element(self.element, Path(path), new=True)
 
-    def _write(self, side: Any, out: Path, g: Element, **small: bytes) -> WriteResult:
+    def _write(
+        self,
+        side: Any,
+        out: str | Path,
+        g: Element,
+        small: Mapping[str, bytes],
+        resume: bool,
+        threads: int | None,
+        progress: Progress | None,
+    ) -> WriteResult:
         from regauge.checkpoints.writer import write_plan
 
         thunks = side.thunks(g)
         mode = self.pair.a.checkpoint.mode & self.pair.b.checkpoint.mode
-        return write_plan(out, side.plan(out, g, thunks, mode=mode, **small), thunks)
+        plan = side.plan(Path(out), g, thunks, mode=mode, **small)
+        with limited_threads(threads):
+            return write_plan(
+                Path(out), plan, thunks, progress=progress, resume=resume, threads=threads
+            )
 
     def __str__(self) -> str:
         return format_match(self.match, self.results)
@@ -184,6 +238,7 @@ class ModelComparison(ResultView):
         return f"<comparison of {' and '.join(names)}: {self.verdict}>"
 
 
+@within_threads
 def match(
     a: Source,
     b: Source,
@@ -192,9 +247,13 @@ def match(
     fold: bool = False,
     fix: Sequence[str] = (),
     shared_tokens: bool = False,
-    data: Batches | Literal["self"] | None = None,
-    refine: Batches | Literal["self"] | None = None,
+    data: Inputs | None = None,
+    refine: Inputs | None = None,
     options: MatchOptions | None = None,
+    out: str | Path | None = None,
+    outputs: Sequence[str | Path] = (),
+    resume: bool | None = False,
+    facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ModelMatch:
     """Align A with B: the same function as A, in the basis nearest to B.
@@ -208,10 +267,16 @@ def match(
             with the folded B, which `save_b` writes.
         fix: gauges to fix in both first: "keys", "values", "balance".
         shared_tokens: match by the shared tokens of two different vocabularies.
-        data: match by activations: batches of inputs, or "self" for text that the models generate.
-            By default by the weights.
-        refine: refine the element by gradient descent on these batches, or on generated text.
-        options: options of the search.
+        data: match by activations: the path or hub id of a dataset, a `DataSource`, batches of
+            inputs, or "self" for text that the models generate. By default by the weights.
+        refine: refine the element by gradient descent on such data.
+        options: options of the match.
+        out: the output that `save` will write. It is checked first, and finished parts of the
+            search are saved beside it.
+        outputs: further new files and folders, which are checked first.
+        resume: continue from the parts that an interrupted match of the same inputs has saved
+            beside `out`; None saves nothing.
+        facts: further facts of the run, for the report.
         progress: the progress callback.
 
     Returns:
@@ -220,71 +285,122 @@ def match(
     Raises:
         MatchError: the two do not fit each other, or hold values that are not finite.
         LockError: one of them is locked.
+        CheckpointError: an output exists or overlaps an input.
 
     Example:
         >>> # m = regauge.match("A", "B")
         >>> # m.distance_before, m.distance
         >>> # m.save("A-aligned")
     """
+    chosen = options or MatchOptions()
+    targets = [Path(path) for path in (*([] if out is None else [out]), *outputs)]
+    _require_separate(targets)
+    for target in targets:  # before fixing gauges, which reads both models
+        check_new(target)
     pair = open_pair(a, b, spec, fold=fold, fix=fix, shared_tokens=shared_tokens)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
-    return match_pair(pair, data=data, refine=refine, options=options, progress=progress)
-
-
-def match_pair(
-    pair: Pair,
-    *,
-    data: Batches | Literal["self"] | None = None,
-    refine: Batches | Literal["self"] | None = None,
-    refine_steps: int = 200,
-    samples: int = 64,
-    seed: int = 0,
-    options: MatchOptions | None = None,
-    facts: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-    **state: Any,
-) -> ModelMatch:
-    """Match two models that were opened by `open_pair`; as `match`.
-
-    Args:
-        pair: the two models.
-        data: as in `match`.
-        refine: as in `match`.
-        refine_steps: steps of the refinement.
-        samples: texts to generate for "self".
-        seed: seed of the generated text and of the refinement.
-        options: options of the search.
-        facts: facts of the run, for the report.
-        progress: the progress callback.
-        state: `start`, `known_spaces` and `save` of `match_states`, to resume a search.
-    """
-    chosen = (options or MatchOptions()).to_dict()
-    loaded = None
-    activations, batches = None, None
-    if data is not None or refine is not None:
-        loaded = LoadedPair(pair, samples, seed)
-        batches = None if refine is None else loaded.batches_or_generated(refine)
-        if data is not None:
-            activations = loaded.record_activations(loaded.batches_or_generated(data))
+        for target in targets:
+            for source in side.checkpoint.sources:
+                check_target(target, source)
+    live = LivePair(pair, chosen.samples, chosen.seed)
+    to_refine, to_match = live.read(refine), live.read(data)
+    report = progress or (lambda done, total, label: None)
+    store = None
+    if out is not None and resume is not None:
+        store = StateStore.beside(
+            Path(out), _label(pair, chosen, fold, fix, digest_of_inputs(to_match))
+        )
+        if not resume:
+            store.delete()
+    activations = None
+    if to_match is not None:
+        report(0, 1, "recording the activations of both models")
+        activations = live.record_activations(to_match)
     found = match_states(
         pair.spec,
         pair.a.state,
         pair.b.state,
         rows=pair.rows,
         activations=activations,
+        store=store,
         progress=progress,
-        **chosen,
-        **state,
+        **chosen.for_search(),
     )
-    result = ModelMatch(pair, found, facts or {}, by_weights=activations is None)
-    if loaded is None or batches is None:
-        return result
-    refined = loaded.refine(found.element, batches, refine_steps, progress)
-    found = found.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
-    return replace(result, match=found, refined=refined)
+    refined = None
+    if to_refine is not None:
+        refined = live.refine(found.element, to_refine, chosen.refine_steps, progress)
+        found = found.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
+    facts = {
+        **(facts or {}),
+        **_names_of(a, b, pair),
+        "folded": fold,
+        "fixed": list(fix),
+        "group": chosen.within,
+        "by": describe_inputs(data),
+        **_facts_of_refinement(refine, refined),
+    }
+    return ModelMatch(pair, found, facts, refined, activations is None, store)
 
 
+def _label(
+    pair: Pair, options: MatchOptions, fold: bool, fix: Sequence[str], data_digest: str
+) -> bytes:
+    """Return everything that determines the parts of a search."""
+    from regauge import __version__
+
+    stamps = [side.checkpoint.stamps for side in (pair.a, pair.b)]
+    others = ("workers", "sweeps", "refine_steps")  # any number of sweeps has the same parts
+    settings = {name: value for name, value in asdict(options).items() if name not in others}
+    return json.dumps(
+        [
+            __version__,
+            stamps,
+            [pair.spec.family, repr(pair.spec.spaces), dict(pair.spec.tensors)],
+            [fold, list(fix), len(pair.rows)],
+            settings,
+            data_digest,
+        ],
+        default=str,
+    ).encode()
+
+
+def _require_separate(targets: Sequence[Path]) -> None:
+    """Raise if an output lies in another one: an element is a secret, and must not be published."""
+    paths = [target.resolve() for target in targets]
+    for i, path in enumerate(paths):
+        for j, other in enumerate(paths):
+            if i != j and path.is_relative_to(other):
+                raise MatchError(
+                    f"outputs must not overlap, got {targets[i]} and {targets[j]}",
+                    hint="keep each output, and the element, in a place of its own",
+                )
+
+
+def _names_of(a: Source, b: Source, pair: Pair) -> dict[str, str]:
+    """Return the names of the two models, as facts."""
+    sources = {"a": (a, pair.a), "b": (b, pair.b)}
+    return {
+        key: str(source) if isinstance(source, str | Path) else side.checkpoint.path.name
+        for key, (source, side) in sources.items()
+    }
+
+
+def _facts_of_refinement(inputs: Inputs | None, refined: Refinement | None) -> dict[str, Any]:
+    """Return the facts of a refinement."""
+    if refined is None:
+        return {}
+    about = {
+        "data": describe_inputs(inputs),
+        "steps": refined.best_step,
+        "seconds": round(refined.seconds, 1),
+        "divergence before": refined.initial_loss,
+        "divergence after": refined.loss,
+    }
+    return {"refined": about}
+
+
+@within_threads
 def compare(
     a: Source,
     b: Source,
@@ -294,6 +410,7 @@ def compare(
     shared_tokens: bool = False,
     options: MatchOptions | None = None,
     seed: int = 0,
+    facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ModelComparison:
     """Measure whether two models share a basis, directly or after matching.
@@ -306,24 +423,14 @@ def compare(
         shared_tokens: compare by the shared tokens of two different vocabularies.
         options: options of the search; by default three sweeps.
         seed: the seed of the shuffled control.
+        facts: further facts of the run, for the report.
         progress: the progress callback.
 
     Example:
         >>> # regauge.compare("A", "B").verdict
     """
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
-    return compare_pair(pair, options=options, seed=seed, progress=progress)
-
-
-def compare_pair(
-    pair: Pair,
-    *,
-    options: MatchOptions | None = None,
-    seed: int = 0,
-    facts: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
-) -> ModelComparison:
-    """Compare two models that were opened by `open_pair`; as `compare`."""
+    chosen = options or MatchOptions(sweeps=3)
     comparison = compare_states(
         pair.spec,
         pair.a.state,
@@ -331,70 +438,13 @@ def compare_pair(
         seed=seed,
         rows=pair.rows,
         progress=progress,
-        **(options or MatchOptions(sweeps=3)).to_dict(),
+        **chosen.for_search(),
     )
-    return ModelComparison(pair, comparison, facts or {})
-
-
-class LoadedPair:
-    """Both models in memory, with the weights that are matched, folded or not."""
-
-    def __init__(self, pair: Pair, samples: int, seed: int) -> None:
-        from regauge.models.load import load_model
-
-        self.pair, self.samples, self.seed = pair, samples, seed
-        sides = (pair.a, pair.b)
-        self.models = [
-            load_model(side.checkpoint, "float32") if module is None else module
-            for side, module in zip(sides, pair.modules, strict=True)
-        ]
-        self.states = [
-            {n: v.float() if v.is_floating_point() else v for n, v in side.state.items()}
-            for side in sides
-        ]
-
-    def batches_or_generated(self, batches: Batches | Literal["self"]) -> list[dict[str, Any]]:
-        """Return the batches, or text that the two models generate."""
-        if not isinstance(batches, str):
-            return [dict(batch) for batch in batches]
-        if batches != "self":
-            raise MatchError(
-                f'data must be batches of inputs or "self", got {batches!r}',
-                hint='read examples with regauge.data, or pass "self" for language models',
-            )
-        from regauge.matching.activations import generate_text
-
-        return generate_text(self.models, count=self.samples, seed=self.seed, batch_size=8)
-
-    def record_activations(self, batches: list[dict[str, Any]]) -> tuple[Any, Any]:
-        """Record the activations of both models on these batches."""
-        from regauge.matching.activations import record
-
-        of_a, of_b = (
-            record(model, state, self.pair.spec, batches)
-            for model, state in zip(self.models, self.states, strict=True)
-        )
-        return of_a, of_b
-
-    def refine(
-        self, g: Element, batches: list[dict[str, Any]], steps: int, progress: Progress | None
-    ) -> Refinement:
-        """Refine an element by gradient descent on these batches."""
-        from regauge.matching.refine import Evaluation, refine
-
-        def report(mark: Evaluation) -> None:
-            if progress is not None:
-                message = f"refinement: divergence from the ends {mark.held_out_loss:.4f}"
-                progress(mark.step, steps, message if mark.step < steps else "")
-
-        return refine(
-            self.pair.spec,
-            self.states[0],
-            self.states[1],
-            g,
-            self.models[0],
-            batches,
-            steps=steps,
-            seed=self.seed,
-            on_mark=report,
-        )
+    facts = {
+        **(facts or {}),
+        **_names_of(a, b, pair),
+        "folded": fold,
+        "group": chosen.within,
+        "seed": seed,
+    }
+    return ModelComparison(pair, comparison, facts)

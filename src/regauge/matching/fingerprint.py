@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,15 @@ from regauge.core.canonical import canonical_json
 from regauge.core.fold import fold_lazily
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
+from regauge.core.threads import within_threads
 from regauge.errors import CheckpointError
 from regauge.matching.invariants import find_nonfinite, invariants
 from regauge.models.sources import require_fit, resolve
+from regauge.results.findings import Results, Table
+from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
+    from regauge.models.discovery import Discovery
     from regauge.models.sources import Source
 
 VERSION = 1
@@ -42,18 +46,21 @@ _NUMBER = re.compile(r"(?<=\.)\d+\b")
 
 
 @dataclass(frozen=True)
-class Fingerprint:
+class Fingerprint(ResultView):
     """The fingerprint of a model.
 
     Attributes:
         digests: by two grids half a step apart.
         rows: for each kind of invariant (its name without the layer) the count, and the smallest,
-            mean
-            and largest root mean square.
+            mean and largest root mean square.
+        family: the family of the model.
+        discoveries: how its spec was discovered, if no family describes the model.
     """
 
     digests: tuple[str, str]
     rows: tuple[tuple[str, int, float, float, float], ...]
+    family: str = ""
+    discoveries: tuple[Discovery, ...] = ()
 
     def is_same(self, other: Fingerprint) -> bool:
         """Return whether two models are the same up to an element and rounding.
@@ -66,12 +73,37 @@ class Fingerprint:
         """Return the fingerprint as JSON values."""
         names = ("name", "count", "least", "mean", "most")
         return {
+            "family": self.family,
             "version": VERSION,
             "digests": list(self.digests),
             "invariants": [dict(zip(names, row, strict=True)) for row in self.rows],
         }
 
+    @property
+    def results(self) -> Results:
+        """The digests as facts, and the table of invariants."""
+        columns = ("invariant", "count", "min", "mean", "max")
+        table = Table("Root mean squares", columns, self.rows)
+        facts = {"family": self.family, "digests": list(self.digests)}
+        return Results(f"Fingerprint {self.digests[0]}", (), (table,), (), facts)
 
+    def __str__(self) -> str:
+        width = max((len(row[0]) for row in self.rows), default=0)
+        lines = [
+            f"{self.family}  {self.digests[0]}  {self.digests[1]}",
+            f"{'root mean square of':{width}}  count       min      mean       max",
+        ]
+        lines += [
+            f"{name:{width}}  {count:5}  {low:8.4g}  {mean:8.4g}  {high:8.4g}"
+            for name, count, low, mean, high in self.rows
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<fingerprint {' '.join(self.digests)} of a {self.family or 'model'}>"
+
+
+@within_threads
 def fingerprint(source: Source, *, spec: Spec | str | Path | None = None) -> Fingerprint:
     """Compute the fingerprint of a model.
 
@@ -89,7 +121,8 @@ def fingerprint(source: Source, *, spec: Spec | str | Path | None = None) -> Fin
     """
     model = resolve(source, spec)
     require_fit(model.checkpoint, model.spec)
-    return fingerprint_state(model.spec, model.checkpoint)
+    discoveries = () if model.discovery is None else (model.discovery,)
+    return replace(fingerprint_state(model.spec, model.checkpoint), discoveries=discoveries)
 
 
 def fingerprint_state(spec: Spec, state: State) -> Fingerprint:
@@ -133,6 +166,7 @@ def fingerprint_state(spec: Spec, state: State) -> Fingerprint:
             _GRIDS.get(itemsize, 3e-3),
         ),
         tuple(_summarize(sizes)),
+        spec.family,
     )
 
 

@@ -12,11 +12,12 @@ from regauge.checkpoints.transform import TransformSource, prepare_source
 from regauge.core.spec import Spec
 from regauge.errors import MatchError
 from regauge.matching.costs import SharedRows
-from regauge.models.sources import Model, require_fit, resolve
+from regauge.models.sources import require_fit, resolve
 
 if TYPE_CHECKING:
     import torch
 
+    from regauge.models.discovery import Discovery
     from regauge.models.sources import Source
 
 
@@ -29,12 +30,14 @@ class Pair:
         b: the second.
         rows: the rows of tables that both have, if their vocabularies differ.
         modules: the live modules, where the sources were modules.
+        discoveries: how specs were discovered, for models that no family describes.
     """
 
     a: TransformSource
     b: TransformSource
     rows: dict[str, SharedRows]
     modules: tuple[torch.nn.Module | None, torch.nn.Module | None] = (None, None)
+    discoveries: tuple[Discovery, ...] = ()
 
     @property
     def spec(self) -> Spec:
@@ -64,29 +67,16 @@ def open_pair(
     Raises:
         MatchError: if their families, sizes or groups differ.
     """
-    return make_pair(
-        resolve(a, spec), resolve(b, spec), fold=fold, fix=fix, shared_tokens=shared_tokens
-    )
-
-
-def make_pair(
-    first: Model,
-    second: Model,
-    *,
-    fold: bool = False,
-    fix: Sequence[str] = (),
-    shared_tokens: bool = False,
-) -> Pair:
-    """Check that two models fit each other; as `open_pair`."""
+    first, second = resolve(a, spec), resolve(b, spec)
     for model in (first, second):
         require_fit(model.checkpoint, model.spec)
     (checkpoint_a, spec_a), (checkpoint_b, spec_b) = (
         (model.checkpoint, model.spec) for model in (first, second)
     )
-    a, b = checkpoint_a.path, checkpoint_b.path
     if spec_a.family != spec_b.family:
         raise MatchError(
-            f"models must be of one family, got {spec_a.family} ({a}) and {spec_b.family} ({b})",
+            f"models must be of one family, got {spec_a.family} "
+            f"({checkpoint_a.path}) and {spec_b.family} ({checkpoint_b.path})",
             hint="regauge inspect shows the family of a model",
         )
     rows = _shared_rows(checkpoint_a, checkpoint_b, spec_a, shared_tokens)
@@ -96,7 +86,7 @@ def make_pair(
             f"\n  ... and {len(differences) - 10} more" if len(differences) > 10 else ""
         )
         raise MatchError(
-            f"{a} and {b} have different shapes\n{listing}",
+            f"{checkpoint_a.path} and {checkpoint_b.path} have different shapes\n{listing}",
             hint="matching requires equal depth and width; if only the vocabularies differ, pass "
             "--shared-tokens",
         )
@@ -105,6 +95,7 @@ def make_pair(
         _prepare(checkpoint_b, spec_b, fold, fix),
         rows,
         (first.module, second.module),
+        tuple(m.discovery for m in (first, second) if m.discovery is not None),
     )
 
 

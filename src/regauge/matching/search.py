@@ -19,7 +19,7 @@ which is counted from the axes strings.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,9 +34,11 @@ from regauge.errors import MatchError
 from regauge.matching.costs import Costs, SharedRows, Weights
 from regauge.matching.preparation import require_pair, select_groups, worker_pool
 from regauge.matching.result import Match, SearchLog
+from regauge.matching.saved_parts import SavedParts
 from regauge.matching.solver import Solver
 
 if TYPE_CHECKING:
+    from regauge.checkpoints.resume import StateStore
     from regauge.matching.activations import Activations
 
 MAX_SWEEPS = 10
@@ -63,7 +65,7 @@ def match_states(
     whole: bool = False,
     workers: int = 1,
     known_spaces: Iterable[str] | None = None,
-    save: Callable[[Element, list[str]], None] | None = None,
+    store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> Match:
     """Find the element that moves a closest to b, both states of this spec.
@@ -94,8 +96,8 @@ def match_states(
         whole: compare key biases as stored, as paper 003 does, although softmax cancels them.
         workers: the number of processes. Layers are independent once the stream is known.
         known_spaces: the spaces that `start` already solves; all by default.
-        save: called after each independent part with the element and the solved spaces so far;
-            pass both as `start` and `known_spaces` to resume.
+        store: where finished parts are saved. A search that is given the parts of an interrupted
+            one repeats none of them, and returns the same element.
         progress: the progress callback.
 
     Returns:
@@ -117,26 +119,27 @@ def match_states(
         return log.result(identity(spec), (), "the two are equal")
     report = progress or (lambda done, total, label: None)
     solver = Solver(costs, groups, start or identity(spec), rescale=rescale, nearest=nearest)
-    solver.save = save
+    solver.parts = SavedParts(spec, store)
     if start is not None and known_spaces is None:
         known_spaces = solver.groups
     solver.known |= set(known_spaces or ())
 
     with worker_pool(workers) as solver.pool:
         # Solve each space given those that are known, the one with the most evidence first.
-        report(0, sweeps + 1, "first pass")
+        report(0, sweeps + 1, solver.stage)
         order = [space for space in solver.groups if space in solver.known]
         order += first_pass(solver)
-        log.record("first pass", solver.g)
+        log.record(solver.stage, solver.g)
         if activations is not None:  # these gave the start; sweeps minimize the weights' distance
             solver.costs = make_costs()
         # Solve each space again given all others, until nothing improves.
         for i in range(sweeps):
             if log.squared <= EXACT_TOLERANCE * sum(log.size.values()):
                 break
-            report(i + 1, sweeps + 1, f"sweep {i + 1}")
+            solver.stage = f"sweep {i + 1}"
+            report(i + 1, sweeps + 1, solver.stage)
             sweep(solver, order)
-            gain = log.record(f"sweep {i + 1}", solver.g)
+            gain = log.record(solver.stage, solver.g)
             if gain <= MIN_GAIN * log.squared:
                 break
     report(sweeps + 1, sweeps + 1, "")
@@ -168,7 +171,7 @@ def first_pass(solver: Solver, spaces: Iterable[str] | None = None) -> list[str]
         best = max(evidence, key=lambda spaces: evidence[spaces])
         if evidence[best] <= 0:
             break
-        solved = solver.solve_factors(*best) if len(best) == 2 else solver.solve(*best)
+        solved = solver.solve_once(*best)
         if not solved:
             break
         order += solved
@@ -196,7 +199,7 @@ def resolve(solver: Solver, spaces: Iterable[str]) -> None:
     solved: set[str] = set()
     for space in spaces:
         if space not in solved and not solver.is_inner(space):
-            solved.update(solver.solve(space, all_tensors=True))
+            solved.update(solver.solve_once(space, all_tensors=True))
 
 
 def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> list[str]:
@@ -206,16 +209,18 @@ def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> l
         The spaces in the order in which they were solved.
     """
     order: list[str] = []
-    tasks = [(solver, unit, first) for unit in units]
+    units = list(units)
+    saved = {unit[0]: solver.parts.load(solver.part_key(unit[0])) for unit in units}
+    tasks = [(solver, unit, first) for unit in units if saved[unit[0]] is None]
     try:
-        for solved, members in (
+        parts = iter(
             solver.pool.map(_solve_unit, tasks) if solver.pool else map(_solve_unit, tasks)
-        ):
+        )
+        for key, part in saved.items():
+            solved, members = part or solver.parts.save(solver.part_key(key), *next(parts))
             order += solved
             solver.known.update(solved)
             solver.g = Element(solver.spec, {**solver.g.members, **members})
-            if solver.save:
-                solver.save(solver.g, sorted(solver.known & solver.groups.keys()))
     except BrokenProcessPool as error:
         raise MatchError(
             "a worker process was killed, most likely because memory ran out",

@@ -8,7 +8,7 @@ children (heads, experts) are assigned by cosines that do not depend on the basi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from regauge.matching.closed_forms import (
     solve_rescaling,
 )
 from regauge.matching.costs import Costs
+from regauge.matching.saved_parts import SavedParts
 
 # Tables with so many rows for each coordinate of a space determine it on their own.
 ROWS_PER_COORDINATE = 2
@@ -50,7 +51,7 @@ class Solver:
         rescale: add one factor to each rotation of a general linear space.
         nearest: let sweeps also solve spaces that tables determine.
         pool: worker processes, if there are any.
-        save: called with the element and the solved spaces after each unit.
+        stage: the name of the current step: the first pass, or a sweep.
         units: the spaces that were solved independently of each other in the first pass.
     """
 
@@ -61,11 +62,12 @@ class Solver:
     rescale: bool = False
     nearest: bool = True
     pool: Executor | None = None
-    save: Callable[[Element, list[str]], None] | None = None
+    stage: str = "first pass"
     units: list[list[str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.spec = self.costs.spec
+        self.parts = SavedParts(self.spec)
         self.groups = {
             s: group for s, group in self.groups.items() if not isinstance(group, Trivial)
         }
@@ -73,7 +75,25 @@ class Solver:
 
     def __getstate__(self) -> dict[str, Any]:
         """Drop what worker processes neither need nor can unpickle."""
-        return {**self.__dict__, "pool": None, "save": None}
+        return {**self.__dict__, "pool": None, "parts": SavedParts(self.spec)}
+
+    def part_key(self, *spaces: str) -> str:
+        """Return the key of a part of the current step."""
+        return " ".join((self.stage, *spaces))
+
+    def solve_once(self, *spaces: str, all_tensors: bool = False) -> list[str]:
+        """Solve a space, or the first of two factors, unless it was solved and saved before."""
+
+        def compute() -> tuple[list[str], Element]:
+            solved = (
+                self.solve(*spaces, all_tensors=all_tensors)
+                if len(spaces) == 1
+                else self.solve_factors(*spaces)
+            )
+            return solved, self.g
+
+        solved, self.g = self.parts.once(self.part_key(*spaces), self.g, compute)
+        return solved
 
     def solve(self, space: str, *, all_tensors: bool = False) -> list[str]:
         """Solve one space, with the spaces that are assigned together with it, and update `g`.

@@ -1,9 +1,9 @@
 """Merging: several models of one architecture into one.
 
-    merge(states, "ties", base=base, weight=[0.5, 0.5], density=0.4)
-    merge(states, "regmean", statistics=[grams(module, s, batches) for s in states], alpha=0.9)
-    merge(states, "ot_acts", spec=spec,
-          statistics=[activations(module, s, batches) for s in states])
+    merge_states(states, "ties", base=base, weight=[0.5, 0.5], density=0.4)
+    merge_states(states, "regmean", statistics=[grams(module, s, batches) for s in states])
+    merge_states(states, "ot_acts", spec=spec,
+                 statistics=[activations(module, s, batches) for s in states])
 
 State dicts go in, a new state dict comes out.
 
@@ -14,9 +14,9 @@ State dicts go in, a new state dict comes out.
     engine           checkpoints streamed through all of it, from a recipe to a folder
     basis            the check that models share a basis, and their alignment
     statistics       Fisher information, Gram matrices and activations; `data_pass` computes them
+    api              `merge` of what users hold
     transport        optimal transport between two models
     tokens           embedding tables of models with different vocabularies
-    state_store      saved state of an interrupted merge
     card             the model card
 """
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
     State = Mapping[str, torch.Tensor]
 
-__all__ = ["merge", "merge_tensors"]
+__all__ = ["merge_states", "merge_tensors"]
 
 
-def merge(
+def merge_states(
     states: Sequence[State],
     method: str = "linear",
     *,
@@ -60,8 +60,7 @@ def merge(
         spec: the spec of the models, for methods of transport, which align all states with the
             first.
         parameters: the method's parameters. Per-model ones are a number, or a list with a number
-            for
-            each state; weights are equal by default.
+            for each state; weights are equal by default.
 
     Raises:
         MergeError: if names, shapes or parameters do not fit.
@@ -198,7 +197,7 @@ def merge_tensors(
     if chosen.is_transport:
         raise MergeError(
             f"{method} transports whole models and cannot merge single tensors",
-            hint="pass whole states and their spec to regauge.merge",
+            hint="pass whole states and their spec to merge_states",
         )
     named = {key.rstrip("_"): value for key, value in parameters.items()}
     for key in named:

@@ -18,6 +18,7 @@ import torch
 
 from regauge.checkpoints.headers import FLOATS
 from regauge.checkpoints.reader import LazyState
+from regauge.checkpoints.resume import StateStore
 from regauge.checkpoints.transform import prepare_source, recipe_digest
 from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.core.element import Element, identity
@@ -26,9 +27,9 @@ from regauge.core.spec import Spec
 from regauge.errors import MergeError, RegaugeError
 from regauge.matching import MatchError, SharedRows, match_states
 from regauge.matching.compare import MIN_COSINE, compare_states
+from regauge.matching.saved_parts import SavedParts
 from regauge.merging.layout import Model
 from regauge.merging.recipes import AlignConfig
-from regauge.merging.state_store import MergeStateStore
 
 SAMPLE_ROWS = 48  # rows of a matrix that are compared
 MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have nothing in common
@@ -119,6 +120,25 @@ def check_basis(
         "a comparison",
         element=compared.match.element,
     )
+
+
+def saved_verdict(model: Model, anchor: Model, store: StateStore) -> Verdict | None:
+    """Return the verdict that an interrupted merge has saved, with the element that it found."""
+    outcome = store.load(f"basis {model.key}")
+    if outcome is None:
+        return None
+    part = None if anchor.spec is None else SavedParts(anchor.spec, store).load(f"near {model.key}")
+    element = None if part is None or anchor.spec is None else Element(anchor.spec, part[1])
+    return Verdict(**outcome.values, element=element)
+
+
+def save_verdict(verdict: Verdict, store: StateStore) -> None:
+    """Save the verdict of a model, so that a resumed merge aligns it from the same start."""
+    if verdict.element is not None:
+        parts = SavedParts(verdict.element.spec, store)
+        parts.save(f"near {verdict.model}", [], verdict.element.members)
+    if verdict.cosine is None or math.isfinite(verdict.cosine):
+        store.save(f"basis {verdict.model}", verdict.to_dict())
 
 
 @dataclass(frozen=True)
@@ -247,7 +267,7 @@ def align_models(
     anchor: Model,
     config: AlignConfig,
     verdicts: Mapping[str, Verdict],
-    store: MergeStateStore | None = None,
+    store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Model], dict[str, Verdict]]:
     """Align every model with the anchor.
@@ -281,8 +301,9 @@ def align_models(
         if noted[key].shared:
             aligned[key] = _transform(source, None)
             continue
-        g = store.load(key, target.spec) if store else None
-        if g is None:
+        parts = SavedParts(target.spec, store)
+        part = parts.load(f"aligned {key}")
+        if part is None:
             start = None if config.fold or config.options else noted[key].element
             options = {"sweeps": 10, **config.options}
             result = match_states(
@@ -291,25 +312,22 @@ def align_models(
                 target.state,
                 rows=find_shared_rows(model, anchor),
                 start=start,
+                store=store.nested(key) if store else None,
                 progress=progress,
                 **options,
             )
-            g, note = (
-                result.element,
-                (
-                    f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
-                    f"{result.distance:.4g} after"
-                ),
+            note = (
+                f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
+                f"{result.distance:.4g} after"
             )
             if result.relative_distance > MAX_RELATIVE_DISTANCE:
                 note += (
                     ", which is still far: the two were trained independently, or their "
                     "norms hide a rotation (align: {fold: true})"
                 )
-            if store:
-                store.save(key, g, note)
-        else:
-            note = store.load_note(key) if store else ""
+            part = parts.save(f"aligned {key}", [note], result.element.members)
+        (note,), members = part
+        g = Element(target.spec, members)
         aligned[key] = _transform(source, g)
         noted[key] = replace(noted[key], moved=note)
     return aligned, noted

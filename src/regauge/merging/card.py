@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING
 
+from regauge.merging.data_pass import SAMPLES
 from regauge.merging.methods import METHODS
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def model_card(merge: Merge, name: str) -> str:
             data = recipe.data_for(key)
             if data is not None:
                 body.append(
-                    f"- {key}: statistics on {data.samples} examples of "
+                    f"- {key}: statistics on {data.samples or SAMPLES} examples of "
                     f"{data.uri}{', with their labels' if data.labels else ''}"
                 )
     versions = (

@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from regauge.checkpoints.files import OWNER, make_folder
 from regauge.checkpoints.reader import LazyState
-from regauge.checkpoints.tensor_files import write_tensors
+from regauge.checkpoints.resume import StateStore
 from regauge.checkpoints.transform import recipe_digest
 from regauge.core.members import Soft
 from regauge.core.progress import Progress
-from regauge.data.datasets import Data, open_data
-from regauge.data.tasks import Examples, read_examples, sample_batches
+from regauge.data.datasets import Data
+from regauge.data.sources import DataSource
+from regauge.data.tasks import Examples, sample_batches
 from regauge.errors import MergeError
 from regauge.merging.basis import find_shared_rows, load_float
 from regauge.merging.layout import Model
 from regauge.merging.methods import METHODS
-from regauge.merging.recipes import DataConfig
-from regauge.merging.state_store import MergeStateStore
 from regauge.merging.statistics import Gram, activations, fisher, grams
 from regauge.models.load import load_model
 
@@ -40,7 +39,9 @@ if TYPE_CHECKING:
     from regauge.merging.engine import Merge
 
 BATCH_SIZE = 16
-OpenedData = Mapping[str, tuple[DataConfig, Data]]
+SAMPLES = 256  # examples of the data, by default
+_PREPROCESSOR = "preprocessor_config.json"
+OpenedData = Mapping[str, tuple[DataSource, Data]]
 
 
 def open_samples(merge: Merge) -> OpenedData:
@@ -53,7 +54,7 @@ def open_samples(merge: Merge) -> OpenedData:
             "the same tokens",
             hint="ot_wts compares weights",
         )
-    opened: dict[str, tuple[DataConfig, Data]] = {}
+    opened: dict[str, tuple[DataSource, Data]] = {}
     data_by_source: dict[Any, Data] = {}
     for key in merge.models:
         config = merge.recipe.data_for(key)
@@ -70,9 +71,7 @@ def open_samples(merge: Merge) -> OpenedData:
             )
         source = (config.uri, config.fields, config.split)
         if source not in data_by_source:
-            data_by_source[source] = open_data(
-                config.uri, fields=dict(config.fields) or None, split=config.split
-            )
+            data_by_source[source] = config.open()
         opened[key] = config, data_by_source[source]
     return opened
 
@@ -80,8 +79,7 @@ def open_samples(merge: Merge) -> OpenedData:
 def collect_statistics(
     merge: Merge,
     opened: OpenedData,
-    out: Path,
-    store: MergeStateStore,
+    store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> Merge:
     """Return the merge with the statistics that its method needs.
@@ -91,8 +89,7 @@ def collect_statistics(
     Args:
         merge: the merge.
         opened: the data of each model.
-        out: the output folder.
-        store: saved state of an interrupted merge.
+        store: saved state of an interrupted merge; without it, all statistics are in memory.
         progress: the progress callback.
     """
     method = METHODS[merge.recipe.method]
@@ -103,12 +100,14 @@ def collect_statistics(
             break
         if progress:
             progress(i, len(merge.models), f"{method.statistic} of {key}")
-        path = store.saved_statistics(key)
-        if path is None:
-            path = store.statistics_path(key)
-            _save(_model_statistics(merge, model, opened[key], out), path)
-            store.mark_statistics(key)
-        statistics[key] = _load(path)
+        saved = _load(store, key) if store else None
+        if saved is None:
+            saved = _model_statistics(merge, model, opened[key], store)
+            if store:
+                _save(saved, store, key)
+                saved = _load(store, key)
+        assert saved is not None, "it was just saved"
+        statistics[key] = saved
         if not method.is_transport:
             unknown = [
                 n for n in model.state if n not in statistics[key] and not model.is_buffer(n)
@@ -127,41 +126,32 @@ def collect_statistics(
 
 
 def _model_statistics(
-    merge: Merge, model: Model, opened: tuple[DataConfig, Data], out: Path
+    merge: Merge, model: Model, opened: tuple[DataSource, Data], store: StateStore | None
 ) -> dict[str, Any]:
     """Compute the statistics of one model, by the names of its stored tensors."""
     config, data = opened
-    with _loaded_module(model, model.state, out) as module:
-        folder = (
-            model.checkpoint.path if model.checkpoint.is_folder else model.checkpoint.path.parent
-        )
-        anchor = merge.anchor.checkpoint.path
-        processor = (
-            folder
-            if (folder / "tokenizer.json").exists()
-            or (folder / "preprocessor_config.json").exists()
-            else anchor
+    with _loaded_module(model, model.state, store) as module:
+        beside = next(
+            (
+                c
+                for c in (model.checkpoint, merge.anchor.checkpoint)
+                for folder in (c.path if c.is_folder else c.path.parent,)
+                if c.sources
+                and any((folder / n).exists() for n in ("tokenizer.json", _PREPROCESSOR))
+            ),
+            merge.anchor.checkpoint,
         )
         labelled = config.labels and METHODS[merge.recipe.method].statistic == "fisher"
-        examples, _ = read_examples(
-            module,
-            data,
-            beside=processor if processor.is_dir() else processor.parent,
-            tokenizer=config.tokenizer,
-            length=config.length,
-            mean=list(config.mean) or None,
-            std=list(config.std) or None,
-            labelled=labelled,
-        )
+        examples, _ = config.read(module, beside, labelled=labelled, data=data)
         values = compute_statistic(
             METHODS[merge.recipe.method].statistic,
             module,
             examples,
-            config.samples,
+            config.samples or SAMPLES,
             seed=merge.seed,
             labelled=labelled,
         )
-        names = _stored_names(module, model, out)
+        names = _stored_names(module, model, store)
     return {names[n]: value for n, value in values.items() if n in names}
 
 
@@ -200,7 +190,9 @@ def compute_statistic(
 
 
 @contextmanager
-def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterator[torch.nn.Module]:
+def _loaded_module(
+    model: Model, state: Mapping[str, Any], store: StateStore | None
+) -> Iterator[torch.nn.Module]:
     """Load the model with this state.
 
     The library reads it from a temporary folder beside the output, like a checkpoint.
@@ -208,8 +200,10 @@ def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterato
     if state is model.checkpoint and model.checkpoint.as_stored:
         yield load_model(model.checkpoint, "float32")
         return
+    if store:
+        make_folder(store.folder, OWNER)
     with tempfile.TemporaryDirectory(
-        prefix=f".{out.name}.live-", dir=out.absolute().parent
+        prefix="live-", dir=store.folder if store else None
     ) as temporary:
         folder = Path(temporary)
         save_file(
@@ -223,7 +217,9 @@ def _loaded_module(model: Model, state: Mapping[str, Any], out: Path) -> Iterato
         yield load_model(folder, "float32")
 
 
-def _stored_names(module: torch.nn.Module, model: Model, out: Path) -> dict[str, str]:
+def _stored_names(
+    module: torch.nn.Module, model: Model, store: StateStore | None
+) -> dict[str, str]:
     """Return, for each parameter of the live model, the stored tensor that it was loaded from.
 
     If the library uses other names than the file, a copy is loaded in which every tensor is filled
@@ -236,7 +232,7 @@ def _stored_names(module: torch.nn.Module, model: Model, out: Path) -> dict[str,
     marked = LazyState(
         stored, lambda name: torch.full(model.shapes[name], float(stored.index(name)))
     )
-    with _loaded_module(model, marked, out) as marked_module:
+    with _loaded_module(model, marked, store) as marked_module:
         values = {
             name: (float(p.detach().min()), float(p.detach().max()))
             for name, p in marked_module.named_parameters()
@@ -299,28 +295,26 @@ def _transport_models(merge: Merge, activations: Mapping[str, Mapping[str, Any]]
     return replace(merge, models=models, donor=models[merge.donor.key], verdicts=verdicts)
 
 
-def _save(statistics: Mapping[str, Any], path: Path) -> None:
-    """Write the statistics atomically. The name of a Gram matrix is preceded by its axis."""
-    write_tensors(
-        path,
-        {
-            f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v
-            for n, v in statistics.items()
-        },
-        {},
-    )
+def _save(statistics: Mapping[str, Any], store: StateStore, key: str) -> None:
+    """Save the statistics of a model. The name of a Gram matrix is preceded by its axis."""
+    tensors = {
+        f"{v.dim} {n}" if isinstance(v, Gram) else n: v.values if isinstance(v, Gram) else v
+        for n, v in statistics.items()
+    }
+    store.save(f"statistics {key}", {}, tensors)
 
 
-def _load(path: Path) -> Mapping[str, Any]:
+def _load(store: StateStore, key: str) -> Mapping[str, Any] | None:
     """Return saved statistics, read tensor by tensor on access."""
-    with safe_open(path, framework="pt") as file:
-        names = {name.rpartition(" ")[2]: name for name in file.keys()}  # noqa: SIM118 (not a dict)
+    saved = store.open(f"statistics {key}")
+    if saved is None:
+        return None
+    tensors = saved.tensors
+    names = {name.rpartition(" ")[2]: name for name in tensors}
 
     def read(name: str) -> Any:
-        if name not in names:
-            raise KeyError(name)
-        with safe_open(path, framework="pt") as file:
-            value = file.get_tensor(names[name])
-        return value if names[name] == name else Gram(value, int(names[name].split(" ")[0]))
+        stored = names[name]  # raises KeyError for a tensor without statistics
+        value = tensors[stored]
+        return value if stored == name else Gram(value, int(stored.split(" ")[0]))
 
     return LazyState(names, read)

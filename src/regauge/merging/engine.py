@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,17 +29,29 @@ from regauge.checkpoints.plan import (
     other_files,
 )
 from regauge.checkpoints.reader import INDEX, WEIGHTS
+from regauge.checkpoints.resume import StateStore
 from regauge.core.check import check
 from regauge.core.progress import Progress
 from regauge.errors import MergeError, RegaugeError, SpecError, UnknownModelError
-from regauge.merging.basis import Verdict, align_models, check_basis, require_shared_basis
+from regauge.merging.basis import (
+    Verdict,
+    align_models,
+    check_basis,
+    require_shared_basis,
+    save_verdict,
+    saved_verdict,
+)
 from regauge.merging.card import model_card
 from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
 from regauge.merging.methods import METHODS, MergeInput, TensorOrBlocks
 from regauge.merging.recipes import Recipe
-from regauge.merging.state_store import MergeStateStore
 from regauge.merging.tokens import TOKENIZER_FILES, TokenTables, plan_token_tables
 from regauge.models.resolve import spec_of
+from regauge.models.sources import open_source, require_unlocked
+
+if TYPE_CHECKING:
+    from regauge.core.spec import Spec
+    from regauge.models.sources import Source as ModelSource
 
 SHARD_BYTES = 2_000_000_000  # in a file of the output: the most that a kill may cost
 RECIPE_FILE = "recipe.yaml"
@@ -85,13 +97,30 @@ class Merge:
         return self.models[key] if key is not None else self.donor
 
 
-def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
+def open_merge(
+    recipe: Recipe,
+    *,
+    sources: Mapping[str, ModelSource] | None = None,
+    spec: Spec | None = None,
+    seed: int = 0,
+    force: bool = False,
+) -> Merge:
     """Open every model of a recipe and lay out the output. Only headers are read.
+
+    Args:
+        recipe: the recipe.
+        sources: models that are not named by a path or hub id, by their names in the recipe.
+        spec: the spec of all models; by default that of their families.
+        seed: the random seed.
+        force: merge models of other architectures or bases.
 
     Raises:
         MergeError: if models do not fit each other, or a required parameter is missing.
+        LockError: if one of them is locked.
     """
-    models = {key: _open_model(key) for key in recipe.models}
+    models = {key: _open_model(key, (sources or {}).get(key), spec) for key in recipe.models}
+    for model in models.values():
+        require_unlocked(model.checkpoint)
     anchor = recipe.align.to if recipe.align else None
     if anchor is not None and anchor not in models:
         raise MergeError(
@@ -108,11 +137,15 @@ def open_merge(recipe: Recipe, *, seed: int = 0, force: bool = False) -> Merge:
     return merge
 
 
-def _open_model(key: str) -> Model:
+def _open_model(key: str, source: ModelSource | None = None, spec: Spec | None = None) -> Model:
     """Open a model; its spec is None if no family describes it."""
-    checkpoint = open_adapted(key)
+    module = None
+    if source is None or isinstance(source, str | Path):
+        checkpoint = open_adapted(key if source is None else str(source))
+    else:
+        checkpoint, module = open_source(source)
     try:
-        spec = spec_of(checkpoint)
+        spec = spec or spec_of(checkpoint if module is None else module)
         fits = not check(spec, checkpoint.entries)
     except (UnknownModelError, SpecError):
         return Model(key, checkpoint, None, checkpoint, checkpoint.shapes)
@@ -120,7 +153,7 @@ def _open_model(key: str) -> Model:
 
 
 def require_basis(
-    merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
+    merge: Merge, store: StateStore | None = None, progress: Progress | None = None
 ) -> Merge:
     """Return the merge with the verdicts of the basis check.
 
@@ -131,16 +164,12 @@ def require_basis(
     for key, model in merge.models.items():
         if key == merge.anchor.key:
             continue
-        saved = store.load_verdict(key) if store else None
-        verdicts[key] = (
-            Verdict(**saved)
-            if saved
-            else check_basis(
-                model, merge.anchor, compare_if_unclear=not merge.force, progress=progress
-            )
+        saved = saved_verdict(model, merge.anchor, store) if store else None
+        verdicts[key] = saved or check_basis(
+            model, merge.anchor, compare_if_unclear=not merge.force, progress=progress
         )
         if store and saved is None and merge.recipe.align is not None:
-            store.save_verdict(key, verdicts[key].to_dict())
+            save_verdict(verdicts[key], store)
     if (
         merge.recipe.align is None
         and not merge.force
@@ -150,8 +179,8 @@ def require_basis(
     return replace(merge, verdicts=verdicts)
 
 
-def align(
-    merge: Merge, store: MergeStateStore | None = None, progress: Progress | None = None
+def align_merge(
+    merge: Merge, store: StateStore | None = None, progress: Progress | None = None
 ) -> Merge:
     """Return the merge with its models aligned, if the recipe requires it."""
     config = merge.recipe.align

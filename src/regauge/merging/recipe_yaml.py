@@ -27,12 +27,12 @@ import yaml
 
 from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
+from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
 from regauge.merging.methods import METHODS, UNSUPPORTED, parameter_names
 from regauge.merging.recipes import (
     AlignConfig,
     Condition,
-    DataConfig,
     Recipe,
     Setting,
     Settings,
@@ -481,14 +481,14 @@ class _Parser:
             options,
         )
 
-    def data(self, node: Any) -> DataConfig | None:
+    def data(self, node: Any) -> DataSource | None:
         """Parse data:."""
         if node is None or _is_null(node):
             return None
         if not METHODS[self.method].statistic:
             self.notes.append(f"line {_line(node)}: {self.method} needs no data: data: is ignored")
         if isinstance(node, yaml.ScalarNode):
-            return DataConfig(str(self.scalar(node, "data")))
+            return DataSource(str(self.scalar(node, "data")))
         keys = self.mapping(node, _DATA_KEYS, "data")
         if "uri" not in keys:
             raise self.error(
@@ -521,7 +521,7 @@ class _Parser:
             )
         if "labels" in keys:
             fields["labels"] = self.boolean(keys["labels"], "labels")
-        return DataConfig(**fields)
+        return DataSource(**fields)
 
     def mapping(self, node: Any, keys: Sequence[str], what: str) -> dict[str, Any]:
         """Return the values of a mapping by key; all keys must be known and unique."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
 from regauge.merging.methods import REQUIRED
 
@@ -46,24 +47,6 @@ Settings = Mapping[str, Setting]
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """The data that statistics of a model are computed on, and how the model reads them.
-
-    With `labels` the Fisher information is the empirical one, of the data's labels.
-    """
-
-    uri: str
-    samples: int = 256
-    fields: tuple[tuple[str, str], ...] = ()
-    split: str = "test"
-    tokenizer: str | None = None
-    length: int | None = None
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
-    labels: bool = False
-
-
-@dataclass(frozen=True)
 class Source:
     """One model of a slice.
 
@@ -79,7 +62,7 @@ class Source:
     layers: tuple[int, int] | None
     parameters: Settings
     line: int
-    data: DataConfig | None = None
+    data: DataSource | None = None
 
 
 @dataclass(frozen=True)
@@ -135,9 +118,9 @@ class Recipe:
     text: str
     origin: str
     notes: tuple[str, ...] = ()
-    data: DataConfig | None = None
+    data: DataSource | None = None
 
-    def data_for(self, model: str) -> DataConfig | None:
+    def data_for(self, model: str) -> DataSource | None:
         """Return the data of a model: its own, or those of all."""
         own_data = next(
             (s.data for part in self.slices for s in part.sources if s.model == model and s.data),

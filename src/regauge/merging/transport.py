@@ -25,6 +25,7 @@ import numpy as np
 
 from regauge.core import axes as ax
 from regauge.core.action import State, act
+from regauge.core.assignment import best_assignment
 from regauge.core.element import Element
 from regauge.core.groups import Permutation
 from regauge.core.members import Member, Monomial, Soft, permutation_index
@@ -258,8 +259,6 @@ def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[st
     """Return the permutation of a parent: the cost of a pair is the exact transport between
     their parts.
     """
-    from scipy.optimize import linear_sum_assignment
-
     size = spec.spaces[space].size
     cost = np.zeros((size, size))
     for y, x in pairs:
@@ -275,11 +274,11 @@ def _assign_parents(spec: Spec, space: str, pairs: list[Pair], children: list[st
             for j in range(size):
                 distances = _squared_distances(targets[i], sources[j])
                 cost[i, j] += (
-                    distances[linear_sum_assignment(distances)].sum()
+                    distances[range(len(distances)), best_assignment(distances)].sum()
                     if inner_spaces
                     else distances.sum()
                 )
-    return Monomial(np.asarray(linear_sum_assignment(cost)[1], np.int64)[None])
+    return Monomial(best_assignment(cost)[None])
 
 
 def _writing_axis(spec: Spec, block: Block, space: str) -> int | None:

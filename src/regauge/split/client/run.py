@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from regauge.checkpoints.files import exclusive_folder
 from regauge.checkpoints.plan import check_new
-from regauge.checkpoints.reader import Checkpoint
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.evaluate import evaluate_model
 from regauge.data.optimizer_config import OptimizerConfig
-from regauge.data.tasks import Examples, read_examples
+from regauge.data.sources import DataSource
+from regauge.data.tasks import Examples
 from regauge.errors import FrameError, JournalError, RegaugeError, StoppedError, TrainingError
 from regauge.models.sources import open_source
 from regauge.results.findings import Figure, Results, Table
@@ -37,14 +37,9 @@ from regauge.split.parts import write_part
 from regauge.split.protocol.transport import Transport
 
 if TYPE_CHECKING:
-    import torch
-
     from regauge.models.sources import Source
 
-    # Examples, where they are stored, or a function that reads them for a model and its checkpoint.
-    DataSource: TypeAlias = (
-        Examples | str | Path | Callable[[torch.nn.Module, Checkpoint], tuple[Examples, Any]]
-    )
+    DataInput: TypeAlias = Examples | DataSource | str | Path
 
 _log = logging.getLogger("regauge.split.run")
 
@@ -182,7 +177,7 @@ class Prediction(ResultView):
 def train(
     client: Source,
     server: str | Transport,
-    data: DataSource,
+    data: DataInput,
     *,
     out: Path | str | None = None,
     journal: Path | str | None = None,
@@ -200,8 +195,7 @@ def train(
         client: The model, of which embedding and head are used: a path, a hub id, a checkpoint, or
             a module, which is trained in place.
         server: HOST:PORT of a server, or another transport.
-        data: Examples, the file, folder or hub id of a dataset, or a function that reads examples
-            for a module and its checkpoint. They stay here.
+        data: The URI of a dataset, a `DataSource`, or examples. They stay here.
         out: New folder for the trained embedding and head.
         journal: Folder for the state to resume from after a kill. It contains secrets, and is
             emptied at the end.
@@ -231,7 +225,7 @@ def train(
         check_new(Path(out))
     _require_journal(folder, resume)
     model = load_client(client, connection)
-    examples = _read(data, model)
+    examples = _read(data, model, "train")
     with (
         nullcontext() if folder is None else exclusive_folder(folder, "run"),
         _session(join_server(model, server, connection, folder)) as link,
@@ -287,7 +281,7 @@ def train(
 def predict(
     client: Source,
     server: str | Transport,
-    data: DataSource,
+    data: DataInput,
     *,
     samples: int | None = None,
     batch_size: int = 16,
@@ -315,7 +309,7 @@ def predict(
     """
     connection = connection or ConnectOptions()
     model = load_client(client, connection)
-    examples = _read(data, model)
+    examples = _read(data, model, "test")
     if samples is not None:
         examples = examples.only(range(min(samples, len(examples))))
     with _session(join_server(model, server, connection)) as link:
@@ -335,17 +329,12 @@ def _session(link: RemoteBackbone) -> Iterator[RemoteBackbone]:
             raise
 
 
-def _read(data: DataSource, model: ClientModel) -> Examples:
-    """Return the examples of a data source as inputs of a model."""
+def _read(data: DataInput, model: ClientModel, split: str) -> Examples:
+    """Return examples as inputs of a model. `split` is that of a dataset without options."""
     if isinstance(data, Examples):
         return data
-    if callable(data):
-        return data(model.module, model.checkpoint or open_source(model.module)[0])[0]
-    from regauge.data.datasets import open_data
-
-    place = None if model.checkpoint is None else model.checkpoint.path
-    folder = place if place is None or place.is_dir() else place.parent
-    return read_examples(model.module, open_data(data), beside=folder)[0]
+    source = data if isinstance(data, DataSource) else DataSource(str(data), split=split)
+    return source.read(model.module, model.checkpoint)[0]
 
 
 def require_server_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,0 +1,30 @@
+"""The best assignment, and its relaxation."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import torch
+
+from regauge.core.assignment import best_assignment, sinkhorn
+
+
+def test_the_best_assignment_is_that_of_all_permutations() -> None:
+    cost = np.random.default_rng(0).random((5, 5))
+    totals = {order: cost[range(5), order].sum() for order in permutations(range(5))}
+    best = best_assignment(cost)
+    assert tuple(best) == min(totals, key=lambda order: totals[order])
+    assert (best_assignment(torch.from_numpy(cost)) == best).all()
+    assert len(set(best_assignment(cost[:3]))) == 3  # fewer rows than columns
+    assert tuple(best) != tuple(cost.argmin(1)), "the control: each row's own minimum"
+
+
+def test_sinkhorn_gives_a_doubly_stochastic_matrix_that_rounds_to_the_assignment() -> None:
+    scores = torch.randn(6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    matrix = sinkhorn(scores, rounds=200)
+    assert torch.allclose(matrix.sum(0), torch.ones(6, dtype=torch.float64))
+    assert torch.allclose(matrix.sum(1), torch.ones(6, dtype=torch.float64))
+    sharp = sinkhorn(50 * scores, rounds=500)
+    assert (best_assignment(-sharp) == best_assignment(-scores)).all()
+    assert not torch.allclose(scores.exp().sum(1), torch.ones(6, dtype=torch.float64))

@@ -1,0 +1,156 @@
+"""`regauge.merge` and `regauge.barrier` on what users hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import regauge
+import support.picos as picos
+from regauge.data.sources import DataSource
+from regauge.errors import LockError, MatchError, MergeError
+from regauge.locking.locked_checkpoints import plan_lock
+from support.merges import finetune, reader, state_of
+
+Folders = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """A model, and a fine-tuned copy of it."""
+    root = tmp_path_factory.mktemp("models")
+    picos.build("gpt2").float().save_pretrained(root / "a")
+    return root / "a", finetune(root / "a", root / "b", 1)
+
+
+@pytest.fixture(scope="module")
+def moved(folders: Folders) -> Any:
+    """The fine-tuned copy in another basis, as a module."""
+    model: Any = regauge.load_model(folders[1])
+    spec = regauge.spec_of(model)
+    model.load_state_dict(regauge.apply(regauge.element(spec, 3), model.state_dict()))
+    return model
+
+
+def mean_of(folders: Folders) -> dict[str, torch.Tensor]:
+    a, b = (state_of(folder) for folder in folders)
+    return {name: (a[name] + b[name]) / 2 for name in a}
+
+
+@pytest.mark.parametrize("kind", ["paths", "texts", "checkpoints", "modules", "states", "mixed"])
+def test_every_kind_of_source_is_merged_and_saved(
+    folders: Folders, kind: str, tmp_path: Path
+) -> None:
+    modules = [regauge.load_model(folder) for folder in folders]
+    states: list[Any] = [module.state_dict() for module in modules]
+    sources: dict[str, list[Any]] = {
+        "paths": list(folders),
+        "texts": [str(folder) for folder in folders],
+        "checkpoints": [regauge.open_checkpoint(folder) for folder in folders],
+        "modules": modules,
+        "states": states,
+        "mixed": [folders[0], modules[1]],
+    }
+    merged = regauge.merge(sources[kind])
+    state = merged.state()
+    for name, wanted in mean_of(folders).items():
+        assert torch.allclose(state[name], wanted, atol=1e-6)
+    merged.save(tmp_path / "out")
+    saved = state_of(tmp_path / "out")
+    assert all(torch.equal(value, state[name]) for name, value in saved.items())
+    assert "merged by linear" in merged._repr_html_()
+    assert json.loads(merged.to_json()) == merged.to_dict()
+
+
+def test_models_in_another_basis_are_rejected_or_aligned(folders: Folders, moved: Any) -> None:
+    with pytest.raises(MergeError, match="does not share a basis"):
+        regauge.merge([folders[0], moved])
+    merged = regauge.merge([folders[0], moved], align=True)
+    (verdict,) = merged.verdicts
+    assert verdict.shared is False
+    assert "aligned with" in verdict.moved
+    forced = regauge.merge([folders[0], moved], options=regauge.MergeOptions(force=True))
+    distances = [
+        sum(float((t - wanted).square().sum()) for t, wanted in zip(state, means, strict=True))
+        for means in (list(mean_of(folders).values()),)
+        for state in ([result.state()[n] for n in mean_of(folders)] for result in (merged, forced))
+    ]
+    assert distances[0] < 0.05 * distances[1]
+
+
+def test_weights_base_and_parameters_reach_the_method(folders: Folders) -> None:
+    a, b = (state_of(folder) for folder in folders)
+    options = regauge.MergeOptions(parameters={"lambda": 0.5})
+    state = regauge.merge(
+        [folders[1]], base=folders[0], method="task_arithmetic", weights=0.5, options=options
+    ).state()
+    for name, value in state.items():
+        assert torch.allclose(value, a[name] + 0.25 * (b[name] - a[name]), atol=1e-6)
+    for arguments, words in (
+        ({"method": "slerp", "weights": [1.0, 2.0]}, "takes no weights"),
+        ({"weights": [1.0, 2.0, 3.0]}, "for each of 2 models, got 3"),
+    ):
+        with pytest.raises(MergeError, match=words):
+            regauge.merge(list(folders), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(MergeError, match="must be two or more"):
+        regauge.merge([folders[0]])
+    with pytest.raises(MergeError, match="list of models"):
+        regauge.merge(folders[0])
+
+
+def test_a_recipe_defines_the_merge(folders: Folders, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"merge_method: linear\nparameters: {{weight: 1}}\nmodels:\n- model: {folders[0]}\n"
+        f"- model: {folders[1]}\n"
+    )
+    state = regauge.merge(recipe).state()
+    assert all(torch.allclose(state[n], t, atol=1e-6) for n, t in mean_of(folders).items())
+    with pytest.raises(MergeError, match="the recipe defines the merge"):
+        regauge.merge(recipe, method="ties")
+
+
+def test_statistics_of_modules_in_memory(folders: Folders, tmp_path: Path) -> None:
+    tokens = reader(tmp_path, 30) / "tokenizer.json"
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"t{i % 30}" for i in range(400)))
+    data = DataSource(str(text), tokenizer=str(tokens), length=8, samples=8)
+    of_files, of_modules = (
+        regauge.merge(models, method="fisher", data=data).state()
+        for models in (list(folders), [regauge.load_model(folder) for folder in folders])
+    )
+    assert all(torch.equal(of_files[name], of_modules[name]) for name in of_files)
+    plain = mean_of(folders)
+    assert any(not torch.allclose(of_files[name], plain[name], atol=1e-4) for name in plain)
+
+
+def test_a_locked_model_is_not_merged(folders: Folders, tmp_path: Path) -> None:
+    opened = regauge.open_checkpoint(folders[0])
+    locked = tmp_path / "locked"
+    plan_lock(opened, regauge.spec_of(opened), locked, regauge.generate_key()).write()
+    with pytest.raises(LockError, match="is locked by the key"):
+        regauge.merge([locked, folders[1]])
+
+
+def test_a_barrier_of_paths_and_modules(folders: Folders, moved: Any, tmp_path: Path) -> None:
+    tokens = reader(tmp_path, 30) / "tokenizer.json"
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"t{i % 30}" for i in range(400)))
+    data = DataSource(str(text), tokenizer=str(tokens), length=8)
+    options = regauge.BarrierOptions(points=3, calibrate=False)
+    measured = regauge.barrier(folders[0], moved, data, fold=False, options=options)
+    assert abs(measured.barriers["matched"]) < 0.1 * abs(measured.barriers["unaligned"])
+    assert "matched" in str(measured)
+    assert "barrier in nats" in repr(measured)
+    of_files = regauge.barrier(*folders, data, align=None, options=options)
+    of_modules = regauge.barrier(
+        *(regauge.load_model(folder) for folder in folders), data, align=None, options=options
+    )
+    assert of_files.barriers == of_modules.barriers
+    assert set(of_files.barriers) == {"unaligned"}
+    with pytest.raises(MatchError, match="same tensors"):
+        regauge.barrier(folders[0], picos.build("gpt2-base").float(), data, options=options)

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 import support.federations as fed
-from regauge import apply, element, fold_norms
+from regauge import apply, element
 from regauge.audit.gradients.attempts import Budget
 from regauge.audit.recorded import to_update
 from regauge.audit.recorded.engine import audit_run, open_run, rehearse_recorded
 from regauge.cli import main
+from regauge.core.fold import fold_norms
 from regauge.errors import DefenceError, MissingExtraError, UpdateError
 from regauge.federated import (
     Contribution,

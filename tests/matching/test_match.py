@@ -15,9 +15,10 @@ import torch
 from numpy.testing import assert_allclose
 
 import support.picos as picos
-from regauge import apply, element, fold_norms
+from regauge import apply, element
 from regauge.core.action import State
 from regauge.core.element import Element, identity
+from regauge.core.fold import fold_norms
 from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec

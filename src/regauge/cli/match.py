@@ -217,11 +217,11 @@ def match(
     from regauge.checkpoints.element_files import save_element as save
     from regauge.checkpoints.files import format_bytes
     from regauge.checkpoints.plan import check_new, check_target
-    from regauge.cli.move import require_outside
     from regauge.cli.write import summary, write_moved
     from regauge.core.element import identity
     from regauge.matching.api import MatchOptions, match_pair
     from regauge.models.sources import require_unlocked
+    from regauge.models.transforms import require_outside
 
     for new_folder in (out, out_b or out):
         check_new(new_folder)  # before fixing gauges, which reads both models

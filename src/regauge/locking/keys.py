@@ -237,6 +237,26 @@ def save_key(
     write_bytes(path, key._serialize(passphrase, scrypt or SCRYPT).encode(), mode=0o600, new=True)
 
 
+def create_key(path: Path | str, purpose: Purpose = "lock", passphrase: Passphrase = None) -> Key:
+    """Generate a key and save it to a new file.
+
+    Args:
+        path: The file; it must not exist.
+        purpose: The purpose of the key.
+        passphrase: Wraps the secret if given: a text, or a function that returns it.
+
+    Raises:
+        KeyFileError: The file exists, or the path is not usable.
+    """
+    if os.path.lexists(path):
+        raise KeyFileError(
+            f"{path} exists already", hint="a key cannot be recreated: name a new file"
+        )
+    key = generate_key(purpose)
+    save_key(key, path, passphrase() if callable(passphrase) else passphrase)
+    return key
+
+
 def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) -> Key:
     """Read a key file.
 

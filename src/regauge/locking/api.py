@@ -72,7 +72,7 @@ class LockOutput(Output):
             "folded": job.record.folded,
             "tensors": len(job.thunks),
         }
-        return replace(job, facts=facts, notes=tuple(_notes(self.action, job)))
+        return replace(job, facts=facts, notes=(*self.model.notes, *_notes(self.action, job)))
 
     def __repr__(self) -> str:
         return f"<{self.action} of {self.model.name}, key {self.key.id}>"

@@ -123,7 +123,7 @@ def plan_lock(
         spec, key, model_digest(header_of(checkpoint), digests), group, spaces
     )
     g = locked_element(locked_spec, record, key, tags=False)
-    source = prepare_source(_VerifiedCheckpoint(checkpoint, digests), spec, record.folded)
+    source = prepare_source(_verify_reads(checkpoint, digests), spec, record.folded)
     return _build_job(out, source, g, record, key, {} if record.folded else digests)
 
 
@@ -391,7 +391,7 @@ def check_files(
         TamperedModelError: A file was added, changed or removed.
     """
     record = record or record_of(checkpoint)
-    if record is None or record.files is None:
+    if record is None or record.files is None or not checkpoint.sources:
         return
     current = bound_files(checkpoint)
     added = [name for name in current if name not in record.files]
@@ -496,6 +496,12 @@ class _VerifiedCheckpoint(Checkpoint):
         )
 
 
+def _verify_reads(checkpoint: Checkpoint, digests: Mapping[str, bytes]) -> Checkpoint:
+    """Return a checkpoint whose reads are verified, if its files may change and have digests."""
+    in_files = bool(digests) and bool(checkpoint.sources)
+    return _VerifiedCheckpoint(checkpoint, digests) if in_files else checkpoint
+
+
 def _changed_error(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
     subject = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
     return TamperedModelError(
@@ -526,7 +532,7 @@ def _locked_source(
     checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str, bytes]
 ) -> TransformSource:
     """Return a locked checkpoint as the source of a transform, verified if digests are given."""
-    verified = _VerifiedCheckpoint(checkpoint, digests) if digests else checkpoint
+    verified = _verify_reads(checkpoint, digests)
     return TransformSource(verified, spec, g.spec, verified)
 
 

@@ -230,7 +230,7 @@ def move(
     require_unlocked(model.checkpoint)
     require_fit(model.checkpoint, model.spec)
     prepared = prepare_source(model.checkpoint, model.spec, fold)
-    notes: list[str] = []
+    notes = list(model.notes)
     warnings: list[str] = []
     mode, state_spec = model.checkpoint.mode, prepared.state_spec
     if isinstance(g, str | Path):

@@ -1,4 +1,4 @@
-"""Count the statements of the package, by package and by file: `python scripts/statements.py [cli]`.
+"""Count the statements of the package, by package and file: `python scripts/statements.py [cli]`.
 
 A statement is a node of the syntax tree; docstrings count.
 """

@@ -50,7 +50,7 @@ def test_lock_save_authorize_unlock(plain: Path, tmp_path: Path) -> None:
     assert written.path == tmp_path / "locked"
     assert not torch.allclose(logits(regauge.load_model(tmp_path / "locked")), expected)
     model = regauge.authorize(tmp_path / "locked", KEY)
-    assert torch.allclose(logits(model), expected, atol=1e-6)
+    assert torch.allclose(logits(model), expected, atol=1e-4)
     regauge.unlock(tmp_path / "locked", tmp_path / "key").save(tmp_path / "back")
     assert contents(tmp_path / "back")["model.safetensors"] == contents(plain)["model.safetensors"]
 

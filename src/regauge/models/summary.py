@@ -57,7 +57,7 @@ class Inspection:
         """Explain the group of a space, or why nothing acts on an axis (see `explain_space`).
 
         Raises:
-            SpecError: There is no such space, or the symmetry was not discovered.
+            SpecError: The name is not a space, or the symmetry was not discovered.
         """
         if self.model.discovery is None:
             raise SpecError(

@@ -57,11 +57,13 @@ def load_model(source: Source, dtype: str | None = None) -> torch.nn.Module:
     Example:
         >>> # model = regauge.load_model("path/to/model", "float32")
     """
+    import torch
+
     from regauge.models.sources import open_source
 
-    checkpoint, module = open_source(source)
-    if module is not None:
-        return module if dtype is None else module.to(_require_dtype(dtype))
+    if isinstance(source, torch.nn.Module):
+        return source if dtype is None else source.to(_require_dtype(dtype))
+    checkpoint, _ = open_source(source)
     require_numel(
         load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path
     )

@@ -86,15 +86,17 @@ def discover(
 
     Raises:
         DiscoveryError: torch.export cannot trace the module.
-        UnknownModelError: inputs are not given, and no config determines them.
+        UnknownModelError: a checkpoint has no config that names a class.
 
     Example:
         >>> # spec = regauge.discover(model, {"input_ids": ids})
     """
-    if example_inputs is None or not isinstance(source, torch.nn.Module):
+    if not isinstance(source, torch.nn.Module):
         from regauge.models.sources import discover_source
 
         return discover_source(source).spec
+    if example_inputs is None:
+        return discover_model(source).spec
     return discovery_of(source, example_inputs, cache=cache).spec
 
 

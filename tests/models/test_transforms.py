@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -68,6 +69,17 @@ def test_fold_norms_of_a_path_is_that_of_its_state(plain: Path, tmp_path: Path) 
     assert all(torch.equal(stored[name], t) for name, t in expected.items())
     assert bool((stored["model.norm.weight"] == 1).all())
     assert not bool((open_checkpoint(plain)["model.norm.weight"] == 1).all())
+
+
+def test_invariants_are_those_of_every_basis(plain: Path, tmp_path: Path) -> None:
+    regauge.move(plain, 1, group="full").save(tmp_path / "moved")
+    build("llama", seed=5).save_pretrained(tmp_path / "other")
+    here, there, strange = (
+        regauge.invariants(folder) for folder in (plain, tmp_path / "moved", tmp_path / "other")
+    )
+    assert here
+    assert all(np.allclose(values, there[name], rtol=1e-4) for name, values in here.items())
+    assert not all(np.allclose(values, strange[name], rtol=1e-4) for name, values in here.items())
 
 
 def test_what_is_refused(plain: Path, tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import numpy as np
 import torch
 import transformers
 
-from regauge import apply, element, fold_norms, spec_of
+from regauge import apply, element, spec_of
 from regauge.audit.lock_audit import LockCase, audit_lock
+from regauge.core.fold import fold_norms
 from regauge.core.groups import Kind
 from regauge.data.tasks import Examples
 from regauge.matching.barriers import score

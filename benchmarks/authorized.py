@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks.permuted import GOAL, alone, causal, measure, needed, step, vit
-from regauge import apply_, element, fold_norms, spec_of
+from regauge import apply_, element, spec_of
+from regauge.core.fold import fold_norms
 from regauge.locking.authorize import AxisTransform, authorize_with_element
 from regauge.models.cut import cut
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import regauge
+from regauge.core.fold import fold_norms
 from regauge.core.groups import GeneralLinear, OrthogonalFixingOnes, Permutation, Rotary
 from regauge.core.spec import Space, Spec
 from regauge.models.families.family import Boundary, Family
@@ -83,7 +84,7 @@ if __name__ == "__main__":
     assert regauge.check(described, state) == [], "every tensor, every size"
     inputs = {"input_ids": torch.randint(0, 30, (2, 7))}
     assert_symmetry(model, described, regauge.element(described, key=1), inputs)
-    folded, state = regauge.fold_norms(described, state)
+    folded, state = fold_norms(described, state)
     model.load_state_dict(state)
     assert_symmetry(model, folded, regauge.element(folded, key=1), inputs)
 

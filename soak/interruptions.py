@@ -21,6 +21,7 @@ from regauge.checkpoints.reader import open_checkpoint
 from regauge.core.rng import seed_key
 from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.errors import TamperedModelError
+from regauge.locking.api import lock
 from regauge.locking.keys import Key, save_key
 from regauge.locking.locked_checkpoints import plan_lock, plan_unlock
 from regauge.locking.seal import seal
@@ -28,6 +29,7 @@ from regauge.models.resolve import spec_of
 from soak.harness import HANG_SECONDS, Counter, Outcome
 
 LOCK, SEAL = Key(seed_key(1), "lock"), Key(seed_key(1), "seal")
+OTHER = Key(seed_key(2), "lock")
 CONFIG = {**LLAMA, "hidden_size": 128, "intermediate_size": 512, "vocab_size": 4096}
 
 
@@ -44,15 +46,18 @@ def _inputs(top: Path) -> dict[str, list[str]]:
     a, b = make_checkpoint(top / "a", CONFIG, 0), make_checkpoint(top / "b", CONFIG, 1)
     (a / "tokenizer.json").write_text("{}")
     save_key(LOCK, top / "lock.key")
+    save_key(OTHER, top / "other.key")
     save_key(SEAL, top / "seal.key")
-    plain = open_checkpoint(a)
-    plan_lock(plain, spec_of(plain), top / "locked", LOCK).write()
+    lock(a, LOCK).save(top / "locked")
     seal(a, SEAL, top / "sealed")
-    lock, sealing = ["-k", str(top / "lock.key")], ["-k", str(top / "seal.key")]
+    locking, sealing = ["-k", str(top / "lock.key")], ["-k", str(top / "seal.key")]
+    rotation = ["--random", "--seed", "1", "--group", "orthogonal", "--fold"]
     return {
         "move": ["move", str(a), "--random", "--seed", "1"],
-        "lock": ["lock", str(a), *lock],
-        "unlock": ["unlock", str(top / "locked"), *lock],
+        "fold": ["move", str(a), *rotation],
+        "lock": ["lock", str(a), *locking],
+        "unlock": ["unlock", str(top / "locked"), *locking],
+        "rekey": ["rekey", str(top / "locked"), *locking, "--to", str(top / "other.key")],
         "seal": ["seal", str(a), *sealing],
         "open": ["open", str(top / "sealed"), *sealing],
         "merge": ["merge", str(a), str(b), "--force"],

@@ -25,7 +25,7 @@ from regauge.data.tasks import Examples, decode, encode, prepare
 from regauge.data.train import train_model
 from regauge.locking.authorize import authorize_with_element
 from regauge.locking.keys import Key
-from regauge.locking.lock import lock, locked_element, unlock
+from regauge.locking.lock import lock_state, locked_element, unlock_state
 from regauge.models.resolve import spec_of
 
 State = dict[str, torch.Tensor]
@@ -82,12 +82,12 @@ def begun(
     if way not in ("authorized", "unauthorized"):
         return model, dict
     key = key_of(seed)
-    locked = lock(spec, {name: t.detach() for name, t in model.state_dict().items()}, key)
+    locked = lock_state(spec, {name: t.detach() for name, t in model.state_dict().items()}, key)
     model.load_state_dict(locked.state)
     if way == "unauthorized":
         return model, dict
     authorize_with_element(model, locked_element(locked.spec, locked.record, key))
-    return model, lambda state: unlock(locked.spec, state, locked.record, key, retrained=True)
+    return model, lambda state: unlock_state(locked.spec, state, locked.record, key, retrained=True)
 
 
 def tune(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:

@@ -22,21 +22,20 @@ if TYPE_CHECKING:
     from regauge.core.element import Element as Element
     from regauge.core.element import element as element
     from regauge.core.element import identity as identity
-    from regauge.core.fold import fold_norms as fold_norms
     from regauge.core.live import apply_ as apply_
     from regauge.core.spec import Space as Space
     from regauge.core.spec import Spec as Spec
     from regauge.core.threads import set_threads as set_threads
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.jigsaw.wrapper import MaskedJigsaw as MaskedJigsaw
+    from regauge.locking.api import lock as lock
+    from regauge.locking.api import unlock as unlock
     from regauge.locking.authorize import authorize as authorize
     from regauge.locking.authorize import deauthorize as deauthorize
     from regauge.locking.keys import Key as Key
     from regauge.locking.keys import generate_key as generate_key
     from regauge.locking.keys import load_key as load_key
     from regauge.locking.keys import save_key as save_key
-    from regauge.locking.lock import lock as lock
-    from regauge.locking.lock import unlock as unlock
     from regauge.locking.permuted import Permuted as Permuted
     from regauge.locking.seal import open_sealed as open_sealed
     from regauge.locking.seal import seal as seal
@@ -53,6 +52,8 @@ if TYPE_CHECKING:
     from regauge.models.discovery import discover as discover
     from regauge.models.load import load_model as load_model
     from regauge.models.resolve import spec_of as spec_of
+    from regauge.models.transforms import fold_norms as fold_norms
+    from regauge.models.transforms import move as move
     from regauge.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -83,7 +84,7 @@ _HOME = {
     "dual": "core.axes",
     "element": "core.element",
     "fingerprint": "matching.fingerprint",
-    "fold_norms": "core.fold",
+    "fold_norms": "models.transforms",
     "generate_key": "locking.keys",
     "identity": "core.element",
     "invariants": "matching.invariants",
@@ -91,9 +92,10 @@ _HOME = {
     "load_key": "locking.keys",
     "load_model": "models.load",
     "load_spec": "checkpoints.spec_files",
-    "lock": "locking.lock",
+    "lock": "locking.api",
     "match": "matching.api",
     "merge": "merging.api",
+    "move": "models.transforms",
     "move_adapter": "checkpoints.adapters",
     "open_checkpoint": "checkpoints.reader",
     "open_sealed": "locking.seal",
@@ -103,7 +105,7 @@ _HOME = {
     "seal": "locking.seal",
     "set_threads": "core.threads",
     "spec_of": "models.resolve",
-    "unlock": "locking.lock",
+    "unlock": "locking.api",
     "verify": "verification",
 }
 

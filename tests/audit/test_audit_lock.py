@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from regauge import apply, authorize, element, generate_key, lock, save_key, unlock
+from regauge import apply, authorize, element, generate_key, save_key
 from regauge.attacks.theft import Budget
 from regauge.audit import lock_audit as audit
 from regauge.audit.lock_audit import LockCase, _key_share, audit_lock, build_verdict
@@ -32,6 +32,7 @@ from regauge.errors import (
     WrongKeyError,
 )
 from regauge.locking import lock as locking
+from regauge.locking import lock_state, unlock_state
 from regauge.locking.authorize import is_authorized, save_trained
 from regauge.locking.locked_checkpoints import plan_lock, plan_unlock, reseal
 from regauge.matching.fingerprint import fingerprint_state
@@ -211,7 +212,7 @@ def test_a_guess_with_the_wrong_sign_or_at_another_place_is_wrong() -> None:
 def test_a_lock_that_refuses_nothing_fails_the_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     spec, state = model_of("gpt2")
     key = generate_key()
-    locked = lock(spec, state, key)
+    locked = lock_state(spec, state, key)
     case = LockCase(locked.spec, locked.state, "permutation", record=locked.record, key=key)
     assert all(f.holds for f in audit_lock(case).findings)
     monkeypatch.setattr(locking, "verify_tags", lambda *a: None)
@@ -415,6 +416,6 @@ def test_a_locked_folder_is_authorised_by_its_key_trained_and_saved(
 def test_states_are_locked_and_unlocked_alike() -> None:
     spec, state = model_of("llama")
     key = generate_key()
-    locked = lock(spec, state, key)
-    again = unlock(locked.spec, locked.state, locked.record, key)
+    locked = lock_state(spec, state, key)
+    again = unlock_state(locked.spec, locked.state, locked.record, key)
     assert all(torch.equal(again[n], state[n]) for n in state)

@@ -586,12 +586,15 @@ def test_key_repr_in_errors() -> None:
 
 
 def test_a_key_is_in_no_output_file(tmp_path: Path) -> None:
-    from regauge.cli.keygen import require_outside
     from regauge.errors import KeyFileError
+    from regauge.locking.keys import require_outside
+
+    def key_at(path: Path) -> Key:
+        return Key(bytes(32), "lock", path=path)
 
     (tmp_path / "link").symlink_to(tmp_path / "out")
     for place in ("out", "out/key", "out.config.json", ".out.partial/key", "link/key"):
         with pytest.raises(KeyFileError, match="would be published with it"):
-            require_outside(tmp_path / place, tmp_path / "model", tmp_path / "out")
+            require_outside(key_at(tmp_path / place), tmp_path / "model", tmp_path / "out")
     for place in ("key", "out.key", "outer/key", "config.json"):
-        require_outside(tmp_path / place, tmp_path / "model", tmp_path / "out")
+        require_outside(key_at(tmp_path / place), tmp_path / "model", tmp_path / "out")

@@ -412,8 +412,8 @@ def test_no_interpreter_runs_for_an_image(tmp_path: Path, monkeypatch: pytest.Mo
 def test_inputs_of_verify_are_bounded_too(tmp_path: Path) -> None:
     import torch
 
-    from regauge.cli.verify import read_inputs
     from regauge.errors import CheckpointError
+    from regauge.verification.inputs import read_inputs
 
     module = torch.nn.Linear(1, 1)
     np.savez(tmp_path / "good.npz", x=np.ones((2, 3)), ids=np.arange(3))

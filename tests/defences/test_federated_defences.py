@@ -14,12 +14,13 @@ import pytest
 import torch
 
 import support.federations as fed
-from regauge import apply, element, fold_norms
+from regauge import apply, element
 from regauge.audit import recorded
 from regauge.audit.gradient_audit.attempts import Budget
 from regauge.audit.recorded_audit import to_update
 from regauge.audit.recorded_audit.engine import open_run, rehearse_recorded
 from regauge.cli import main
+from regauge.core.fold import fold_norms
 from regauge.errors import DefenceError, MissingExtraError, UpdateError
 from regauge.federated import (
     Contribution,

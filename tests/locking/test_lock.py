@@ -35,13 +35,13 @@ from regauge.locking.keys import Key
 from regauge.locking.lock import (
     LOCKS,
     Record,
-    lock,
+    lock_state,
     locked_element,
     read_record,
     record_of,
     require_locked,
     require_plain,
-    unlock,
+    unlock_state,
 )
 from support.picos import PICOS, build, spec_of
 
@@ -80,13 +80,13 @@ def test_unlocking_gives_every_bit_back(name: str, group: str) -> None:
     model = build(name)
     spec = spec_of(model)
     plain = signed_zeros({n: t.detach() for n, t in model.half().state_dict().items()})
-    locked = lock(spec, plain, KEY, group=group)
+    locked = lock_state(spec, plain, KEY, group=group)
     changed = [n for n in plain if not same_bits(plain[n], locked.state[n])]
     assert changed
     assert all(spec.parts.get(n, "backbone") == "backbone" for n in changed), (
         "embedding and head are left as they are"
     )
-    back = unlock(spec, locked.state, locked.record, KEY)
+    back = unlock_state(spec, locked.state, locked.record, KEY)
     assert all(same_bits(back[n], plain[n]) for n in plain)
 
 
@@ -94,10 +94,10 @@ def test_unlocking_gives_every_bit_back(name: str, group: str) -> None:
 def test_rotations_come_back_to_rounding_and_keep_the_function(name: str) -> None:
     model = build(name)
     spec, state = spec_of(model), model.state_dict()
-    locked = lock(spec, state, KEY, group="rotation")
+    locked = lock_state(spec, state, KEY, group="rotation")
     assert locked.record.folded == bool(spec.norms)
     expected = fold_norms(spec, state)[1] if spec.norms else state
-    back = unlock(spec, locked.state, locked.record, KEY)
+    back = unlock_state(spec, locked.state, locked.record, KEY)
     assert max(float((back[n] - expected[n]).abs().max()) for n in expected) < 1e-12
     assert max(float((locked.state[n] - expected[n]).abs().max()) for n in expected) > 0.1
 
@@ -108,7 +108,7 @@ def test_a_locked_model_computes_something_else(group: str) -> None:
     inputs = PICOS["gpt2"].inputs
     with torch.no_grad():
         right = model(**inputs).logits
-        locked = lock(spec_of(model), model.state_dict(), KEY, group=group)
+        locked = lock_state(spec_of(model), model.state_dict(), KEY, group=group)
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())  # folding unties it
         model.load_state_dict(locked.state)
         wrong = model(**inputs).logits
@@ -118,10 +118,12 @@ def test_a_locked_model_computes_something_else(group: str) -> None:
 def test_one_key_locks_models_by_unrelated_elements() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), model.state_dict()
-    a = lock(spec, state, KEY)
-    b = lock(spec, {**state, "transformer.ln_f.bias": state["transformer.ln_f.bias"] + 1}, KEY)
-    c = lock(spec, state, OTHER)
-    again = lock(spec, state, KEY)
+    a = lock_state(spec, state, KEY)
+    b = lock_state(
+        spec, {**state, "transformer.ln_f.bias": state["transformer.ln_f.bias"] + 1}, KEY
+    )
+    c = lock_state(spec, state, OTHER)
+    again = lock_state(spec, state, KEY)
     samples = [
         locked_element(spec, x.record, k).members["stream"].index.tolist()
         for x, k in ((a, KEY), (b, KEY), (c, OTHER), (again, KEY))
@@ -133,15 +135,15 @@ def test_one_key_locks_models_by_unrelated_elements() -> None:
 
 def test_wrong_keys() -> None:
     model = build("gpt2")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     with pytest.raises(WrongKeyError, match=f"locked by the key {KEY.id}, got {OTHER.id}"):
-        unlock(spec, locked, record, OTHER)
+        unlock_state(spec, locked, record, OTHER)
     with pytest.raises(KeyFileError, match='must be "lock", got "seal"'):
-        unlock(spec, locked, record, Key(seed_key(1), "seal"))
+        unlock_state(spec, locked, record, Key(seed_key(1), "seal"))
     with pytest.raises(KeyFileError, match='must be "lock", got "seal"'):
-        lock(spec, model.state_dict(), Key(seed_key(1), "seal"))
+        lock_state(spec, model.state_dict(), Key(seed_key(1), "seal"))
     with pytest.raises(TamperedModelError, match="record was changed"):
-        unlock(spec, locked, replace(record, key=OTHER.id), OTHER)
+        unlock_state(spec, locked, replace(record, key=OTHER.id), OTHER)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +155,7 @@ def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
     """
     model = build(name).float()
     state = model.state_dict()
-    spec, locked, record = lock(spec_of(model), state, KEY, group=group)
+    spec, locked, record = lock_state(spec_of(model), state, KEY, group=group)
 
     def digest_of(data: Any) -> str:
         return hashlib.sha256(text(data)).hexdigest()
@@ -227,14 +229,14 @@ CHANGES: dict[str, Any] = {
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_record_is_found(field: str) -> None:
     model = build("gpt2")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     with pytest.raises(TamperedModelError, match="record was changed"):
-        unlock(spec, locked, replace(record, **{field: CHANGES[field]}), KEY)
+        unlock_state(spec, locked, replace(record, **{field: CHANGES[field]}), KEY)
 
 
 def test_changed_data_is_detected_and_distinguished_from_training() -> None:
     model = build("gpt2")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     g = locked_element(spec, record, KEY)
     for name in (
         "transformer.h.0.mlp.c_fc.weight",
@@ -244,15 +246,15 @@ def test_changed_data_is_detected_and_distinguished_from_training() -> None:
         changed = {**locked, name: locked[name].clone()}
         changed[name].view(-1)[0] += 1e-9
         with pytest.raises(TamperedModelError, match="data were changed") as refused:
-            unlock(spec, changed, record, KEY)
+            unlock_state(spec, changed, record, KEY)
         assert "--retrained" in str(refused.value.hint)
-        back = unlock(spec, changed, record, KEY, retrained=True)
+        back = unlock_state(spec, changed, record, KEY, retrained=True)
         assert same_bits(back[name], apply(~g, changed, "backbone")[name])
 
 
 def test_a_changed_structure_is_found_even_after_training() -> None:
     model = build("llama")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     q, up = "model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"
     for changed in (
         {**locked, q: locked[q][:-1]},
@@ -261,11 +263,11 @@ def test_a_changed_structure_is_found_even_after_training() -> None:
     ):
         for retrained in (False, True):
             with pytest.raises(TamperedModelError, match="names, shapes or dtypes"):
-                unlock(spec, changed, record, KEY, retrained=retrained)
+                unlock_state(spec, changed, record, KEY, retrained=retrained)
     halved = {n: t.half() for n, t in locked.items()}  # all of it: trained in another precision
-    assert unlock(spec, halved, record, KEY, retrained=True)[q].dtype == torch.float16
+    assert unlock_state(spec, halved, record, KEY, retrained=True)[q].dtype == torch.float16
     with pytest.raises(TamperedModelError, match="names, shapes or dtypes"):
-        unlock(spec, halved, record, KEY)
+        unlock_state(spec, halved, record, KEY)
 
 
 def test_another_head_and_another_path_are_no_change_of_the_backbone() -> None:
@@ -276,9 +278,9 @@ def test_another_head_and_another_path_are_no_change_of_the_backbone() -> None:
         build("gpt2-base"),
         build("gpt2-classifier") if "gpt2-classifier" in PICOS else build("gpt2"),
     )
-    locked = lock(spec_of(base), base.state_dict(), KEY)
+    locked = lock_state(spec_of(base), base.state_dict(), KEY)
     state = {**classifier.state_dict(), **{f"transformer.{n}": t for n, t in locked.state.items()}}
-    back = unlock(spec_of(classifier), state, locked.record, KEY, retrained=True)
+    back = unlock_state(spec_of(classifier), state, locked.record, KEY, retrained=True)
     assert all(same_bits(back[f"transformer.{n}"], t) for n, t in base.state_dict().items())
 
 
@@ -287,7 +289,7 @@ def test_another_layout_is_found() -> None:
     one.
     """
     model = build("gpt2")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     heads = {
         n: replace(s, size=1 if n.startswith("head") else 12)
         if n.split(".")[0] in ("head", "qk", "vo")
@@ -295,39 +297,40 @@ def test_another_layout_is_found() -> None:
         for n, s in spec.spaces.items()
     }
     with pytest.raises(TamperedModelError, match="other spaces than its config"):
-        unlock(replace(spec, spaces=heads), locked, record, KEY, retrained=True)
+        unlock_state(replace(spec, spaces=heads), locked, record, KEY, retrained=True)
 
 
 def test_a_config_without_sense_is_found() -> None:
     model = build("gpt2")
-    spec, locked, record = lock(spec_of(model), model.state_dict(), KEY)
+    spec, locked, record = lock_state(spec_of(model), model.state_dict(), KEY)
     spaces: Any = {
         n: replace(s, size=float("nan")) if n == "ffn.0" else s for n, s in spec.spaces.items()
     }
     with pytest.raises(SpecError, match="positive whole number"):
-        unlock(replace(spec, spaces=spaces), locked, record, KEY)
+        unlock_state(replace(spec, spaces=spaces), locked, record, KEY)
 
 
 def test_spaces() -> None:
     model = build("gpt2")
     spec, state = spec_of(model), model.state_dict()
-    locked = lock(spec, state, KEY, spaces=["stream", "ffn"])
+    locked = lock_state(spec, state, KEY, spaces=["stream", "ffn"])
     g = locked_element(spec, locked.record, KEY)
     assert set(g.members) == {"stream", "ffn.0", "ffn.1"}
-    everything = locked_element(spec, lock(spec, state, KEY).record, KEY)
+    everything = locked_element(spec, lock_state(spec, state, KEY).record, KEY)
     assert set(everything.members) == set(spec.spaces)
     assert all(
-        same_bits(t, unlock(spec, locked.state, locked.record, KEY)[n]) for n, t in state.items()
+        same_bits(t, unlock_state(spec, locked.state, locked.record, KEY)[n])
+        for n, t in state.items()
     )
     with pytest.raises(
         LockError, match=r"the lock would have no effect: ffn\.0, ffn\.1 can be transformed"
     ) as refused:
-        lock(spec, state, KEY, spaces=["ffn"])
+        lock_state(spec, state, KEY, spaces=["ffn"])
     assert refused.value.hint == "lock a space that the parts share: stream"
     with pytest.raises(ElementError, match='no space "nothing"'):
-        lock(spec, state, KEY, spaces=["nothing"])
+        lock_state(spec, state, KEY, spaces=["nothing"])
     with pytest.raises(LockError, match='rotation, got "linear"'):
-        lock(spec, state, KEY, group="linear")
+        lock_state(spec, state, KEY, group="linear")
 
 
 def test_spaces_of_the_head_do_not_move() -> None:
@@ -335,12 +338,12 @@ def test_spaces_of_the_head_do_not_move() -> None:
     name = next(n for n in PICOS if n.startswith("bert") and "pool" in spec_of(build(n)).spaces)
     model = build(name)
     spec, state = spec_of(model), model.state_dict()
-    assert "pool" not in locked_element(spec, lock(spec, state, KEY).record, KEY).members
+    assert "pool" not in locked_element(spec, lock_state(spec, state, KEY).record, KEY).members
 
 
 def test_records_are_read_strictly() -> None:
     model = build("gpt2")
-    record = lock(spec_of(model), model.state_dict(), KEY).record
+    record = lock_state(spec_of(model), model.state_dict(), KEY).record
     good = record.to_dict()
     assert read_record(json.loads(json.dumps(good))) == record
     assert record_of({"regauge_lock": good}) == record
@@ -385,7 +388,7 @@ def test_a_live_module_carries_its_record(tmp_path: Path) -> None:
     import transformers
 
     model: Any = build("gpt2")
-    _, state, record = lock(spec_of(model), model.state_dict(), KEY)
+    _, state, record = lock_state(spec_of(model), model.state_dict(), KEY)
     model.load_state_dict(state)
     model.config.regauge_lock = record.to_dict()
     model.save_pretrained(tmp_path / "a")

@@ -58,7 +58,7 @@ def write_locked(plain: Path, out: Path, group: str = "signed") -> Path:
     return out
 
 
-def job(command: str, folder: Path, out: Path) -> locked_checkpoints.Job:
+def job(command: str, folder: Path, out: Path) -> locked_checkpoints.LockJob:
     opened = open_checkpoint(folder)
     match command:
         case "lock":

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import support.picos as picos
-from regauge import apply, element, fold_norms
+from regauge import apply, element
+from regauge.core.fold import fold_norms
 from regauge.errors import RecordError, RegaugeError
 from regauge.matching import MatchError, match_states
 from regauge.matching.activations import generate_text, record, sample_noise

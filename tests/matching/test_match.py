@@ -16,11 +16,12 @@ import torch
 from numpy.testing import assert_allclose
 
 import support.picos as picos
-from regauge import apply, element, fold_norms
+from regauge import apply, element
 from regauge.checkpoints.element_files import arrays_of
 from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State
 from regauge.core.element import identity
+from regauge.core.fold import fold_norms
 from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
@@ -37,7 +38,7 @@ from regauge.matching.closed_forms import (
 )
 from regauge.matching.compare import compare_states
 from regauge.matching.costs import Costs
-from regauge.matching.invariants import invariant_distance, invariants
+from regauge.matching.invariants import invariant_distance, state_invariants
 from regauge.matching.many import match_many, nearest_to_mean
 from regauge.matching.preparation import select_groups
 from regauge.matching.solver import Solver
@@ -561,7 +562,9 @@ def test_invariants_agree_in_every_basis_and_differ_between_models(name: str, fo
     _, other = state_of(name, 1)
     if folded:
         (spec, a), (_, other) = fold_norms(spec, a), fold_norms(spec, other)
-    here, there, strange = (invariants(spec, s) for s in (a, apply(element(spec, 3), a), other))
+    here, there, strange = (
+        state_invariants(spec, s) for s in (a, apply(element(spec, 3), a), other)
+    )
     assert here.keys() == there.keys()
     assert max(d / max(n, 1e-30) for d, n in invariant_distance(here, there).values()) < 1e-18
     distance = invariant_distance(here, strange)

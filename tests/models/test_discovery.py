@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import regauge
-from regauge.cli.inspect import explain_space
 from regauge.core.check import check
 from regauge.core.element import element
 from regauge.core.spec import Spec
@@ -22,6 +21,7 @@ from regauge.errors import SpecError
 from regauge.models.discovery import Discovery, DiscoveryError, discovery_of, proof
 from regauge.models.discovery.cache import cache_key
 from regauge.models.discovery.terms import Atom, Product, Sum, cut, leaves, unify
+from regauge.models.summary import explain_space
 from regauge.testing import assert_symmetry, symmetry_error
 from support.own_modules_hidden import Hidden
 

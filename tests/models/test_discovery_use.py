@@ -19,7 +19,7 @@ from regauge.core.element import Element
 from regauge.errors import CutError, LockError
 from regauge.locking.authorize import authorize_with_element
 from regauge.locking.keys import load_key
-from regauge.locking.lock import locked_element
+from regauge.locking.lock import lock_state, locked_element
 from regauge.models.cut import cut
 from regauge.models.discovery import discovery_of, example_inputs, proof
 from regauge.models.discovery.stored_names import stored_spec
@@ -164,7 +164,7 @@ def test_in_python_a_module_of_ones_own_is_locked_at_the_cut_that_was_found() ->
     }
     assert discovery.spec.parts["mlp_head.0.weight"] == "head"
     key, before = regauge.generate_key(), compute_outputs(module, images)["logits"]
-    locked = regauge.lock(discovery.spec, module.state_dict(), key)
+    locked = lock_state(discovery.spec, module.state_dict(), key)
     module.load_state_dict(locked.state)
     assert float((compute_outputs(module, images)["logits"] - before).abs().max()) > 1e-3
     authorize_with_element(
@@ -177,7 +177,7 @@ def test_a_model_without_blocks_is_not_cut_and_says_so() -> None:
     discovery = discovery_of(Hidden(torch.relu), torch.randn(2, 6))
     assert discovery.boundaries == ()
     with pytest.raises(LockError, match="the lock would have no effect") as caught:
-        regauge.lock(discovery.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
+        lock_state(discovery.spec, Hidden(torch.relu).state_dict(), regauge.generate_key())
     assert "no embedding or head" in str(caught.value.hint)
     torch.manual_seed(0)
     with pytest.raises(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from regauge import fold_norms
+from regauge.core.fold import fold_norms
 from regauge.core.spec import Spec
 from support.picos import build, spec_of
 

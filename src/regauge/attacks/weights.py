@@ -38,7 +38,7 @@ from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.matching import match_states
 from regauge.matching.costs import Costs
-from regauge.matching.invariants import invariant_distance, invariants
+from regauge.matching.invariants import invariant_distance, state_invariants
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,11 +127,11 @@ def lineage(view: LockedFileWithCandidates) -> dict[str, float]:
     References: OriginTracer (2505.19466); Mirsky's bound.
     """
     spec = part_spec(view.spec, "backbone")
-    locked_invariants = invariants(spec, select_tensors(view.state, spec.tensors))
+    locked_invariants = state_invariants(spec, select_tensors(view.state, spec.tensors))
     relative_distances = {}
     for name, state in view.candidates.items():
         distances = invariant_distance(
-            invariants(spec, select_tensors(state, spec.tensors)), locked_invariants
+            state_invariants(spec, select_tensors(state, spec.tensors)), locked_invariants
         )
         relative_distances[name] = float(
             np.sqrt(

@@ -24,6 +24,7 @@ from regauge.checkpoints.files import (
     wrap_read_errors,
 )
 from regauge.checkpoints.headers import DTYPE_NAMES
+from regauge.checkpoints.outputs import Job, Output
 from regauge.checkpoints.pickles import (
     MAX_BYTES,
     PickledTensor,
@@ -31,7 +32,14 @@ from regauge.checkpoints.pickles import (
     UnsupportedTensor,
     read_pickle,
 )
-from regauge.checkpoints.plan import File, Plan, index_of, is_file_name, other_files
+from regauge.checkpoints.plan import (
+    File,
+    Plan,
+    check_target,
+    index_of,
+    is_file_name,
+    other_files,
+)
 from regauge.checkpoints.reader import (
     INDEX,
     PICKLES,
@@ -426,6 +434,55 @@ def _load_legacy(path: Path, data: mmap.mmap) -> tuple[Any, dict[str, Source], b
     if at != len(data):
         raise load_error(f"it has {len(data) - at} bytes after its last storage")
     return value, sources, False
+
+
+@dataclass(frozen=True, eq=False)
+class Conversion(Output):
+    """A pickled checkpoint, to be written as safetensors.
+
+    Attributes:
+        pickles: The opened pickles.
+    """
+
+    pickles: PickledCheckpoint
+
+    def plan(self, out: str | Path, *, threads: int | None = None) -> Job:
+        out, pickles = Path(out), self.pickles
+        check_target(out, pickles.path)
+        plan, thunks = plan_conversion(out, pickles)
+        facts = {
+            "out": str(out),
+            "tensors": len(thunks),
+            "aliases": dict(pickles.aliases),
+            "dropped": list(pickles.dropped),
+        }
+        notes = [f"{alias} is tied to {n} and stored once" for alias, n in pickles.aliases.items()]
+        notes += [
+            f"{file} carries no checksums: changed bytes cannot be detected"
+            for file in pickles.unchecked
+        ]
+        warnings = [
+            f'"{name}" {reason} and is left out' for name, reason in pickles.dropped.items()
+        ]
+        return Job(out, plan, thunks, facts=facts, notes=tuple(notes), warnings=tuple(warnings))
+
+
+def convert(source: str | Path) -> Conversion:
+    """Open a pickled checkpoint, to be written as safetensors. No code of the pickle runs.
+
+    Args:
+        source: A .bin or .pt file, or a folder with pytorch_model.bin (one file or shards).
+
+    Returns:
+        The conversion, with `save(out)`. Tied tensors are stored once.
+
+    Raises:
+        CheckpointError: A file is damaged, or holds something else than tensors.
+
+    Example:
+        >>> # regauge.checkpoints.convert.convert("pytorch_model.bin").save("model.safetensors")
+    """
+    return Conversion(open_pickles(Path(source)))
 
 
 def plan_conversion(

@@ -1,4 +1,9 @@
-"""Files and folders: typed errors, permissions, atomic writes, link checks and sizes as text."""
+"""Files and folders: typed errors, permissions, atomic writes, link checks and sizes as text.
+
+Every output is written beside its place, flushed and renamed (`staged_file`, `staged_folder`), or
+streamed by `regauge.checkpoints.writer`, which ends in the same `publish_folder`. No other module
+renames or flushes outputs.
+"""
 
 from __future__ import annotations
 
@@ -89,15 +94,18 @@ def copy_file(source: Path, target: Path, mode: int) -> bytes:
 
 
 @contextlib.contextmanager
-def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> Iterator[Path]:
+def staged_folder(
+    out: Path, mode: int | None = EVERYONE, *, replace: bool = False
+) -> Iterator[Path]:
     """Yield a hidden folder beside `out` that atomically becomes `out` at the end.
 
-    For output that other libraries write. The folder is readable by the owner only until it is
-    complete; then its files and folders get `mode`, less the umask.
+    The folder is readable by the owner only until it is complete; then its files and folders get
+    `mode`, less the umask.
 
     Args:
         out: The output folder. It must not exist, or be empty, unless `replace` is set.
-        mode: The mode of the folder and, without the bits for execution, of its files.
+        mode: The mode of the folder and, without the bits for execution, of its files. None leaves
+            all modes as they were written, and the folder to its owner.
         replace: Remove an existing `out` once the new one is in place.
     """
     partial = temp_sibling(out)
@@ -106,17 +114,52 @@ def staged_folder(out: Path, mode: int = EVERYONE, *, replace: bool = False) -> 
             make_folder(partial.parent)
             partial.mkdir(mode=OWNER)
             yield partial
-            mode &= _read_umask(partial)
-            for path in partial.rglob("*"):
-                path.chmod(mode if path.is_dir() else file_mode(mode))
-                _fsync(path)
-            partial.chmod(mode)
-            if not replace and out.is_dir():
-                out.rmdir()
-            replace_folder(partial, out) if replace else partial.rename(out)
+            if mode is not None:
+                mode &= _read_umask(partial)
+                for path in partial.rglob("*"):
+                    path.chmod(mode if path.is_dir() else file_mode(mode))
+                partial.chmod(mode)
+            publish_folder(partial, out, replace=replace)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    fsync_folder(out.absolute().parent)
+
+
+def publish_folder(partial: Path, out: Path, *, replace: bool = False) -> None:
+    """Flush a folder with everything in it, and rename it to its place beside it.
+
+    Args:
+        partial: The complete folder.
+        out: Its place. It must not exist, or be an empty folder, unless `replace` is set.
+        replace: Replace an existing `out`; one of the two is in place at every moment.
+    """
+    for path in (*partial.rglob("*"), partial):
+        fsync_folder(path) if path.is_dir() else fsync_file(path)
+    if replace:
+        replace_folder(partial, out)
+    else:
+        partial.rename(out)
+        fsync_folder(out.absolute().parent)
+
+
+@contextlib.contextmanager
+def staged_file(path: Path, mode: int = 0o666, *, new: bool = False) -> Iterator[Path]:
+    """Yield an empty hidden file beside `path` that atomically becomes `path` at the end.
+
+    Args:
+        path: The file.
+        mode: Its mode, less the umask.
+        new: Raise if the file exists instead of replacing it.
+    """
+    partial = temp_sibling(path)
+    with wrap_write_errors(path):
+        try:
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
+            yield partial
+            fsync_file(partial)
+            os.link(partial, path) if new else partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+        fsync_folder(path.absolute().parent)
 
 
 def _read_umask(folder: Path) -> int:
@@ -132,10 +175,8 @@ def _read_umask(folder: Path) -> int:
         probe.rmdir()
 
 
-def _fsync(path: Path) -> None:
-    if path.is_dir():
-        fsync_folder(path)
-        return
+def fsync_file(path: Path) -> None:
+    """Flush a file to disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
@@ -337,17 +378,8 @@ def write_bytes(
         _require_replaceable(path)
         if not new and path.exists():
             mode &= stat.S_IMODE(path.stat().st_mode) | 0o600
-    partial = temp_sibling(path)
-    with wrap_write_errors(path):
-        try:
-            with open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(partial, path) if new else partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
-    fsync_folder(path.parent)
+    with staged_file(path, mode, new=new) as partial, partial.open("r+b") as file:
+        file.write(data)
 
 
 def append_bytes(path: Path, data: bytes, after: int) -> None:

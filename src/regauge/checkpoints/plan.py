@@ -247,6 +247,23 @@ def check_new(out: Path) -> None:
         )
 
 
+def find_enclosing(file: Path, *places: Path) -> Path | None:
+    """Return the first of some models or outputs that contains a file or whose files it would
+    overwrite; None if there is none.
+    """
+    resolved = file.resolve()
+    for place in places:
+        base = place.resolve()
+        taken = (
+            base,
+            base.with_name(f"{base.stem}.config.json"),
+            base.with_name(f".{base.name}.partial"),
+        )
+        if any(resolved.is_relative_to(p) for p in taken):
+            return place
+    return None
+
+
 def is_taken(out: Path) -> bool:
     """Return whether an output path exists. An empty folder counts as absent: it is replaced."""
     return os.path.lexists(out) and not (

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from regauge.checkpoints.files import fsync_folder, require_file, temp_sibling, wrap_write_errors
+from regauge.checkpoints.files import require_file, staged_file, wrap_write_errors
 from regauge.errors import CheckpointError
 
 Tensor = torch.Tensor
@@ -41,23 +40,15 @@ def write_tensors(
 
     with wrap_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = temp_sibling(path)
-        try:
-            if mode is not None:
-                partial.touch(mode=mode)
-            copies = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    copies = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    try:
+        with staged_file(path, 0o666 if mode is None else mode) as partial:
             save_file(copies, partial, {**metadata, CHECKSUM: checksum(copies, metadata)})
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-        except SafetensorError as error:  # the system's error is in its text only
-            raise CheckpointError(
-                f"{path} cannot be written: {error}",
-                hint="check that the disk is not full; an existing file is unchanged",
-            ) from error
-        finally:
-            partial.unlink(missing_ok=True)
-        fsync_folder(path.parent)
+    except SafetensorError as error:  # the system's error is in its text only
+        raise CheckpointError(
+            f"{path} cannot be written: {error}",
+            hint="check that the disk is not full; an existing file is unchanged",
+        ) from error
 
 
 def read_tensors(

@@ -49,13 +49,21 @@ class TransformSource:
 
         return replace(self, state=LazyState.from_thunks(thunks), steps=(*self.steps, *steps))
 
-    def thunks(self, g: Element, part: str | None = None) -> dict[str, Callable[[], Any]]:
-        """Return the functions that compute each tensor of the output."""
+    def thunks(
+        self, g: Element, part: str | None = None, *, as_bits: bool = True
+    ) -> dict[str, Callable[[], Any]]:
+        """Return the functions that compute each tensor of the output.
+
+        Args:
+            g: The element.
+            part: The part that is transformed. Default: all.
+            as_bits: Compute exact members on stored bits, as numpy arrays.
+        """
         from regauge.core.action import apply_lazily, is_exact_on
         from regauge.core.fold import resolve_tie
 
         # Permutations and signs work on bits, so torch is not even imported.
-        on_bits = not self.steps and not self.state_spec.fixed and is_exact_on(g)
+        on_bits = as_bits and not self.steps and not self.state_spec.fixed and is_exact_on(g)
         thunks = apply_lazily(g, self.checkpoint.bits if on_bits else self.state, part)
         if self.steps:  # rounded once, after all steps
             thunks = {

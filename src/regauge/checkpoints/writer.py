@@ -25,8 +25,10 @@ from regauge.checkpoints.files import (
     copy_file,
     exclusive_lock,
     file_mode,
+    fsync_file,
     fsync_folder,
     make_folder,
+    publish_folder,
     restrict_mode,
     wrap_write_errors,
     write_bytes,
@@ -185,21 +187,14 @@ def digest_of(array: Any) -> bytes:
 def _publish(partial: Path, out: Path) -> None:
     """Flush the partial folder and rename it to the output."""
     (partial / _JOURNAL).unlink(missing_ok=True)
-    for folder in {partial, *(p for p in partial.rglob("*") if p.is_dir())}:
-        fsync_folder(folder)
-    if is_file_name(out):
-        # The config first: once the weights appear, the output is complete.
-        for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
-            path.replace(out.with_name(path.name))
-        partial.rmdir()
-    else:
-        partial.rename(out)
-    fsync_folder(out.parent)
-
-
-def _fsync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    if not is_file_name(out):
+        publish_folder(partial, out)
+        return
+    # The config first: once the weights appear, the output is complete.
+    for path in sorted(partial.iterdir(), key=lambda p: p.name == out.name):
+        path.replace(out.with_name(path.name))
+    partial.rmdir()
+    fsync_folder(out.absolute().parent)
 
 
 @contextlib.contextmanager
@@ -338,7 +333,7 @@ class _TensorWriter:
                         unflushed += self._count(n)
                         in_flight -= n
                         if unflushed >= _FLUSH_BYTES:
-                            flushes.append(flusher.submit(_fsync, self.folder / file.name))
+                            flushes.append(flusher.submit(fsync_file, self.folder / file.name))
                             unflushed = 0
                     flushes.append(flusher.submit(self._close, file))
                     while flushes and flushes[0].done():

@@ -7,26 +7,21 @@ from __future__ import annotations
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, print_json
-from regauge.cli.run import set_threads
+from regauge.cli.keygen import read_key
+from regauge.cli.write import VERSION, write_job
 
 if TYPE_CHECKING:
-    from regauge.locking.locked_checkpoints import Job
+    from regauge.locking.api import ResealOutput
 
-VERSION = 1
 _NOT_ENCRYPTION = (
     "a lock is obfuscation, not encryption: docs/lock.md lists attacks that undo it without the key"
 )
-_GROUP_NAMES = {
-    "permutation": "permutations",
-    "signed": "signed permutations",
-    "rotation": "rotations",
-}
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
 Retrained = Annotated[
@@ -89,61 +84,62 @@ def lock(
     if out is None and resume:
         raise typer.BadParameter("--resume requires -o OUT")
     started = time.monotonic()
-
-    from regauge.cli.keygen import read_key, require_outside
-    from regauge.cli.model import open_model
-    from regauge.locking import locked_checkpoints
-    from regauge.locking.lock import DEFAULT_GROUP, LOCKS
+    from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
-    checkpoint, model_spec = open_model(model, spec)
-    require_outside(key, checkpoint.path, *([] if out is None else [out]))
     if reseal:
-        if out is not None:
-            job = locked_checkpoints.plan_reseal(
-                checkpoint, model_spec, out, secret, threads=threads
-            )
-            return _write_job(job, "lock --reseal", started, resume, dry_run, json, threads)
-        record = locked_checkpoints.reseal(
-            checkpoint, model_spec, secret, threads=threads, dry_run=dry_run
+        return _reseal(
+            api.reseal(model, secret, spec=spec), out, started, resume, dry_run, json, threads
         )
-        action = "dry run: this would renew" if dry_run else "renewed"
-        info(f"{action} the commitment of {checkpoint.path}, locked by the key {record.key}")
-        if json:
-            report = {
-                "version": VERSION,
-                "command": "lock --reseal",
-                "out": str(checkpoint.path),
-                "record": record.to_dict(),
-                "dry_run": dry_run,
-            }
-            print_json(report)
-        return 0
     assert out is not None
-    group_name = (group or Group(DEFAULT_GROUP)).value
-    space_names = (
-        [s.strip() for s in spaces.split(",") if s.strip()] if spaces is not None else None
+    locked = api.lock(
+        model,
+        secret,
+        group=(group or Group.signed).value,
+        spaces=options.split_names(spaces),
+        spec=spec,
     )
-    if LOCKS[group_name].fold:
-        set_threads(threads)
-    job = locked_checkpoints.plan_lock(
-        checkpoint, model_spec, out, secret, group=group_name, spaces=space_names, threads=threads
+    code = write_job(
+        locked.plan(out, threads=threads),
+        "lock",
+        started=started,
+        resume=resume,
+        dry_run=dry_run,
+        json=json,
+        threads=threads,
     )
-    if LOCKS[group_name].fold:
-        unlocking = "norms are folded first, and unlocking" if job.record.folded else "unlocking"
-        narrow = sorted(
-            n
-            for n in job.element.members
-            if n.split(".")[0].startswith("stream")
-            and job.element.spec.spaces[n].group.name == "permutation"
-        )
-        info(
-            f"rotations: {unlocking} is exact up to "
-            f"rounding{f'; {narrow[0]}: permutations only' if narrow else ''}"
-        )
-    code = _write_job(job, "lock", started, resume, dry_run, json, threads)
     info(_NOT_ENCRYPTION)
     return code
+
+
+def _reseal(
+    sealed: ResealOutput,
+    out: Path | None,
+    started: float,
+    resume: bool,
+    dry_run: bool,
+    json: bool,
+    threads: int | None,
+) -> int:
+    """Renew a commitment in place, or in a new output."""
+    if out is not None:
+        return write_job(
+            sealed.plan(out, threads=threads),
+            "lock --reseal",
+            started=started,
+            resume=resume,
+            dry_run=dry_run,
+            json=json,
+            threads=threads,
+        )
+    record = sealed.renew(dry_run=dry_run, threads=threads)
+    place = str(sealed.model.checkpoint.path)
+    action = "dry run: this would renew" if dry_run else "renewed"
+    info(f"{action} the commitment of {place}, locked by the key {record.key}")
+    if json:
+        report = {"version": VERSION, "command": "lock --reseal", "out": place}
+        print_json(report | {"record": record.to_dict(), "dry_run": dry_run})
+    return 0
 
 
 def unlock(
@@ -161,27 +157,19 @@ def unlock(
 ) -> int:
     """Unlock a model. Checks the key and the whole file before writing anything."""
     started = time.monotonic()
-    from regauge.cli.keygen import read_key
-    from regauge.cli.model import open_model
-    from regauge.locking import locked_checkpoints
+    from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
-    checkpoint, model_spec = open_model(model, spec)
-    job = locked_checkpoints.plan_unlock(
-        checkpoint, model_spec, out, secret, retrained=retrained, threads=threads
+    plain = api.unlock(model, secret, retrained=retrained, spec=spec)
+    return write_job(
+        plain.plan(out, threads=threads),
+        "unlock",
+        started=started,
+        resume=resume,
+        dry_run=dry_run,
+        json=json,
+        threads=threads,
     )
-    if job.record.files is None:
-        info(
-            "this lock commits to the weights only: the tokenizer and other files are not "
-            "verified (regauge lock --reseal adds them)"
-        )
-    if job.record.group == "rotation":
-        set_threads(threads)
-        info(
-            "locked by rotations: the plain weights are restored up to "
-            f"rounding{', with folded norms' if job.record.folded else ''}"
-        )
-    return _write_job(job, "unlock", started, resume, dry_run, json, threads)
 
 
 def rekey(
@@ -206,75 +194,17 @@ def rekey(
 ) -> int:
     """Change the key of a locked model in one pass: the plain model is never written."""
     started = time.monotonic()
-    from regauge.cli.keygen import read_key, require_outside
-    from regauge.cli.model import open_model
-    from regauge.locking import locked_checkpoints
+    from regauge.locking import api
 
-    old_key = read_key(key, "lock", passphrase_file)
-    new_key = read_key(new_key_file, "lock", to_passphrase_file)
-    checkpoint, model_spec = open_model(model, spec)
-    require_outside(key, out)
-    require_outside(new_key_file, checkpoint.path, out)
-    job = locked_checkpoints.plan_rekey(
-        checkpoint, model_spec, out, old_key, new_key, retrained=retrained, threads=threads
+    old = read_key(key, "lock", passphrase_file)
+    new = read_key(new_key_file, "lock", to_passphrase_file)
+    relocked = api.rekey(model, old, new, retrained=retrained, spec=spec)
+    return write_job(
+        relocked.plan(out, threads=threads),
+        "rekey",
+        started=started,
+        resume=resume,
+        dry_run=dry_run,
+        json=json,
+        threads=threads,
     )
-    if job.record.group == "rotation":
-        set_threads(threads)
-    return _write_job(job, "rekey", started, resume, dry_run, json, threads)
-
-
-def _write_job(
-    job: Job,
-    command: str,
-    started: float,
-    resume: bool,
-    dry_run: bool,
-    json: bool,
-    threads: int | None,
-) -> int:
-    """Write a planned lock, unlock or rekey, and report it."""
-    from regauge.checkpoints.files import format_bytes
-    from regauge.cli.write import summary, write_moved
-
-    spec, record = job.element.spec, job.record
-    if job.locked_dtype is not None:
-        info(f"locked in {job.locked_dtype}, and trained in another dtype since")
-    report: dict[str, Any] = {
-        "version": VERSION,
-        "command": command,
-        "family": spec.family,
-        "out": str(job.out),
-        "group": record.group,
-        "key": record.key,
-        "moved": list(job.element.members),
-        "folded": record.folded,
-        "tensors": len(job.thunks),
-        "dry_run": dry_run,
-    }
-    if job.element.members:
-        info(
-            f"{spec.family}: {command}s the backbone by {_GROUP_NAMES[record.group]} of "
-            f"{summary(job.element)}; key {record.key}"
-        )
-    if dry_run:
-        info(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
-    else:
-        written = write_moved(
-            job.out,
-            job.plan,
-            job.thunks,
-            f"{command.removesuffix(' --reseal')}ing",
-            resume,
-            threads,
-        )
-        seconds = time.monotonic() - started
-        info(f"wrote {job.out}: {format_bytes(written.bytes)} in {seconds:.1f} s")
-        report |= {
-            "bytes": written.bytes,
-            "files": list(written.files),
-            "left": list(written.skipped),
-            "seconds": round(seconds, 3),
-        }
-    if json:
-        print_json(report)
-    return 0

@@ -33,6 +33,11 @@ def seed_option(help_text: str) -> Any:
     return typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help=help_text)
 
 
+def split_names(text: str | None) -> list[str] | None:
+    """Return the names in a comma-separated list; None without a list."""
+    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+
+
 Model = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="Folder, .safetensors file or hub id (owner/name)."),

@@ -57,23 +57,6 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def find_enclosing(file: Path, *places: Path) -> Path | None:
-    """Return the first of some models or outputs that contains a file or whose files it would
-    overwrite; None if there is none.
-    """
-    resolved = file.resolve()
-    for place in places:
-        base = place.resolve()
-        taken = (
-            base,
-            base.with_name(f"{base.stem}.config.json"),
-            base.with_name(f".{base.name}.partial"),
-        )
-        if any(resolved.is_relative_to(p) for p in taken):
-            return place
-    return None
-
-
 def parse_counts(text: str, name: str, example: str) -> list[int]:
     """Parse comma-separated whole numbers from 1, sorted and without duplicates. An empty text
     gives an empty list.

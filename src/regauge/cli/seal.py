@@ -12,6 +12,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, print_json
+from regauge.cli.keygen import read_key
 
 VERSION = 1
 
@@ -29,11 +30,9 @@ def seal(
     """Encrypt a file or folder for storage, with authentication. Open it to use it."""
     started = time.monotonic()
     from regauge.checkpoints.files import format_bytes
-    from regauge.cli.keygen import read_key, require_outside
     from regauge.locking.seal import seal as run
 
     secret = read_key(key, "seal", passphrase_file)
-    require_outside(key, path)
     size = run(path, secret, out)
     info(
         f"sealed {path} to {out}: {format_bytes(size)} in {time.monotonic() - started:.1f} s, "
@@ -65,7 +64,6 @@ def open_(
 ) -> int:
     """Decrypt a sealed file. The output appears only after all of it is authenticated."""
     started = time.monotonic()
-    from regauge.cli.keygen import read_key
     from regauge.locking.seal import open_sealed
 
     secret = read_key(key, "seal", passphrase_file)

@@ -1,17 +1,85 @@
-"""Writing of a transformed checkpoint, shared by `move`, `match` and `lock`."""
+"""Writing of checkpoints, shared by `move`, `lock`, `convert`, `match` and `merge`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.cli.console import info, output_progress, warn
+from regauge.cli.console import info, output_progress, print_json, warn
 
 if TYPE_CHECKING:
+    from regauge.checkpoints.outputs import Job
     from regauge.checkpoints.plan import Plan
     from regauge.checkpoints.writer import WriteResult
     from regauge.core.element import Element
+
+VERSION = 1
+
+
+def write_job(
+    job: Job,
+    command: str,
+    *,
+    started: float,
+    resume: bool = False,
+    dry_run: bool = False,
+    json: bool = False,
+    threads: int | None = None,
+    fields: Sequence[str] = ("bytes", "files", "left", "seconds"),
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    place: str = "",
+) -> int:
+    """Write what a public function planned, and print its remarks and what was written.
+
+    Args:
+        job: The planned output.
+        command: The name of the command.
+        started: When the command started.
+        resume: Keep the shards of an interrupted run.
+        dry_run: Check only.
+        json: Print the facts as JSON.
+        threads: Number of threads.
+        fields: Fields of the JSON document about the written files.
+        extra: Further fields of it.
+        place: Further places that were written, for the last message.
+    """
+    from regauge.checkpoints.files import format_bytes
+
+    report = {"version": VERSION, "command": command, **job.facts, "dry_run": dry_run}
+    for note in job.notes:
+        info(note)
+    for warning in job.warnings:
+        warn(warning)
+    if dry_run:
+        info(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
+    else:
+        action = f"{command.partition(' ')[0].removesuffix('e')}ing"
+        with output_progress(job.out, action) as progress:
+            written = job.write(progress=progress, resume=resume, threads=threads)
+        report_written(written)
+        seconds = time.monotonic() - started
+        size = format_bytes(written.bytes)
+        amount = (
+            f"{size} in {seconds:.1f} s"
+            if "seconds" in fields
+            else f"{len(job.thunks)} tensors, {size}"
+        )
+        info(f"wrote {job.out}: {amount}{place}")
+        facts = {
+            "bytes": written.bytes,
+            "files": list(written.files),
+            "nonfinite": list(written.nonfinite),
+            "left": list(written.skipped),
+            **extra,
+            "seconds": round(seconds, 3),
+        }
+        report |= {name: facts[name] for name in facts if name in fields or name in extra}
+    if json:
+        print_json(report)
+    return 0
 
 
 def write_moved(
@@ -46,7 +114,6 @@ def report_written(written: WriteResult) -> None:
 
 def summary(g: Element) -> str:
     """Return the spaces that an element transforms, by their roots."""
-    roots: dict[str, int] = {}
-    for name in g.members:
-        roots[name.split(".")[0]] = roots.get(name.split(".")[0], 0) + 1
-    return ", ".join(f"{root} ({n})" if n > 1 else root for root, n in roots.items()) or "nothing"
+    from regauge.checkpoints.outputs import format_spaces
+
+    return format_spaces(g.members)

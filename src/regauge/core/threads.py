@@ -34,6 +34,11 @@ def set_threads(count: int | None) -> None:
     _setting = count
 
 
+def is_set() -> bool:
+    """Return whether the number of threads was set by `set_threads`."""
+    return _setting is not None
+
+
 def thread_count() -> int:
     """Return the number of threads that regauge uses."""
     if _setting is not None:

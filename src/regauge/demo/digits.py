@@ -27,11 +27,9 @@ def show_training(context: DemoContext) -> Results:
     """Train a ViT on digits, once plainly and once permuted, and verify the theorems on it."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
-    import torch
 
     from regauge import Permuted, element, spec_of, verify
     from regauge.models.summary import format_columns
-    from regauge.verification.general import add_general_findings
 
     images, labels = load_images()
     split = 1500
@@ -60,13 +58,14 @@ def show_training(context: DemoContext) -> Results:
     ]
     context.echo(format_columns(rows, right=(1,)))
     with context.bar("verify") as progress:
-        checked = verify(
+        verified = verify(
             copy.deepcopy(plain).float(),
             {"pixel_values": test[:8].float()},
             seed=context.seed,
+            general=True,
+            optimizers=True,
             progress=progress,
-        )
-    verified = add_general_findings(checked, torch.float32, context.seed, optimizers=True)
+        ).results
     held = sum(f.holds is True for f in verified.findings)
     decided = sum(f.holds is not None for f in verified.findings)
     context.echo(f"\n{held} of {decided} checks hold on it")

@@ -20,12 +20,12 @@ def show_lock(context: DemoContext) -> Results:
     """Lock a ViT by a key, use and train it with the key, and attack the lock."""
     need("transformers", "experiments")
     need("sklearn", "experiments")
-    from regauge import apply, authorize, generate_key, lock, spec_of
+    from regauge import apply, authorize, generate_key, spec_of
     from regauge.attacks.theft import Budget
     from regauge.audit.lock_audit import LockCase, audit_lock
     from regauge.checkpoints.reader import LOCK_FIELD
     from regauge.data.tasks import Examples
-    from regauge.locking.lock import LOCKS, locked_element
+    from regauge.locking.lock import LOCKS, lock_state, locked_element
     from regauge.models.summary import format_columns
 
     images, labels = load_images()
@@ -51,7 +51,7 @@ def show_lock(context: DemoContext) -> Results:
         {n: v.clone() for n, v in tuned.state_dict().items()},
         generate_key(),
     )
-    locked = lock(spec, plain, key)
+    locked = lock_state(spec, plain, key)
     model = copy.deepcopy(tuned)
     model.load_state_dict(locked.state)
     setattr(model.config, LOCK_FIELD, locked.record.to_dict())

@@ -27,7 +27,8 @@ def show_merge(context: DemoContext) -> Results:
     need("sklearn", "experiments")
     import torch
 
-    from regauge import apply, fold_norms, spec_of
+    from regauge import apply, spec_of
+    from regauge.core.fold import fold_norms
     from regauge.data.tasks import Examples
     from regauge.matching import match_states
     from regauge.matching.connectivity import connect

@@ -6,7 +6,7 @@ boundary, the edges of the backbone: the stream is transformed by g at the input
 output. Other inputs of the blocks (the encoder's states, DeBERTa's table of relative positions) are
 transformed at the input too.
 
-    model = authorize(model, key)      # the same module: same class and state dict, still locked
+    model = authorize("locked", key)   # or a live module: same class and state dict, still locked
     model.generate(**inputs)           # the output of the plain model
     deauthorize(model)                 # locked again
 
@@ -40,7 +40,8 @@ from regauge.models.cut import TOKEN_SPACES, Cut, cut
 from regauge.models.families import Boundary
 
 if TYPE_CHECKING:
-    from regauge.locking.keys import Key
+    from regauge.locking.keys import KeySource
+    from regauge.models.sources import Source
 
 Tensor = torch.Tensor
 Module = torch.nn.Module
@@ -230,24 +231,32 @@ class _HiddenStatesHook(_Hook):
 
 
 def authorize(
-    model: Module, key: Key, *, files: Path | str | None = None, **options: Any
+    model: Source,
+    key: KeySource,
+    *,
+    files: Path | str | None = None,
+    retrained: bool = False,
+    dtype: str | None = None,
+    **options: Any,
 ) -> Module:
     """Make a locked model compute the plain function while its backbone stays locked.
 
     Only hooks at the edges of the backbone apply the key. The key, the record and the spaces are
-    checked; the weights are checked only with `files`, because in memory they may have another
-    dtype, or be trained.
+    checked. The weights of a path are checked against the record too; those of a live module only
+    with `files`, because in memory they may have another dtype, or be trained.
 
     This protects weights on disk and everything that is saved from this process. It does not
     protect the process itself, which holds the key and the locked weights at once. For that, key
     and weights must be on different machines (split learning).
 
     Args:
-        model: A model that was loaded from a locked folder; its config has the lock record. It is
-            changed in place.
-        key: The key that locked it.
-        files: The folder that it was loaded from. Its files are checked as by `unlock`, and the
-            weights in memory must equal them.
+        model: A locked folder, which is loaded, or a model that was loaded from one, which is
+            changed in place; its config has the lock record.
+        key: The key that locked it, or its file.
+        files: The folder that a live model was loaded from. Its files are checked as by `unlock`,
+            and the weights in memory must equal them.
+        retrained: Accept a folder whose weights training has changed.
+        dtype: The dtype to load a folder in. Default: that of the stored weights.
         options: Passed on to `authorize_with_element`.
 
     Returns:
@@ -259,34 +268,50 @@ def authorize(
         TamperedModelError: The record or, with `files`, a file or weight was changed.
         AuthorizeError: The model was loaded with an adapter (transformers loads an
             `adapter_model.safetensors` in the folder by default), or is authorised already.
+
+    Example:
+        >>> # model = regauge.authorize("locked", "my.key")
+        >>> # model.generate(**inputs)
     """
+    from regauge.locking.keys import resolve_key
     from regauge.locking.lock import locked_element, require_locked
+    from regauge.locking.locked_checkpoints import check_files, verify_loaded
+    from regauge.models.load import load_model
     from regauge.models.resolve import spec_of
+    from regauge.models.sources import open_source
 
-    record = require_locked(model, f"this {type(model).__name__}")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise AuthorizeError(
-            f"this {type(model).__name__} was loaded with an adapter, which its lock does not "
-            "cover",
-            hint="remove adapter_config.json from the folder if you did not add it; add adapters "
-            "after authorize",
-        )
-    element = locked_element(spec_of(model), record, key)
+    secret = resolve_key(key, "lock")
+    checkpoint = None
+    if not isinstance(model, Module):
+        checkpoint, _ = open_source(model)
+        record = require_locked(checkpoint, checkpoint.path)
+        locked_element(spec_of(checkpoint), record, secret)  # raises before the weights are loaded
+        model = load_model(checkpoint, dtype)
+    else:
+        record = require_locked(model, f"this {type(model).__name__}")
+        if getattr(model, "_hf_peft_config_loaded", False):
+            raise AuthorizeError(
+                f"this {type(model).__name__} was loaded with an adapter, which its lock does not "
+                "cover",
+                hint="remove adapter_config.json from the folder if you did not add it; add "
+                "adapters after authorize",
+            )
+    element = locked_element(spec_of(model), record, secret)
     if files is not None:
-        from regauge.checkpoints.reader import open_checkpoint
-        from regauge.locking.locked_checkpoints import verify_loaded
-
-        checkpoint = open_checkpoint(files)
+        checkpoint, _ = open_source(files)
         if require_locked(checkpoint, files) != record:
             raise AuthorizeError(
                 f"the lock record of this {type(model).__name__} differs from that of {files}",
                 hint="pass the folder that it was loaded from",
             )
-        verify_loaded(model, checkpoint, spec_of(checkpoint), key)
+    if checkpoint is not None and retrained:
+        check_files(checkpoint, record)
+    elif checkpoint is not None:
+        verify_loaded(model, checkpoint, spec_of(checkpoint), secret)
     return authorize_with_element(model, element, **options)
 
 
-def save_trained(model: Module, folder: Path | str, key: Key) -> None:
+def save_trained(model: Module, folder: Path | str, key: KeySource) -> None:
     """Save a locked model after training, and renew its commitment.
 
     The new tags distinguish it from a model that was tampered with.
@@ -294,16 +319,18 @@ def save_trained(model: Module, folder: Path | str, key: Key) -> None:
     Args:
         model: The locked model.
         folder: The output folder.
-        key: The key that locked it.
+        key: The key that locked it, or its file.
 
     Raises:
         WrongKeyError: Another key locked it; nothing is written.
     """
     from regauge.checkpoints.reader import open_checkpoint
+    from regauge.locking.keys import resolve_key
     from regauge.locking.lock import locked_element, require_locked
     from regauge.locking.locked_checkpoints import reseal
     from regauge.models.resolve import spec_of
 
+    key = resolve_key(key, "lock")
     # Raises for a wrong key before anything is written.
     locked_element(spec_of(model), require_locked(model, f"this {type(model).__name__}"), key)
     model.save_pretrained(folder)  # type: ignore[operator]

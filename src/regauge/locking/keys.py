@@ -22,9 +22,10 @@ import unicodedata
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn, TypeAlias, get_args
 
 from regauge.checkpoints.files import write_bytes
+from regauge.checkpoints.plan import find_enclosing
 from regauge.core.canonical import canonical_json
 from regauge.core.rng import hkdf
 from regauge.errors import KeyFileError, PassphraseError
@@ -38,6 +39,8 @@ PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
 SCRYPT = {"n": 1 << 17, "r": 8, "p": 1}
 _MAX_MEMORY, _MAX_WORK = 1 << 22, 1 << 23  # n r, n r p
 _MAX_FILE_BYTES = 1 << 16  # bytes of a key file
+_MAX_PASSPHRASE = 4096  # bytes of a passphrase
+PASSPHRASE_VARIABLE = "REGAUGE_PASSPHRASE"
 
 _PLAIN_FIELDS = {"regauge", "version", "purpose", "id", "created", "key"}
 _WRAPPED_FIELDS = {"regauge", "version", "purpose", "id", "created", "scrypt", "nonce", "wrapped"}
@@ -61,9 +64,16 @@ class Key:
     Key(lock, 35f322c179f8fd31)
     """
 
-    __slots__ = ("__secret", "created", "purpose")
+    __slots__ = ("__secret", "created", "path", "purpose")
 
-    def __init__(self, secret: bytes, purpose: Purpose = "lock", created: str = "") -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        purpose: Purpose = "lock",
+        created: str = "",
+        *,
+        path: Path | None = None,
+    ) -> None:
         if not isinstance(secret, bytes) or len(secret) != 32:
             raise KeyFileError("a key must be 32 bytes", hint=_KEYGEN_HINT)
         if purpose not in PURPOSES:
@@ -71,7 +81,7 @@ class Key:
                 f'the purpose of a key must be one of {", ".join(PURPOSES)}, got "{purpose!s:.40}"',
                 hint=f"pass --purpose {PURPOSES[0]}",
             )
-        self.__secret, self.purpose, self.created = secret, purpose, created
+        self.__secret, self.purpose, self.created, self.path = secret, purpose, created, path
 
     @property
     def id(self) -> str:
@@ -144,9 +154,50 @@ class Key:
         )
 
 
+KeySource: TypeAlias = Key | str | Path
+
+
 def generate_key(purpose: Purpose = "lock") -> Key:
-    """Generate a key with the operating system's random generator."""
+    """Generate a key with the operating system's random generator.
+
+    Args:
+        purpose: "lock" to obfuscate models in use, "seal" to encrypt files at rest.
+
+    Example:
+        >>> generate_key().purpose
+        'lock'
+    """
     return Key(os.urandom(32), purpose, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+
+def resolve_key(key: KeySource, purpose: Purpose) -> Key:
+    """Return a key for a purpose: the key itself, or that of a key file.
+
+    The passphrase of a file is that of the environment variable REGAUGE_PASSPHRASE; `load_key`
+    takes another one.
+
+    Raises:
+        KeyFileError: The key has another purpose, or its file is not usable.
+    """
+    if isinstance(key, Key):
+        key.require(purpose)
+        return key
+    if not isinstance(key, str | Path):
+        raise KeyFileError(
+            f"a key must be a Key or the path of a key file, got {type(key).__name__}",
+            hint="regauge.generate_key generates a key, regauge.load_key reads a file",
+        )
+    return load_key(key, purpose, read_passphrase())
+
+
+def require_outside(key: Key, *places: Path) -> None:
+    """Raise if the file of a key lies in a folder that is published or written."""
+    enclosing = None if key.path is None else find_enclosing(key.path, *places)
+    if enclosing is not None:
+        raise KeyFileError(
+            f"the key {key.path} lies in {enclosing}, and would be published with it",
+            hint="keep keys in a separate folder",
+        )
 
 
 def save_key(
@@ -184,6 +235,26 @@ def save_key(
             f"{path} exists already", hint="a lost key cannot be recovered: pass a new file"
         )
     write_bytes(path, key._serialize(passphrase, scrypt or SCRYPT).encode(), mode=0o600, new=True)
+
+
+def create_key(path: Path | str, purpose: Purpose = "lock", passphrase: Passphrase = None) -> Key:
+    """Generate a key and save it to a new file.
+
+    Args:
+        path: The file; it must not exist.
+        purpose: The purpose of the key.
+        passphrase: Wraps the secret if given: a text, or a function that returns it.
+
+    Raises:
+        KeyFileError: The file exists, or the path is not usable.
+    """
+    if os.path.lexists(path):
+        raise KeyFileError(
+            f"{path} exists already", hint="a key cannot be recreated: name a new file"
+        )
+    key = generate_key(purpose)
+    save_key(key, path, passphrase() if callable(passphrase) else passphrase)
+    return key
 
 
 def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) -> Key:
@@ -246,7 +317,7 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
             f"{path} is not a usable key file: {reason}",
             hint=f"restore it from a copy; {_KEYGEN_HINT}",
         ) from None
-    key = Key(secret, stored_purpose, created)
+    key = Key(secret, stored_purpose, created, path=path)
     if not hmac.compare_digest(key.id.encode(), key_id.encode()):
         raise KeyFileError(
             f"{path} is damaged: its key does not match its id",
@@ -271,6 +342,27 @@ def read_private(path: Path | str, kind: str, limit: int = _MAX_FILE_BYTES) -> b
     data, mode = _read(path, kind, limit, f"pass a {kind}")
     _require_private(path, mode)
     return data
+
+
+def read_passphrase(file: Path | None = None) -> str | None:
+    """Return the passphrase on the first line of a file, or that of the environment variable
+    REGAUGE_PASSPHRASE; None if neither is given.
+    """
+    if file is None:
+        return os.environ.get(PASSPHRASE_VARIABLE) or None
+    first = read_private(file, "passphrase file").split(b"\n")[0].removesuffix(b"\r")
+    if not first or len(first) > _MAX_PASSPHRASE:
+        raise PassphraseError(
+            f"the first line of {file} must be a passphrase of 1 to {_MAX_PASSPHRASE} bytes, got "
+            f"{len(first)}",
+            hint="write the passphrase on the first line",
+        )
+    try:
+        return first.decode("utf-8")
+    except UnicodeDecodeError:
+        raise PassphraseError(
+            f"the passphrase in {file} must be UTF-8 text", hint="write it on the first line"
+        ) from None
 
 
 def _require_private(path: Path, mode: int) -> None:

@@ -140,7 +140,7 @@ class LockedState(NamedTuple):
     record: Record
 
 
-def lock(
+def lock_state(
     spec: Spec,
     state: State,
     key: Key,
@@ -164,8 +164,8 @@ def lock(
         LockError: The group is unknown, or the lock would have no effect.
 
     Example:
-        spec, state, record = lock(spec_of(model), model.state_dict(), key)
-        plain = unlock(spec, state, record, key)
+        >>> # spec, state, record = lock_state(spec_of(model), model.state_dict(), key)
+        >>> # plain = unlock_state(spec, state, record, key)
     """
     from regauge.core.action import apply
     from regauge.core.fold import fold_norms
@@ -183,10 +183,10 @@ def lock(
     )
 
 
-def unlock(
+def unlock_state(
     spec: Spec, state: State, record: Record, key: Key, *, retrained: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Undo `lock`, bit for bit for permutations and signs, up to rounding for rotations.
+    """Undo `lock_state`, bit for bit for permutations and signs, up to rounding for rotations.
 
     Folded norms stay folded. Everything is checked before anything is computed.
 

@@ -1,6 +1,6 @@
 """Lock, unlock, rekey and reseal checkpoints, streamed by `regauge.checkpoints.writer`.
 
-A `Job` is a plan that was checked against the key and the tags of the file. Nothing is written
+A `LockJob` is a plan that was checked against the key and the tags of the file. Nothing is written
 before these checks, and the output appears atomically. The record of the lock is computed last,
 from the digests of all that was written.
 
@@ -24,15 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import OWNER, wrap_read_errors, write_bytes
 from regauge.checkpoints.headers import DTYPES
+from regauge.checkpoints.outputs import Job
 from regauge.checkpoints.plan import File, Plan, check_target, files_of, is_file_name
 from regauge.checkpoints.reader import INDEX, LOCK_FIELD, Checkpoint
 from regauge.checkpoints.transform import TransformSource, prepare_source
-from regauge.checkpoints.writer import WriteResult, digest_of, digests_of, write_plan
+from regauge.checkpoints.writer import digest_of, digests_of
 from regauge.core.action import tensor_transforms
 from regauge.core.canonical import canonical_json
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity
-from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import LockError, TamperedModelError
 from regauge.locking.keys import Key
@@ -75,36 +75,18 @@ _ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you added it 
 
 
 @dataclass(frozen=True)
-class Job:
+class LockJob(Job):
     """A checked operation on a locked checkpoint, ready to write.
 
     Attributes:
-        out: The output.
-        plan: The files to write.
-        thunks: Functions that compute the tensors.
         element: The element that transforms the backbone.
         record: The record of the output without its tags; for `plan_unlock`, that of the input.
         locked_dtype: The dtype of the locked weights, if training has changed it.
     """
 
-    out: Path
-    plan: Plan
-    thunks: Mapping[str, Callable[[], Any]]
     element: Element
     record: Record
     locked_dtype: str | None = None
-
-    def write(
-        self,
-        *,
-        progress: Progress | None = None,
-        resume: bool = False,
-        threads: int | None = None,
-    ) -> WriteResult:
-        """Write the output; the arguments are those of `write_plan`."""
-        return write_plan(
-            self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads
-        )
 
 
 def plan_lock(
@@ -116,7 +98,7 @@ def plan_lock(
     group: str = DEFAULT_GROUP,
     spaces: Iterable[str] | None = None,
     threads: int | None = None,
-) -> Job:
+) -> LockJob:
     """Plan a locked checkpoint. The plain one is read once, for its digest.
 
     Args:
@@ -141,7 +123,7 @@ def plan_lock(
         spec, key, model_digest(header_of(checkpoint), digests), group, spaces
     )
     g = locked_element(locked_spec, record, key, tags=False)
-    source = prepare_source(_VerifiedCheckpoint(checkpoint, digests), spec, record.folded)
+    source = prepare_source(_verify_reads(checkpoint, digests), spec, record.folded)
     return _build_job(out, source, g, record, key, {} if record.folded else digests)
 
 
@@ -153,7 +135,7 @@ def plan_unlock(
     *,
     retrained: bool = False,
     threads: int | None = None,
-) -> Job:
+) -> LockJob:
     """Plan the plain checkpoint of a locked one, after checking the key and the tags.
 
     Args:
@@ -202,7 +184,7 @@ def plan_rekey(
     *,
     retrained: bool = False,
     threads: int | None = None,
-) -> Job:
+) -> LockJob:
     """Plan the same checkpoint locked by another key.
 
     One element maps the old locked form to the new one: the plain model is never written.
@@ -247,7 +229,7 @@ def plan_rekey(
 
 def plan_reseal(
     checkpoint: Checkpoint, spec: Spec, out: Path, key: Key, *, threads: int | None = None
-) -> Job:
+) -> LockJob:
     """Plan the same locked checkpoint with new tags, after training.
 
     Args:
@@ -409,7 +391,7 @@ def check_files(
         TamperedModelError: A file was added, changed or removed.
     """
     record = record or record_of(checkpoint)
-    if record is None or record.files is None:
+    if record is None or record.files is None or not checkpoint.sources:
         return
     current = bound_files(checkpoint)
     added = [name for name in current if name not in record.files]
@@ -514,6 +496,12 @@ class _VerifiedCheckpoint(Checkpoint):
         )
 
 
+def _verify_reads(checkpoint: Checkpoint, digests: Mapping[str, bytes]) -> Checkpoint:
+    """Return a checkpoint whose reads are verified, if its files may change and have digests."""
+    in_files = bool(digests) and bool(checkpoint.sources)
+    return _VerifiedCheckpoint(checkpoint, digests) if in_files else checkpoint
+
+
 def _changed_error(checkpoint: Checkpoint, name: str = "") -> TamperedModelError:
     subject = f'"{name}" of {checkpoint.path}' if name else str(checkpoint.path)
     return TamperedModelError(
@@ -544,7 +532,7 @@ def _locked_source(
     checkpoint: Checkpoint, spec: Spec, g: Element, digests: Mapping[str, bytes]
 ) -> TransformSource:
     """Return a locked checkpoint as the source of a transform, verified if digests are given."""
-    verified = _VerifiedCheckpoint(checkpoint, digests) if digests else checkpoint
+    verified = _verify_reads(checkpoint, digests)
     return TransformSource(verified, spec, g.spec, verified)
 
 
@@ -589,7 +577,7 @@ def _build_job(
     digests: Mapping[str, bytes],
     copied: CopyCheck | None = None,
     tag: Callable[[Record, Key, Spec, Mapping[str, Any], Mapping[str, bytes]], Record] = add_tags,
-) -> Job:
+) -> LockJob:
     """Build the job that transforms the backbone.
 
     Args:
@@ -615,7 +603,7 @@ def _build_job(
         if source.checkpoint.config is None
         else {**source.checkpoint.config, **source.state_spec.config}
     )
-    return Job(
+    return LockJob(
         out,
         _add_record(out, plan, config, record, source.state_spec, key, copied, tag),
         thunks,

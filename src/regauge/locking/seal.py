@@ -21,7 +21,6 @@ import contextlib
 import hmac
 import json
 import os
-import shutil
 import stat
 from collections.abc import Iterator
 from functools import partial
@@ -31,15 +30,15 @@ from typing import IO, Any
 from regauge.checkpoints.files import (
     OWNER,
     file_mode,
-    fsync_folder,
     require_inside,
-    temp_sibling,
+    staged_file,
+    staged_folder,
     wrap_read_errors,
     wrap_write_errors,
 )
 from regauge.core.canonical import canonical_json
 from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
-from regauge.locking.keys import Key
+from regauge.locking.keys import Key, KeySource, require_outside, resolve_key
 
 VERSION = 1
 MAGIC = b"regauge sealed "
@@ -48,26 +47,31 @@ _TAG = 16
 _MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1 << 12, 1 << 16
 
 
-def seal(source: Path | str, key: Key, out: Path | str) -> int:
+def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
     """Encrypt a file or a folder into one new file.
 
     Links within a folder are sealed as files.
 
     Args:
         source: The file or folder.
-        key: A key for sealing.
+        key: A key for sealing, or its file.
         out: The sealed file; it must not exist.
 
     Returns:
         The size of the sealed file in bytes.
 
     Raises:
-        KeyFileError: The key has another purpose.
+        KeyFileError: The key has another purpose, or its file lies in the source.
         LockError: The output exists, or lies inside the source.
         CheckpointError: A file cannot be read or sealed.
+
+    Example:
+        >>> # key = regauge.generate_key("seal")
+        >>> # regauge.seal("model", key, "model.sealed")
+        >>> # regauge.open_sealed("model.sealed", key, "opened")
     """
-    source, out = Path(source), Path(out)
-    key.require("seal")
+    source, out, key = Path(source), Path(out), resolve_key(key, "seal")
+    require_outside(key, source)
     _require_new(out)
     kind, entries = _list_entries(source)
     target, origin = out.absolute().parent.resolve() / out.name, source.resolve()
@@ -79,37 +83,25 @@ def seal(source: Path | str, key: Key, out: Path | str) -> int:
     header = canonical_json({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
     start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
     tag = _header_tag(key, salt, start)
-    partial = temp_sibling(out)
-    with wrap_write_errors(out):
-        try:
-            # readable by the owner only, like the key
-            with open(
-                partial, "xb", opener=lambda name, flags: os.open(name, flags, file_mode(OWNER))
-            ) as file:
-                file.write(start + tag)
-                chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
-                for path, name in entries:
-                    _write_entry(chunks, path, name)
-                chunks.write(bytes(4))  # an entry without a name: the end
-                chunks.close()
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-            os.link(partial, out)
-        finally:
-            partial.unlink(missing_ok=True)
-    fsync_folder(out.absolute().parent)
-    return size
+    # readable by the owner only, like the key
+    with staged_file(out, file_mode(OWNER), new=True) as partial, partial.open("r+b") as file:
+        file.write(start + tag)
+        chunks = _Sealer(file, key.derive("seal/chunks", salt), tag)
+        for path, name in entries:
+            _write_entry(chunks, path, name)
+        chunks.write(bytes(4))  # an entry without a name: the end
+        chunks.close()
+        return file.tell()
 
 
-def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
+def open_sealed(source: Path | str, key: KeySource, out: Path | str) -> list[str]:
     """Decrypt a sealed file to a new file or folder.
 
     The output appears once all of it is authenticated, readable by the owner only, like the key.
 
     Args:
         source: The sealed file.
-        key: The key that sealed it.
+        key: The key that sealed it, or its file.
         out: The output; it must not exist.
 
     Returns:
@@ -120,28 +112,20 @@ def open_sealed(source: Path | str, key: Key, out: Path | str) -> list[str]:
         TamperedFileError: The file was changed.
         LockError: The file is not a sealed file, or the output exists.
     """
-    source, out = Path(source), Path(out)
-    key.require("seal")
+    source, out, key = Path(source), Path(out), resolve_key(key, "seal")
     _require_new(out)
     with _open_chunks(source, key) as (kind, chunks):
-        partial = temp_sibling(out)
-        with wrap_write_errors(out):
-            partial.mkdir(mode=OWNER)
-            try:
+        if kind == "folder":
+            with staged_folder(out, mode=None) as partial:
                 names = list(_extract_entries(source, chunks, partial))
                 chunks.end()
-                if kind == "file" and names != ["data"]:
-                    raise _tampered_error(source)
-                for folder in [partial, *(p for p in partial.rglob("*") if p.is_dir())]:
-                    fsync_folder(folder)
-                if kind == "file":
-                    os.link(partial / "data", out)
-                else:
-                    partial.rename(out)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-        fsync_folder(out.absolute().parent)
-    return [out.name] if kind == "file" else names
+            return names
+        with staged_file(out, file_mode(OWNER), new=True) as partial:
+            names = list(_extract_entries(source, chunks, partial, "data"))
+            chunks.end()
+            if names != ["data"]:
+                raise _tampered_error(source)
+    return [out.name]
 
 
 class _Sealer:
@@ -379,15 +363,19 @@ def _write_entry(chunks: _Sealer, path: Path, name: str) -> None:
             raise CheckpointError(f"{path} changed while it was read", hint="start again")
 
 
-def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[str]:
-    """Write every entry into a folder, and yield the names of files."""
+def _extract_entries(
+    source: Path, chunks: _Opener, target: Path, single: str | None = None
+) -> Iterator[str]:
+    """Write every entry into a folder, or a single one into a file; yield the names of files."""
     while length := int.from_bytes(chunks.read(4), "little"):
         if length > _MAX_ENTRY_BYTES:
             raise _tampered_error(source)
         try:
             head: dict[str, Any] = json.loads(chunks.read(length))
             name = head["name"]
-            path = folder / _parse_name(name)
+            if single is not None and (name != single or head.get("folder")):
+                raise ValueError(name)
+            path = target if single is not None else target / _parse_name(name)
             if head.get("folder"):
                 path.mkdir(mode=OWNER)
                 continue
@@ -395,13 +383,13 @@ def _extract_entries(source: Path, chunks: _Opener, folder: Path) -> Iterator[st
         except (ValueError, TypeError, KeyError, RecursionError):
             raise _tampered_error(source) from None
         opener = partial(os.open, mode=(mode & OWNER) | file_mode(OWNER))
-        with open(path, "xb", opener=opener) as file:
+        with open(path, "xb" if single is None else "r+b", opener=opener) as file:
             while size:
                 data = chunks.read(min(size, CHUNK))
                 file.write(data)
                 size -= len(data)
-            file.flush()
-            os.fsync(file.fileno())
+        if single is not None:
+            path.chmod((mode & OWNER) | file_mode(OWNER))
         yield name
 
 

@@ -19,7 +19,7 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.matching import Match, SharedRows, layers_of, match_states
 from regauge.matching.costs import Costs
-from regauge.matching.invariants import invariant_distance, invariants
+from regauge.matching.invariants import invariant_distance, state_invariants
 
 # Two models at a smaller relative distance are equal: the rounding of half precision.
 MAX_ROUNDING = 1e-3
@@ -212,7 +212,7 @@ def _relative_invariant_distance(
     spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows] | None
 ) -> float:
     """Return the distance of the invariants as a share of b's."""
-    parts = invariant_distance(invariants(spec, a), invariants(spec, b))
+    parts = invariant_distance(state_invariants(spec, a), state_invariants(spec, b))
     compared = [v for n, v in parts.items() if n.split("#")[0] not in (rows or {})]
     return math.sqrt(sum(v[0] for v in compared) / max(sum(v[1] for v in compared), 1e-300))
 

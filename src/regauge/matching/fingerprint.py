@@ -30,7 +30,7 @@ from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.core.threads import within_threads
 from regauge.errors import CheckpointError
-from regauge.matching.invariants import find_nonfinite, invariants
+from regauge.matching.invariants import find_nonfinite, state_invariants
 from regauge.models.sources import require_fit, resolve
 from regauge.results.findings import Results, Table
 from regauge.results.views import ResultView
@@ -144,7 +144,7 @@ def fingerprint_state(spec: Spec, state: State) -> Fingerprint:
         with np.errstate(invalid="ignore", over="ignore"):
             values_by_name = {
                 name: np.abs(np.asarray(values, np.float64)).reshape(-1)
-                for name, values in sorted(invariants(spec, state).items())
+                for name, values in sorted(state_invariants(spec, state).items())
             }
         is_finite = all(np.isfinite(values).all() for values in values_by_name.values())
     except np.linalg.LinAlgError:

@@ -10,6 +10,8 @@ values is a lower bound (Mirsky): no element brings one model closer to the othe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,8 +22,28 @@ from regauge.core.spec import Spec
 from regauge.matching.blocks import Block
 from regauge.matching.costs import Costs
 
+if TYPE_CHECKING:
+    from regauge.models.sources import Source
 
-def invariants(spec: Spec, state: State) -> dict[str, Floats]:
+
+def invariants(source: Source, *, spec: Spec | str | Path | None = None) -> dict[str, Floats]:
+    """Return the invariants of a model; as `state_invariants`.
+
+    Args:
+        source: A path, a hub id, a checkpoint, a module, or a state dict with `spec`.
+        spec: A spec or spec file. Default: that of the model's family.
+
+    Example:
+        >>> # regauge.invariants("model")["qk.0"]
+    """
+    from regauge.models.sources import require_fit, resolve
+
+    model = resolve(source, spec)
+    require_fit(model.checkpoint, model.spec)
+    return state_invariants(model.spec, model.checkpoint)
+
+
+def state_invariants(spec: Spec, state: State) -> dict[str, Floats]:
     """Return the invariants, by a tensor's name (and which of its blocks) or by the name of a
     space.
 

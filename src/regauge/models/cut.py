@@ -23,7 +23,7 @@ import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,6 +34,9 @@ from regauge.errors import CutError, UnknownModelError
 from regauge.models.families import Boundary, family_of
 from regauge.models.families.pieces import Config, Names
 from regauge.models.resolve import config_of, discover_unknown
+
+if TYPE_CHECKING:
+    from regauge.models.sources import Source
 
 Tensor = torch.Tensor
 Fn = Callable[["Crossing"], Tensor]
@@ -340,7 +343,7 @@ def _return_stream(z: Tensor) -> Fn:
 
 
 def cut(
-    model: torch.nn.Module,
+    model: Source,
     config: Mapping[str, Any] | None = None,
     *,
     boundaries: Sequence[Boundary] | None = None,
@@ -351,7 +354,7 @@ def cut(
     (`regauge.models.discovery`).
 
     Args:
-        model: a live module.
+        model: a live module, or a path, a hub id or a checkpoint, which is loaded.
         config: a config to use instead of the model's own.
         boundaries: the boundaries of a custom module.
 
@@ -361,6 +364,9 @@ def cut(
     Example:
         >>> # crossing = regauge.cut(model).embed(**inputs)
     """
+    from regauge.models.load import load_model
+
+    model = load_model(model)
     if boundaries is None:
         try:
             config = config_of(model) if config is None else config

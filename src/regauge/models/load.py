@@ -24,6 +24,8 @@ from regauge.models.trust import code_disabled, library_class, without_code
 if TYPE_CHECKING:
     import torch
 
+    from regauge.models.sources import Source
+
 _HINTS = {
     "mismatched_keys": "config.json contradicts the weights",
     "missing_keys": "download the weights again if some are lost, or name their class in "
@@ -38,8 +40,10 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 Part = Literal["edges", "backbone"]
 
 
-def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> torch.nn.Module:
+def load_model(source: Source, dtype: str | None = None) -> torch.nn.Module:
     """Load the model of a checkpoint, in evaluation mode. No code of the checkpoint is run.
+
+    A live module is returned as it is, converted if a dtype is named.
 
     Args:
         source: a folder, a .safetensors file with its config beside it, a hub id, or an open
@@ -49,8 +53,17 @@ def load_model(source: str | Path | Checkpoint, dtype: str | None = None) -> tor
     Raises:
         CheckpointError: the config and the weights contradict each other, or the dtype is unknown.
         UnknownModelError: the config is missing, or names no class of transformers or timm.
+
+    Example:
+        >>> # model = regauge.load_model("path/to/model", "float32")
     """
-    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    import torch
+
+    from regauge.models.sources import open_source
+
+    if isinstance(source, torch.nn.Module):
+        return source if dtype is None else source.to(_require_dtype(dtype))
+    checkpoint, _ = open_source(source)
     require_numel(
         load_empty(checkpoint), sum(e.numel for e in checkpoint.entries.values()), checkpoint.path
     )
@@ -195,12 +208,22 @@ def _load(checkpoint: Checkpoint, dtype: str | None) -> tuple[torch.nn.Module, A
     """Load the model, and report the keys in which its class and checkpoint differ."""
     config = _config_of(checkpoint)
     check_counts(config, max(_MIN_COUNT_LIMIT, len(checkpoint)))
-    if dtype is not None and dtype not in DTYPES:
+    if dtype is not None:
+        _require_dtype(dtype)
+    return (_load_timm if _is_timm(config) else _load_transformers)(checkpoint, config, dtype)
+
+
+def _require_dtype(name: str) -> torch.dtype:
+    """Return the dtype of torch with a name."""
+    import torch
+
+    if name not in DTYPES:
         raise CheckpointError(
-            f'dtype must be one of {", ".join(DTYPES)}, got "{dtype}"',
+            f'dtype must be one of {", ".join(DTYPES)}, got "{name}"',
             hint="omit it for the dtype of the stored weights",
         )
-    return (_load_timm if _is_timm(config) else _load_transformers)(checkpoint, config, dtype)
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def _config_of(checkpoint: Checkpoint) -> Any:

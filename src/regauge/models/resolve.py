@@ -43,10 +43,19 @@ def spec_of(
     Example:
         >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
     """
-    from regauge.checkpoints.reader import open_checkpoint
+    from regauge.checkpoints.reader import Checkpoint, open_checkpoint
 
     if isinstance(source, str | Path):
         source = open_checkpoint(source)
+    elif (
+        isinstance(source, Mapping)
+        and not isinstance(source, Checkpoint)
+        and any(hasattr(value, "dtype") for value in source.values())
+    ):
+        raise SpecError(
+            "a state dict does not name its family, so its spec is unknown",
+            hint="pass the spec itself, with spec=, or the module in place of its state",
+        )
     try:
         return _spec_of_family(source, config)
     except UnknownModelError as unknown:

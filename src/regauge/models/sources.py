@@ -49,9 +49,25 @@ class Model:
     discovery: Discovery | None = None
 
     @property
+    def notes(self) -> tuple[str, ...]:
+        """Remarks on how the spec was found."""
+        return describe_discovery(self.discovery)
+
+    @property
     def name(self) -> str:
         """The name of the model: that of its folder or file, or of its class."""
         return self.checkpoint.path.name
+
+
+def describe_discovery(discovery: Discovery | None) -> tuple[str, ...]:
+    """Return the remark that a spec was inferred from a graph; nothing without a discovery."""
+    if discovery is None:
+        return ()
+    text = (
+        "no family describes this model: its symmetry was inferred from its graph, and "
+        f"verified to {discovery.error:.1e} on {discovery.verified_on}"
+    )
+    return (text,)
 
 
 def resolve(source: Source, spec: Spec | str | Path | None = None) -> Model:
@@ -81,6 +97,18 @@ def resolve(source: Source, spec: Spec | str | Path | None = None) -> Model:
         return Model(checkpoint, spec_of(described, discover=False), module)
     except UnknownModelError as unknown:
         discovery = discover_unknown(described, unknown)
+    return Model(checkpoint, discovery.spec, module, discovery)
+
+
+def discover_source(source: Source) -> Model:
+    """Resolve a model to a spec that is discovered from its graph, even for a known family."""
+    checkpoint, module = open_source(source)
+    unknown = UnknownModelError(
+        f"{checkpoint.path} has no config.json that names a model class",
+        hint="put config.json beside it; for a custom module call regauge.discover(module, "
+        "example_inputs) in Python",
+    )
+    discovery = discover_unknown(checkpoint if module is None else module, unknown)
     return Model(checkpoint, discovery.spec, module, discovery)
 
 

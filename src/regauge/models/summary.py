@@ -2,19 +2,173 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import format_bytes
 from regauge.checkpoints.headers import FLOATS
 from regauge.checkpoints.reader import Checkpoint
+from regauge.core.check import Fault
 from regauge.core.fold import folded_spec
 from regauge.core.spec import Spec, stored_tensors
+from regauge.errors import SpecError
+from regauge.models.sources import Model, discover_source, find_faults, require_fit, resolve
+
+if TYPE_CHECKING:
+    from regauge.models.discovery import Discovery
+    from regauge.models.discovery.explain import Reason
+    from regauge.models.sources import Source
 
 VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """The symmetry of a model: its parts, its spaces with their groups, and the reasons.
+
+    Attributes:
+        model: The model.
+        faults: Every mismatch of its tensors and its spec.
+    """
+
+    model: Model
+    faults: Sequence[Fault]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the summary as JSON data."""
+        facts = summarize(self.model.checkpoint, self.model.spec)
+        facts["faults"] = [str(fault) for fault in self.faults]
+        found = self.model.discovery
+        if found is not None:
+            facts["discovered"] = {
+                "error": found.error,
+                "folded_error": found.folded_error,
+                "verified_on": found.verified_on,
+                "dropped": list(found.dropped),
+            }
+        return facts
+
+    def explain(self, name: str) -> dict[str, Any]:
+        """Explain the group of a space, or why nothing acts on an axis (see `explain_space`).
+
+        Raises:
+            SpecError: The name is not a space, or the symmetry was not discovered.
+        """
+        if self.model.discovery is None:
+            raise SpecError(
+                f"the symmetry of {self.model.name} is that of its family, without reasons",
+                hint="inspect it with discover=True",
+            )
+        return explain_space(self.model.discovery, name)
+
+    def require_fit(self) -> None:
+        """Raise unless the tensors match the spec."""
+        require_fit(self.model.checkpoint, self.model.spec, self.faults)
+
+    def format(self, *, verbose: bool = False) -> str:
+        """Format the summary as text, with every tensor if `verbose` is set."""
+        checkpoint, spec, found = self.model.checkpoint, self.model.spec, self.model.discovery
+        rows = list(tensor_rows(spec, checkpoint)) if verbose else []
+        text = format_summary(self.to_dict(), rows)
+        if found is None:
+            return text
+        folded = (
+            ""
+            if found.folded_error is None
+            else (f", {found.folded_error:.1e} with its norms folded")
+        )
+        return (
+            f"{text}\ndiscovered, and verified on {found.verified_on}: a random element of every "
+            f"space changes its outputs by {found.error:.1e}{folded}"
+        )
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        return (
+            f"<{self.model.name}: {self.model.spec.family}, {len(self.model.spec.spaces)} spaces>"
+        )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def inspect(
+    source: Source, *, spec: Spec | str | Path | None = None, discover: bool = False
+) -> Inspection:
+    """Return the symmetry of a model: its parts, its spaces and their groups.
+
+    Args:
+        source: A path, a hub id, a checkpoint, a module, or a state dict with `spec`.
+        spec: A spec or spec file. Default: that of the model's family.
+        discover: Infer the symmetry from the model's graph, even for a known family.
+
+    Returns:
+        The summary, with `to_dict()`, `explain(space)` and the `faults` of the model.
+
+    Example:
+        >>> # print(regauge.models.summary.inspect("model"))
+    """
+    model = discover_source(source) if discover else resolve(source, spec)
+    return Inspection(model, find_faults(model.checkpoint, model.spec))
+
+
+def explain_space(discovery: Discovery, name: str) -> dict[str, Any]:
+    """Explain the group of a space, or why nothing acts on an axis of a parameter ("name[0]", or
+    all axes of a name).
+    """
+    spec = discovery.spec
+    frozen = {
+        axis: reasons
+        for axis, reasons in discovery.frozen.items()
+        if name in (axis, axis.rpartition("[")[0])
+    }
+    if name in spec.spaces:
+        return {
+            "name": name,
+            "group": _describe_group(spec, name),
+            "reasons": [_reason_to_dict(r) for r in discovery.reasons.get(name, ())],
+        }
+    if frozen:
+        return {
+            "name": name,
+            "group": "nothing acts",
+            "reasons": [_reason_to_dict(r) for reasons in frozen.values() for r in reasons],
+        }
+    raise SpecError(
+        f'--explain must name a space or an axis without a group, got "{name}"',
+        hint=f"spaces are {', '.join(list(spec.spaces)[:8])}, ...; an axis is written as "
+        "h.0.weight[1]",
+    )
+
+
+def _describe_group(spec: Spec, name: str) -> str:
+    """Describe the group of a space in a few words."""
+    space = spec.spaces[name]
+    over = f", one for each position of {space.over}" if space.over else ""
+    folded = f"; with the norms folded, {space.folded}" if space.folded else ""
+    return f"{space.group} on {space.size}{over}{folded}"
+
+
+def _reason_to_dict(reason: Reason) -> dict[str, Any]:
+    """Return a reason as a dict for JSON."""
+    places = [
+        {"file": p.file, "line": p.line, "code": p.code, "module": p.module}
+        for p in reason.locations
+    ]
+    return {
+        "operator": reason.operator_name,
+        "does": reason.effect,
+        "keeps": reason.preserves,
+        "places": places,
+        "text": str(reason),
+    }
 
 
 @dataclass(frozen=True)

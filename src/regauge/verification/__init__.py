@@ -12,26 +12,38 @@ deliberate mistake, which must fail by far.
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from regauge.core.check import check, require
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec, stored_tensors
-from regauge.errors import CutError, RegaugeError, SpecError
+from regauge.core.threads import is_set, limited_threads
+from regauge.errors import CutError, RegaugeError, SpecError, UnknownModelError
 from regauge.models.cut import Cut, cut
 from regauge.models.families import Boundary
-from regauge.models.resolve import spec_of
+from regauge.models.load import load_model
+from regauge.models.resolve import discover_unknown, spec_of
+from regauge.models.sources import describe_discovery, load_spec_file
 from regauge.results.findings import Finding, Results
 from regauge.verification import checks
 from regauge.verification.initialization import fresh_initialization
-from regauge.verification.inputs import example_inputs
+from regauge.verification.inputs import example_inputs, read_inputs
+from regauge.verification.report import Verification
 from regauge.verification.subject import Subject, run
 
+if TYPE_CHECKING:
+    from regauge.models.discovery import Discovery
+    from regauge.models.sources import Source
+
 DRAWS = 3
+SMALL_MODEL = 5_000_000  # parameters
 OPTIMIZERS = ("sgd", "adamw")
 # (check, needs shuffled rows, needs a cut)
 CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = (
@@ -50,6 +62,116 @@ CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = 
 
 
 def verify(
+    model: Source,
+    inputs: Mapping[str, Any] | str | Path | None = None,
+    *,
+    spec: Spec | str | Path | None = None,
+    boundaries: Sequence[Boundary] | None = None,
+    steps: int = 3,
+    optimizer: str = "sgd",
+    seed: int = 0,
+    dtype: str | None = None,
+    device: str | None = None,
+    general: bool = False,
+    optimizers: bool = False,
+    facts: Mapping[str, Any] = MappingProxyType({}),
+    progress: Progress | None = None,
+) -> Verification:
+    """Check the theorems on a model and leave it unchanged.
+
+    The symmetry of a model that no family describes is discovered from its graph.
+
+    Args:
+        model: A live module, which is checked as it is, or a path, a hub id or a checkpoint, which
+            is loaded.
+        inputs: Keyword arguments of its forward, or a file of them (.npz or .safetensors); random
+            ones of the right shape if None.
+        spec: A spec or spec file. Default: that of the family.
+        boundaries: The cuts of a custom module. Default: those of the family, or discovered.
+        steps: Training steps to verify; 0 skips training.
+        optimizer: "sgd" or "adamw".
+        seed: Random seed of the inputs and the elements.
+        dtype: The dtype to load a checkpoint in. Default: that of the stored weights.
+        device: The device to check on. Default: that of the module, or the CPU.
+        general: Also check Theorem 4.7, operator by operator.
+        optimizers: Also measure which optimizers preserve which symmetry (half a minute).
+        facts: Further facts of the run, for the report.
+        progress: Callback with (done, total, name of the check).
+
+    Returns:
+        The findings, and what was not checked: `results`, `failed`, `to_html()`.
+
+    Raises:
+        SpecError: The optimizer, the weights or the inputs are invalid.
+
+    Example:
+        >>> # regauge.verify("model").failed
+        []
+    """
+    started = time.monotonic()
+    name = str(model) if isinstance(model, str | Path) else None
+    module = load_model(model, dtype)
+    if device is not None:
+        module = module.to(device)
+    parameters = sum(p.numel() for p in module.parameters())
+    # below, one thread is faster than several
+    with limited_threads(1 if parameters < SMALL_MODEL and not is_set() else None):
+        if isinstance(inputs, str | Path):
+            inputs = read_inputs(inputs, module)
+        known, discovery = _describe(module, inputs, spec)
+        if boundaries is None and discovery is not None:
+            boundaries = discovery.boundaries or None
+        results = verify_module(
+            module,
+            inputs,
+            spec=known,
+            boundaries=boundaries,
+            steps=steps,
+            optimizer=optimizer,
+            seed=seed,
+            progress=progress,
+        )
+        first = next(p.dtype for p in module.parameters() if p.is_floating_point())
+        if general or optimizers:
+            from regauge.verification.general import add_general_findings
+
+            results = add_general_findings(
+                results, first, seed, operators=general, optimizers=optimizers
+            )
+    facts = {
+        **facts,
+        "model": name or type(module).__name__,
+        "class": type(module).__name__,
+        "parameters": parameters,
+        "dtype": str(first).removeprefix("torch."),
+        "seed": seed,
+        "training": f"{steps} steps of {optimizer}",
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    return Verification(replace(results, facts=facts), describe_discovery(discovery))
+
+
+def _describe(
+    module: torch.nn.Module, inputs: Mapping[str, Any] | None, spec: Spec | str | Path | None
+) -> tuple[Spec, Discovery | None]:
+    """Return the spec of a module; it is discovered if nothing else describes the module."""
+    if spec is not None:
+        return load_spec_file(spec), None
+    try:
+        return spec_of(module, discover=False), None
+    except UnknownModelError as unknown:
+        try:
+            discovery = discover_unknown(module, unknown)
+        except UnknownModelError:  # without a config, its inputs are unknown
+            if inputs is None:
+                raise
+            from regauge.models.discovery import discovery_of
+
+            discovery = discovery_of(module, dict(inputs))
+    return discovery.spec, discovery
+
+
+def verify_module(
     model: torch.nn.Module,
     inputs: Mapping[str, Any] | None = None,
     *,
@@ -60,24 +182,7 @@ def verify(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Results:
-    """Check the theorems on a model and leave it unchanged.
-
-    Args:
-        model: The model.
-        inputs: Keyword arguments of its forward; random ones of the right shape if None.
-        spec: The spec of a custom module; that of its family if None.
-        boundaries: The cuts of a custom module; those of its family if None.
-        steps: Training steps to verify; 0 skips training.
-        optimizer: "sgd" or "adamw".
-        seed: Random seed of the inputs and the elements.
-        progress: Callback with (done, total, name of the check).
-
-    Returns:
-        The findings, and what was not checked.
-
-    Raises:
-        SpecError: The optimizer, the weights or the inputs are invalid.
-    """
+    """Check the theorems on a live module of a known spec; the arguments are those of `verify`."""
     if optimizer not in OPTIMIZERS:
         raise SpecError(
             f'optimizer must be one of {", ".join(OPTIMIZERS)}, got "{optimizer}"',
@@ -99,7 +204,7 @@ def verify(
     model_cut: Cut | None = None
     try:
         model_cut = cut(model, boundaries=boundaries)
-    except CutError as error:
+    except (CutError, UnknownModelError) as error:
         unchecked.append(f"rows and columns at the cut: {error}")
     if inputs is not None:
         _require_arguments(model, inputs)

@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from regauge.errors import CutError
+from regauge.errors import CheckpointError, CutError
 from regauge.models.cut import cut
 
 BATCH, LENGTH = 3, 12
 LARGE = 256 * 256  # pixels; a single image above it
+
+
+def read_inputs(path: str | Path, model: torch.nn.Module) -> dict[str, Any]:
+    """Read inputs by name from an .npz or .safetensors file.
+
+    Floating-point inputs are cast to the dtype of the model.
+    """
+    path = Path(path)
+    try:
+        if path.suffix == ".npz":
+            from regauge.data.datasets import read_arrays
+
+            tensors = {
+                name: torch.from_numpy(array)
+                for name, array in read_arrays(path.read_bytes(), str(path)).items()
+            }
+        else:
+            from safetensors.torch import load_file
+
+            tensors = load_file(path)
+    # numpy and safetensors raise errors of many kinds for files of other formats
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be read as inputs: {error}",
+            hint="pass a .npz or .safetensors file of arrays named like the arguments of forward",
+        ) from error
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    return {
+        name: value.to(parameter.device, parameter.dtype)
+        if value.is_floating_point()
+        else value.to(parameter.device)
+        for name, value in tensors.items()
+    }
 
 
 def example_inputs(model: torch.nn.Module, seed: int = 0) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -58,10 +58,15 @@ __all__ = [
     "example_inputs",
 ]
 
+if TYPE_CHECKING:
+    from regauge.models.sources import Source
+
 Inputs = Mapping[str, Any] | torch.Tensor | tuple[Any, ...]
 
 
-def discover(module: torch.nn.Module, example_inputs: Inputs, *, cache: Path | None = None) -> Spec:
+def discover(
+    source: Source, example_inputs: Inputs | None = None, *, cache: Path | None = None
+) -> Spec:
     """Discover the spec of any module from its graph, and verify it.
 
     Every group is verified with a random element in float64, on a copy with random weights. Groups
@@ -70,21 +75,29 @@ def discover(module: torch.nn.Module, example_inputs: Inputs, *, cache: Path | N
     built from its config.
 
     Args:
-        module: the module to trace.
+        source: the module to trace; or a path, a hub id or a checkpoint, whose class is traced.
         example_inputs: the inputs of forward: a dict by name, a tensor, or a tuple of positional
-            arguments.
-        cache: a folder in which discoveries are cached by class and config.
+            arguments. By default they are made from the model's config.
+        cache: a folder in which discoveries are cached by class and config. Without example
+            inputs, it is in the user's cache folder.
 
     Returns:
         The spec. `discovery_of` also returns the reasons and the errors.
 
     Raises:
         DiscoveryError: torch.export cannot trace the module.
+        UnknownModelError: a checkpoint has no config that names a class.
 
     Example:
         >>> # spec = regauge.discover(model, {"input_ids": ids})
     """
-    return discovery_of(module, example_inputs, cache=cache).spec
+    if not isinstance(source, torch.nn.Module):
+        from regauge.models.sources import discover_source
+
+        return discover_source(source).spec
+    if example_inputs is None:
+        return discover_model(source).spec
+    return discovery_of(source, example_inputs, cache=cache).spec
 
 
 def discovery_of(

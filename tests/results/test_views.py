@@ -40,6 +40,14 @@ def test_data_and_file(tmp_path: Path) -> None:
     assert "FAILS" in str(view)
 
 
+def test_results_are_a_result_themselves(tmp_path: Path) -> None:
+    """What `verify` and the audits return has the same methods."""
+    RESULTS.save(tmp_path / "r.json")
+    assert load_results(tmp_path / "r.json") == RESULTS
+    assert repr(RESULTS) == repr(View(RESULTS))
+    assert str(RESULTS) == str(View(RESULTS))
+
+
 def test_a_cell_of_a_notebook() -> None:
     view = View(RESULTS)
     cell = view._repr_html_()

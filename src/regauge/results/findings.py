@@ -16,6 +16,7 @@ from typing import Any
 
 from regauge.checkpoints.documents import RESULTS_BYTES, parse_json, read_document
 from regauge.errors import CheckpointError, FindingsError
+from regauge.results.views import ResultView
 
 VERSION = 1
 INCONCLUSIVE = "inconclusive"  # the sentence of an undecided finding starts with this word
@@ -87,8 +88,8 @@ class Figure:
     caption: str = ""
 
 
-@dataclass(frozen=True)
-class Results:
+@dataclass(frozen=True, repr=False)
+class Results(ResultView):
     """The results of one command.
 
     Attributes:
@@ -106,6 +107,11 @@ class Results:
     figures: tuple[Figure, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
+
+    @property
+    def results(self) -> Results:
+        """The results themselves."""
+        return self
 
     @property
     def failed(self) -> tuple[Finding, ...]:

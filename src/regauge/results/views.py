@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import write_bytes
 from regauge.errors import FindingsError
-from regauge.results.findings import Finding, Results, to_json
 from regauge.results.text import format_results, format_verdict
+
+if TYPE_CHECKING:
+    from regauge.results.findings import Finding, Results
 
 _ROWS, _FIGURES = 20, 2  # of a table, and of a cell; the page has all of them
 _COLOURS = {"good": "#17683f", "bad": "#a8201a", "none": "#5b6068"}
@@ -44,6 +46,8 @@ class ResultView:
 
     def to_json(self) -> str:
         """Return the results as JSON."""
+        from regauge.results.findings import to_json
+
         return to_json(self.results)
 
     def save(self, out: str | Path) -> Any:
@@ -52,6 +56,8 @@ class ResultView:
         Raises:
             CheckpointError: The file exists or cannot be written.
         """
+        from regauge.results.findings import to_json
+
         write_bytes(Path(out), to_json(self.results).encode(), new=True)
 
     def to_html(self, path: str | Path | None = None) -> str:

@@ -260,7 +260,7 @@ def render_commands() -> str:
     import typer
 
     from regauge.cli.app import build_app
-    from regauge.cli.menu import EXAMPLES, PANELS
+    from regauge.cli.menu import EXAMPLES, FUNCTIONS, MODES, PANELS
 
     leaves: dict[str, Any] = {}
 
@@ -278,6 +278,14 @@ def render_commands() -> str:
         "# Commands",
         "",
         "Conventions of all commands, and exit codes: [the command line](cli.md).",
+        "",
+        "## Commands and functions",
+        "",
+        "Each command calls one function of the library, which does the same from Python.",
+        "",
+        "| command | function |",
+        "| --- | --- |",
+        *(f"| `regauge {c}` | `{f}` |" for c, f in sorted({**FUNCTIONS, **MODES}.items())),
         "",
     ]
     for panel, names in PANELS.items():

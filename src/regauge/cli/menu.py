@@ -75,6 +75,45 @@ EXAMPLES = {
     "verify": "regauge verify MODEL --dtype float64 --report page.html",
 }
 
+# The one library function that each command calls, as users import it. A test reads the commands.
+FUNCTIONS = {
+    "audit gradients": "regauge.audit.gradients",
+    "audit lock": "regauge.audit.lock",
+    "audit split": "regauge.audit.split",
+    "barrier": "regauge.barrier",
+    "compare": "regauge.compare",
+    "convert": "regauge.checkpoints.convert.convert",
+    "demo": "regauge.demo.run_demo",
+    "doctor": "regauge.results.installation.check_installation",
+    "federate": "regauge.federated.run",
+    "fingerprint": "regauge.fingerprint",
+    "inspect": "regauge.models.summary.inspect",
+    "jigsaw evaluate": "regauge.jigsaw.evaluate",
+    "jigsaw study": "regauge.jigsaw.study",
+    "jigsaw train": "regauge.jigsaw.train",
+    "keygen": "regauge.locking.keys.create_key",
+    "lock": "regauge.lock",
+    "match": "regauge.match",
+    "merge": "regauge.merge",
+    "move": "regauge.move",
+    "open": "regauge.open_sealed",
+    "rekey": "regauge.locking.rekey",
+    "report": "regauge.results.report.write_page",
+    "seal": "regauge.seal",
+    "split certs": "regauge.split.make_certificates",
+    "split join": "regauge.split.join",
+    "split predict": "regauge.split.predict",
+    "split serve": "regauge.split.serve",
+    "split train": "regauge.split.train",
+    "unlock": "regauge.unlock",
+    "verify": "regauge.verify",
+}
+# Another public function, for a mode of the command.
+MODES = {
+    "audit gradients --from": "regauge.audit.recorded",
+    "lock --reseal": "regauge.locking.reseal",
+}
+
 
 def panel_of(name: str) -> str | None:
     """Return the panel of a command in `regauge --help`, or None for the last panel, of

@@ -254,6 +254,7 @@ def test_the_benchmark_on_a_planted_pair(
     assert row[2:5] == (2, pytest.approx(0, abs=1e-4), pytest.approx(0, abs=1e-9))
 
 
+@pytest.mark.slow
 def test_layers_and_times_on_a_planted_pair(
     lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -482,6 +483,7 @@ def test_an_element_of_float32_weights_can_be_kept(tmp_path: Path, trained: Pair
     )
 
 
+@pytest.mark.slow
 def test_six_merges_of_a_planted_pair(
     lab: Lab, trained: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

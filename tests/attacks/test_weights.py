@@ -40,6 +40,7 @@ from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
 from regauge.matching.costs import Costs
+from regauge.models.load import reinitialize
 from regauge.models.resolve import spec_of as stored_spec
 from support.locked_models import State, add_drift, model_of
 from support.picos import build, spec_of
@@ -431,3 +432,14 @@ def test_every_attack_says_what_it_is() -> None:
             "References:",
         ):
             assert word in " ".join((attack.__doc__ or "").split()), (attack.__name__, word)
+
+
+def test_a_model_from_scratch_depends_on_its_seed_alone() -> None:
+    own = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    states = []
+    for seed in (0, 0, 1):
+        torch.rand(7)  # the global random state does not matter
+        states.append(reinitialize(own, seed, reset_modules=True).state_dict()["0.weight"])
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+    assert not torch.equal(states[0], own.state_dict()["0.weight"])

@@ -42,7 +42,7 @@ def gpt2(folder: Path, seed: int, **more: Any) -> Path:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """A model, and the same model in another description."""
+    """A model, and the same model in another basis."""
     a, b = gpt2(tmp_path / "a", 0), tmp_path / "b"
     model = GPT2LMHeadModel.from_pretrained(a)
     moved = apply(element(spec_of(model), 3), model.state_dict())
@@ -198,9 +198,10 @@ def test_compare_says_what_two_models_are_to_each_other(
     assert run("compare", a, a) == 0
     assert "equal" in capsys.readouterr().out
     assert run("compare", a, b, "--json", tmp_path / "c.json") == 0
-    assert "another description" in capsys.readouterr().out
+    assert "same model, transformed" in capsys.readouterr().out
     assert (
-        json.loads((tmp_path / "c.json").read_text())["facts"]["verdict"] == "another description"
+        json.loads((tmp_path / "c.json").read_text())["facts"]["verdict"]
+        == "same model, transformed"
     )
     near = GPT2LMHeadModel.from_pretrained(a)
     with torch.no_grad():

@@ -551,7 +551,7 @@ def test_many_models_go_to_one_of_them_or_to_their_mean() -> None:
 def test_models_with_a_single_number_are_compared() -> None:
     spec, a = state_of("clip")  # whose logit_scale has no axes
     comparison = compare_states(spec, a, apply(element(spec, 3), a), sweeps=1)
-    assert comparison.verdict == "another description"
+    assert comparison.verdict == "same model, transformed"
     assert compare_states(spec, a, state_of("clip", 1)[1], sweeps=0).verdict == "unrelated"
 
 

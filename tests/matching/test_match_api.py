@@ -88,7 +88,7 @@ def test_results_become_a_page_and_a_cell_of_a_notebook(
     folders: tuple[Path, Path], tmp_path: Path
 ) -> None:
     compared = regauge.compare(*folders)
-    assert compared.verdict == "another description"
+    assert compared.verdict == "same model, transformed"
     assert compared.verdict in repr(compared)
     page = compared.to_html(tmp_path / "page.html")
     assert page == (tmp_path / "page.html").read_text()

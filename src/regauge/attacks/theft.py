@@ -19,6 +19,7 @@ from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples
 from regauge.data.train import ScheduledOptimizer, backward_on, cosine_factor, descend, seeded
 from regauge.models.cut import Crossing, Route, cut
+from regauge.models.load import reinitialize
 
 Tensor = torch.Tensor
 
@@ -59,7 +60,7 @@ def new_edges(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
     References: No Privacy Left Outside (2310.07152), for what remains usable of a protected model;
         paper 000's Table 7.
     """
-    model = reinitialize(view.model)
+    model = reinitialize(view.model, budget.seed, reset_modules=True)
     backbone = {name for name, part in view.spec.parts.items() if part == "backbone"}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -88,7 +89,7 @@ def train_from_scratch(view: LockedFileWithLabels, budget: Budget) -> torch.nn.M
 
     What a theft gains over this is what the lock has lost.
     """
-    return fit(reinitialize(view.model), view.examples, budget)
+    return fit(reinitialize(view.model, budget.seed, reset_modules=True), view.examples, budget)
 
 
 def learn_order(
@@ -125,19 +126,6 @@ def _insert_matrix(model: torch.nn.Module, matrix: Callable[[], Tensor]) -> Rout
         return crossing.run(**{crossing.boundary.stream: crossing.stream @ m.T}) @ m
 
     return cut(model).route(transform)
-
-
-def reinitialize(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the same class and sizes with freshly initialized weights."""
-    config = getattr(model, "config", None)
-    if config is not None and hasattr(model, "post_init"):
-        return type(model)(copy.deepcopy(config))
-    new = copy.deepcopy(model)
-    for module in new.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if callable(reset):
-            reset()
-    return new
 
 
 def fit(model: torch.nn.Module, examples: Examples, budget: Budget) -> torch.nn.Module:

@@ -222,7 +222,7 @@ class ModelComparison(ResultView):
 
     @property
     def verdict(self) -> str:
-        """The verdict: "equal", "same basis", "another description", "related", "unrelated"."""
+        """The verdict: "equal", "same basis", "same model, transformed", "related", "unrelated"."""
         return self.comparison.verdict
 
     @cached_property

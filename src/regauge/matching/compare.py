@@ -32,7 +32,7 @@ class Comparison:
     """The result of a comparison.
 
     Attributes:
-        verdict: "equal", "same basis", "another description", "related" or "unrelated".
+        verdict: "equal", "same basis", "same model, transformed", "related" or "unrelated".
         explanation: the verdict in sentences.
         cosines: cosines of the matrices: unmatched, matched, and by chance (matched after
             shuffling).
@@ -231,7 +231,7 @@ def _decide_verdict(
             "The two are one model up to rounding. They share a basis without matching.",
         )
     if result.relative_distance < MAX_ROUNDING:
-        return "another description", (
+        return "same model, transformed", (
             "The two are one model in two bases: the element that was found transforms the one "
             "into the other. Match before merging."
         )

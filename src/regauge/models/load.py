@@ -95,7 +95,9 @@ def require_numel(module: torch.nn.Module, stored: int, where: object) -> None:
         )
 
 
-def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
+def reinitialize(
+    model: torch.nn.Module, seed: int, *, reset_modules: bool = False
+) -> torch.nn.Module:
     """Build a model of the same class and config with newly initialized weights.
 
     The global random state is unchanged. Supports classes of transformers.
@@ -103,6 +105,7 @@ def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     Args:
         model: the model to copy.
         seed: the random seed of the initialization.
+        reset_modules: copy other models and call `reset_parameters` of their modules.
 
     Raises:
         UnknownModelError: the model has no config.
@@ -110,14 +113,22 @@ def reinitialize(model: torch.nn.Module, seed: int) -> torch.nn.Module:
     import torch
 
     config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "post_init"):
+    has_config = config is not None and hasattr(model, "post_init")
+    if not (has_config or reset_modules):
         raise UnknownModelError(
             f"{type(model).__name__} has no config to be reinitialized from",
             hint="initialize its weights with the library that defines it, and save them",
         )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        new: torch.nn.Module = type(model)(copy.deepcopy(config))
+        if has_config:
+            built: torch.nn.Module = type(model)(copy.deepcopy(config))
+            return built
+        new = copy.deepcopy(model)
+        for module in new.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if callable(reset):
+                reset()
     return new
 
 

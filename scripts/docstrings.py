@@ -15,11 +15,12 @@ class Examples(griffe.Extension):
         """Put every doctest of a docstring between fences."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(
-                r"((?:^>>> .*\n?(?:^(?!>>>)\S.*\n?)*)+)", _fence, obj.docstring.value, flags=re.M
+                r"(?:^ *>>> .*\n?(?:^ *(?!>>>)\S.*\n?)*)+", _fence, obj.docstring.value, flags=re.M
             )
 
 
 def _fence(match: re.Match[str]) -> str:
     # Lines that a doctest cannot run are commented out in the source.
-    body = re.sub(r"^>>> # (?=\w)", ">>> ", match.group().rstrip(), flags=re.M)
-    return f"```python\n{body}\n```\n"
+    body = re.sub(r"^( *)>>> # (?=\w)", r"\1>>> ", match.group().rstrip(), flags=re.M)
+    indent = body[: len(body) - len(body.lstrip())]
+    return f"{indent}```python\n{body}\n{indent}```\n"

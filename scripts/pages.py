@@ -328,96 +328,66 @@ def option_row(parameter: Any) -> str:
     return f"| {names} | {text}{'' if 'Default' in text else shown} |"
 
 
+# Sections of the reference: title and public names, below `regauge` unless they name a package.
+REFERENCE = {
+    "Models and specs": (
+        "spec_of load_spec discover check Spec Space load_model open_checkpoint cut"
+    ),
+    "Elements": "element identity Element save_element load_element parse dual",
+    "Acting": "act apply apply_ move fold_norms move_adapter invariants",
+    "Verify": "verify Permuted",
+    "Match and merge": (
+        "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions"
+    ),
+    "Lock and seal": (
+        "Key generate_key save_key load_key lock unlock authorize deauthorize seal open_sealed"
+    ),
+    "Audits": "audit",
+    "Federated learning": "federated",
+    "Masked jigsaw puzzles": "jigsaw",
+    "Split learning": "split",
+    "Errors and threads": "RegaugeError set_threads",
+}
+# Not in an `__all__`, but needed to use the names that are.
+FURTHER = {
+    "Audits": ("regauge.audit.api.SampleOptions",),
+    "Data": ("regauge.data.datasets.open_data",),
+    "For your own tests": ("regauge.testing.symmetry_error", "regauge.testing.assert_symmetry"),
+}
+
+
+def locate(package: Any, name: str) -> str:
+    """Return the path of a public name in the module that defines it."""
+    value = getattr(package, name)
+    home = getattr(value, "__module__", None) or f"regauge.{package._HOME[name]}"
+    return f"{home}.{name}"
+
+
 def render_reference() -> str:
     """Return the page of public names, for mkdocstrings to fill in."""
     import regauge
-    from regauge import audit
 
-    groups = {
-        "Models and specs": (
-            "spec_of",
-            "load_spec",
-            "discover",
-            "check",
-            "Spec",
-            "Space",
-            "load_model",
-            "open_checkpoint",
-            "cut",
-        ),
-        "Elements": (
-            "element",
-            "identity",
-            "Element",
-            "save_element",
-            "load_element",
-            "parse",
-            "dual",
-        ),
-        "Acting": ("act", "apply", "apply_", "fold_norms", "move_adapter", "invariants"),
-        "Verify": ("verify", "Permuted"),
-        "Match and merge": ("match", "merge"),
-        "Lock and seal": (
-            "Key",
-            "generate_key",
-            "save_key",
-            "load_key",
-            "lock",
-            "unlock",
-            "authorize",
-            "deauthorize",
-            "seal",
-            "open_sealed",
-        ),
-        "Errors": ("RegaugeError",),
-    }
-    rest = set(regauge.__all__) - {name for names in groups.values() for name in names}
-    if rest:
-        groups["More"] = tuple(sorted(rest))
+    sections: dict[str, list[str]] = {}
+    for title, names in REFERENCE.items():
+        package = getattr(regauge, names) if names in regauge._PACKAGES else regauge
+        listed = names.split() if package is regauge else sorted(package.__all__, key=str.lower)
+        sections[title] = [locate(package, name) for name in listed]
+    for title, paths in FURTHER.items():
+        sections.setdefault(title, []).extend(paths)
     lines = [
         GENERATED,
         "# API reference",
         "",
         (
-            "All names of `regauge.__all__`; each is imported on first use. "
-            "[What is public](policy.md)."
+            "The names of `__all__` of `regauge`, `regauge.audit`, `regauge.federated`, "
+            "`regauge.jigsaw` and `regauge.split`; each is imported on first use. Examples use "
+            'folders "model" and "vit" and what they hold, `model` and `vit`, and labelled '
+            "`images`. [What is public](policy.md)."
         ),
         "",
     ]
-    for title, names in groups.items():
-        lines += [f"## {title}", ""]
-        for name in names:
-            lines += [f"::: {getattr(regauge, name).__module__}.{name}", ""]
-    lines += [
-        "## For your own tests",
-        "",
-        "::: regauge.testing.symmetry_error",
-        "",
-        "::: regauge.testing.assert_symmetry",
-        "",
-    ]
-    lines += [
-        "## Masked jigsaw puzzles",
-        "",
-        "::: regauge.jigsaw.api.train",
-        "",
-        "::: regauge.jigsaw.api.JigsawOptions",
-        "",
-        "::: regauge.jigsaw.api.evaluate",
-        "",
-        "::: regauge.jigsaw.api.study",
-        "",
-        "## Data",
-        "",
-        "::: regauge.data.datasets.open_data",
-        "",
-        "## Audits",
-        "",
-        *(
-            f"::: {getattr(audit, name).__module__}.{name}\n"
-            for name in sorted(audit.__all__, key=str.lower)
-        ),
-    ]
+    for title, paths in sections.items():
+        lines += [f"## {title}", "", *(f"::: {path}\n" for path in paths)]
     return "\n".join(lines)
 
 

@@ -97,6 +97,11 @@ class LockOptions:
         budget: The training budget of a thief.
         samples: The largest number of test examples.
         attacks: Names of attacks; None for all.
+
+    Example:
+        >>> _ = regauge.lock("model", regauge.generate_key()).save("locked")
+        >>> options = regauge.audit.LockOptions(labels=[50], attacks=["public base"])
+        >>> report = regauge.audit.lock("locked", base="model", options=options)
     """
 
     labels: Sequence[int] = lock_audit.LABEL_COUNTS
@@ -134,7 +139,7 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class SplitOptions(SampleOptions):
-    """Options of `split`.
+    """Options of `split`, in addition to `SampleOptions`.
 
     Attributes:
         epochs: Training epochs of client and server.
@@ -144,6 +149,10 @@ class SplitOptions(SampleOptions):
         budget: The training budget of the attacker's decoder.
         noises: Noise levels of the default combinations.
         radii: Low-pass radii of the default combinations.
+
+    Example:
+        >>> options = regauge.audit.SplitOptions(["least squares"], epochs=1, attacked=4)
+        >>> report = regauge.audit.split(vit, images, ["rows"], options=options)
     """
 
     epochs: int = 10
@@ -163,7 +172,7 @@ class SplitOptions(SampleOptions):
 
 @dataclass(frozen=True)
 class GradientOptions(SampleOptions):
-    """Options of `gradients`.
+    """Options of `gradients`, in addition to `SampleOptions`.
 
     Attributes:
         updates: The number of updates to attack under each combination.
@@ -174,6 +183,10 @@ class GradientOptions(SampleOptions):
         train_steps: Train for these numbers of steps and attack again, for a curve.
         budget: The budget of attacks that optimise or learn; its seed is that of the audit.
         optimised: The number of updates on which slow attacks are run.
+
+    Example:
+        >>> options = regauge.audit.GradientOptions(["labels"], updates=2, batches=())
+        >>> report = regauge.audit.gradients(vit, images, ["noise=1"], options=options)
     """
 
     updates: int = 8
@@ -226,12 +239,18 @@ def lock(
         on_loaded: Called when model and data are loaded, with their sizes.
         progress: Progress callback.
 
+    Returns:
+        The score of each attack, and the verdict.
+
     Raises:
         LockError: The model is not locked, or its files do not match its record.
         AuditError: No attack is applicable, or weights are not finite.
 
     Example:
-        >>> # regauge.audit.lock("locked", base="base").to_html("page.html")
+        >>> key = regauge.generate_key()
+        >>> _ = regauge.lock("model", key).save("locked")
+        >>> report = regauge.audit.lock("locked", key=key, base="model")
+        >>> page = report.to_html("page.html")
     """
     started, options = time.monotonic(), options or LockOptions()
     model = resolve(locked)
@@ -322,13 +341,18 @@ def split(
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
         progress: Progress callback.
 
+    Returns:
+        The score of each attack on each combination, and the verdict.
+
     Raises:
         AuditError: The case cannot be audited, or an attack is unknown.
         DefenceError: A defence is unknown or has a wrong value.
         LockError: The model is locked.
 
     Example:
-        >>> # regauge.audit.split("vit", "images.npz", ["rows"]).verdict
+        >>> options = regauge.audit.SplitOptions(["least squares"], epochs=1, attacked=4)
+        >>> report = regauge.audit.split("vit", images, ["rows"], options=options)
+        >>> page = report.to_html("page.html")
     """
     started, options = time.monotonic(), options or SplitOptions()
     for combination in defences or options.combinations():
@@ -434,13 +458,18 @@ def gradients(
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
         progress: Progress callback.
 
+    Returns:
+        The score of each attack on each combination, and the verdict.
+
     Raises:
         AuditError: The case cannot be audited, or an attack is unknown.
         DefenceError: A defence is unknown or has a wrong value.
         LockError: The model is locked.
 
     Example:
-        >>> # regauge.audit.gradients("vit", "images.npz", ["mjp=0.5"]).verdict
+        >>> options = regauge.audit.GradientOptions(["labels"], updates=2, batches=())
+        >>> report = regauge.audit.gradients("vit", images, ["mjp=0.5"], options=options)
+        >>> page = report.to_html("page.html")
     """
     started, options = time.monotonic(), options or GradientOptions()
     need("torchmetrics", "audit")
@@ -554,7 +583,10 @@ def recorded(
         UpdateError: An attack is unknown or does not apply.
 
     Example:
-        >>> # regauge.audit.recorded("run", rounds=[1, 10]).to_html("page.html")
+        >>> how = {"folder": "run", "record": True, "mean": [0.3], "std": [0.4]}
+        >>> _ = regauge.federated.run("vit", "digits", clients=2, rounds=1, **how)
+        >>> report = regauge.audit.recorded("run", clients=[0], attacks=["labels"])
+        >>> page = report.to_html("page.html")
     """
     from regauge.audit.recorded_audit import engine  # it imports federated training
 

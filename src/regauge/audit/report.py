@@ -18,6 +18,11 @@ class AuditReport(ResultView):
         subject: What was audited: "lock", "split learning", "gradients", "recorded run".
         measured: One finding for each attack and combination of defences, tables and figures.
         tables: The number of tables in the text.
+
+    Example:
+        >>> _ = regauge.lock("model", regauge.generate_key()).save("locked")
+        >>> report = regauge.audit.lock("locked", base="model")
+        >>> page = report.to_html("page.html")
     """
 
     subject: str

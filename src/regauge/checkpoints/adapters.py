@@ -204,6 +204,18 @@ def move_adapter(
         g: The element of the model; `~g` undoes it.
         state: The tensors of the adapter.
         part: Transform only the tensors of this part ("backbone" for a locked model). Default: all.
+
+    Returns:
+        The transformed tensors.
+
+    Raises:
+        SpecError: A tensor is not of a LoRA adapter of the model.
+        ElementError: The magnitudes of DoRA cannot follow the element.
+
+    Example:
+        >>> g = regauge.element(regauge.spec_of(model), 0)
+        >>> name = "transformer.h.0.attn.c_attn.lora_A.weight"
+        >>> moved = regauge.move_adapter(g, {name: torch.randn(2, 12)})
     """
     return apply(element_for(g, state), state, part)
 

@@ -29,6 +29,11 @@ def save_element(g: Element, path: Path | str, *, new: bool = False) -> None:
 
     Raises:
         ElementError: The model does not allow the element; it could not be loaded again.
+
+    Example:
+        >>> spec = regauge.spec_of(model)
+        >>> regauge.save_element(regauge.element(spec, 0), "secret.element")
+        >>> g = regauge.load_element("secret.element", spec)
     """
     from safetensors.numpy import save
 
@@ -93,8 +98,20 @@ def element_of(
 def load_element(path: Path | str, spec: Spec) -> Element:
     """Read an element file.
 
+    Args:
+        path: The file.
+        spec: The spec of the model that the element belongs to.
+
+    Returns:
+        The element.
+
     Raises:
         ElementError: The file is damaged, has a newer format, or belongs to another model.
+
+    Example:
+        >>> spec = regauge.spec_of(model)
+        >>> regauge.save_element(regauge.element(spec, 0), "secret.element")
+        >>> g = regauge.load_element("secret.element", spec)
     """
     from safetensors import SafetensorError, safe_open
 

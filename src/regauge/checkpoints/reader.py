@@ -229,9 +229,17 @@ def open_checkpoint(source: str | Path) -> Checkpoint:
     Args:
         source: A folder, a .safetensors file, or a hub id ("owner/name", "owner/name@revision").
 
+    Returns:
+        The checkpoint, a mapping from names to tensors that are read on access.
+
     Raises:
         CheckpointError: The path does not exist, a file is damaged or incomplete, or the format is
             not supported.
+
+    Example:
+        >>> checkpoint = regauge.open_checkpoint("model")
+        >>> checkpoint["transformer.wte.weight"].shape
+        torch.Size([30, 12])
     """
     try:
         path = Path(source).expanduser()

@@ -48,8 +48,21 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 def load_spec(path: Path | str) -> Spec:
     """Read a spec file.
 
+    Args:
+        path: The file.
+
+    Returns:
+        The spec.
+
     Raises:
         SpecError: Lists every fault with its key; a bad axes string is shown with the position.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from regauge.checkpoints.spec_files import dump_spec
+        >>> _ = Path("gpt2.spec").write_text(dump_spec(regauge.spec_of(model)))
+        >>> regauge.load_spec("gpt2.spec").family
+        'gpt2'
     """
     try:
         text = read_document(Path(path), SPEC_BYTES, SpecError).decode("utf-8")

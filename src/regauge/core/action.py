@@ -131,16 +131,21 @@ def act(g: Element, x: Array, axes: str, *, at: Mapping[str, int] | None = None)
         g: The element.
         x: A tensor; or, for elements that only permute and flip signs, a numpy array of numbers or
             of the bits of floating-point numbers.
-        axes: The axes string of x.
+        axes: The axes string of x; for the gradient of a weight, the `dual` of its axes.
         at: The index into each parent space that is not an axis of x.
 
     Returns:
         A new tensor of the same shape, dtype and device.
 
+    Raises:
+        SpecError: The axes do not fit the array.
+        ElementError: The array is numpy's, and the element does more than permute and flip signs.
+
     Example:
-        act(g, hidden, "_ _ stream")
-        act(g, grad, dual(weight_axes))
-        act(rows, mask, "_ _ token token*")
+        >>> g = regauge.element(regauge.spec_of(model), 0)
+        >>> hidden = torch.randn(2, 5, 12)
+        >>> torch.equal(regauge.act(~g, regauge.act(g, hidden, "_ _ stream"), "_ _ stream"), hidden)
+        True
     """
     terms = ax.parse(axes).terms
     if len(terms) != x.ndim:
@@ -326,6 +331,11 @@ def apply(
         ElementError: The element is not allowed on its spec.
         SpecError: The state has a name that is not in the spec, or was not folded as the spec
             requires.
+
+    Example:
+        >>> g = regauge.element(regauge.spec_of(model), 0)
+        >>> state = regauge.apply(g, model.state_dict())
+        >>> _ = model.load_state_dict(state)  # the same function
     """
     return {name: thunk() for name, thunk in apply_lazily(g, state, part, force=force).items()}
 

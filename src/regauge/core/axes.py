@@ -95,8 +95,18 @@ class Axes:
 def parse(text: str) -> Axes:
     """Parse an axes string.
 
-    >>> parse("(head.0 qk.0)  stream*")
-    '(head.0 qk.0) stream*'
+    Args:
+        text: The axes string.
+
+    Returns:
+        The axes, whose text has single spaces.
+
+    Raises:
+        AxesError: The text is not an axes string; the message marks the position.
+
+    Example:
+        >>> regauge.parse("(head.0 qk.0)  stream*")
+        '(head.0 qk.0) stream*'
     """
     return _Parser(text).axes()
 
@@ -104,8 +114,18 @@ def parse(text: str) -> Axes:
 def dual(axes: str) -> str:
     """Return the axes of a gradient, given those of its weight: every star flipped.
 
-    >>> dual("(head.0 qk.0) stream* |ffn.0| _")
-    '(head.0 qk.0)* stream |ffn.0| _'
+    Args:
+        axes: The axes string.
+
+    Returns:
+        The dual axes string.
+
+    Raises:
+        AxesError: The text is not an axes string.
+
+    Example:
+        >>> regauge.dual("(head.0 qk.0) stream* |ffn.0| _")
+        '(head.0 qk.0)* stream |ffn.0| _'
     """
     return str(Axes(tuple(_flip(t) for t in parse(axes).terms)))
 

@@ -46,6 +46,10 @@ def check(spec: Spec, state: Mapping[str, Shaped], *, complete: bool = True) -> 
 
     Returns:
         The faults; empty if the state fits.
+
+    Example:
+        >>> regauge.check(regauge.spec_of(model), model.state_dict())
+        []
     """
     inconsistencies = check_spec(spec, complete=complete)
     return inconsistencies or [

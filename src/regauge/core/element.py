@@ -28,6 +28,13 @@ class Element:
     Args:
         spec: The spec whose spaces it acts on.
         members: One group member per space; the identity on all others.
+
+    Example:
+        >>> g = regauge.element(regauge.spec_of(model), 0, within="permutation")
+        >>> moved = regauge.apply(g, model.state_dict())
+        >>> back = regauge.apply(~g, moved)
+        >>> all(torch.equal(back[name], t) for name, t in model.state_dict().items())
+        True
     """
 
     spec: Spec
@@ -157,8 +164,17 @@ def element(
         spaces: The spaces to act on, by name or root (`ffn` for `ffn.0`, `ffn.1`, ...); by default
             all.
 
+    Returns:
+        The element.
+
     Raises:
         ElementError: The key, the kind or a space is invalid.
+
+    Example:
+        >>> key = regauge.generate_key()
+        >>> g = regauge.element(regauge.spec_of(model), key.derive("element"), spaces=["ffn"])
+        >>> sorted(g.members)
+        ['ffn.0', 'ffn.1']
     """
     secret = secret_of(key)
     if within not in KINDS:
@@ -176,7 +192,18 @@ def element(
 
 
 def identity(spec: Spec) -> Element:
-    """Return the element that changes nothing."""
+    """Return the element that changes nothing.
+
+    Args:
+        spec: The spec of the element.
+
+    Returns:
+        The identity, which has no members.
+
+    Example:
+        >>> dict(regauge.identity(regauge.spec_of(model)).members)
+        {}
+    """
     return Element(spec, {})
 
 

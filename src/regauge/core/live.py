@@ -49,6 +49,13 @@ def apply_(
     Raises:
         ElementError: The element is not allowed, or the optimizer's state cannot follow it.
         SpecError: The module does not fit the element's spec.
+
+    Example:
+        >>> ids = torch.arange(6)[None]
+        >>> before = model(ids).logits
+        >>> regauge.apply_(regauge.element(regauge.spec_of(model), 0), model)
+        >>> torch.allclose(model(ids).logits, before, atol=1e-4)
+        True
     """
     import torch
 

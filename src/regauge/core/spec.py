@@ -44,6 +44,11 @@ class Space:
         constant: The effect of a vector that is added at every token: "unseen" if it has none on
             the dual side (keys under a softmax), "passed" if on the plain side it reaches the
             readers unchanged (values, whose attention weights sum to one), "" if unknown.
+
+    Example:
+        >>> from regauge.core.groups import Permutation
+        >>> regauge.Space(8, Permutation(), why="ReLU").size
+        8
     """
 
     size: int
@@ -105,6 +110,12 @@ class Spec:
         buffers: Patterns of names that checkpoints may contain and that nothing transforms.
         notes: Remarks for readers.
         config: Entries that config.json must have for this state.
+
+    Example:
+        >>> from regauge.core.groups import Permutation
+        >>> spaces = {"ffn": regauge.Space(8, Permutation())}
+        >>> spec = regauge.Spec("mlp", spaces, {"up.weight": "ffn _", "down.weight": "_ ffn*"})
+        >>> g = regauge.element(spec, 0)
     """
 
     family: str

@@ -25,8 +25,15 @@ _depth = 0
 def set_threads(count: int | None) -> None:
     """Set the number of threads for everything regauge computes; None restores the default.
 
+    Args:
+        count: The number of threads, or None.
+
     Raises:
         ValueError: The number is not positive.
+
+    Example:
+        >>> regauge.set_threads(2)
+        >>> regauge.set_threads(None)
     """
     if count is not None and count < 1:
         raise ValueError(f"threads must be >= 1, got {count}")

@@ -48,6 +48,10 @@ class OptimizerConfig:
 
     Raises:
         TrainingError: An option is unknown or out of range.
+
+    Example:
+        >>> training = regauge.split.OptimizerConfig("adamw", lr=3e-4, weight_decay=0.1)
+        >>> optimizer = training.build(model.parameters())
     """
 
     optimizer: str = "adamw"

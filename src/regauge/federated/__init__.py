@@ -15,17 +15,48 @@
 a run on its engines.
 """
 
-from regauge.errors import FederatedError as FederatedError
-from regauge.federated.aggregation import aggregate as aggregate
-from regauge.federated.api import run as run
-from regauge.federated.client import contribute as contribute
-from regauge.federated.client import prepare_model as prepare_model
-from regauge.federated.deployment import FlowerOptions as FlowerOptions
-from regauge.federated.outputs import FederatedRun as FederatedRun
-from regauge.federated.partitions import partition_examples as partition_examples
-from regauge.federated.rounds import InProcess as InProcess
-from regauge.federated.rounds import run_rounds as run_rounds
-from regauge.federated.settings import Settings as Settings
-from regauge.federated.states import Contribution as Contribution
-from regauge.federated.states import load_state as load_state
-from regauge.federated.states import state_of as state_of
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from regauge.errors import FederatedError as FederatedError
+    from regauge.federated.aggregation import aggregate as aggregate
+    from regauge.federated.api import run as run
+    from regauge.federated.client import contribute as contribute
+    from regauge.federated.client import prepare_model as prepare_model
+    from regauge.federated.deployment import FlowerOptions as FlowerOptions
+    from regauge.federated.outputs import FederatedRun as FederatedRun
+    from regauge.federated.partitions import partition_examples as partition_examples
+    from regauge.federated.rounds import InProcess as InProcess
+    from regauge.federated.rounds import run_rounds as run_rounds
+    from regauge.federated.settings import Settings as Settings
+    from regauge.federated.states import Contribution as Contribution
+    from regauge.federated.states import load_state as load_state
+    from regauge.federated.states import state_of as state_of
+
+_HOME = {
+    "Contribution": "federated.states",
+    "FederatedError": "errors",
+    "FederatedRun": "federated.outputs",
+    "FlowerOptions": "federated.deployment",
+    "InProcess": "federated.rounds",
+    "Settings": "federated.settings",
+    "aggregate": "federated.aggregation",
+    "contribute": "federated.client",
+    "load_state": "federated.states",
+    "partition_examples": "federated.partitions",
+    "prepare_model": "federated.client",
+    "run": "federated.api",
+    "run_rounds": "federated.rounds",
+    "state_of": "federated.states",
+}
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"regauge.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'regauge.federated' has no attribute {name!r}")

@@ -142,10 +142,23 @@ def aggregate(
         settings: The settings of the run.
         fuse: Average whole weights (`fusion`).
 
+    Returns:
+        The next state, and the memory after it.
+
     Raises:
         FederatedError: Contributions are empty, two of one client, or whole weights without
             `fuse`.
         NonFiniteError: The next state or memory has NaN or Inf.
+
+    Example:
+        >>> from regauge.federated.aggregation import Memory
+        >>> settings = regauge.federated.Settings(clients=1, rounds=1)
+        >>> sent = regauge.federated.contribute(
+        ...     vit, regauge.federated.state_of(vit), images, settings, 0, 0
+        ... )
+        >>> state, memory = regauge.federated.aggregate(
+        ...     regauge.federated.state_of(vit), [sent], Memory(), settings
+        ... )
     """
     if not sent:
         raise FederatedError("contributions must be >= 1, got 0")

@@ -77,9 +77,10 @@ def run(
             or a round is void too often. What was finished is in the folder.
 
     Example:
-        >>> # trained = regauge.federated.run("MODEL", "digits", clients=4, rounds=10, folder="RUN")
-        >>> # trained.history[-1].measures["accuracy"]
-        >>> # trained.save("trained")
+        >>> trained = regauge.federated.run(vit, images, clients=2, rounds=1, test=images)
+        >>> trained.history[-1].contributed
+        (0, 1)
+        >>> trained.save("trained")
     """
     chosen = _choose_settings(settings, clients, rounds, strategy, aggregation)
     source = _open_source(model, data, test, reading)

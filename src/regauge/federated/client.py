@@ -25,7 +25,23 @@ Model = torch.nn.Module
 
 
 def prepare_model(model: Model, settings: Settings) -> Model:
-    """Return the model that both sides train, wrapped for puzzles if the settings have them."""
+    """Return the model that both sides train, wrapped for puzzles if the settings have them.
+
+    Args:
+        model: The model, without a wrapper.
+        settings: The settings of the run.
+
+    Returns:
+        The model, or its wrapper.
+
+    Raises:
+        JigsawError: The model cannot be trained with puzzles.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=2, rounds=1, jigsaw=0.3)
+        >>> type(regauge.federated.prepare_model(vit, settings)).__name__
+        'MaskedJigsaw'
+    """
     if settings.jigsaw == 0:
         return model
     kind = MaskedJigsaw if takes_images(model) else TextJigsaw
@@ -70,9 +86,19 @@ def contribute(
         frozen: Names of parameters that are not trained.
         local: Tensors of the client that replace the server's.
 
+    Returns:
+        The contribution.
+
     Raises:
         FederatedError: The client has no examples, the state is another model's, or everything is
             frozen.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=1, rounds=1, steps=2)
+        >>> state = regauge.federated.state_of(vit)
+        >>> sent = regauge.federated.contribute(vit, state, images, settings, 0, 0)
+        >>> sent.steps, sent.examples
+        (2, 100)
     """
     load_state(model, {**state, **(local or {})})
     if not len(examples):

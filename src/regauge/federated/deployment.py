@@ -54,6 +54,10 @@ class FlowerOptions:
         gather: Seconds to wait for clients to connect.
         superlink: The address of a deployment's SuperLink, HOST:PORT.
         authority: The certificate authority of the SuperLink, a PEM file.
+
+    Example:
+        >>> flower = regauge.federated.FlowerOptions(workers=2)
+        >>> # regauge.federated.run("vit", "digits", ..., engine="simulation", flower=flower)
     """
 
     workers: int | None = None

@@ -62,8 +62,20 @@ def class_labels(examples: Examples, batch: int = 1024) -> Rows:
 def partition_examples(examples: Examples, settings: Settings) -> list[Examples]:
     """Return the examples of each client.
 
+    Args:
+        examples: The examples of all clients.
+        settings: The settings of the run.
+
+    Returns:
+        The examples, one entry for each client.
+
     Raises:
         FederatedError: There are fewer examples than clients.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=4, rounds=1)
+        >>> [len(part) for part in regauge.federated.partition_examples(images, settings)]
+        [25, 25, 25, 25]
     """
     if settings.clients > len(examples):
         raise FederatedError(

@@ -64,6 +64,11 @@ class InProcess:
 
     Raises:
         FederatedError: The number of parts is wrong, or the settings have secure sums.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=2, rounds=1)
+        >>> parts = regauge.federated.partition_examples(images, settings)
+        >>> engine = regauge.federated.InProcess(vit, parts, settings)
     """
 
     def __init__(
@@ -171,6 +176,12 @@ def run_rounds(
 
     Raises:
         FederatedError: The folder has another model's run, or a round is void too often.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=2, rounds=1)
+        >>> parts = regauge.federated.partition_examples(images, settings)
+        >>> engine = regauge.federated.InProcess(vit, parts, settings)
+        >>> end = regauge.federated.run_rounds(engine, regauge.federated.state_of(vit), settings)
     """
     run_state = None if folder is None else state_store.load(folder)
     run_state = run_state or RunState(dict(state), Memory(), ())

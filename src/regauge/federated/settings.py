@@ -87,6 +87,10 @@ class Settings:
 
     Raises:
         FederatedError: Settings are invalid; the message lists all faults.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=4, rounds=10, lr=0.1, secure=False)
+        >>> trained = regauge.federated.run(vit, images, settings=settings, rounds=1, test=images)
     """
 
     clients: int

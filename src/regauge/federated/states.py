@@ -40,6 +40,13 @@ class Contribution:
         loss: The mean loss of the steps.
         kind: "change" or "weights".
         rows: The example indices of each step, for scoring; not sent.
+
+    Example:
+        >>> settings = regauge.federated.Settings(clients=1, rounds=1)
+        >>> state = regauge.federated.state_of(vit)
+        >>> sent = regauge.federated.contribute(vit, state, images, settings, 0, 0)
+        >>> sent.kind
+        'change'
     """
 
     client: int
@@ -64,15 +71,34 @@ class Absence:
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the weights that are exchanged."""
+    """Return a copy of the weights that are exchanged.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The weights by name.
+
+    Example:
+        >>> regauge.federated.state_of(vit)["classifier.weight"].shape
+        torch.Size([10, 12])
+    """
     return {name: t.detach().clone() for name, t in _shared_tensors(model).items()}
 
 
 def load_state(model: torch.nn.Module, state: State) -> None:
     """Load a state into a model, in place.
 
+    Args:
+        model: The model.
+        state: The exchanged weights by name.
+
     Raises:
         FederatedError: The state is of another model.
+
+    Example:
+        >>> state = regauge.federated.state_of(vit)
+        >>> regauge.federated.load_state(vit, state)
     """
     target = _shared_tensors(model)
     require_layout(layout_of(target), layout_of(state), "the model here", "the state that was sent")

@@ -75,8 +75,8 @@ class JigsawOptions:
         strong: Use DeiT's augmentation.
 
     Example:
-        >>> JigsawOptions(epochs=10, batch_size=32).recipe({})["batch"]
-        32
+        >>> options = regauge.jigsaw.JigsawOptions(epochs=2, batch_size=32)
+        >>> trained = regauge.jigsaw.train(vit, images, ratio=0.3, options=options)
     """
 
     variant: str | None = None
@@ -286,8 +286,8 @@ def train(
         CacheError: The state beside `out` belongs to another training.
 
     Example:
-        >>> # trained = regauge.jigsaw.train("vit", "photos/", ratio=0.3)
-        >>> # trained.save("vit-puzzled")
+        >>> trained = regauge.jigsaw.train(vit, images, ratio=0.3)
+        >>> _ = trained.save("vit-puzzled")
     """
     started = time.monotonic()
     options, note = options or JigsawOptions(), on_note or (lambda text: None)
@@ -366,8 +366,10 @@ def evaluate(
     progress: Progress | None = None,
     on_note: Note | None = None,
 ) -> JigsawEvaluation:
-    """Evaluate models on puzzles: top-1 without puzzles, and for every ratio top-1, agreement with
-    the unshuffled prediction, and distance of the features.
+    """Evaluate models on puzzles.
+
+    Without puzzles it measures top-1; for every ratio top-1, agreement with the unshuffled
+    prediction, and distance of the features.
 
     Args:
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules. Modules
@@ -382,11 +384,15 @@ def evaluate(
         progress: The progress callback, in batches of all models.
         on_note: Called with a note on models whose unknown embedding marks shuffled patches.
 
+    Returns:
+        The measurements, with `to_html()`.
+
     Raises:
         JigsawError: A ratio is invalid, or the models have different puzzles.
 
     Example:
-        >>> # regauge.jigsaw.evaluate(["vit", "vit-puzzled"], "photos/")
+        >>> evaluation = regauge.jigsaw.evaluate([vit], images, ratios=[0.3])
+        >>> page = evaluation.to_html("page.html")
     """
     started = time.monotonic()
     for ratio in ratios:
@@ -457,10 +463,11 @@ def study(
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> JigsawStudy:
-    """Study the position embeddings of models: explained variance, eigenvalues, projections, and
-    how well positions can be predicted from them.
+    """Study the position embeddings of models.
 
-    A part that a model lacks is skipped for that model and named in `results.unchecked`.
+    It measures explained variance, eigenvalues, projections, and how well positions can be
+    predicted from them. A part that a model lacks is skipped for that model and named in
+    `results.unchecked`.
 
     Args:
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules.
@@ -478,11 +485,15 @@ def study(
         facts: Facts of the run, for the report.
         progress: The progress callback, in parts of the study.
 
+    Returns:
+        The study, with `to_html()`.
+
     Raises:
         JigsawError: Data are missing, or no part of the study applies to any model.
 
     Example:
-        >>> # regauge.jigsaw.study(["vit", "vit-puzzled"], "photos/").to_html("page.html")
+        >>> study = regauge.jigsaw.study(vit)
+        >>> page = study.to_html("page.html")
     """
     started = time.monotonic()
     if data is None and (corruptions or outside is not None):

@@ -42,6 +42,11 @@ class Puzzle:
         order: The permutation of the cells, of the same shape.
         grid: Rows and columns of patches.
         pixel_order: A permutation of the pixels of each patch, the same for all, or None.
+
+    Example:
+        >>> puzzle = regauge.jigsaw.sample_puzzle(1, (4, 4), 0.5, seed=0)
+        >>> puzzle.mask.shape, puzzle.grid
+        (torch.Size([1, 16]), (4, 4))
     """
 
     mask: Tensor
@@ -154,6 +159,17 @@ def block_masks(
         smallest: The fewest cells of a rectangle; scaled from the reference by default.
         largest: The most cells of a rectangle; scaled from the reference by default.
         aspect: The smallest ratio of height to width.
+
+    Returns:
+        The masks, as an array of booleans.
+
+    Raises:
+        JigsawError: The grid, the ratio or an option is invalid.
+
+    Example:
+        >>> import numpy as np
+        >>> regauge.jigsaw.block_masks(2, (4, 4), 0.5, np.random.default_rng(0)).shape
+        (2, 4, 4)
     """
     h, w = grid
     low, high = (
@@ -222,6 +238,16 @@ def sample_puzzle(count: int, grid: Grid, ratio: float, seed: Seed, **options: A
         ratio: The share of patches to shuffle.
         seed: The random seed.
         options: Further options of `block_masks`.
+
+    Returns:
+        The puzzles.
+
+    Raises:
+        JigsawError: The grid, the ratio or an option is invalid.
+
+    Example:
+        >>> regauge.jigsaw.sample_puzzle(2, (4, 4), 0.5, seed=0).mask.sum(1)
+        tensor([8, 8])
     """
     rng = np.random.default_rng(seed)
     masks = block_masks(count, grid, ratio, rng, **options).reshape(count, -1)

@@ -78,6 +78,15 @@ class TextJigsaw(torch.nn.Module):
         special: The ids of tokens that do not move.
         tokenizer: A tokenizer of transformers or tokenizers, a tokenizer.json, a folder or a hub
             id.
+
+    Raises:
+        JigsawError: An option is invalid, or the model cannot be trained with shuffled tokens.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        >>> bert = BertForSequenceClassification(BertConfig(hidden_size=8, vocab_size=30, **sizes))
+        >>> wrapped = regauge.jigsaw.TextJigsaw(bert, ratio=0.3)
     """
 
     accepts_loss_kwargs = False

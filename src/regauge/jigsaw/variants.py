@@ -22,6 +22,10 @@ class Variant:
         unknown: Whether shuffled patches share one unknown position embedding.
         index: Whether a second table of positions is added, which the shuffle does not change.
         localize: The regression of positions, if there is one.
+
+    Example:
+        >>> regauge.jigsaw.VARIANTS["A"].shuffle is None
+        True
     """
 
     name: str

@@ -48,6 +48,11 @@ class Output(dict[str, Any]):
 
     It holds the outputs of the model: `logits`, `loss` if labels are given, and in training the
     `extra` loss of the regression.
+
+    Example:
+        >>> output = regauge.jigsaw.Output(logits=torch.zeros(2, 5))
+        >>> output.logits.shape, output.loss
+        (torch.Size([2, 5]), None)
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -80,9 +85,10 @@ class MaskedJigsaw(torch.nn.Module):
         JigsawError: An option is invalid, or the variant needs positions that the model lacks.
 
     Example:
-        >>> # wrapped = regauge.MaskedJigsaw(model, ratio=0.1)
-        >>> # wrapped(pixel_values, labels).loss.backward()
-        >>> # model = wrapped.unwrap()
+        >>> inputs, labels = images.batch(range(8))
+        >>> wrapped = regauge.MaskedJigsaw(vit, ratio=0.3, probability=1.0)
+        >>> wrapped(**inputs, labels=labels).loss.backward()
+        >>> vit = wrapped.unwrap()
     """
 
     accepts_loss_kwargs = False  # for transformers' Trainer: losses are means over the batch
@@ -390,6 +396,14 @@ def reference_weight(
         total: All passes; after the warmup lambda falls along a cosine.
         peak: The largest lambda.
         end: The lambda of the last pass.
+
+    Returns:
+        The function from a pass to its lambda.
+
+    Example:
+        >>> weight = regauge.jigsaw.reference_weight(warmup=10, total=100)
+        >>> weight(0), weight(10), weight(100)
+        (0.0, 0.01, 0.005)
     """
 
     def weight(step: int) -> float:

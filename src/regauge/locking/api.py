@@ -173,9 +173,9 @@ def lock(
         KeyFileError: The key has another purpose, or its file lies in the model or the output.
 
     Example:
-        >>> # key = regauge.generate_key()
-        >>> # regauge.lock("model", key).save("locked")
-        >>> # regauge.unlock("locked", key).save("plain")
+        >>> key = regauge.generate_key()
+        >>> _ = regauge.lock("model", key).save("locked")
+        >>> _ = regauge.unlock("locked", key).save("plain")
     """
     secret, model = resolve_key(key, "lock"), resolve(source, spec)
     checkpoint = model.checkpoint
@@ -218,7 +218,9 @@ def unlock(
             data were.
 
     Example:
-        >>> # regauge.unlock("locked", "my.key").save("plain")
+        >>> key = regauge.generate_key()
+        >>> _ = regauge.lock("model", key).save("locked")
+        >>> _ = regauge.unlock("locked", key).save("plain")
     """
     model, secret, record = _open_locked(source, key, spec)
     make = partial(

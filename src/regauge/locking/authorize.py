@@ -270,8 +270,10 @@ def authorize(
             `adapter_model.safetensors` in the folder by default), or is authorised already.
 
     Example:
-        >>> # model = regauge.authorize("locked", "my.key")
-        >>> # model.generate(**inputs)
+        >>> key = regauge.generate_key()
+        >>> _ = regauge.lock("model", key).save("locked")
+        >>> authorized = regauge.authorize("locked", key)
+        >>> logits = authorized(torch.arange(6)[None]).logits  # those of the plain model
     """
     from regauge.locking.keys import resolve_key
     from regauge.locking.lock import locked_element, require_locked
@@ -413,7 +415,17 @@ def authorize_with_element(
 
 
 def deauthorize(model: Module) -> None:
-    """Remove the authorisation: the locked backbone fits neither embedding nor head again."""
+    """Remove the authorisation: the locked backbone fits neither embedding nor head again.
+
+    Args:
+        model: An authorised model, which is changed in place.
+
+    Example:
+        >>> key = regauge.generate_key()
+        >>> _ = regauge.lock("model", key).save("locked")
+        >>> authorized = regauge.authorize("locked", key)
+        >>> regauge.deauthorize(authorized)
+    """
     _remove_hooks(model)
     for module in model.modules():
         edge = module.__dict__.pop(_EDGE_ATTRIBUTE, None)

@@ -57,11 +57,22 @@ class _BadFieldError(ValueError):
 
 
 class Key:
-    """A secret for one purpose. It prints as its id, compares in constant time, and cannot be
-    pickled.
+    """A secret for one purpose.
 
-    >>> Key(bytes(32), "lock")
-    Key(lock, 35f322c179f8fd31)
+    It prints as its id, compares in constant time, and cannot be pickled.
+
+    Args:
+        secret: 32 random bytes.
+        purpose: "lock" or "seal".
+        created: The time of creation, in ISO format.
+        path: The file that it was read from.
+
+    Raises:
+        KeyFileError: The secret is not 32 bytes, or the purpose is unknown.
+
+    Example:
+        >>> regauge.Key(bytes(32), "lock")
+        Key(lock, 35f322c179f8fd31)
     """
 
     __slots__ = ("__secret", "created", "path", "purpose")
@@ -163,9 +174,15 @@ def generate_key(purpose: Purpose = "lock") -> Key:
     Args:
         purpose: "lock" to obfuscate models in use, "seal" to encrypt files at rest.
 
+    Returns:
+        The key.
+
+    Raises:
+        KeyFileError: The purpose is unknown.
+
     Example:
-        >>> generate_key().purpose
-        'lock'
+        >>> regauge.generate_key("seal").purpose
+        'seal'
     """
     return Key(os.urandom(32), purpose, datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
@@ -218,6 +235,9 @@ def save_key(
     Raises:
         KeyFileError: The file exists, or the path is not usable.
         PassphraseError: The passphrase is empty.
+
+    Example:
+        >>> regauge.save_key(regauge.generate_key(), "my.key", passphrase="correct horse")
     """
     path = Path(path)
     if passphrase is not None and not passphrase:
@@ -265,10 +285,19 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
         purpose: The purpose that the key must have.
         passphrase: The passphrase of a wrapped key, or a function that returns it when needed.
 
+    Returns:
+        The key.
+
     Raises:
         KeyFileError: The file is damaged, readable by others, or has another purpose or a newer
             format.
         PassphraseError: The passphrase is missing or wrong.
+
+    Example:
+        >>> key = regauge.generate_key()
+        >>> regauge.save_key(key, "my.key")
+        >>> regauge.load_key("my.key", "lock") == key
+        True
     """
     path = Path(path)
     data, mode = _read(path, "key file", _MAX_FILE_BYTES, _KEYGEN_HINT)

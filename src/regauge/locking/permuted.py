@@ -83,6 +83,12 @@ class Permuted(torch.nn.Module):
     Raises:
         CutError: The model cannot be cut, its rows cannot be permuted, or it is wrapped or
             authorised already.
+
+    Example:
+        >>> model.set_attn_implementation("eager")
+        >>> permuted = regauge.Permuted(model, columns=0, key=1)
+        >>> logits = permuted(input_ids=torch.arange(6)[None]).logits
+        >>> model = permuted.unwrap()
     """
 
     def __init__(

@@ -66,9 +66,9 @@ def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
         CheckpointError: A file cannot be read or sealed.
 
     Example:
-        >>> # key = regauge.generate_key("seal")
-        >>> # regauge.seal("model", key, "model.sealed")
-        >>> # regauge.open_sealed("model.sealed", key, "opened")
+        >>> key = regauge.generate_key("seal")
+        >>> size = regauge.seal("model", key, "model.sealed")
+        >>> names = regauge.open_sealed("model.sealed", key, "opened")
     """
     source, out, key = Path(source), Path(out), resolve_key(key, "seal")
     require_outside(key, source)
@@ -111,6 +111,12 @@ def open_sealed(source: Path | str, key: KeySource, out: Path | str) -> list[str
         WrongKeyError: Another key sealed the file.
         TamperedFileError: The file was changed.
         LockError: The file is not a sealed file, or the output exists.
+
+    Example:
+        >>> key = regauge.generate_key("seal")
+        >>> size = regauge.seal("model", key, "model.sealed")
+        >>> "model.safetensors" in regauge.open_sealed("model.sealed", key, "opened")
+        True
     """
     source, out, key = Path(source), Path(out), resolve_key(key, "seal")
     _require_new(out)

@@ -60,6 +60,10 @@ class MatchOptions:
         samples: the number of examples to read from data, or of texts to generate.
         seed: the seed of both, and of the refinement.
         refine_steps: steps of the refinement.
+
+    Example:
+        >>> options = regauge.MatchOptions(within="permutation", sweeps=2)
+        >>> m = regauge.match(model, "model", options=options)
     """
 
     spaces: Sequence[str] | None = None
@@ -288,9 +292,11 @@ def match(
         CheckpointError: an output exists or overlaps an input.
 
     Example:
-        >>> # m = regauge.match("A", "B")
-        >>> # m.distance_before, m.distance
-        >>> # m.save("A-aligned")
+        >>> _ = regauge.move("model", 1).save("moved")
+        >>> m = regauge.match("model", "moved")
+        >>> m.distance < 1e-3 < m.distance_before
+        True
+        >>> _ = m.save("aligned")
     """
     chosen = options or MatchOptions()
     targets = [Path(path) for path in (*([] if out is None else [out]), *outputs)]
@@ -426,8 +432,16 @@ def compare(
         facts: further facts of the run, for the report.
         progress: the progress callback.
 
+    Returns:
+        The comparison, with `verdict` and `to_html()`.
+
+    Raises:
+        MatchError: the two do not fit each other, or hold values that are not finite.
+
     Example:
-        >>> # regauge.compare("A", "B").verdict
+        >>> _ = regauge.move("model").save("moved")
+        >>> regauge.compare("model", "moved").verdict
+        'another description'
     """
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     chosen = options or MatchOptions(sweeps=3)

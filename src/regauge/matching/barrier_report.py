@@ -36,6 +36,10 @@ class BarrierOptions:
         batch_size: examples in a batch.
         seed: the seed of the sample.
         device: the device to compute on.
+
+    Example:
+        >>> options = regauge.BarrierOptions(points=3, calibrate=False)
+        >>> report = regauge.barrier("vit", vit, images, options=options)
     """
 
     points: int = 11
@@ -139,7 +143,9 @@ def barrier(
         DataError: the data do not exist, or do not fit the model.
 
     Example:
-        >>> # regauge.barrier("A", "B", "dev.tsv").barriers["matched"]
+        >>> report = regauge.barrier("vit", regauge.load_model("vit"), images)
+        >>> abs(report.barriers["matched"]) < 1e-4
+        True
     """
     from regauge.data.tasks import Examples
     from regauge.matching.barriers import require_interpolable

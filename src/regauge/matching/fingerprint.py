@@ -113,11 +113,16 @@ def fingerprint(source: Source, *, spec: Spec | str | Path | None = None) -> Fin
         source: a path, a hub id, a checkpoint, a module, or a state dict with `spec`.
         spec: a spec or spec file; by default that of the model's family.
 
+    Returns:
+        The fingerprint, with `is_same(other)`.
+
     Raises:
         CheckpointError: if a tensor has values that are not finite.
 
     Example:
-        >>> # regauge.fingerprint("A").is_same(regauge.fingerprint("B"))
+        >>> _ = regauge.move("model").save("moved")
+        >>> regauge.fingerprint("model").is_same(regauge.fingerprint("moved"))
+        True
     """
     model = resolve(source, spec)
     require_fit(model.checkpoint, model.spec)

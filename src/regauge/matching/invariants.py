@@ -33,8 +33,12 @@ def invariants(source: Source, *, spec: Spec | str | Path | None = None) -> dict
         source: A path, a hub id, a checkpoint, a module, or a state dict with `spec`.
         spec: A spec or spec file. Default: that of the model's family.
 
+    Returns:
+        The invariants, by the name of a space or a tensor.
+
     Example:
-        >>> # regauge.invariants("model")["qk.0"]
+        >>> regauge.invariants("model")["qk.0"].shape
+        (3, 4)
     """
     from regauge.models.sources import require_fit, resolve
 

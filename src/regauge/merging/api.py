@@ -57,6 +57,11 @@ class MergeOptions:
         seed: the seed of randomized methods.
         force: merge models that share no basis, or of different kinds, unaligned.
         shard_bytes: the largest size of an output file.
+
+    Example:
+        >>> _ = regauge.move("model", 1).save("moved")
+        >>> options = regauge.MergeOptions({"t": 0.3}, dtype="bfloat16")
+        >>> merged = regauge.merge(["model", "moved"], method="slerp", align=True, options=options)
     """
 
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -231,7 +236,9 @@ def merge(
         LockError: one of the models is locked.
 
     Example:
-        >>> # regauge.merge(["A", "B"], method="ties", base="ROOT", align=True).save("merged")
+        >>> _ = regauge.move("model", 1).save("moved")
+        >>> merged = regauge.merge(["model", "moved"], weights=0.5, align=True)
+        >>> _ = merged.save("merged")
     """
     chosen = options or MergeOptions()
     sources: dict[str, Source] = {}

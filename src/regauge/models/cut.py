@@ -358,11 +358,17 @@ def cut(
         config: a config to use instead of the model's own.
         boundaries: the boundaries of a custom module.
 
+    Returns:
+        The cut, with `embed`, `backbone` and `head`.
+
     Raises:
         CutError: the model has no blocks at its boundaries, or no boundaries.
 
     Example:
-        >>> # crossing = regauge.cut(model).embed(**inputs)
+        >>> cut = regauge.cut(model)
+        >>> crossing = cut.embed(input_ids=torch.arange(6)[None])
+        >>> cut.head(cut.backbone(crossing), input_ids=torch.arange(6)[None]).logits.shape
+        torch.Size([1, 6, 30])
     """
     from regauge.models.load import load_model
 

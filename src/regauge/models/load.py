@@ -50,12 +50,17 @@ def load_model(source: Source, dtype: str | None = None) -> torch.nn.Module:
             checkpoint.
         dtype: "float64", "float32", "bfloat16" or "float16"; by default that of the stored weights.
 
+    Returns:
+        The model.
+
     Raises:
         CheckpointError: the config and the weights contradict each other, or the dtype is unknown.
         UnknownModelError: the config is missing, or names no class of transformers or timm.
 
     Example:
-        >>> # model = regauge.load_model("path/to/model", "float32")
+        >>> model = regauge.load_model("model", "float64")
+        >>> model.dtype
+        torch.float64
     """
     import torch
 

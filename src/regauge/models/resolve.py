@@ -36,12 +36,16 @@ def spec_of(
         config: a config to use instead of that of the module or checkpoint.
         discover: whether to discover the spec of a model of no known family.
 
+    Returns:
+        The spec.
+
     Raises:
         UnknownModelError: no family describes the model, and it cannot be discovered.
         SpecError: the config contradicts its family or the tensors.
 
     Example:
-        >>> # spec = regauge.spec_of(model); spec = regauge.spec_of("path/to/checkpoint")
+        >>> regauge.spec_of("model").family
+        'gpt2'
     """
     from regauge.checkpoints.reader import Checkpoint, open_checkpoint
 

@@ -218,13 +218,14 @@ def move(
         The transformed model, with `save(out)`, `state()`, `element` and `save_element(path)`.
 
     Raises:
+        RegaugeError: The element transforms nothing.
         ElementError: The element belongs to another model.
         LockError: The model is locked.
 
     Example:
-        >>> # moved = regauge.move("model")
-        >>> # moved.save("moved", element="secret.element")
-        >>> # regauge.move("moved", "secret.element", invert=True).save("back")
+        >>> moved = regauge.move("model")
+        >>> _ = moved.save("moved", element="secret.element")
+        >>> _ = regauge.move("moved", "secret.element", invert=True).save("back")
     """
     model = resolve(source, spec)
     require_unlocked(model.checkpoint)
@@ -319,7 +320,10 @@ def fold_norms(source: Source, *, spec: Spec | str | Path | None = None) -> Tran
         LockError: The model is locked.
 
     Example:
-        >>> # regauge.fold_norms("model").save("folded")
+        >>> folded = regauge.fold_norms("model")
+        >>> str(folded.spec.spaces["stream"].group)
+        'orthogonal-ones'
+        >>> _ = folded.save("folded")
     """
     model = resolve(source, spec)
     require_unlocked(model.checkpoint)

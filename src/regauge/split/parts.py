@@ -54,6 +54,11 @@ def write_part(
 
     Raises:
         CheckpointError: `out` exists already.
+
+    Example:
+        >>> from pathlib import Path
+        >>> checkpoint = regauge.open_checkpoint("model")
+        >>> regauge.split.write_part(Path("edges"), model, checkpoint, "edges")
     """
     model_cut = cut(model, source.config)
     prefixes = tuple(f"{b.blocks}." for b in model_cut.boundaries)
@@ -112,7 +117,7 @@ def join(
         CheckpointError: The two belong to different models or locks, or `out` exists already.
 
     Example:
-        >>> # regauge.split.join("edges", "backbone", "whole")
+        >>> joined = regauge.split.join("model", "model", "whole")
     """
     out = Path(out)
     check_new(out)

@@ -105,8 +105,9 @@ def verify(
         SpecError: The optimizer, the weights or the inputs are invalid.
 
     Example:
-        >>> # regauge.verify("model").failed
-        []
+        >>> report = regauge.verify("model", steps=0)
+        >>> report.failed
+        ()
     """
     started = time.monotonic()
     name = str(model) if isinstance(model, str | Path) else None

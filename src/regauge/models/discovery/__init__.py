@@ -89,7 +89,10 @@ def discover(
         UnknownModelError: a checkpoint has no config that names a class.
 
     Example:
-        >>> # spec = regauge.discover(model, {"input_ids": ids})
+        >>> layers = [torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)]
+        >>> spec = regauge.discover(torch.nn.Sequential(*layers), torch.randn(3, 4))
+        >>> [str(space.group) for space in spec.spaces.values() if space.size == 8]
+        ['monomial+']
     """
     if not isinstance(source, torch.nn.Module):
         from regauge.models.sources import discover_source

@@ -49,6 +49,11 @@ class ConnectOptions:
         patience: Seconds to retry while the server does not answer.
         dtype: Dtype of the weights in memory; it must equal the server's.
         device: Device of embedding and head.
+
+    Example:
+        >>> server = regauge.split.InProcess(regauge.split.Host(regauge.load_model("vit")))
+        >>> connection = regauge.split.ConnectOptions(defences=["noise=0.5"], codec="BF16")
+        >>> prediction = regauge.split.predict(vit, server, images, connection=connection)
     """
 
     tls: Tls | Path | str | None = None
@@ -123,8 +128,10 @@ def connect(
         TransportError: The server cannot be reached.
 
     Example:
-        >>> # with regauge.split.connect("MODEL", "host:7100", tls="certs") as remote:
-        >>> #     remote(**inputs).loss.backward()
+        >>> ids = torch.arange(6)[None]
+        >>> with regauge.split.serve("model", address="127.0.0.1:0", background=True) as server:
+        ...     with regauge.split.connect("model", server.address) as remote:
+        ...         loss = remote(input_ids=ids, labels=ids).loss
     """
     all_defences = parse_defences([*defences, *([] if rows is None else [Rows(rows, keep_cls)])])
     options = ConnectOptions(

@@ -60,6 +60,13 @@ class RemoteBackbone:
     Attributes:
         model: The model, to be used, trained and saved as before.
         server_info: The server's WELCOME.
+
+    Example:
+        >>> host = regauge.split.Host(model, regauge.split.OptimizerConfig("sgd", lr=0.1))
+        >>> remote = regauge.split.connect("model", regauge.split.InProcess(host))
+        >>> remote(input_ids=torch.arange(6)[None]).logits.shape
+        torch.Size([1, 6, 30])
+        >>> remote.close()
     """
 
     def __init__(

@@ -64,6 +64,12 @@ class TrainOptions:
 
     Raises:
         TrainingError: Both epochs and steps are set.
+
+    Example:
+        >>> training = regauge.split.OptimizerConfig("sgd", lr=0.1)
+        >>> host = regauge.split.Host(regauge.load_model("vit"), training)
+        >>> how = {"options": regauge.split.TrainOptions(steps=2, batch_size=8)}
+        >>> result = regauge.split.train(vit, regauge.split.InProcess(host), images, **how)
     """
 
     epochs: int | None = None
@@ -117,6 +123,13 @@ class TrainResult(ResultView):
         steps: Steps of the run.
         out: Folder of the trained embedding and head, if they were written.
         seconds: Time of the call.
+
+    Example:
+        >>> training = regauge.split.OptimizerConfig("sgd", lr=0.1)
+        >>> host = regauge.split.Host(regauge.load_model("vit"), training)
+        >>> result = regauge.split.train(vit, regauge.split.InProcess(host), images)
+        >>> result.steps
+        7
     """
 
     losses: list[float]
@@ -148,6 +161,11 @@ class Prediction(ResultView):
 
     Attributes:
         metrics: "loss", "accuracy", "examples", and "perplexity" of language models.
+
+    Example:
+        >>> prediction = regauge.split.Prediction({"loss": 0.7, "accuracy": 0.5, "examples": 100})
+        >>> prediction.metrics["loss"]
+        0.7
     """
 
     metrics: Mapping[str, float]
@@ -216,7 +234,9 @@ def train(
         TransportError: The server cannot be reached.
 
     Example:
-        >>> # regauge.split.train("MODEL", "host:7100", "book.txt", out="edges")
+        >>> training = regauge.split.OptimizerConfig("sgd", lr=0.1)
+        >>> host = regauge.split.Host(regauge.load_model("vit"), training)
+        >>> result = regauge.split.train("vit", regauge.split.InProcess(host), images, out="edges")
     """
     start, options, done = time.monotonic(), options or TrainOptions(), 0
     connection = connection or ConnectOptions()
@@ -288,8 +308,9 @@ def predict(
     connection: ConnectOptions | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
-    """Measure a model with a remote backbone on local data: loss and accuracy, or loss and
-    perplexity of a language model.
+    """Measure a model with a remote backbone on local data.
+
+    The metrics are loss and accuracy, or loss and perplexity of a language model.
 
     Args:
         client: The model, as in `train`.
@@ -300,12 +321,17 @@ def predict(
         connection: How to connect.
         progress: Progress callback, in examples.
 
+    Returns:
+        The metrics.
+
     Raises:
         LockError: Model, key and server do not have the same lock.
         TransportError: The server cannot be reached.
 
     Example:
-        >>> # regauge.split.predict("edges", "host:7100", "test.txt").metrics["loss"]
+        >>> server = regauge.split.InProcess(regauge.split.Host(regauge.load_model("vit")))
+        >>> regauge.split.predict(vit, server, images).metrics["examples"]
+        100
     """
     connection = connection or ConnectOptions()
     model = load_client(client, connection)

@@ -68,7 +68,8 @@ def make_certificates(
         CheckpointError: The folder has files, or a name is invalid or repeated.
 
     Example:
-        >>> # regauge.split.make_certificates("certs", ["server.example"], ["ann"])
+        >>> sorted(regauge.split.make_certificates("certs", ["server.example"], ["ann"]))
+        ['ann', 'server']
     """
     from cryptography import x509
     from cryptography.hazmat.primitives.asymmetric import ec

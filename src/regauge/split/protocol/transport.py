@@ -30,6 +30,14 @@ class InProcess:
     """A connection to a server in the same process.
 
     Frames are encoded, sent in chunks and decoded as they are over a network.
+
+    Args:
+        host: The server.
+        peer: The name of the client.
+
+    Example:
+        >>> server = regauge.split.InProcess(regauge.split.Host(model))
+        >>> remote = regauge.split.connect("model", server)
     """
 
     def __init__(self, host: Host, peer: str = "") -> None:

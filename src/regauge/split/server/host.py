@@ -98,6 +98,11 @@ class Host:
         TrainingError, BudgetError: An option is invalid.
         CheckpointError: The weights are not finite, or the checkpoint in `folder` is damaged or
             belongs to another model.
+
+    Example:
+        >>> training = regauge.split.OptimizerConfig("adamw", lr=1e-3)
+        >>> host = regauge.split.Host(model, training, folder="checkpoints")
+        >>> remote = regauge.split.connect("model", regauge.split.InProcess(host))
     """
 
     def __init__(

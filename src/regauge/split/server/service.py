@@ -58,6 +58,12 @@ class ServerOptions:
         device: Device that computes.
         seed: Seed of dropout.
         metrics: HOST:PORT of Prometheus metrics over HTTP.
+
+    Example:
+        >>> options = regauge.split.ServerOptions(quota="sessions=2", save_every=10)
+        >>> how = {"address": "127.0.0.1:0", "options": options, "background": True}
+        >>> with regauge.split.serve("model", **how) as server:
+        ...     remote = regauge.split.connect("model", server.address)
     """
 
     clients: Path | str | None = None
@@ -116,8 +122,8 @@ def serve(
         TrainingError: `out` is set without `training` or `checkpoint`.
 
     Example:
-        >>> # with regauge.split.serve("MODEL", address="127.0.0.1:0", background=True) as server:
-        >>> #     remote = regauge.split.connect("MODEL", server.address)
+        >>> with regauge.split.serve("model", address="127.0.0.1:0", background=True) as server:
+        ...     remote = regauge.split.connect("model", server.address)
     """
     server = SplitServer(
         backbone, address, load_tls(tls, "server"), training, checkpoint, out, options
@@ -138,6 +144,10 @@ class SplitServer:
     Attributes:
         host: The backbone, its sessions and counts.
         network: The port; None before it listens.
+
+    Example:
+        >>> with regauge.split.serve("model", address="127.0.0.1:0", background=True) as server:
+        ...     remote = regauge.split.connect("model", server.address)
     """
 
     def __init__(

@@ -441,7 +441,7 @@ def compare(
     Example:
         >>> _ = regauge.move("model").save("moved")
         >>> regauge.compare("model", "moved").verdict
-        'another description'
+        'same model, transformed'
     """
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
     chosen = options or MatchOptions(sweeps=3)

@@ -88,8 +88,7 @@ if __name__ == "__main__":
     model.load_state_dict(state)
     assert_symmetry(model, folded, regauge.element(folded, key=1), inputs)
 
-    # The checker rejects a spec that claims too much: with rotary positions, queries and keys do
-    # not allow every invertible matrix.
+    # A false claim: with rotary positions, queries and keys do not allow every invertible matrix.
     spaces = {**described.spaces, "qk.0": Space(8, GeneralLinear(), over="head.0")}
     too_much = replace(described, spaces=spaces)
     try:

@@ -19,6 +19,7 @@ def default_setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ("REGAUGE_THREADS", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     before = torch.get_num_threads()
+    set_threads(None)  # a command of another test may have set it
     yield
     set_threads(None)
     torch.set_num_threads(before)

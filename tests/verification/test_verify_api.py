@@ -58,7 +58,7 @@ def test_a_path_and_its_result(tmp_path: Path) -> None:
     assert verification.failed == ()
     assert "checks hold" in str(verification)
     assert "0 failed" in repr(verification)
-    assert "<pre>" in verification._repr_html_()
+    assert "<table" in verification._repr_html_()
     document = verification.to_dict()
     assert document["facts"]["by"] == "test"
     assert document["facts"]["dtype"] == "float64"

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class StateCheckpoint(Checkpoint):
     """The tensors of a state dict, which are not copied, and the config of their model.
 
-    Written out, they become one safetensors file, with config.json if there is a config.
+    Written out, they become one safetensors file, with config.json if there is a config. A tensor
+    that was changed in place since is not read: the result would be of no one model.
     """
 
     as_stored = False
@@ -41,6 +42,7 @@ class StateCheckpoint(Checkpoint):
             CheckpointError: a value is not a tensor, or has a dtype that safetensors lacks.
         """
         self.state = {n: _require_tensor(n, tensor).detach() for n, tensor in state.items()}
+        self._versions = {n: _version_of(tensor) for n, tensor in self.state.items()}
         path = Path(name)
         super().__init__(path, [_describe_shard(path / WEIGHTS, self.state)], config, None)
 
@@ -48,7 +50,13 @@ class StateCheckpoint(Checkpoint):
         return StateCheckpoint, (self.state, self.config, str(self.path))
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.state[name]
+        tensor = self.state[name]
+        if _version_of(tensor) != self._versions[name]:
+            raise CheckpointError(
+                f'"{name}" of {self.path} has changed since the model was passed',
+                hint="call the function again, or take its state() before changing the model",
+            )
+        return tensor
 
     @property
     def is_folder(self) -> bool:
@@ -74,8 +82,13 @@ class StateCheckpoint(Checkpoint):
         return digest.hexdigest()
 
     def _read_bits(self, name: str) -> Any:
-        tensor = self.state[name].cpu().contiguous()
+        tensor = self[name].cpu().contiguous()
         return tensor.view(unsigned_dtype(self.entries[name].dtype)).numpy()
+
+
+def _version_of(tensor: Tensor) -> int:
+    """Return the number of changes in place; 0 in inference mode, which does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _require_tensor(name: str, value: Any) -> Tensor:

@@ -160,7 +160,7 @@ class JigsawTraining(ResultView):
 
     def summary(self) -> dict[str, Any]:
         """Return the variant, the number of steps, and the loss at the start and at the end (the
-        mean of the last tenth). Without steps, both losses are None.
+        mean of the last tenth). Both losses default to None.
         """
         recent = self.losses[-max(1, len(self.losses) // 10) :]
         return {

@@ -110,7 +110,7 @@ _HOME = {
 }
 
 # Packages with a public API of their own: `regauge.audit.lock(...)` works after `import regauge`.
-_PACKAGES = ("audit", "federated", "jigsaw", "split")
+_PACKAGES = ("audit", "federated", "jigsaw", "locking", "matching", "merging", "split")
 
 __all__ = sorted(_HOME)
 
@@ -124,4 +124,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_PACKAGES, "__version__"]

@@ -208,3 +208,11 @@ def test_weights_that_are_not_finite_are_named() -> None:
         model.classifier.bias[0] = np.inf
     with pytest.raises(JigsawError, match=r'"classifier\.bias" of ViTForImageClassification'):
         jigsaw.train(model, TRAIN, options=OPTIONS)
+
+
+def test_a_training_without_steps_can_be_shown(trained: JigsawTraining) -> None:
+    empty = replace(trained, losses=[])
+    assert repr(empty).endswith(", 0 steps>")
+    assert empty.summary()["last_loss"] is None
+    assert "<table>" not in empty._repr_html_()
+    assert "<table>" in trained._repr_html_()

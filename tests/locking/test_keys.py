@@ -160,7 +160,7 @@ def test_a_key_is_never_written_over(file: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         os.path, "lexists", lambda path: False
     )  # as if it had appeared since it was looked for
-    with pytest.raises(CheckpointError, match="cannot be written: File exists"):
+    with pytest.raises(CheckpointError, match="exists already"):
         save_key(generate_key(), file)
     assert file.read_bytes() == before
 

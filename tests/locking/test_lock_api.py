@@ -150,3 +150,21 @@ def test_keys_are_keys_or_files(
     assert size == (tmp_path / "sealed").stat().st_size
     regauge.open_sealed(tmp_path / "sealed", tmp_path / "seal.key", tmp_path / "opened")
     assert contents(tmp_path / "opened") == contents(plain)
+
+
+def test_results_have_a_short_repr(plain: Path, tmp_path: Path) -> None:
+    """A notebook shows them: neither specs nor tensors may be listed."""
+    locked = regauge.lock(plain, KEY)
+    assert repr(locked) == f"<lock of plain, key {KEY.id}>"
+    assert repr(locked.plan(tmp_path / "x")).startswith("<output ")
+    locked.save(tmp_path / "locked")
+    results = [
+        regauge.unlock(tmp_path / "locked", KEY),
+        rekey(tmp_path / "locked", KEY, OTHER),
+        reseal(tmp_path / "locked", KEY),
+        regauge.move(plain, 1).plan(tmp_path / "x"),
+    ]
+    assert all(len(repr(result)) < 60 + len(str(tmp_path)) for result in results)
+    spec = regauge.spec_of(plain)
+    spaces, tensors = len(spec.spaces), len(spec.tensors)
+    assert repr(spec) == f"<spec of llama: {spaces} spaces, {tensors} tensors>"

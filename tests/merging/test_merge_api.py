@@ -12,7 +12,7 @@ import torch
 import regauge
 import support.picos as picos
 from regauge.data.sources import DataSource
-from regauge.errors import LockError, MatchError, MergeError
+from regauge.errors import CheckpointError, LockError, MatchError, MergeError
 from regauge.locking.locked_checkpoints import plan_lock
 from support.merges import finetune, reader, state_of
 
@@ -154,3 +154,16 @@ def test_a_barrier_of_paths_and_modules(folders: Folders, moved: Any, tmp_path: 
     assert set(of_files.barriers) == {"unaligned"}
     with pytest.raises(MatchError, match="same tensors"):
         regauge.barrier(folders[0], picos.build("gpt2-base").float(), data, options=options)
+
+
+def test_an_existing_output_is_rejected_before_tensors_are_computed(
+    folders: Folders, tmp_path: Path
+) -> None:
+    merged = regauge.merge([regauge.load_model(folder) for folder in folders])
+    done: list[int] = []
+    merged.save(tmp_path / "new", progress=lambda n, total, message: done.append(n))
+    assert done
+    done.clear()
+    with pytest.raises(CheckpointError, match="exists already"):
+        merged.save(tmp_path / "new", progress=lambda n, total, message: done.append(n))
+    assert not done

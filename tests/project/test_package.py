@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import regauge
 
 ROOT = Path(__file__).parents[2]
@@ -52,6 +54,24 @@ def test_import_and_help_load_nothing_heavy() -> None:
     heavy = {"torch", "transformers", "numpy", "scipy", "cryptography"}
     assert not loaded_modules("import regauge") & heavy
     assert not loaded_modules("from regauge.cli import main; main(['--help'])") & heavy
+
+
+PACKAGES = ("audit", "federated", "jigsaw", "locking", "matching", "merging", "split")
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_works_after_importing_regauge_alone(name: str) -> None:
+    """In a fresh process, since any import of a package makes it an attribute."""
+    script = (
+        f"import regauge; package = regauge.{name}; "
+        "print(*(n for n in package.__all__ if getattr(package, n) is None)); "
+        f"print({name!r} in dir(regauge)); "
+        f"print(sorted(dir(package)) == sorted(package.__all__))"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    is_lazy = name not in ("matching", "merging")
+    assert done.stdout.splitlines() == ["", "True", str(is_lazy)]
 
 
 def test_moving_by_a_permutation_loads_no_torch(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def lock(
         >>> key = regauge.generate_key()
         >>> _ = regauge.lock("model", key).save("locked")
         >>> report = regauge.audit.lock("locked", key=key, base="model")
-        >>> page = report.to_html("page.html")
+        >>> report.to_html("page.html")
     """
     started, options = time.monotonic(), options or LockOptions()
     model = resolve(locked)
@@ -352,7 +352,7 @@ def split(
     Example:
         >>> options = regauge.audit.SplitOptions(["least squares"], epochs=1, attacked=4)
         >>> report = regauge.audit.split("vit", images, ["rows"], options=options)
-        >>> page = report.to_html("page.html")
+        >>> report.to_html("page.html")
     """
     started, options = time.monotonic(), options or SplitOptions()
     for combination in defences or options.combinations():
@@ -469,7 +469,7 @@ def gradients(
     Example:
         >>> options = regauge.audit.GradientOptions(["labels"], updates=2, batches=())
         >>> report = regauge.audit.gradients("vit", images, ["mjp=0.5"], options=options)
-        >>> page = report.to_html("page.html")
+        >>> report.to_html("page.html")
     """
     started, options = time.monotonic(), options or GradientOptions()
     need("torchmetrics", "audit")
@@ -586,7 +586,7 @@ def recorded(
         >>> how = {"folder": "run", "record": True, "mean": [0.3], "std": [0.4]}
         >>> _ = regauge.federated.run("vit", "digits", clients=2, rounds=1, **how)
         >>> report = regauge.audit.recorded("run", clients=[0], attacks=["labels"])
-        >>> page = report.to_html("page.html")
+        >>> report.to_html("page.html")
     """
     from regauge.audit.recorded_audit import engine  # it imports federated training
 

@@ -22,7 +22,7 @@ class AuditReport(ResultView):
     Example:
         >>> _ = regauge.lock("model", regauge.generate_key()).save("locked")
         >>> report = regauge.audit.lock("locked", base="model")
-        >>> page = report.to_html("page.html")
+        >>> report.to_html("page.html")
     """
 
     subject: str

@@ -466,6 +466,9 @@ class Conversion(Output):
         ]
         return Job(out, plan, thunks, facts=facts, notes=tuple(notes), warnings=tuple(warnings))
 
+    def __repr__(self) -> str:
+        return f"<conversion of {self.pickles.path.name}>"
+
 
 def convert(source: str | Path) -> Conversion:
     """Open a pickled checkpoint, to be written as safetensors. No code of the pickle runs.

@@ -156,10 +156,20 @@ def staged_file(path: Path, mode: int = 0o666, *, new: bool = False) -> Iterator
             os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode))
             yield partial
             fsync_file(partial)
-            os.link(partial, path) if new else partial.replace(path)
+            _link_new(partial, path) if new else partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
         fsync_folder(path.absolute().parent)
+
+
+def _link_new(partial: Path, path: Path) -> None:
+    """Give a file its final name, which must be free."""
+    try:
+        os.link(partial, path)
+    except FileExistsError as error:
+        raise CheckpointError(
+            f"{path} exists already", hint="name a new file, or remove this one first"
+        ) from error
 
 
 def _read_umask(folder: Path) -> int:

@@ -46,6 +46,9 @@ class Job:
                 self.out, self.plan, self.thunks, progress=progress, resume=resume, threads=threads
             )
 
+    def __repr__(self) -> str:
+        return f"<output {self.out}: {len(self.thunks)} tensors>"
+
 
 class Output:
     """Base of results that become a checkpoint. Nothing is written before `save`."""

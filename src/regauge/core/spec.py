@@ -158,6 +158,9 @@ class Spec:
         """Return whether a tensor name matches a pattern of `buffers`."""
         return any(compile_pattern(pattern).matches(name) for pattern in self.buffers)
 
+    def __repr__(self) -> str:
+        return f"<spec of {self.family}: {len(self.spaces)} spaces, {len(self.tensors)} tensors>"
+
 
 class StoredTensor(NamedTuple):
     """One tensor as stored: its pattern in the spec, its axes, and if it is part of a stack, the

@@ -60,3 +60,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"regauge.{_HOME[name]}"), name)
     raise AttributeError(f"module 'regauge.federated' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

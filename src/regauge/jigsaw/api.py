@@ -160,14 +160,14 @@ class JigsawTraining(ResultView):
 
     def summary(self) -> dict[str, Any]:
         """Return the variant, the number of steps, and the loss at the start and at the end (the
-        mean of the last tenth).
+        mean of the last tenth). Both losses default to None.
         """
         recent = self.losses[-max(1, len(self.losses) // 10) :]
         return {
             "variant": self.wrapped.variant.name,
             "steps": len(self.losses),
-            "first_loss": self.losses[0],
-            "last_loss": sum(recent) / len(recent),
+            "first_loss": self.losses[0] if recent else None,
+            "last_loss": sum(recent) / len(recent) if recent else None,
         }
 
     @cached_property
@@ -185,6 +185,8 @@ class JigsawTraining(ResultView):
 
     def __str__(self) -> str:
         values = self.summary()
+        if not self.losses:
+            return f"{values['variant']}, 0 steps"
         return (
             f"{values['variant']}, {values['steps']} steps, loss {values['first_loss']:.4f} at the "
             f"start, {values['last_loss']:.4f} at the end"
@@ -392,7 +394,7 @@ def evaluate(
 
     Example:
         >>> evaluation = regauge.jigsaw.evaluate([vit], images, ratios=[0.3])
-        >>> page = evaluation.to_html("page.html")
+        >>> evaluation.to_html("page.html")
     """
     started = time.monotonic()
     for ratio in ratios:
@@ -493,7 +495,7 @@ def study(
 
     Example:
         >>> study = regauge.jigsaw.study(vit)
-        >>> page = study.to_html("page.html")
+        >>> study.to_html("page.html")
     """
     started = time.monotonic()
     if data is None and (corruptions or outside is not None):

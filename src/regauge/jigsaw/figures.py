@@ -54,6 +54,9 @@ def _format_pair(pair: Grid) -> str:
 
 def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
     """Report the loss of a training, of each step and averaged over fifty steps."""
+    title = "A training with masked jigsaw puzzles"
+    if not losses:
+        return Results(title, facts=facts)
     span = min(50, len(losses))
     means: list[float | None] = [
         None if i + 1 < span else float(np.mean(losses[i + 1 - span : i + 1]))
@@ -75,7 +78,7 @@ def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Result
         rows,
         "With the weighted regression of positions in it.",
     )
-    return Results("A training with masked jigsaw puzzles", (), (table,), (figure,), facts)
+    return Results(title, (), (table,), (figure,), facts)
 
 
 def report_evaluations(

@@ -31,3 +31,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(import_module(f"regauge.locking.{_HOME[name]}"), name)
     raise AttributeError(f"module 'regauge.locking' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

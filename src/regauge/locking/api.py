@@ -78,7 +78,7 @@ class LockOutput(Output):
         return f"<{self.action} of {self.model.name}, key {self.key.id}>"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LockStateOutput(LockOutput):
     """A model to be locked or unlocked, on disk or in memory.
 
@@ -93,7 +93,7 @@ class LockStateOutput(LockOutput):
         return self.compute()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ResealOutput(LockOutput):
     """A locked model with a new commitment, written to a new place or in place."""
 

@@ -74,7 +74,7 @@ _UNBOUND_STEMS = ("readme", "license", "licence", "notice", "copying", "authors"
 _ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you added it yourself"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LockJob(Job):
     """A checked operation on a locked checkpoint, ready to write.
 

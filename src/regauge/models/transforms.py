@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Part = Literal["embed", "backbone", "head"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class TransformJob(Job):
     """A planned transform, ready to write.
 

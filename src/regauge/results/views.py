@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from regauge.checkpoints.files import write_bytes
 from regauge.errors import FindingsError
@@ -60,17 +60,24 @@ class ResultView:
 
         write_bytes(Path(out), to_json(self.results).encode(), new=True)
 
-    def to_html(self, path: str | Path | None = None) -> str:
-        """Return the page of the results, and write it to a file if one is named.
+    @overload
+    def to_html(self, path: None = None) -> str: ...
+
+    @overload
+    def to_html(self, path: str | Path) -> None: ...
+
+    def to_html(self, path: str | Path | None = None) -> str | None:
+        """Return the page of the results, or write it to a file if one is named.
 
         Requires the extra `report`.
         """
         from regauge.results.report import page
 
         text = page(self.results)
-        if path is not None:
-            write_bytes(Path(path), text.encode())
-        return text
+        if path is None:
+            return text
+        write_bytes(Path(path), text.encode())
+        return None
 
     def __str__(self) -> str:
         return format_results(self.results)
@@ -79,24 +86,37 @@ class ResultView:
         return f"<{self.results.title}>"
 
     def _repr_html_(self) -> str:
-        """Show verdict, findings, tables and figures in a notebook.
+        """Show verdict, findings, tables, skipped checks and figures in a notebook.
 
-        Only the figures require further libraries; they are left out without matplotlib.
+        The verdict of an audit comes before the count of its checks, which is then not green: that
+        checks hold does not mean that the protection does. Only the figures require further
+        libraries; they are left out without matplotlib.
         """
         from regauge.results.report import verdict
 
         results = self.results
         colour, words = verdict(results)
+        summary = results.facts.get("verdict")
+        if not isinstance(summary, list | tuple):
+            summary = ()
+        if summary and colour == "good":
+            colour = "none"
         mark = f"border-left:.3em solid {_COLOURS[colour]};padding:.2em .8em;margin:.4em 0"
         about = repr(self).removeprefix("<").removesuffix(">")
-        parts = [f"<strong>{escape(results.title)}</strong>", f"<br>{escape(about)}"]
-        parts = parts[: 1 + (about != results.title)]
-        parts += [f'<br><span style="color:{_COLOURS[colour]}">{escape(words)}</span>']
+        parts = [f"<strong>{escape(results.title)}</strong>"]
+        if summary:
+            parts.append(_list(summary))
+        elif about != results.title:
+            parts.append(f"<br>{escape(about)}")
+        line = f'<span style="color:{_COLOURS[colour]}">{escape(words)}</span>'
+        parts.append(line if summary else f"<br>{line}")
         parts = [f'<div style="{mark}">{"".join(parts)}</div>']
         if results.findings:
             parts.append(_table(_FINDINGS, [_row(f) for f in results.findings]))
         for table in results.tables:
             parts.append(f"<h4>{escape(table.title)}</h4>" + _table(table.columns, table.rows))
+        if results.unchecked:
+            parts.append(f"<h4>What was not checked</h4>{_list(results.unchecked)}")
         if find_spec("matplotlib") and find_spec("jinja2"):
             parts += _draw(results, f"r{id(self):x}-")
         return f'<div style="{_STYLE}">{"".join(parts)}</div>'
@@ -104,6 +124,10 @@ class ResultView:
 
 def _row(f: Finding) -> tuple[object, ...]:
     return (format_verdict(f), f.id, f.value, f.floor, f.ceiling, "" if f.holds else f.sentence)
+
+
+def _list(items: Iterable[object]) -> str:
+    return f"<ul>{''.join(f'<li>{escape(str(item))}</li>' for item in items)}</ul>"
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -505,9 +505,15 @@ def _chart(figure: Figure, prefix: str, size: tuple[float, float], paint: Any) -
         text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}", tag[0])
         return re.sub(r"#0101\d\d", lambda colour: _COLOURS.get(colour[0], colour[0]), text)
 
-    inner = re.sub(r"<[^>]+>", adapt, svg[svg.index(">", svg.index("<svg")) + 1 :])
+    # a style element of an inline SVG applies to the whole document: the root's style replaces it
+    svg = re.sub(
+        r"<style\b.*?</style>", "", svg[svg.index(">", svg.index("<svg")) + 1 :], flags=re.S
+    )
+    inner = re.sub(r"<[^>]+>", adapt, svg)
     is_wide = size[0] > 1.3 * _WIDTH  # it then scrolls in its own box
-    style_width = f"width:100%;max-width:{size[0] * 1.15:.0f}px"
+    style_width = (
+        f"stroke-linejoin:round;stroke-linecap:butt;width:100%;max-width:{size[0] * 1.15:.0f}px"
+    )
     style_width += f";min-width:{size[0] * 0.7:.0f}px" * is_wide
     head = (
         f'<svg role="img" aria-labelledby="{prefix}title" viewBox="0 0 {size[0]:g} '

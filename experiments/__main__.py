@@ -16,7 +16,8 @@ import typer
 from regauge.cli import options
 from regauge.cli.app import run
 from regauge.cli.console import print_result, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.core.options import require_device
 from regauge.errors import RegaugeError, need
 from regauge.results.text import format_results
 
@@ -98,7 +99,7 @@ def reproduce(
     if id not in EXPERIMENTS:
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
-    check_device(device)
+    require_device(device)
     set_threads(threads)
     with step_bar(id) as progress:
         lab = Lab(

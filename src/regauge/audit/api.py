@@ -32,11 +32,14 @@ from regauge.audit.split_audit import attempts as split_attempts
 from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
 from regauge.audit.split_audit.victims import parse_combination
 from regauge.core.fold import fold_norms
+from regauge.core.options import require_at_least, require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.train import train_snapshots
 from regauge.defences.gradients import parse_plan
-from regauge.errors import need
+from regauge.defences.parser import NONE
+from regauge.errors import AuditError, need
+from regauge.locking.keys import KeySource, resolve_key
 from regauge.locking.lock import LOCKS, element_spec, locked_element, require_locked
 from regauge.locking.locked_checkpoints import check_files
 from regauge.models.load import load_model
@@ -49,7 +52,6 @@ from regauge.split.client.train import Run
 
 if TYPE_CHECKING:
     from regauge.core.spec import Spec
-    from regauge.locking.keys import Key
     from regauge.models.sources import Model, Source
 
 OnLoaded: TypeAlias = Callable[[str, str], None]  # "images" or "texts", and the sizes of the parts
@@ -109,6 +111,9 @@ class LockOptions:
     samples: int = 1000
     attacks: Sequence[str] | None = None
 
+    def __post_init__(self) -> None:
+        require_at_least(AuditError, 1, samples=self.samples)
+
 
 @dataclass(frozen=True)
 class SampleOptions:
@@ -136,6 +141,10 @@ class SampleOptions:
     gallery: int = 6
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        require_at_least(AuditError, 1, samples=self.samples)
+        require_at_least(AuditError, 0, gallery=self.gallery)
+
 
 @dataclass(frozen=True)
 class SplitOptions(SampleOptions):
@@ -162,6 +171,11 @@ class SplitOptions(SampleOptions):
     budget: split_attempts.Budget = field(default_factory=split_attempts.Budget)
     noises: Sequence[float] = (0.3, 1.0)
     radii: Sequence[float] = (0.1, 0.2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {"epochs": self.epochs, "batch_size": self.batch_size, "attacked": self.attacked}
+        require_at_least(AuditError, 1, **sizes)
 
     def combinations(self, is_text: bool = False) -> list[str]:
         """Return the default combinations: rows of paper 000's Table 6, without and with rows."""
@@ -198,6 +212,11 @@ class GradientOptions(SampleOptions):
     budget: gradient_attempts.Budget = field(default_factory=gradient_attempts.Budget)
     optimised: int = 2
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("updates", "batch_size", "steps")
+        require_at_least(AuditError, 1, **{name: getattr(self, name) for name in names})
+
     def combinations(self, is_text: bool = False) -> tuple[list[str], list[str]]:
         """Return the default combinations, and the reasons for those left out.
 
@@ -214,7 +233,7 @@ class GradientOptions(SampleOptions):
 def lock(
     locked: Source,
     *,
-    key: Key | None = None,
+    key: KeySource | None = None,
     base: Source | None = None,
     data: AuditData | None = None,
     options: LockOptions | None = None,
@@ -228,7 +247,7 @@ def lock(
 
     Args:
         locked: The locked model.
-        key: Its key, to score the attacks with. Attacks never receive it.
+        key: Its key, or its file, to score the attacks with. Attacks never receive it.
         base: A public model that it may descend from.
         data: Examples of its task, for theft, features and accuracies.
         options: Labels and budget of a thief, and the names of the attacks.
@@ -244,6 +263,7 @@ def lock(
 
     Raises:
         LockError: The model is not locked, or its files do not match its record.
+        KeyFileError: The key has another purpose, or its file is not usable.
         AuditError: No attack is applicable, or weights are not finite.
 
     Example:
@@ -252,7 +272,8 @@ def lock(
         >>> report = regauge.audit.lock("locked", key=key, base="model")
         >>> report.to_html("page.html")
     """
-    started, options = time.monotonic(), options or LockOptions()
+    started, options = time.monotonic(), resolve_options(options, LockOptions())
+    secret = None if key is None else resolve_key(key, "lock")
     model = resolve(locked)
     record = require_locked(model.checkpoint, name_of(locked))
     if model.module is None:
@@ -281,13 +302,13 @@ def lock(
         plain_spec,
         state,
         LOCKS[record.group].within,
-        None if key is None else locked_element(spec, record, key),
+        None if secret is None else locked_element(spec, record, secret),
         base_state,
         model=module,
         train=train,
         test=test,
         record=record,
-        key=key,
+        key=secret,
     )
     results = lock_audit.audit_lock(
         case,
@@ -332,7 +353,8 @@ def split(
         model: The unlocked model that client and server start from.
         data: Images or texts with labels. Half belong to the client, 30 % to the attacker.
         defences: Combinations of defences, such as "rows" or "noise=0.5+rows"; by default noise,
-            low-pass and batch shuffle, each with and without rows.
+            low-pass and batch shuffle, each with and without rows. An empty list attacks only
+            undefended features.
         options: Options of model, training and attacks.
         fail_above: Fail a finding on defended features if its attack gets further than this share
             of the way from floor to ceiling.
@@ -354,8 +376,10 @@ def split(
         >>> report = regauge.audit.split("vit", images, ["rows"], options=options)
         >>> report.to_html("page.html")
     """
-    started, options = time.monotonic(), options or SplitOptions()
-    for combination in defences or options.combinations():
+    started, options = time.monotonic(), resolve_options(options, SplitOptions())
+    require_device(options.device)
+    chosen = None if defences is None else list(defences) or [NONE]
+    for combination in chosen or options.combinations():
         parse_combination(combination)
     every = (*split_attempts.ATTACKS, *TEXT_ATTACKS)
     resolve_attacks(options.attacks, every, every, "images or texts")
@@ -397,7 +421,7 @@ def split(
         options.attacked,
         Path(name_of(data)).stem,
     )
-    combinations = defences or options.combinations(is_text)
+    combinations = chosen or options.combinations(is_text)
     if is_text:
         results = split_audit.audit_texts(
             case, combinations, attacks=attacks, fail_above=fail_above, progress=progress
@@ -449,7 +473,8 @@ def gradients(
     Args:
         model: The unlocked model that clients train.
         data: Samples of its task. Half belong to the clients, half to the attacker.
-        defences: Combinations of defences, such as "mjp=0.5"; by default one of each kind.
+        defences: Combinations of defences, such as "mjp=0.5"; by default one of each kind. An
+            empty list attacks only undefended updates.
         options: Options of model, updates and attacks.
         fail_above: Fail a finding on defended updates if its attack gets further than this share
             of the way from floor to ceiling.
@@ -471,9 +496,11 @@ def gradients(
         >>> report = regauge.audit.gradients("vit", images, ["mjp=0.5"], options=options)
         >>> report.to_html("page.html")
     """
-    started, options = time.monotonic(), options or GradientOptions()
+    started, options = time.monotonic(), resolve_options(options, GradientOptions())
+    require_device(options.device)
+    chosen = None if defences is None else list(defences) or [NONE]
     need("torchmetrics", "audit")
-    for combination in defences or options.combinations()[0]:
+    for combination in chosen or options.combinations()[0]:
         parse_plan(combination, options.batch_size, options.steps, options.lr)
     lpips = None if options.lpips is None else Lpips(options.lpips)
     module, beside = load_plain_model(model, options.fresh, seed)
@@ -482,7 +509,7 @@ def gradients(
     examples, task = load_examples(
         data, module, beside, resize=options.resize, pixels=(options.mean, options.std)
     )
-    combinations, skipped = (list(defences), []) if defences else options.combinations(is_text)
+    combinations, skipped = (chosen, []) if chosen else options.combinations(is_text)
     own, victims = divide_examples(examples, (ATTACKER_SHARE,), options.samples, seed)
     table, default = (
         (gradient_texts.ATTACKS, gradient_texts.QUICK)

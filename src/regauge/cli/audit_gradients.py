@@ -15,13 +15,13 @@ from regauge.cli.audit_split import parse_names, unknown_attacks
 from regauge.cli.console import info, step_bar
 from regauge.cli.option_guard import passed_options, reject_options
 from regauge.cli.run import (
-    check_device,
     check_outputs,
     deliver,
     facts_of_run,
     parse_counts,
     set_threads,
 )
+from regauge.core.options import require_device
 
 IMAGE_OPTIONS = (
     "batches",
@@ -240,7 +240,7 @@ def gradients(
     if not 0 < lr < math.inf:
         raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
     source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
-    check_device(device)
+    require_device(device)
     set_threads(threads)
     from regauge import audit
     from regauge.audit.gradient_audit.attempts import Budget
@@ -272,7 +272,7 @@ def gradients(
         result = audit.gradients(
             model,
             source,
-            defence,
+            defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,

@@ -14,7 +14,8 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.core.options import require_device
 
 if TYPE_CHECKING:
     pass
@@ -153,7 +154,7 @@ def split(
         attributes=tuple(parse_names(attributes)),
     )
     hidden, depth, most_epochs = _parse_attacker(attacker)
-    check_device(device)
+    require_device(device)
     set_threads(threads)
     from regauge import audit
     from regauge.audit.split_audit.attempts import Budget
@@ -178,7 +179,7 @@ def split(
         result = audit.split(
             model,
             source,
-            defence,
+            defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,

@@ -12,7 +12,8 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.core.options import require_device
 
 Strategy = StrEnum("Strategy", ["fedavg", "fedprox", "fedadam", "matched"])
 Partition = StrEnum("Partition", ["iid", "dirichlet"])
@@ -299,7 +300,7 @@ def federate(
     history, and the state to resume from.
     """
     started = time.monotonic()
-    check_device(device)
+    require_device(device)
     check_outputs(json, None)
     deployed = engine == "deployment"
     if json is not None and deployed:

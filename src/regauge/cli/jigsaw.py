@@ -13,7 +13,8 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, print_json, print_result, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.core.options import require_device
 
 if TYPE_CHECKING:
     pass
@@ -195,7 +196,7 @@ def train(
     other; `regauge jigsaw evaluate` measures it. Repeating the command resumes an interrupted
     training.
     """
-    check_device(device)
+    require_device(device)
     check_outputs(None, report)
     for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
         if not 0 <= value < math.inf:
@@ -276,7 +277,7 @@ def evaluate(
     the unshuffled prediction, and distance of the features.
     """
     check_outputs(json, report)
-    check_device(device)
+    require_device(device)
     set_threads(threads)
     from regauge import jigsaw
 
@@ -358,7 +359,7 @@ def study(
     layer, errors under corruptions, and results on hard and out-of-distribution images.
     """
     check_outputs(json, report)
-    check_device(device)
+    require_device(device)
     set_threads(threads)
     from regauge import jigsaw
 

@@ -13,7 +13,7 @@ import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import info, print_result
-from regauge.errors import DeviceError, need
+from regauge.errors import need
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
@@ -29,21 +29,6 @@ def facts_of_run() -> dict[str, Any]:
         "command": shlex.join(["regauge", *sys.argv[1:]]),
         "versions": versions("sklearn", "numpy"),
     }
-
-
-def check_device(name: str) -> None:
-    """Raise if torch cannot compute on a device, before anything is loaded."""
-    import torch
-
-    try:
-        torch.zeros(1, device=name).item()
-    # torch built without it, a missing device, an unknown name
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DeviceError(
-            f'cannot compute on the device "{name}": {first}',
-            hint="use cpu, or the device that torch.accelerator names",
-        ) from error
 
 
 def set_threads(count: int | None) -> None:

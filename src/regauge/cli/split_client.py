@@ -347,10 +347,10 @@ def _connect_options(
 ) -> ConnectOptions:
     """Return the options of the connection, with the key that is read from its file."""
     from regauge.cli.keygen import read_key
-    from regauge.cli.run import check_device
+    from regauge.core.options import require_device
     from regauge.split import ConnectOptions
 
-    check_device(device)
+    require_device(device)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     encoding = "" if codec is None else codec.value.upper()
     return ConnectOptions(

@@ -243,12 +243,13 @@ def serve(
         raise typer.BadParameter(
             "requires --tls: clients are identified by their certificates", param_hint="--clients"
         )
-    from regauge.cli.run import check_device, set_threads
+    from regauge.cli.run import set_threads
+    from regauge.core.options import require_device
     from regauge.split import ServerOptions
     from regauge.split import serve as run
 
     set_threads(threads)
-    check_device(device)
+    require_device(device)
     settings = ServerOptions(
         clients=clients,
         quota=quota,

@@ -10,7 +10,8 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_device, check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.core.options import require_device
 
 
 class Dtype(StrEnum):
@@ -84,7 +85,7 @@ def verify(
     code 3 if a law that should hold does not.
     """
     check_outputs(json, report)
-    check_device(device)
+    require_device(device)
     from regauge.verification import verify as run
 
     set_threads(threads)

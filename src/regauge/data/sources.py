@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from regauge.core.options import require_at_least
+from regauge.errors import DataError
+
 if TYPE_CHECKING:
     import torch
 
@@ -45,6 +48,9 @@ class DataSource:
     std: tuple[float, ...] = ()
     labels: bool = False
     attributes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_at_least(DataError, 1, samples=self.samples)
 
     def open(self) -> Data:
         """Open the dataset.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regauge.checkpoints.reader import Checkpoint
+from regauge.core.options import require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.tasks import Examples
@@ -84,7 +85,11 @@ def run(
     """
     chosen = _choose_settings(settings, clients, rounds, strategy, aggregation)
     source = _open_source(model, data, test, reading)
-    place, options = None if folder is None else Path(folder), flower or FlowerOptions()
+    require_device(source.device)
+    place, options = (
+        None if folder is None else Path(folder),
+        resolve_options(flower, FlowerOptions()),
+    )
     _require_engine(engine, source, place, record)
 
     def on_round(finished: Round) -> None:

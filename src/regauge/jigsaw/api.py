@@ -8,11 +8,11 @@ import json
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from regauge.checkpoints import resume
 from regauge.checkpoints.plan import check_new
 from regauge.checkpoints.reader import Checkpoint
+from regauge.core.options import require_at_least, require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.augment import DEIT_AUGMENTATION
@@ -44,6 +45,8 @@ from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
     from regauge.models.sources import Source
+
+    ModelInput: TypeAlias = Source | "JigsawTraining"
 
 RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
 SHOWN = 6  # images with attention maps
@@ -95,6 +98,10 @@ class JigsawOptions:
     flip: bool = False
     shift: int = 0
     strong: bool = False
+
+    def __post_init__(self) -> None:
+        require_at_least(JigsawError, 1, epochs=self.epochs, batch_size=self.batch_size)
+        require_at_least(JigsawError, 0, shift=self.shift)
 
     def wrapping(self, ratio: float) -> dict[str, Any]:
         """Return the options of `regauge.jigsaw.wrapper.wrap`."""
@@ -292,8 +299,9 @@ def train(
         >>> _ = trained.save("vit-puzzled")
     """
     started = time.monotonic()
-    options, note = options or JigsawOptions(), on_note or (lambda text: None)
+    options, note = resolve_options(options, JigsawOptions()), on_note or (lambda text: None)
     check_ratio(ratio)
+    require_device(device)
     if out is not None:
         check_new(Path(out))
     checkpoint, live = open_source(model)
@@ -356,10 +364,10 @@ def train(
 
 @within_threads
 def evaluate(
-    models: Source | Sequence[Source],
+    models: ModelInput | Sequence[ModelInput],
     data: DataInput,
     *,
-    ratios: Sequence[float] = RATIOS,
+    ratios: float | Sequence[float] = RATIOS,
     patch: int | None = None,
     batch_size: int = 100,
     seed: int = 0,
@@ -377,7 +385,7 @@ def evaluate(
         models: Plain models, or outputs of `train`: paths, hub ids, checkpoints or modules. Modules
             are left in evaluation mode, on the CPU.
         data: Images with labels: a URI, a `DataSource` or examples.
-        ratios: The shares of patches to shuffle.
+        ratios: The share of patches to shuffle, or several.
         patch: The patch size of models without patches; by default that of the others, or 16.
         batch_size: Images per batch.
         seed: The seed of the puzzles and of the sample.
@@ -397,8 +405,9 @@ def evaluate(
         >>> evaluation.to_html("page.html")
     """
     started = time.monotonic()
-    for ratio in ratios:
-        check_ratio(ratio)
+    ratios = [check_ratio(r) for r in (ratios if isinstance(ratios, Iterable) else [ratios])]
+    require_at_least(JigsawError, 1, batch_size=batch_size)
+    require_device(device)
     sources = _as_list(models)
     loaded = load_together(sources, patch)
     datasets: dict[str, Examples] = {}
@@ -451,7 +460,7 @@ def evaluate(
 
 @within_threads
 def study(
-    models: Source | Sequence[Source],
+    models: ModelInput | Sequence[ModelInput],
     data: str | Path | DataSource | None = None,
     *,
     corruptions: bool = False,
@@ -501,6 +510,8 @@ def study(
     if data is None and (corruptions or outside is not None):
         part = "corruptions require" if corruptions else "outside requires"
         raise JigsawError(f"{part} data to compare with", hint="pass images with labels: --data")
+    require_at_least(JigsawError, 1, batch_size=batch_size)
+    require_device(device)
     loaded = {
         name: (wrapped.to(device), folder)
         for name, (wrapped, folder) in load_together(_as_list(models), patch).items()
@@ -600,10 +611,13 @@ class _Parts:
         return report
 
 
-def _as_list(models: Source | Sequence[Source]) -> list[Source]:
-    if isinstance(models, str | Path | Checkpoint | torch.nn.Module | Mapping):
-        return [models]
-    return list(models)
+def _as_list(models: ModelInput | Sequence[ModelInput]) -> list[Source]:
+    if isinstance(models, str | Path | Checkpoint | torch.nn.Module | Mapping | JigsawTraining):
+        models = [models]
+    every = [m.wrapped if isinstance(m, JigsawTraining) else m for m in models]
+    if not every:
+        raise JigsawError("models must not be empty", hint="pass one model or several")
+    return every
 
 
 def _read(

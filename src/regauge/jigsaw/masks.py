@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -92,11 +93,12 @@ class Puzzle:
         return shuffled
 
 
-def check_ratio(ratio: float) -> float:
-    """Return a ratio, or raise JigsawError unless it is in [0, 1)."""
-    if not 0 <= ratio < 1:
+def check_ratio(ratio: Any) -> float:
+    """Return a ratio, or raise JigsawError unless it is a number in [0, 1)."""
+    if not isinstance(ratio, Real) or not 0 <= float(ratio) < 1:
+        shown = f"{float(ratio):g}" if isinstance(ratio, Real) else repr(ratio)
         raise JigsawError(
-            f"the ratio must be in [0, 1), got {ratio:g}",
+            f"the ratio must be in [0, 1), got {shown}",
             hint="it is the share of patches that are shuffled: 0.1 in the paper",
         )
     return float(ratio)

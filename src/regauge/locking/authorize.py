@@ -34,6 +34,7 @@ from regauge.core.check import check, require
 from regauge.core.element import Element
 from regauge.core.gather import permute
 from regauge.core.members import Member, Monomial
+from regauge.core.options import require_type
 from regauge.errors import AuthorizeError, CutError
 from regauge.locking.optimizer_guard import PERMUTED, Edge, release
 from regauge.models.cut import TOKEN_SPACES, Cut, cut
@@ -426,6 +427,7 @@ def deauthorize(model: Module) -> None:
         >>> authorized = regauge.authorize("locked", key)
         >>> regauge.deauthorize(authorized)
     """
+    require_type(model, Module, "model")
     _remove_hooks(model)
     for module in model.modules():
         edge = module.__dict__.pop(_EDGE_ATTRIBUTE, None)

@@ -14,7 +14,8 @@ from regauge.checkpoints.plan import check_new, check_target
 from regauge.checkpoints.resume import StateStore
 from regauge.core.action import apply
 from regauge.core.element import Element, identity
-from regauge.core.groups import Kind
+from regauge.core.groups import KINDS, Kind
+from regauge.core.options import require_at_least, require_choice, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.core.threads import limited_threads, within_threads
@@ -78,6 +79,12 @@ class MatchOptions:
     samples: int = 64
     seed: int = 0
     refine_steps: int = 200
+
+    def __post_init__(self) -> None:
+        require_choice(MatchError, "within", self.within, KINDS)
+        require_at_least(MatchError, 0, sweeps=self.sweeps)
+        names = ("workers", "samples", "refine_steps")
+        require_at_least(MatchError, 1, **{name: getattr(self, name) for name in names})
 
     def for_search(self) -> dict[str, Any]:
         """Return the options of `match_states`."""
@@ -298,7 +305,7 @@ def match(
         True
         >>> _ = m.save("aligned")
     """
-    chosen = options or MatchOptions()
+    chosen = resolve_options(options, MatchOptions())
     targets = [Path(path) for path in (*([] if out is None else [out]), *outputs)]
     _require_separate(targets)
     for target in targets:  # before fixing gauges, which reads both models
@@ -443,8 +450,8 @@ def compare(
         >>> regauge.compare("model", "moved").verdict
         'same model, transformed'
     """
+    chosen = resolve_options(options, MatchOptions(sweeps=3))
     pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
-    chosen = options or MatchOptions(sweeps=3)
     comparison = compare_states(
         pair.spec,
         pair.a.state,

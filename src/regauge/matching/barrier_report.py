@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.core.element import Element
+from regauge.core.options import require_at_least, require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.sources import DataSource
+from regauge.errors import PathError
 from regauge.matching.live_pair import GENERATED
 from regauge.results.findings import Results
 from regauge.results.text import format_verdict
@@ -49,6 +51,11 @@ class BarrierOptions:
     batch_size: int = 16
     seed: int = 0
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        require_at_least(PathError, 3, points=self.points)
+        require_at_least(PathError, 0, grid=self.grid)
+        require_at_least(PathError, 1, samples=self.samples, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +161,8 @@ def barrier(
     from regauge.models.sources import open_source
 
     started = time.monotonic()
-    chosen = options or BarrierOptions()
+    chosen = resolve_options(options, BarrierOptions())
+    require_device(chosen.device)
     report = progress or (lambda done, total, label: None)
     sides = [open_source(source) for source in (a, b)]
     names = [

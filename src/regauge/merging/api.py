@@ -14,6 +14,7 @@ import yaml
 
 from regauge.checkpoints.plan import check_new
 from regauge.checkpoints.resume import StateStore
+from regauge.core.options import resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import limited_threads, within_threads
 from regauge.data.sources import DataSource
@@ -241,7 +242,7 @@ def merge(
         >>> merged = regauge.merge(["model", "moved"], weights=0.5, align=True)
         >>> _ = merged.save("merged")
     """
-    chosen = options or MergeOptions()
+    chosen = resolve_options(options, MergeOptions())
     sources: dict[str, Source] = {}
     if isinstance(models, str | Path):
         if not str(models).lower().endswith(_YAML):

@@ -16,7 +16,8 @@ from regauge.checkpoints.transform import TransformSource, prepare_adapter, prep
 from regauge.core.action import is_exact_on
 from regauge.core.element import Element, element, identity
 from regauge.core.groups import Kind
-from regauge.core.spec import Spec
+from regauge.core.options import require_choice
+from regauge.core.spec import PARTS, Spec
 from regauge.core.threads import within_threads
 from regauge.errors import ElementError, RegaugeError
 from regauge.models.sources import require_fit, require_unlocked, resolve
@@ -219,7 +220,7 @@ def move(
 
     Raises:
         RegaugeError: The element transforms nothing.
-        ElementError: The element belongs to another model.
+        ElementError: The element belongs to another model, or the part is unknown.
         LockError: The model is locked.
 
     Example:
@@ -227,6 +228,8 @@ def move(
         >>> _ = moved.save("moved", element="secret.element")
         >>> _ = regauge.move("moved", "secret.element", invert=True).save("back")
     """
+    if part is not None:
+        require_choice(ElementError, "part", part, PARTS)
     model = resolve(source, spec)
     require_unlocked(model.checkpoint)
     require_fit(model.checkpoint, model.spec)
@@ -240,6 +243,8 @@ def move(
         g = load_element(file, state_spec)
         mode &= strictest_mode([file])
     if isinstance(g, Element):
+        g = g.to(state_spec)
+        g.require()
         g = g if spaces is None else g.only(*spaces)
     else:
         g = _sample(state_spec, os.urandom(32) if g is None else g, group, spaces, notes)

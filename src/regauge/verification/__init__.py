@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from regauge.core.check import check, require
+from regauge.core.options import require_device, require_type
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec, stored_tensors
 from regauge.core.threads import is_set, limited_threads
@@ -110,6 +111,10 @@ def verify(
         ()
     """
     started = time.monotonic()
+    if inputs is not None:
+        require_type(inputs, (Mapping, str, Path), "inputs")
+    if device is not None:
+        require_device(device)
     name = str(model) if isinstance(model, str | Path) else None
     module = load_model(model, dtype)
     if device is not None:

@@ -330,14 +330,15 @@ def _batched_experts(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _suppress_warnings() -> Iterator[None]:
-    """Suppress the warnings of torch.export about the module's code."""
+    """Suppress the warnings and tracebacks that torch.export logs about the module's code."""
     import logging
     import warnings
 
-    loggers = [logging.getLogger(n) for n in ("torch.export", "torch._export", "torch.fx")]
+    names = ("torch.export", "torch._export", "torch.fx", "torch._subclasses.fake_tensor")
+    loggers = [logging.getLogger(n) for n in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
-        logger.setLevel(logging.ERROR)
+        logger.setLevel(logging.CRITICAL)  # a failure is raised as a DiscoveryError
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

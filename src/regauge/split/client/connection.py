@@ -12,9 +12,10 @@ import torch
 
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.element import Element
+from regauge.core.options import require_device
 from regauge.defences.split import Defence, Rows, parse_defences
-from regauge.errors import LockError, RegaugeError, TransportError
-from regauge.locking.keys import Key, load_key
+from regauge.errors import LockError, RegaugeError, SplitError, TransportError
+from regauge.locking.keys import Key, resolve_key
 from regauge.locking.lock import locked_element, record_of
 from regauge.models.families import Boundary
 from regauge.models.load import load_part
@@ -134,6 +135,7 @@ def connect(
         ...         loss = remote(input_ids=ids, labels=ids).loss
     """
     all_defences = parse_defences([*defences, *([] if rows is None else [Rows(rows, keep_cls)])])
+    require_device(device)
     options = ConnectOptions(
         tls, client_name, insecure, key, all_defences, codec, patience, dtype, device
     )
@@ -179,9 +181,10 @@ def load_client(client: Source, options: ConnectOptions) -> ClientModel:
     """
     if isinstance(client, torch.nn.Module):
         return ClientModel(client)
+    require_device(options.device)
     checkpoint, _ = open_source(client)
     record, name = record_of(checkpoint), checkpoint.path
-    key = load_key(options.key, "lock") if isinstance(options.key, str | Path) else options.key
+    key = None if options.key is None else resolve_key(options.key, "lock")
     if record is None and key is not None:
         raise LockError(
             f"a key requires a locked model, and {name} is not locked",
@@ -223,7 +226,11 @@ def join_server(
         network = Grpc(server, tls=tls, insecure=options.insecure)
         transport = _LoggingTransport(network, server, patience)
         patience = min(FIRST_CONTACT_SECONDS, patience)
-    assert not isinstance(transport, str)
+    if isinstance(transport, str) or not callable(getattr(transport, "exchange", None)):
+        raise SplitError(
+            f"server must be HOST:PORT or a transport, got {transport!r}",
+            hint="pass the address of a server, or regauge.split.InProcess(host)",
+        )
     opened = FolderJournal(journal) if isinstance(journal, str | Path) else journal
     try:
         link = RemoteBackbone(

@@ -13,13 +13,21 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from regauge.checkpoints.files import exclusive_folder
 from regauge.checkpoints.plan import check_new
+from regauge.core.options import require_at_least, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.evaluate import evaluate_model
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.sources import DataSource
 from regauge.data.tasks import Examples
-from regauge.errors import FrameError, JournalError, RegaugeError, StoppedError, TrainingError
+from regauge.errors import (
+    FrameError,
+    JournalError,
+    RegaugeError,
+    SplitError,
+    StoppedError,
+    TrainingError,
+)
 from regauge.models.sources import open_source
 from regauge.results.findings import Figure, Results, Table
 from regauge.results.views import ResultView
@@ -63,7 +71,7 @@ class TrainOptions:
         momentum: Momentum of sgd.
 
     Raises:
-        TrainingError: Both epochs and steps are set.
+        TrainingError: Both epochs and steps are set, or a number is not positive.
 
     Example:
         >>> training = regauge.split.OptimizerConfig("sgd", lr=0.1)
@@ -88,6 +96,8 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.epochs is not None and self.steps is not None:
             raise TrainingError("pass either epochs or steps, not both")
+        names = ("epochs", "steps", "batch_size", "save_every")
+        require_at_least(TrainingError, 1, **{name: getattr(self, name) for name in names})
 
     def count_steps(self, examples: int, accumulate: int) -> int:
         """Return the number of steps of a run over so many examples."""
@@ -238,8 +248,8 @@ def train(
         >>> host = regauge.split.Host(regauge.load_model("vit"), training)
         >>> result = regauge.split.train("vit", regauge.split.InProcess(host), images, out="edges")
     """
-    start, options, done = time.monotonic(), options or TrainOptions(), 0
-    connection = connection or ConnectOptions()
+    start, options, done = time.monotonic(), resolve_options(options, TrainOptions()), 0
+    connection = resolve_options(connection, ConnectOptions())
     folder = None if journal is None else Path(journal)
     if out is not None:
         check_new(Path(out))
@@ -333,7 +343,8 @@ def predict(
         >>> regauge.split.predict(vit, server, images).metrics["examples"]
         100
     """
-    connection = connection or ConnectOptions()
+    connection = resolve_options(connection, ConnectOptions())
+    require_at_least(SplitError, 1, samples=samples, batch_size=batch_size)
     model = load_client(client, connection)
     examples = _read(data, model, "test")
     if samples is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import exclusive_folder, format_bytes
 from regauge.checkpoints.plan import check_new
+from regauge.core.options import require_device, resolve_options
 from regauge.core.threads import limited_threads
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import CheckpointError, TrainingError, TransportError, need
@@ -161,7 +162,8 @@ class SplitServer:
         options: ServerOptions | None,
     ) -> None:
         need("grpc", "split")
-        options = options or ServerOptions()
+        options = resolve_options(options, ServerOptions())
+        require_device(options.device)
         self.tls, self.options = tls, options
         self.checkpoint = None if checkpoint is None else Path(checkpoint)
         self.out = None if out is None else Path(out)

@@ -192,7 +192,12 @@ def _read_source(data: DataInput, options: dict[str, Any], split: str) -> str:
             "a DataSource must have no samples and no attributes for a run: all examples are read",
             hint="pass Examples, or write the examples to a file",
         )
-    given = {split: data.split, "fields": dict(data.fields), "mean": data.mean, "std": data.std}
+    given: dict[str, Any] = {
+        split: data.split,
+        "fields": dict(data.fields),
+        "mean": data.mean,
+        "std": data.std,
+    }
     given |= {"tokenizer": data.tokenizer, "length": data.length}
     for name, value in given.items():
         if not value:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -118,7 +118,7 @@ class Settings:
     independent: bool = False
     secure: bool = False
     drop: float = 0.0
-    defences: tuple[str, ...] = ()
+    defences: Sequence[str] = ()
     seed: int = 0
     aggregation: str = "mean"
     trim: float = 0.2

@@ -91,11 +91,11 @@ def load_examples(
     Raises:
         DataError: The data cannot be read, or images have another size.
     """
+    mean, std = (tuple(numbers) for numbers in pixels)
     if isinstance(data, Examples):
         kind = "texts" if reads_texts(module) else "images"
-        return data, {"kind": kind, "mean": pixels[0] or (0.0,), "std": pixels[1] or (1.0,)}
+        return data, {"kind": kind, "mean": mean or (0.0,), "std": std or (1.0,)}
     source = source_of(data, split)
-    mean, std = (tuple(numbers) for numbers in pixels)
     source = replace(source, mean=source.mean or mean, std=source.std or std)
     opened = source.open()
     if not resize and not reads_texts(module):

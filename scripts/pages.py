@@ -342,6 +342,7 @@ REFERENCE = {
     "Lock and seal": (
         "Key generate_key save_key load_key lock unlock authorize deauthorize seal open_sealed"
     ),
+    "Data": "DataSource",
     "Audits": "audit",
     "Federated learning": "federated",
     "Masked jigsaw puzzles": "jigsaw",

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from regauge.core.spec import Space as Space
     from regauge.core.spec import Spec as Spec
     from regauge.core.threads import set_threads as set_threads
+    from regauge.data.sources import DataSource as DataSource
     from regauge.errors import RegaugeError as RegaugeError
     from regauge.jigsaw.wrapper import MaskedJigsaw as MaskedJigsaw
     from regauge.locking.api import lock as lock
@@ -62,6 +63,7 @@ __version__ = "0.1.0"
 # `__all__` consistent.
 _HOME = {
     "BarrierOptions": "matching.barrier_report",
+    "DataSource": "data.sources",
     "Element": "core.element",
     "Key": "locking.keys",
     "MaskedJigsaw": "jigsaw.wrapper",

@@ -11,7 +11,7 @@ import transformers
 
 import regauge
 import support.federations as fed
-from regauge.errors import CheckpointError, FederatedError
+from regauge.errors import CheckpointError, FederatedError, RegaugeError
 from regauge.federated import FlowerOptions, Settings, run
 from regauge.results.findings import load_results
 
@@ -105,3 +105,34 @@ def test_a_deployment_needs_its_superlink_and_a_model_its_class(tmp_path: Path) 
     with pytest.raises(FederatedError, match="got a state dict"):
         run(fed.vit().state_dict(), fed.bars(), clients=2, rounds=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_data_source_is_read_like_its_options(tmp_path: Path) -> None:
+    start = tmp_path / "start"
+    model = fed.vit(num_labels=10)
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.save_pretrained(start)
+    settings = Settings(clients=2, rounds=1, steps=1)
+    plain = run(start, "digits", settings=settings, mean=[0.3], std=[0.38], test="digits")
+    source = regauge.DataSource("digits", mean=(0.3,), std=(0.38,))
+    named = run(start, source, settings=settings, test=source)
+    assert torch.equal(named.model.state_dict()[NAME], plain.model.state_dict()[NAME])
+    test = regauge.DataSource("digits", split="test", mean=(0.3,), std=(0.38,))
+    other = run(start, test, settings=settings, test=test)
+    assert not torch.equal(other.model.state_dict()[NAME], plain.model.state_dict()[NAME])
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "message"),
+    [
+        (regauge.DataSource("digits", samples=5), {}, "must have no samples"),
+        (regauge.DataSource("digits", mean=(0.1,)), {"mean": [0.2]}, "mean must be the same"),
+        ("digits", {"sampels": 5}, 'options of run must be among split, .*, got "sampels"'),
+        (torch.zeros(2), {}, "a DataSource or Examples, got Tensor"),
+    ],
+)
+def test_unreadable_data_and_unknown_options_are_typed_errors(
+    data: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RegaugeError, match=message):
+        run(fed.vit(), data, clients=2, rounds=1, **options)

@@ -32,6 +32,7 @@ from regauge.audit.split_audit import attempts as split_attempts
 from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
 from regauge.audit.split_audit.victims import parse_combination
 from regauge.core.fold import fold_norms
+from regauge.core.names import items_of
 from regauge.core.options import require_at_least, require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
@@ -98,7 +99,7 @@ class LockOptions:
         labels: Numbers of labels that a thief has; one theft for each.
         budget: The training budget of a thief.
         samples: The largest number of test examples.
-        attacks: Names of attacks; None for all.
+        attacks: Names of attacks, or one name; None for all.
 
     Example:
         >>> _ = regauge.lock("model", regauge.generate_key()).save("locked")
@@ -120,12 +121,13 @@ class SampleOptions:
     """Options of the model and data of an audit.
 
     Attributes:
-        attacks: Names of attacks; "all" for all, empty for the defaults.
+        attacks: Names of attacks, or one name; "all" for all, empty for the defaults.
         samples: The number of examples to use; None for all.
         fresh: Whether to start from newly initialized weights.
         resize: Whether images of another size than the model's are resized.
-        mean: Channel means of the normalization, if the data are `Examples` of images.
-        std: Its channel deviations.
+        mean: Channel means of the normalization of images, unless a `DataSource` sets them; empty:
+            those of preprocessor_config.json, or 0 for `Examples`.
+        std: Its channel deviations; empty: likewise, or 1 for `Examples`.
         lpips: The weights of AlexNet with the LPIPS heads, for LPIPS and F-SIM.
         gallery: The number of images to show with their reconstructions.
         device: The device to compute on.
@@ -135,8 +137,8 @@ class SampleOptions:
     samples: int | None = None
     fresh: bool = False
     resize: bool = True
-    mean: Sequence[float] = (0.0,)
-    std: Sequence[float] = (1.0,)
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
     lpips: Path | None = None
     gallery: int = 6
     device: str = "cpu"
@@ -148,9 +150,19 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class SplitOptions(SampleOptions):
-    """Options of `split`, in addition to `SampleOptions`.
+    """Options of `split`.
 
     Attributes:
+        attacks: Names of attacks, or one name; "all" for all, empty for the defaults.
+        samples: The number of examples to use; None for all.
+        fresh: Whether to start from newly initialized weights.
+        resize: Whether images of another size than the model's are resized.
+        mean: Channel means of the normalization of images, unless a `DataSource` sets them; empty:
+            those of preprocessor_config.json, or 0 for `Examples`.
+        std: Its channel deviations; empty: likewise, or 1 for `Examples`.
+        lpips: The weights of AlexNet with the LPIPS heads, for LPIPS and F-SIM.
+        gallery: The number of images to show with their reconstructions.
+        device: The device to compute on.
         epochs: Training epochs of client and server.
         batch_size: Their batch size.
         lr: Their learning rate, of AdamW with a cosine schedule.
@@ -186,9 +198,19 @@ class SplitOptions(SampleOptions):
 
 @dataclass(frozen=True)
 class GradientOptions(SampleOptions):
-    """Options of `gradients`, in addition to `SampleOptions`.
+    """Options of `gradients`.
 
     Attributes:
+        attacks: Names of attacks, or one name; "all" for all, empty for the defaults.
+        samples: The number of examples to use; None for all.
+        fresh: Whether to start from newly initialized weights.
+        resize: Whether images of another size than the model's are resized.
+        mean: Channel means of the normalization of images, unless a `DataSource` sets them; empty:
+            those of preprocessor_config.json, or 0 for `Examples`.
+        std: Its channel deviations; empty: likewise, or 1 for `Examples`.
+        lpips: The weights of AlexNet with the LPIPS heads, for LPIPS and F-SIM.
+        gallery: The number of images to show with their reconstructions.
+        device: The device to compute on.
         updates: The number of updates to attack under each combination.
         batch_size: Samples in an update, unless a combination sets it.
         steps: Local steps in an update, unless a combination sets them.
@@ -378,7 +400,7 @@ def split(
     """
     started, options = time.monotonic(), resolve_options(options, SplitOptions())
     require_device(options.device)
-    chosen = None if defences is None else list(defences) or [NONE]
+    chosen = None if defences is None else items_of(defences) or [NONE]
     for combination in chosen or options.combinations():
         parse_combination(combination)
     every = (*split_attempts.ATTACKS, *TEXT_ATTACKS)
@@ -498,7 +520,7 @@ def gradients(
     """
     started, options = time.monotonic(), resolve_options(options, GradientOptions())
     require_device(options.device)
-    chosen = None if defences is None else list(defences) or [NONE]
+    chosen = None if defences is None else items_of(defences) or [NONE]
     need("torchmetrics", "audit")
     for combination in chosen or options.combinations()[0]:
         parse_plan(combination, options.batch_size, options.steps, options.lr)
@@ -595,7 +617,7 @@ def recorded(
         run: The folder of a run that was recorded.
         rounds: The rounds to attack, counted from 1; empty for all.
         clients: The clients to attack; empty for all.
-        attacks: Names of attacks; "all" for all, empty for all but the slow ones.
+        attacks: Names of attacks, or one name; "all" for all, empty for all but the slow ones.
         budget: The budget of attacks that optimise or learn; by default with the seed of the run.
         gallery: The number of images of an update in the gallery.
         facts: Facts of the run, for the report.

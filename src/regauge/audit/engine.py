@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from regauge.attacks.updates import Threat
+from regauge.core.names import items_of
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.defences.parser import NONE
@@ -140,6 +141,7 @@ def resolve_attacks(
     Raises:
         AttackNameError: A name is not in the table.
     """
+    names = None if names is None else items_of(names)
     available = [a.name for a in table]
     unknown = [n for n in names or () if n not in (*available, "all")]
     if unknown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from regauge.data.datasets import Data, EncodedImages
-from regauge.data.sources import DataSource
+from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples, size_of
 from regauge.errors import AuditError, DataError, LockError
 from regauge.locking.lock import record_of
@@ -75,25 +76,27 @@ def load_examples(
     *,
     split: str = "train",
     resize: bool = True,
-    pixels: tuple[Sequence[float], Sequence[float]] = ((0.0,), (1.0,)),
+    pixels: tuple[Sequence[float], Sequence[float]] = ((), ()),
 ) -> tuple[Examples, dict[str, Any]]:
     """Return examples as inputs of a model, and how it reads them.
 
     Args:
-        data: A URI, a path, or examples.
+        data: A URI, a path, a `DataSource`, or examples.
         module: The model.
         beside: The folder with its tokenizer or preprocessor.
-        split: The split of a dataset of the hub.
+        split: The split of data that name none.
         resize: Whether images of another size than the model's are resized.
-        pixels: Mean and deviation of the normalization, if `data` are examples of images.
+        pixels: Mean and deviation of the normalization of images, where `data` have none.
 
     Raises:
         DataError: The data cannot be read, or images have another size.
     """
+    mean, std = (tuple(numbers) for numbers in pixels)
     if isinstance(data, Examples):
         kind = "texts" if reads_texts(module) else "images"
-        return data, {"kind": kind, "mean": pixels[0], "std": pixels[1]}
-    source = data if isinstance(data, DataSource) else DataSource(str(data), split=split)
+        return data, {"kind": kind, "mean": mean or (0.0,), "std": std or (1.0,)}
+    source = source_of(data, split)
+    source = replace(source, mean=source.mean or mean, std=source.std or std)
     opened = source.open()
     if not resize and not reads_texts(module):
         require_size(opened, module)

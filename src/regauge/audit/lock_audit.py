@@ -35,6 +35,7 @@ from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
 from regauge.core.members import Member, Monomial
+from regauge.core.names import items_of
 from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
@@ -136,7 +137,8 @@ def audit_lock(
         ("theft", lambda: _try_theft(case, labels, budget)),
         ("handling", lambda: _check_handling(case)),
     ]
-    steps = [step for step in steps if attacks is None or step[0] in attacks]
+    chosen = None if attacks is None else items_of(attacks)
+    steps = [step for step in steps if chosen is None or step[0] in chosen]
     findings: list[Finding] = []
     costs: list[float] = []
     unchecked: list[str] = []

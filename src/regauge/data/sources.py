@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ class DataSource:
         uri: a file, a folder of images, a dataset of the hub (`owner/name`), or "digits".
         samples: the number of examples to use; the default is that of the function that reads it.
         fields: pairs of a field's name and its column; other fields keep their names.
-        split: the split of a dataset of the hub.
+        split: the split of "digits" or of a dataset of the hub; the default is that of the function
+            that reads it: "train" to train, "test" to evaluate.
         tokenizer: the tokenizer file, for texts; by default the one beside the model.
         length: tokens per window or text.
         mean: mean of the pixels in 0..1; by default that of preprocessor_config.json.
@@ -34,14 +35,14 @@ class DataSource:
         attributes: fields that are read along as attributes of an image.
 
     Example:
-        >>> DataSource("dev.tsv", fields=(("text", "sentence"),)).split
-        'test'
+        >>> data = regauge.DataSource("digits", split="test", samples=50, mean=(0.3,), std=(0.4,))
+        >>> report = regauge.barrier("vit", "vit", data)
     """
 
     uri: str
     samples: int | None = None
     fields: tuple[tuple[str, str], ...] = ()
-    split: str = "test"
+    split: str | None = None
     tokenizer: str | None = None
     length: int | None = None
     mean: tuple[float, ...] = ()
@@ -63,7 +64,7 @@ class DataSource:
         fields = dict(self.fields)
         if self.attributes:
             fields = {"image": "image", **fields, **{name: name for name in self.attributes}}
-        return open_data(self.uri, fields=fields or None, split=self.split)
+        return open_data(self.uri, fields=fields or None, split=self.split or "test")
 
     def read(
         self,
@@ -97,3 +98,26 @@ class DataSource:
             labelled=labelled,
             attributes=self.attributes,
         )
+
+
+def source_of(
+    data: Any, split: str = "test", *, kinds: str = "a DataSource or Examples"
+) -> DataSource:
+    """Return data that a user named as a source, with its split.
+
+    Args:
+        data: a path, a hub id or a `DataSource`.
+        split: the split of a source that names none.
+        kinds: the objects that the caller accepts besides names, for the error message.
+
+    Raises:
+        DataError: the data are something else.
+    """
+    source = DataSource(str(data)) if isinstance(data, str | Path) else data
+    if not isinstance(source, DataSource):
+        raise DataError(
+            f"data must be a path, a hub id, {kinds}, got {type(data).__name__}",
+            hint='name a dataset, for example regauge.DataSource("digits", mean=(0.5,), '
+            "std=(0.5,)), or wrap tensors as regauge.data.tasks.Examples",
+        )
+    return source if source.split else replace(source, split=split)

@@ -431,7 +431,7 @@ def task_of(
         module: The model.
         data: The dataset.
         beside: The folder of the model. Its tokenizer and preprocessor_config.json are the
-            defaults of the next arguments.
+            defaults of the next arguments. None: for images, the folder that it was loaded from.
         tokenizer: The tokenizer for texts.
         length: The largest number of tokens.
         mean: The mean of the images per channel.
@@ -456,6 +456,7 @@ def task_of(
                 hint="pass a model ...ForImageClassification",
             )
         _require_fields(data, name, "image", *(attributes or ["label"] if labelled else []))
+        beside = _loaded_from(module) if beside is None else beside
         mean, std = _load_normalization(beside, mean, std, module)
         size = size_of(module) or _preprocessor_size(beside, data)
         side = size if size is None else size[0] if size[0] == size[1] else list(size)
@@ -615,6 +616,12 @@ def _require_all_labels(data: Data) -> None:
         )
 
 
+def _loaded_from(module: torch.nn.Module) -> Path | None:
+    """Return the local folder that transformers loaded a model from; None if it is unknown."""
+    name = getattr(getattr(module, "config", None), "_name_or_path", None)
+    return Path(name) if name and isinstance(name, str) and Path(name).is_dir() else None
+
+
 def _load_normalization(
     beside: Path | None, mean: Any, std: Any, module: torch.nn.Module
 ) -> list[list[float]]:
@@ -643,8 +650,8 @@ def _load_normalization(
     if mean is None or std is None:
         raise DataError(
             "the normalization of the model's images is unknown",
-            hint="pass --mean 0.5 --std 0.5, for example, or add preprocessor_config.json to the "
-            "model's folder",
+            hint="pass --mean 0.5 --std 0.5, for example (in Python: regauge.DataSource(uri, "
+            "mean=(0.5,), std=(0.5,))), or add preprocessor_config.json to the model's folder",
         )
     mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
     channels = channels_of(module)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from regauge.core.names import items_of
 from regauge.errors import DefenceError
 
 NONE = "none"  # the combination without a defence
@@ -42,7 +43,8 @@ def parse_combination(
     """Return defences in the order in which they act.
 
     Args:
-        defences: Specifications or combinations of them, and defences that are parsed already.
+        defences: Specifications or combinations of them, and defences that are parsed already; a
+            string is one of them.
         table: The class of each name.
         repeatable: The only class that may appear more than once.
 
@@ -50,7 +52,7 @@ def parse_combination(
         DefenceError: A name is unknown, a value is invalid, or a defence appears twice.
     """
     parsed: list[Any] = []
-    for defence in defences:
+    for defence in items_of(defences):
         if isinstance(defence, str):
             parsed += [parse_from_table(text, table) for text in split_combination(defence)]
         else:

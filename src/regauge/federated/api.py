@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -13,6 +13,7 @@ from regauge.checkpoints.reader import Checkpoint
 from regauge.core.options import require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
+from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples
 from regauge.errors import FederatedError
 from regauge.federated.deployment import FlowerOptions, submit
@@ -26,13 +27,26 @@ from regauge.models.load import load_model
 if TYPE_CHECKING:
     from regauge.models import sources
 
+DataInput: TypeAlias = str | Path | DataSource | Examples
 ENGINES = ("process", "simulation", "deployment")
+# The options of a run that describe how model and data are read.
+READING = (
+    "split",
+    "fields",
+    "tokenizer",
+    "length",
+    "mean",
+    "std",
+    "test_split",
+    "fresh",
+    "device",
+)
 
 
 @within_threads
 def run(
     model: sources.Source,
-    data: str | Examples,
+    data: DataInput,
     *,
     clients: int | None = None,
     rounds: int | None = None,
@@ -40,7 +54,7 @@ def run(
     aggregation: str | None = None,
     settings: Settings | None = None,
     folder: str | Path | None = None,
-    test: str | Examples | None = None,
+    test: DataInput | None = None,
     engine: str = "process",
     flower: FlowerOptions | None = None,
     record: bool = False,
@@ -52,7 +66,7 @@ def run(
 
     Args:
         model: The model to train: a path, a hub id, a checkpoint or a module, which is not changed.
-        data: Labelled examples to partition among the clients, or their URI.
+        data: Labelled data to partition among the clients: a URI, a `DataSource` or examples.
         clients: The number of clients; like the next three, in place of that of the settings.
         rounds: The number of rounds. A larger number extends a finished run.
         strategy: The rule from contributions to the next model: "fedavg", "fedprox", "fedadam" or
@@ -61,21 +75,24 @@ def run(
             "clipped-mean".
         settings: All settings: partition, local training, defences, secure sums, limits, seed.
         folder: The folder of the run. An existing one is resumed. None: nothing is saved.
-        test: The test data of the server; None: a tenth of the data, withheld from the clients.
+        test: The test data of the server, read like `data`; None: a tenth of the data, withheld
+            from the clients.
         engine: "process", or Flower's "simulation" or "deployment".
         flower: Options of Flower's engines.
         record: Whether to record what the server receives in the folder, for audits.
         facts: Further facts for the description of the run.
         progress: The progress callback, called with the round and a description of it.
-        reading: How model and data are read; the further fields of `runs.Source`: `split`,
-            `fields`, `tokenizer`, `length`, `mean`, `std`, `test_split`, `fresh`, `device`.
+        reading: How model and data are read: `split`, `fields`, `tokenizer`, `length`, `mean`,
+            `std` and `test_split`, where a `DataSource` does not set them; `fresh`, `device`.
 
     Returns:
         The run, with `model`, `history`, `save(folder)` and `to_html()`.
 
     Raises:
-        FederatedError: Settings are invalid or contradict each other, the folder holds another run,
-            or a round is void too often. What was finished is in the folder.
+        DataError: The data cannot be read, or are of another type.
+        FederatedError: Settings are invalid or contradict each other, an option is unknown, the
+            folder holds another run, or a round is void too often. What was finished is in the
+            folder.
 
     Example:
         >>> trained = regauge.federated.run(vit, images, clients=2, rounds=1, test=images)
@@ -132,8 +149,8 @@ def _choose_settings(settings: Settings | None, *given: Any) -> Settings:
 
 def _open_source(
     model: sources.Source,
-    data: str | Examples,
-    test: str | Examples | None,
+    data: DataInput,
+    test: DataInput | None,
     reading: Mapping[str, Any],
 ) -> Source:
     """Return model and data as a source, on disk or in memory."""
@@ -152,13 +169,54 @@ def _open_source(
         memory["examples"] = data
     if isinstance(test, Examples):
         memory["test_examples"] = test
+    unknown = sorted(reading.keys() - set(READING))
+    if unknown:
+        raise FederatedError(
+            f'options of run must be among {", ".join(READING)}, got "{unknown[0]}"',
+            hint="settings of the training belong into settings=Settings(...)",
+        )
+    options = dict(reading)
     return Source(
         type(model).__name__ if "module" in memory else str(model),
-        f"{len(data)} examples in memory" if isinstance(data, Examples) else data,
-        test=f"{len(test)} examples in memory" if isinstance(test, Examples) else test,
+        _read_source(data, options, "split"),
+        test=None if test is None else _read_source(test, options, "test_split"),
         **memory,
-        **reading,
+        **options,
     )
+
+
+def _read_source(data: DataInput, options: dict[str, Any], split: str) -> str:
+    """Return the name of data, and add to the options how a `DataSource` is to be read."""
+    if isinstance(data, Examples):
+        return f"{len(data)} examples in memory"
+    source = source_of(data)
+    if not isinstance(data, DataSource):
+        return source.uri
+    if data.samples is not None or data.attributes:
+        raise FederatedError(
+            "a DataSource must have no samples and no attributes for a run: all examples are read",
+            hint="pass Examples, or write the examples to a file",
+        )
+    given: dict[str, Any] = {
+        split: data.split,
+        "fields": dict(data.fields),
+        "mean": data.mean,
+        "std": data.std,
+    }
+    given |= {"tokenizer": data.tokenizer, "length": data.length}
+    for name, value in given.items():
+        if not value:
+            continue
+        value = list(value) if isinstance(value, tuple) else value
+        known = options.get(name)
+        if known is None:
+            options[name] = value
+        elif (list(known) if isinstance(known, tuple) else known) != value:
+            raise FederatedError(
+                f"{name} must be the same for all data of a run, got {known} and {value}",
+                hint="set it once, or convert one of the datasets",
+            )
+    return source.uri
 
 
 def _require_engine(engine: str, source: Source, folder: Path | None, record: bool) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 
 from regauge.core.canonical import canonical_json
+from regauge.core.names import items_of
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.errors import FederatedError, TrainingError
 
@@ -71,7 +72,7 @@ class Settings:
             them whole.
         secure: Whether the server sees only the mean of contributions (Flower's SecAgg+).
         drop: The share of contributions that a run in one process drops at random.
-        defences: The defences of the clients.
+        defences: The defences of the clients; a string is one of them.
         seed: The random seed.
         aggregation: "mean"; "median" or "trimmed-mean" by coordinate, in which every client counts
             once; or "clipped-mean".
@@ -117,7 +118,7 @@ class Settings:
     independent: bool = False
     secure: bool = False
     drop: float = 0.0
-    defences: tuple[str, ...] = ()
+    defences: Sequence[str] = ()
     seed: int = 0
     aggregation: str = "mean"
     trim: float = 0.2
@@ -127,6 +128,7 @@ class Settings:
     norm_factor: float = 5.0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "defences", tuple(items_of(self.defences)))
         faults = [text for wrong, text in self._faults() if wrong]
         if not faults:
             try:

@@ -24,7 +24,7 @@ from regauge.core.options import require_at_least, require_device, resolve_optio
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.augment import DEIT_AUGMENTATION
-from regauge.data.sources import DataSource
+from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples
 from regauge.data.train import count_steps, train_model
 from regauge.errors import JigsawError
@@ -542,7 +542,7 @@ def study(
             examples, task = datasets[next(iter(maps))]
             plots = (*plots, figures.plot_attention(_first_images(examples), task, maps))
         if corruptions:
-            source = _as_source(data)
+            source = source_of(data, kinds="or a DataSource")
             subset = source.open().take(source.samples or CORRUPTED, seed=seed)
             errors = {
                 name: evaluate_corruptions(
@@ -631,11 +631,7 @@ def _read(
     """Return data as examples for a model, and their task, which is empty for examples."""
     if isinstance(data, Examples):
         return data, {}
-    return _as_source(data, split).read(module, folder, labelled=labelled)
-
-
-def _as_source(data: str | Path | DataSource, split: str = "test") -> DataSource:
-    return data if isinstance(data, DataSource) else DataSource(str(data), split=split)
+    return source_of(data, split).read(module, folder, labelled=labelled)
 
 
 def _sample(examples: Examples, data: DataInput, seed: int) -> Examples:
@@ -647,7 +643,7 @@ def _sample(examples: Examples, data: DataInput, seed: int) -> Examples:
 
 
 def _name_of(data: DataInput) -> str:
-    return "examples" if isinstance(data, Examples) else _as_source(data).uri
+    return "examples" if isinstance(data, Examples) else source_of(data).uri
 
 
 def _first_images(examples: Examples) -> torch.Tensor:

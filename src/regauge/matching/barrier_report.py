@@ -12,7 +12,7 @@ from regauge.core.element import Element
 from regauge.core.options import require_at_least, require_device, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
-from regauge.data.sources import DataSource
+from regauge.data.sources import DataSource, source_of
 from regauge.errors import PathError
 from regauge.matching.live_pair import GENERATED
 from regauge.results.findings import Results
@@ -173,7 +173,7 @@ def barrier(
     if isinstance(data, Examples):
         examples = data
     else:  # before the weights are loaded, so that unreadable data fail at once
-        source = data if isinstance(data, DataSource) else DataSource(str(data))
+        source = source_of(data)
         checkpoint, module = sides[0]
         examples, task = source.read(
             load_empty(checkpoint) if module is None else module, checkpoint

@@ -17,7 +17,7 @@ from regauge.checkpoints.resume import StateStore
 from regauge.core.options import resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import limited_threads, within_threads
-from regauge.data.sources import DataSource
+from regauge.data.sources import DataSource, source_of
 from regauge.errors import MergeError
 from regauge.merging.engine import (
     SHARD_BYTES,
@@ -340,10 +340,10 @@ def build_recipe(
 
 def _data_section(data: DataSource | str | Path) -> dict[str, Any]:
     """Return data as the section of a recipe: what differs from the defaults."""
-    source = data if isinstance(data, DataSource) else DataSource(str(data))
+    source = source_of(data, kinds="or a DataSource")
     values = {**source.__dict__, "fields": dict(source.fields)}
     values |= {name: list(values[name]) for name in ("mean", "std", "attributes")}
-    default = DataSource(source.uri).__dict__
+    default = DataSource(source.uri, split="test").__dict__
     return {
         name: value
         for name, value in values.items()

@@ -488,13 +488,14 @@ class _Parser:
         if not METHODS[self.method].statistic:
             self.notes.append(f"line {_line(node)}: {self.method} needs no data: data: is ignored")
         if isinstance(node, yaml.ScalarNode):
-            return DataSource(str(self.scalar(node, "data")))
+            return DataSource(str(self.scalar(node, "data")), split="test")
         keys = self.mapping(node, _DATA_KEYS, "data")
         if "uri" not in keys:
             raise self.error(
                 node, "data: must have uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
             )
-        fields: dict[str, Any] = {
+        fields: dict[str, Any] = {"split": "test"}
+        fields |= {
             name: str(self.scalar(keys[name], name))
             for name in ("uri", "split", "tokenizer")
             if name in keys

@@ -12,6 +12,7 @@ import torch
 
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.element import Element
+from regauge.core.names import items_of
 from regauge.core.options import require_device
 from regauge.defences.split import Defence, Rows, parse_defences
 from regauge.errors import LockError, RegaugeError, SplitError, TransportError
@@ -134,7 +135,9 @@ def connect(
         ...     with regauge.split.connect("model", server.address) as remote:
         ...         loss = remote(input_ids=ids, labels=ids).loss
     """
-    all_defences = parse_defences([*defences, *([] if rows is None else [Rows(rows, keep_cls)])])
+    all_defences = parse_defences(
+        [*items_of(defences), *([] if rows is None else [Rows(rows, keep_cls)])]
+    )
     require_device(device)
     options = ConnectOptions(
         tls, client_name, insecure, key, all_defences, codec, patience, dtype, device

@@ -18,7 +18,7 @@ from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.evaluate import evaluate_model
 from regauge.data.optimizer_config import OptimizerConfig
-from regauge.data.sources import DataSource
+from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples
 from regauge.errors import (
     FrameError,
@@ -370,8 +370,7 @@ def _read(data: DataInput, model: ClientModel, split: str) -> Examples:
     """Return examples as inputs of a model. `split` is that of a dataset without options."""
     if isinstance(data, Examples):
         return data
-    source = data if isinstance(data, DataSource) else DataSource(str(data), split=split)
-    return source.read(model.module, model.checkpoint)[0]
+    return source_of(data, split).read(model.module, model.checkpoint)[0]
 
 
 def require_server_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

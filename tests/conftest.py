@@ -3,6 +3,9 @@
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# One thread per process, in child processes and their threads too: two workers share two cores, and
+# sums over two threads differ in the last bit, where a test compares bits.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 

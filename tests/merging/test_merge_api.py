@@ -167,3 +167,10 @@ def test_an_existing_output_is_rejected_before_tensors_are_computed(
     with pytest.raises(CheckpointError, match="exists already"):
         merged.save(tmp_path / "new", progress=lambda n, total, message: done.append(n))
     assert not done
+
+
+def test_a_merge_is_shown_after_it_was_saved(folders: Folders, tmp_path: Path) -> None:
+    merged = regauge.merge(folders, out=tmp_path / "out")
+    written = merged.save()
+    assert merged.to_dict()["bytes"] == written.bytes
+    assert "2 models merged" in merged._repr_html_()

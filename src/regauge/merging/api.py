@@ -173,6 +173,8 @@ class MergeResult(ResultView):
             raise MergeError("the output must be a folder, got none", hint="pass save(out)")
         plan, thunks = plan_merge(self.job, folder, shard_bytes=self.options.shard_bytes)
         check_new(folder)  # models in memory have no path that `plan_merge` compares it with
+        if folder == self.out:
+            vars(self)["plan"] = plan  # once the output exists, it cannot be planned again
         with limited_threads(1):  # tensors are computed in parallel, each by one thread
             written = write_plan(
                 folder, plan, thunks, progress=progress, resume=resume, threads=threads

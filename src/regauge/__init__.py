@@ -5,8 +5,9 @@ Names are imported on first use, so that `import regauge` does not load torch.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regauge.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from regauge.checkpoints.adapters import move_adapter as move_adapter
@@ -115,15 +116,8 @@ _HOME = {
 _PACKAGES = ("audit", "federated", "jigsaw", "locking", "matching", "merging", "split")
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return import_module(f"regauge.{name}")
-    if name in _HOME:
-        return getattr(import_module(f"regauge.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'regauge' has no attribute {name!r}")
+__getattr__, _names = lazy_names(__name__, _HOME, _PACKAGES)
 
 
 def __dir__() -> list[str]:
-    return [*__all__, *_PACKAGES, "__version__"]
+    return [*_names(), "__version__"]

@@ -8,8 +8,9 @@ regauge.audit.recorded("run")
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regauge.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from regauge.audit.api import GradientOptions as GradientOptions
@@ -22,25 +23,15 @@ if TYPE_CHECKING:
     from regauge.audit.report import AuditReport as AuditReport
 
 _HOME = {
-    "AuditReport": "report",
-    "GradientOptions": "api",
-    "LockOptions": "api",
-    "SplitOptions": "api",
-    "gradients": "api",
-    "lock": "api",
-    "recorded": "api",
-    "split": "api",
+    "AuditReport": "audit.report",
+    "GradientOptions": "audit.api",
+    "LockOptions": "audit.api",
+    "SplitOptions": "audit.api",
+    "gradients": "audit.api",
+    "lock": "audit.api",
+    "recorded": "audit.api",
+    "split": "audit.api",
 }
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use: the audits load torch."""
-    if name in _HOME:
-        return getattr(import_module(f"regauge.audit.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'regauge.audit' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -5,8 +5,9 @@ Names are imported on first use: attacks, which import puzzles, must not reach r
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regauge.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from regauge.errors import JigsawError as JigsawError
@@ -42,13 +43,4 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"regauge.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'regauge.jigsaw' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -6,8 +6,9 @@ functions here complete them. Names are imported on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regauge.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from regauge.locking.api import rekey as rekey
@@ -17,21 +18,12 @@ if TYPE_CHECKING:
     from regauge.locking.lock import unlock_state as unlock_state
 
 _HOME = {
-    "lock_state": "lock",
-    "rekey": "api",
-    "reseal": "api",
-    "save_trained": "authorize",
-    "unlock_state": "lock",
+    "lock_state": "locking.lock",
+    "rekey": "locking.api",
+    "reseal": "locking.api",
+    "save_trained": "locking.authorize",
+    "unlock_state": "locking.lock",
 }
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"regauge.locking.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'regauge.locking' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -21,8 +21,9 @@ In one process, `connect(model, InProcess(Host(model, OptimizerConfig("adamw", l
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from regauge.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from regauge.data.optimizer_config import OptimizerConfig as OptimizerConfig
@@ -68,13 +69,4 @@ _HOME = {
 }
 
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"regauge.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'regauge.split' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

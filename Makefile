@@ -20,13 +20,13 @@ $(VENV)/vision/ready: $(VENV)/ready
 	$(BIN)/pip install -q --disable-pip-version-check --upgrade --no-deps --target $(VENV)/vision -c constraints.txt timm torchvision
 	touch $@
 
-# Flower 1.41 wants typer < 0.21, rich < 15 and packaging < 26, older than what the rest is tested with. So it has an environment of its own, which
+# Flower 1.41 wants typer < 0.21, rich < 15, packaging < 26 and protobuf < 7, older than what the rest is tested with. So it has an environment of its own, which
 # finds everything else in the first.
 FEDERATED := $(VENV)/federated
 $(FEDERATED)/ready: $(VENV)/ready
 	test -x $(FEDERATED)/bin/python || $(PYTHON) -m venv $(FEDERATED)
 	rm -f $(FEDERATED)/lib/python3*/site-packages/regauge-shared.pth
-	grep -vE '^(typer|rich)==' constraints.txt > $(FEDERATED)/constraints.txt
+	grep -vE '^(typer|rich|grpcio-health-checking)==' constraints.txt > $(FEDERATED)/constraints.txt
 	$(FEDERATED)/bin/pip install -q --disable-pip-version-check -c $(FEDERATED)/constraints.txt 'flwr[simulation]'
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth
 	echo $(abspath src) >> $$(echo $(FEDERATED)/lib/python3*/site-packages)/regauge-shared.pth

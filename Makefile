@@ -36,7 +36,7 @@ demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks sm
 	rm -rf regauge-demo
 	$(BIN)/regauge demo --output regauge-demo
 
-test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about six minutes on two cores
+test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about a quarter of an hour on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(FEDERATED)/bin/python -m pytest tests/federated/test_flower.py
 

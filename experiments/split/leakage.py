@@ -173,17 +173,17 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
                 return compute_gradients(model, examples, *examples.batch(batches[n]))
 
         for step, _ in descend(optimizer, backward, range(len(batches))):
-            slope = outputs[0].grad
-            assert slope is not None
-            yield batches[step - 1], slope
+            gradient = outputs[0].grad
+            assert gradient is not None
+            yield batches[step - 1], gradient
 
     streams = [stream(train[:samples])]
     for epoch in range(int(p["epochs"])):
         sent, true = [], []
-        for rows, slope in learn(
+        for rows, gradient in learn(
             np.array_split(drawn.permutation(train), max(1, len(train) // 50))
         ):
-            sent.append(_shuffled(slope, drawn)[0])
+            sent.append(_shuffled(gradient, drawn)[0])
             true.append(labels[rows])
         streams.append(stream(train[:samples]))
         if epoch in (0, int(p["epochs"]) - 1):

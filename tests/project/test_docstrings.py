@@ -74,7 +74,7 @@ def find_faults(value: Any) -> list[str]:
         described |= entries_of(sections_of(base.__doc__ or "").get("Attributes", ""))
     faults += [f"{name} is not described" for name in sorted(names - described)]
     if not is_class:
-        faults += [f"{name} is no parameter" for name in sorted(described - names)]
+        faults += [f"{name} is not a parameter" for name in sorted(described - names)]
         if signature.return_annotation not in (None, "None") and "Returns" not in sections:
             faults.append("no Returns")
     raised = (
@@ -117,7 +117,7 @@ def test_missing_sections_are_found() -> None:
     assert find_faults(documented) == [
         "no Example",
         "b is not described",
-        "c is no parameter",
+        "c is not a parameter",
         "no Returns",
         "SpecError is not in Raises",
     ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import regauge
 import support.picos as picos
@@ -174,3 +175,30 @@ def test_a_merge_is_shown_after_it_was_saved(folders: Folders, tmp_path: Path) -
     written = merged.save()
     assert merged.to_dict()["bytes"] == written.bytes
     assert "2 models merged" in merged._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("family", "buffer", "value"),
+    [
+        ("bert", "bert.embeddings.position_ids", torch.arange(16)[None]),
+        ("gpt2", "transformer.h.1.attn.masked_bias", torch.tensor(-1e4)),
+    ],
+)
+@pytest.mark.parametrize("holder", [0, 1])
+def test_slices_copy_a_buffer_that_one_of_the_models_lacks(
+    family: str, buffer: str, value: torch.Tensor, holder: int, tmp_path: Path
+) -> None:
+    picos.build(family).float().save_pretrained(tmp_path / "a")
+    folders = [tmp_path / "a", finetune(tmp_path / "a", tmp_path / "b", 1)]
+    without = regauge.merge(folders).state()
+    file = folders[holder] / "model.safetensors"
+    save_file(load_file(file) | {buffer: value}, file, {"format": "pt"})
+    sources = "".join(f"  - {{model: {folder}, layer_range: [0, 2]}}\n" for folder in folders)
+    (tmp_path / "slices.yaml").write_text(
+        f"merge_method: linear\nparameters: {{weight: 1}}\nslices:\n- sources:\n{sources}"
+    )
+    sliced = regauge.merge(tmp_path / "slices.yaml").state()
+    whole = regauge.merge(folders).state()
+    assert torch.equal(sliced[buffer], value)
+    assert sliced.keys() == whole.keys() == without.keys() | {buffer}
+    assert all(torch.equal(sliced[name], whole[name]) for name in whole)

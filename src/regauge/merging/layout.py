@@ -200,16 +200,11 @@ def _lay_out_models(
             else 0.0
         )
         if donor.is_buffer(name) or any(m.is_buffer(name) for m in used):
-            holder = donor if name in donor.state else next(m for m in used if name in m.state)
-            source = next(
-                (s for s in sources if s.model == holder.key),
-                Source(holder.key, None, {}, part.line),
+            donor_source = next(
+                (s for s in sources if s.model == donor.key), Source(donor.key, None, {}, part.line)
             )
-            outputs.append(
-                OutputTensor(
-                    name, ((source, name),), part, None, t, holder.shapes[name], is_copy=True
-                )
-            )
+            wanted = [(s, name) for s in (donor_source, *sources)]
+            outputs.append(_copied_tensor(models, name, wanted, part, t))
             continue
         outputs.append(
             _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, t)
@@ -249,6 +244,13 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
         for name, place in stored_tensors(first.spec).items()
     }
     outside = [n for n in first.state if not _in_stack(n, stack)]
+    edges = {s.model: models[s.model] for i in (0, -1) for s in recipe.slices[i].sources}
+    outside += dict.fromkeys(
+        n
+        for model in edges.values()
+        for n in model.state
+        if n not in first.state and model.is_buffer(n) and not _in_stack(n, stack)
+    )
     ties = first.spec.ties
     before = [n for n in outside if parts.get(n) == "embed"]
     after = [
@@ -262,32 +264,21 @@ def _lay_out_slices(recipe: Recipe, models: Mapping[str, Model]) -> list[OutputT
         length = sources[0].layers[1] - sources[0].layers[0] if sources[0].layers else 0
         for i in range(length):
             t = i / (length - 1) if length > 1 else 1.0
-            prefix = f"{stack}{starts[0] + i}."
-            for name in [n for n in models[sources[0].model].state if n.startswith(prefix)]:
-                suffix = name[len(prefix) :]
-                if models[sources[0].model].is_buffer(name):
-                    shape = models[sources[0].model].shapes[name]
-                    outputs.append(
-                        OutputTensor(
-                            f"{stack}{layer}.{suffix}",
-                            ((sources[0], name),),
-                            part,
-                            None,
-                            t,
-                            shape,
-                            is_copy=True,
-                        )
-                    )
-                    continue
-                inputs = [
-                    (s, f"{stack}{start + i}.{suffix}")
-                    for s, start in zip(sources, starts, strict=True)
-                ]
-                outputs.append(
-                    _output_tensor(
-                        recipe, models, f"{stack}{layer}.{suffix}", inputs, part, base, t
-                    )
-                )
+            prefixes = [f"{stack}{start + i}." for start in starts]
+            suffixes = dict.fromkeys(
+                name[len(prefix) :]
+                for source, prefix in zip(sources, prefixes, strict=True)
+                for name in models[source.model].state
+                if name.startswith(prefix)
+                and (source is sources[0] or models[source.model].is_buffer(name))
+            )
+            for suffix in suffixes:
+                wanted = [(s, prefix + suffix) for s, prefix in zip(sources, prefixes, strict=True)]
+                name = f"{stack}{layer}.{suffix}"
+                if any(models[s.model].is_buffer(n) for s, n in wanted):
+                    outputs.append(_copied_tensor(models, name, wanted, part, t))
+                else:
+                    outputs.append(_output_tensor(recipe, models, name, wanted, part, base, t))
             layer += 1
     return outputs + [_edge_tensor(recipe, models, name, recipe.slices[-1]) for name in after]
 
@@ -303,7 +294,24 @@ def _edge_tensor(
 ) -> OutputTensor:
     """Return a tensor outside of the layers, made of the models of one slice."""
     sources, base = _slice_sources(recipe, part)
-    return _output_tensor(recipe, models, name, [(s, name) for s in sources], part, base, 0.0)
+    wanted = [(s, name) for s in sources]
+    if any(models[s.model].is_buffer(name) for s in sources):
+        wanted += [(s, name) for other in recipe.slices for s in other.sources]
+        return _copied_tensor(models, name, wanted, part, 0.0)
+    return _output_tensor(recipe, models, name, wanted, part, base, 0.0)
+
+
+def _copied_tensor(
+    models: Mapping[str, Model],
+    name: str,
+    wanted_names: Sequence[tuple[Source, str]],
+    part: Slice,
+    t: float,
+) -> OutputTensor:
+    """Return a buffer of the output: a copy of that of the first source that stores it."""
+    source, stored = next((s, n) for s, n in wanted_names if n in models[s.model].state)
+    shape = models[source.model].shapes[stored]
+    return OutputTensor(name, ((source, stored),), part, None, t, shape, is_copy=True)
 
 
 def _output_tensor(

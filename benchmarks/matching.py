@@ -1,5 +1,5 @@
-"""Time of matching: against a plain transcription of paper 003's formulas on the same pair, and of
-a full sweep on a TinyLlama shape.
+"""Time of matching: against a plain transcription of the formulas of Zhang et al. (rotation symmetry) on the
+same pair, and of a full sweep on a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
    the assignment of FFN neurons, by the transcription in `experiments.paper_003.reference_matcher`
@@ -57,7 +57,7 @@ def gpt2(seed: int) -> dict[str, Any]:
 
 
 def transcribed(layers: list[list[Any]]) -> None:
-    """Match as in paper 003, layer by layer: two SVDs per head, one assignment per layer."""
+    """Match as Zhang et al. do, layer by layer: two SVDs per head, one assignment per layer."""
     from experiments.paper_003 import reference_matcher
 
     for a, b in zip(*layers, strict=True):
@@ -98,7 +98,9 @@ def compare() -> bool:
             cpu, wall = time.process_time(), time.perf_counter()
             run()
             times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    print(f"GPT-2 small, paper 003's matching, {ROUNDS} rounds, {torch.get_num_threads()} threads")
+    print(
+        f"GPT-2 small, matching as Zhang et al. do, {ROUNDS} rounds, {torch.get_num_threads()} threads"
+    )
     ratios = []
     for i, what in enumerate(("CPU", "wall")):
         for name, pairs in times.items():

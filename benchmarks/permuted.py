@@ -1,4 +1,4 @@
-"""Cost of permuted training and inference (Fig. 8 of paper 000): time, peak memory and FLOPs as
+"""Cost of permuted training and inference (Fig. 8 of Xu et al.): time, peak memory and FLOPs as
 ratios to the plain model, in one run.
 
 Rows are shuffled in every pass and columns are permuted, both by gathers (ours) or by products with

@@ -254,7 +254,7 @@ def test_results_of_a_planted_pair() -> None:
     assert rows[UNALIGNED]["barrier"] > 0.1
     assert rows[UNALIGNED]["of unaligned"] == 1
     assert abs(rows["moved"]["barrier"]) < 1e-3
-    assert rows["moved"]["003: range"] < 1e-3
+    assert rows["moved"]["rotation symmetry: range"] < 1e-3
     assert {f.id: f.holds for f in results.findings if f.holds is not None} == {
         "ends/folded": True,
         "ends/moved": True,

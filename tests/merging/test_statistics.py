@@ -365,7 +365,7 @@ def _transform_statistics(g: Element, gram: Gram, axes: str) -> Tensor:
 @pytest.mark.parametrize("method", ["fisher", "regmean"])
 def test_the_wrong_order_changes_the_result(method: str) -> None:
     """B is a permuted relative of A. Moved back first and looked at then, the merge is that of the
-    relatives; with statistics from before the move, which the reference implementation of paper 003
+    relatives; with statistics from before the move, which the code of rotation symmetry
     applies to matched weights, it is another model.
     """
     module, a, b = two("vit")

@@ -1,8 +1,9 @@
 """APRIL: images from the gradients of the first attention, in closed form.
 
 It needs a ViT whose first block has neither a norm before its attention nor residuals, which is the
-block that paper 002 and the library behind it attack. It recovers nothing from the models in common
-use. Here it checks our own code against a known answer, and it is one of the rows of Table 5.
+block that masked jigsaw (2205.12551) and the library behind it attack. It recovers nothing from the
+models in common use. Here it checks our own code against a known answer, and it is one of the rows
+of Table 5.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ def april(view: SentUpdate) -> tuple[Tensor, LeastSquaresResult]:
     Recovers: the tokens, and from them the patches if the patch embedding is injective (ViT-B: 768
         values to 768 channels; ViT-S, with 384 channels, gives only their projection).
     Why it works: W_q^T dW_q + W_k^T dW_k + W_v^T dW_v = (dL/dz)^T z, and dL/dz is the gradient of
-        the positions (002 Eq. 2, 3).
+        the positions (masked jigsaw, Eq. 2, 3).
     What stops it: a norm before the attention or a residual around it (every model in use);
         batches; float32, in which the system is too ill-conditioned; MJP's shared embedding.
     Floor: the mean image.
     Ceiling: exact in float64.
-    References: Lu et al., APRIL (2112.14087); 002 Sec. 4.
+    References: Lu et al., APRIL (2112.14087); masked jigsaw (2205.12551), Sec. 4.
     Cost: one least squares with as many rows as tokens. Singular values count down to the rounding
         of the update's dtype, as in LAPACK.
     """

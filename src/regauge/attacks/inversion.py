@@ -119,7 +119,8 @@ def decoder_inversion(
 ) -> InversionResult:
     """Recover images from features by a decoder trained on pairs.
 
-    In order this is 000's black-box attack; without order, one that shuffled rows do not stop.
+    In order this is the black-box attack of Xu et al.; without order, one that shuffled rows do
+    not stop.
 
     Sees: defended features, and defended features of its own images, sent through the client or one
         like it.
@@ -129,7 +130,8 @@ def decoder_inversion(
     What stops it: noise; mixed samples; no pairs.
     Floor: the mean image.
     Ceiling: the same decoder without any defence.
-    References: 000 Sec. 5.3, Tab. 6; Dosovitskiy and Brox 2016 (1506.02753).
+    References: Xu et al. (permutation equivariance, 2304.07735), Sec. 5.3, Tab. 6; Dosovitskiy and
+        Brox 2016 (1506.02753).
     Cost: one training on the pairs, until the loss on a held-out tenth has not fallen in `patience`
         epochs by a thousandth of the mean image's.
 

@@ -52,7 +52,8 @@ def ridge_inversion(
         samples.
     Floor: the mean image.
     Ceiling: exact, without a defence.
-    References: Wiener 1949; Rahimi and Recht 2007 (random features); 000 Sec. 5.3 for the setting.
+    References: Wiener 1949; Rahimi and Recht 2007 (random features); Xu et al.
+        (permutation equivariance, 2304.07735), Sec. 5.3, for the setting.
     Cost: seconds; the penalty and the scope have the lowest loss on a tenth of the pairs, held out.
 
     Args:

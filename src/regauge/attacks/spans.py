@@ -174,8 +174,8 @@ def mask_leak(view: SentUpdate) -> Tensor:
         (zero rows are masked in all of them).
     Floor: the share of the more common answer.
     Ceiling: all.
-    References: 002 Sec. 3, for the mask; Melis et al. 2019 (1805.04049), for unused rows of
-        embeddings.
+    References: masked jigsaw (2205.12551), Sec. 3, for the mask; Melis et al. 2019 (1805.04049),
+        for unused rows of embeddings.
     Cost: negligible.
     """
     layers = find_layers(view.model, view.shape)

@@ -58,7 +58,7 @@ def new_edges(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
     Floor: the locked model.
     Ceiling: the owner's.
     References: No Privacy Left Outside (2310.07152), for what remains usable of a protected model;
-        paper 000's Table 7.
+        Table 7 of Xu et al.
     """
     model = reinitialize(view.model, budget.seed, reset_modules=True)
     backbone = {name for name, part in view.spec.parts.items() if part == "backbone"}
@@ -71,7 +71,7 @@ def new_edges(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
 
 
 def fine_tune(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
-    """Fine-tune the whole locked model: paper 000's unauthorised user.
+    """Fine-tune the whole locked model: the unauthorised user of Xu et al.
 
     Sees: the locked file and some labelled examples.
     Recovers: a model for the owner's task.
@@ -79,7 +79,7 @@ def fine_tune(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
     What stops it: too few labels.
     Floor: the locked model.
     Ceiling: the owner's.
-    References: paper 000, Table 7.
+    References: Xu et al. (permutation equivariance, 2304.07735), Table 7.
     """
     return fit(copy.deepcopy(view.model), view.examples, budget)
 

@@ -42,7 +42,7 @@ Layers = Annotated[
 ]
 Group = Annotated[
     options.GroupKind,
-    typer.Option("--group", help="Largest group to search; orthogonal is paper 003's rotations."),
+    typer.Option("--group", help="Largest group to search; orthogonal: rotations of heads."),
 ]
 Fold = Annotated[
     bool,
@@ -123,9 +123,7 @@ def match(
     weight: Weight = None,
     rescale: Annotated[
         bool,
-        typer.Option(
-            "--rescale", help="With --group orthogonal: also one factor per head (paper 003)."
-        ),
+        typer.Option("--rescale", help="With --group orthogonal: also one factor per head."),
     ] = False,
     sweeps: Sweeps = 10,
     nearest: Annotated[

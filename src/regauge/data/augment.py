@@ -1,7 +1,7 @@
 """Augmentation of image batches: flip, shift, crop, RandAugment, random erasing, mixup and CutMix.
 All random numbers come from one generator, so that a resumed run uses the same ones.
 
-`DEIT_AUGMENTATION` is DeiT's recipe, which papers 000 and 002 use: RandAugment 9 / 0.5 (two of
+`DEIT_AUGMENTATION` is DeiT's recipe, which the papers use: RandAugment 9 / 0.5 (two of
 fifteen transforms, each applied half of the time, at strength N(9, 0.5) of 10), mixup (alpha 0.8)
 or CutMix (alpha 1), half of the batches each, erasing with noise, and label smoothing.
 """

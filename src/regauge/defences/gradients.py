@@ -43,7 +43,7 @@ PARTS = ("positions", "patches", "embedding", "first", "head", "matrices")
 
 @dataclass(frozen=True)
 class NoPositions:
-    """A table of positions that is zero and not trained (002's "w/o PEs").
+    """A table of positions that is zero and not trained (masked jigsaw's "w/o PEs").
 
     With `sent` its gradient is part of the update all the same, as an attack on an ordinary model
     expects it.
@@ -59,7 +59,7 @@ class Mjp:
 
     With `unknown` the shuffled patches share one position embedding; with `localize` the positions
     of the others are regressed. Without `shuffle` the model is trained by MJP, but this update is
-    computed on unshuffled images (002, Tab. 5 a).
+    computed on unshuffled images (masked jigsaw, Tab. 5 a).
     """
 
     ratio: float

@@ -107,7 +107,7 @@ def _identity(z: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PixelNoise(_OnImages):
-    """Gaussian noise on the normalized images, as in 000's code.
+    """Gaussian noise on the normalized images, as in the code of Xu et al. (2304.07735).
 
     `scale` is its standard deviation, in the units of the model's inputs.
     """
@@ -125,7 +125,7 @@ class PixelNoise(_OnImages):
 class LowPass(_OnImages):
     """A filter that keeps only the low frequencies of images.
 
-    They are those up to `radius` of the side, in a square as in 000's code, or in a disc.
+    They are those up to `radius` of the side, in a square as in Xu et al.'s code, or in a disc.
     """
 
     radius: float
@@ -205,7 +205,7 @@ def clip_samples(x: Tensor, norm: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Noise(_OnStream):
-    """Gaussian noise on the stream, as in 000's text.
+    """Gaussian noise on the stream, as in the text of Xu et al. (2304.07735).
 
     `scale` is its standard deviation, in units of the standard deviation of the stream over the
     batch. Exact zeros (of a bottleneck) stay zero.

@@ -1,4 +1,4 @@
-"""Masked Jigsaw Puzzle training (paper 002) of image and text models, with its studies.
+"""Masked Jigsaw Puzzle training (arXiv:2205.12551) of image and text models, with its studies.
 
 Names are imported on first use: attacks, which import puzzles, must not reach results.
 """

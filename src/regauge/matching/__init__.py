@@ -16,7 +16,7 @@ whole loop.
     blocks, costs    tensors cut by their axes, and the pairs of blocks that are compared
     solver           one space given all others, by the closed form of its group's `fit`
     closed_forms     formulas beyond one group: basis-free cosines of heads, two-level assignment,
-                     and those of paper 003
+                     and those of rotation symmetry (arXiv:2502.00264)
     report           findings, tables and text of a match and of a comparison
     saved_parts      finished parts, so that an interrupted search repeats none
     result           the element with distances before, after and at every step

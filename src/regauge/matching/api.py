@@ -56,7 +56,7 @@ class MatchOptions:
         anchors: the tensors that determine a space in the first pass.
         sweeps: the largest number of sweeps after the first pass.
         nearest: let sweeps also move spaces that tables determine.
-        rescale: add one factor per head to its rotation (paper 003).
+        rescale: add one factor per head to its rotation (rotation symmetry).
         workers: the number of processes.
         samples: the number of examples to read from data, or of texts to generate.
         seed: the seed of both, and of the refinement.

@@ -3,11 +3,12 @@
 Convention: theta_t = (1 - t) A + t B, computed in float32 or better; t = 0 is A. There is one
 definition of a barrier: **the largest excess of the loss over the straight line between the two
 ends' losses, at the points inside the path**, with its sign. If the whole path lies below that
-line, the barrier is negative. For accuracy it is the largest shortfall. Paper 003 uses two other
-wordings, which are reported beside it: the largest increase from an end (`rise`) and the range of
-the losses (`span`). A mixture of two models is often unsure rather than wrong, so the same numbers
-are also measured after each point's logits were divided by a temperature of its own, fitted on
-examples that the losses are not measured on (`calibrated`).
+line, the barrier is negative. For accuracy it is the largest shortfall. Zhang et al.
+(rotation symmetry, arXiv:2502.00264) use two other definitions, which are reported beside it: the
+largest increase from an end (`rise`) and the range of the losses (`span`). A mixture of two models
+is often unsure rather than wrong, so the same numbers are also measured after each point's logits
+were divided by a temperature of its own, fitted on examples that the losses are not measured on
+(`calibrated`).
 
     path = measure_path(module, a, b, examples, calibration=others)   # a, b: states of the module
     path.barrier, path.midpoint, path.accuracy_barrier, path.calibrated.barrier
@@ -86,12 +87,16 @@ class Curve:
 
     @property
     def rise(self) -> float:
-        """The largest loss on the path above that of the better end (the first wording of 003)."""
+        """The largest loss on the path above that of the better end (the first definition of
+        rotation symmetry).
+        """
         return _max_or_nan(self.losses) - min(self.losses[0], self.losses[-1])
 
     @property
     def span(self) -> float:
-        """The range of the losses on the path (the second wording of 003)."""
+        """The range of the losses on the path (the second definition of rotation
+        symmetry).
+        """
         return _max_or_nan(self.losses) - min(self.losses)
 
     @property
@@ -325,7 +330,7 @@ def measure_plane(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Plane:
-    """Measure the losses on the plane through three models (Figure 5 of 003).
+    """Measure the losses on the plane through three models (rotation symmetry, Figure 5).
 
     The second corner (B, say) is the origin, the first (A) lies on the axis to the right, the third
     (the transformed A) above it.

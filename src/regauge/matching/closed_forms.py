@@ -1,7 +1,7 @@
 """Closed forms of matching, as pure functions of numpy arrays.
 
-Sources: Zhang et al., "Beyond the permutation symmetry of Transformers" (paper 003), Theorem 4.1
-and its rescaling; the others are derived in the project's theory notes. Everywhere y is the model
+Sources: Zhang et al., "Beyond the permutation symmetry of Transformers" (arXiv:2502.00264,
+"rotation symmetry"), Theorem 4.1 and its rescaling; the others are derived in the project's theory notes. Everywhere y is the model
 that stays and x the model that moves; the first axis of a stack counts its members. The fits of a
 single group (Procrustes, assignment, balance, phases) are in `core/fit.py`.
 """
@@ -21,7 +21,7 @@ def procrustes(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> tuple[Floats, 
     left.
 
     M = q1 q2^T + k1 k2^T = U S V^T, R = U V^T; the squared distance is |q1|^2 + |q2|^2 + |k1|^2 +
-    |k2|^2 - 2 |M|_* (Theorem 4.1 of paper 003, which calls R a rotation; it may be a reflection).
+    |k2|^2 - 2 |M|_* (Theorem 4.1 of rotation symmetry; R may be a reflection).
     Rows are a head's coordinates; the head's slice of the bias is one more column.
     """
     m = q1 @ q2.T + k1 @ k2.T
@@ -36,7 +36,7 @@ def solve_rescaling(q1: Floats, k1: Floats, q2: Floats, k2: Floats) -> float:
 
     It is the best real root of
 
-        |q2|^2 a^4 - <q1, q2> a^3 + <k1, k2> a - |k2|^2 = 0        (paper 003, after the rotation)
+        |q2|^2 a^4 - <q1, q2> a^3 + <k1, k2> a - |k2|^2 = 0        (after the rotation)
 
     or 1 if no root is better.
     """

@@ -296,8 +296,8 @@ def _barrier_table(paths: Mapping[str, Path]) -> Table:
         "of unaligned",
         "at t",
         "calibrated",
-        "003: rise",
-        "003: range",
+        "rotation symmetry: rise",
+        "rotation symmetry: range",
         "midpoint",
         "accuracy",
         "loss of A",
@@ -307,7 +307,8 @@ def _barrier_table(paths: Mapping[str, Path]) -> Table:
         f"Barrier: {DEFINITION}, in nats; negative if the path lies below that line. "
         "Of unaligned: its share of the unaligned barrier. "
         "Calibrated: the same with a temperature for each point, fitted on other examples. "
-        "Rise and range: 003's two wordings, the largest loss above the better end's, and above "
+        "Rise and range: two other definitions (Zhang et al., arXiv:2502.00264), the largest "
+        "loss above the better end's, and above "
         "the smallest on the path. "
         "Midpoint: its loss above the better end's. "
         "Accuracy: its largest shortfall below the line between the ends."

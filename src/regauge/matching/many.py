@@ -1,8 +1,8 @@
 """Matching of more than two models: all to one of them, or to their common mean.
 
-Paper 003's code takes the model nearest to the mean of the weights as the anchor and matches every
-other to it. Matching to a common mean continues from there: each round matches to the mean of the
-aligned models.
+The code of rotation symmetry (arXiv:2502.00264) takes the model nearest to the mean of the weights
+as the anchor and matches every other to it. Matching to a common mean continues from there: each
+round matches to the mean of the aligned models.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def match_many(
 
 def nearest_to_mean(states: Sequence[State]) -> int:
     """Return the number of the model nearest to the mean, by the sum over tensors of the
-    distances (as paper 003's code does).
+    distances (as the code of rotation symmetry does).
     """
     mean = lazy_mean(states)
     distances = [0.0] * len(states)

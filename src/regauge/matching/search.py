@@ -92,8 +92,8 @@ def match_states(
         nearest: let sweeps also move spaces that tables determine, such as the stream of a language
             model. Without it the distance in weights is larger; the loss on the path between the
             models may be lower or higher.
-        rescale: add one factor per head to its rotation (the optional rescaling of paper 003).
-        whole: compare key biases as stored, as paper 003 does, although softmax cancels them.
+        rescale: add one factor per head to its rotation (optional in rotation symmetry).
+        whole: compare key biases as stored, as rotation symmetry does; softmax cancels them.
         workers: the number of processes. Layers are independent once the stream is known.
         known_spaces: the spaces that `start` already solves; all by default.
         store: where finished parts are saved. A search that is given the parts of an interrupted

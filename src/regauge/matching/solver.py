@@ -305,9 +305,7 @@ class Solver:
         return {space: group.fit(**pairs_by_side)} if pairs_by_side else {}
 
     def _fit_rescaling(self, space: str) -> None:
-        """Fit one factor for each rotation of a general linear space, after the rotation (paper
-        003).
-        """
+        """Fit one factor for each rotation of a general linear space, after the rotation."""
         over = self.spec.spaces[space].over
         sides: dict[bool, list[Pair]] = {False: [], True: []}
         for y, x in self.costs.iter_block_pairs(space, self.g, lambda b: self._is_usable(b, space)):

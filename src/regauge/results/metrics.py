@@ -82,8 +82,8 @@ def ssim(reconstructed: Tensor, true: Tensor, span: float) -> Tensor:
 def spectral_distance(reconstructed: Tensor, true: Tensor) -> Tensor:
     """Compute the cosine distance of 2-D Fourier transforms: 0 for images equal up to a factor.
 
-    This is 002's FFT2D, with the conjugate that its script omits. By Parseval's theorem it equals
-    the cosine distance of the pixels.
+    This is the FFT2D of masked jigsaw (2205.12551), with the conjugate that its script omits. By
+    Parseval's theorem it equals the cosine distance of the pixels.
     """
     _require_comparable(reconstructed, true)
     a, b = (torch.fft.fft2(v.double()).flatten(1) for v in (reconstructed, true))
@@ -158,7 +158,7 @@ class Lpips:
 def feature_similarity(
     reconstructed: Tensor, true: Tensor, embed: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Compute the absolute cosine similarity of embeddings (000's F-SIM, with any network)."""
+    """Compute the absolute cosine similarity of embeddings (the F-SIM of Xu et al.)."""
     _require_comparable(reconstructed, true)
     with torch.no_grad():
         a, b = (embed(v).flatten(1).double() for v in (reconstructed, true))

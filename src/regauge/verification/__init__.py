@@ -272,7 +272,7 @@ def _verify(
                 "Shuffling the tokens shuffles the result.",
                 None,
                 sentence=subject.rows_fixed_reason,
-                source="000 Thm 4.1",
+                source="permutation equivariance, Thm 4.1",
             )
         )
     selected = [

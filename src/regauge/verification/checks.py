@@ -1,5 +1,5 @@
-"""The theorems of papers 000 and 001 as checks on a model, each with a negative control that must
-fail by far.
+"""The theorems of permutation equivariance (arXiv:2304.07735) as checks on a model, each with a
+negative control that must fail by far.
 """
 
 from __future__ import annotations
@@ -198,7 +198,10 @@ def row_forward(c: Case) -> list[Finding]:
         )
         findings.append(
             _locate_fault(
-                c, comparison.finding("row/forward", statement, "000 Thm 4.1"), c.subject, transform
+                c,
+                comparison.finding("row/forward", statement, "permutation equivariance, Thm 4.1"),
+                c.subject,
+                transform,
             )
         )
     return [_worst(*findings)]
@@ -234,12 +237,12 @@ def row_backward(c: Case) -> list[Finding]:
         weights.finding(
             "row/weights",
             "Weight gradients are equal with and without the shuffle.",
-            "000 Thm 4.2, Cor 4.3",
+            "permutation equivariance, Thm 4.2, Cor 4.3",
         ),
         features.finding(
             "row/features",
             "Gradients of the features are shuffled as the features are.",
-            "000 Lem 4.8",
+            "permutation equivariance, Lem 4.8",
         ),
     ]
 
@@ -265,7 +268,9 @@ def column_forward(c: Case) -> list[Finding]:
         findings.append(
             _locate_fault(
                 c,
-                comparison.finding("column/forward", statement, "000 Thm 4.4"),
+                comparison.finding(
+                    "column/forward", statement, "permutation equivariance, Thm 4.4"
+                ),
                 subject,
                 transform,
             )
@@ -289,7 +294,15 @@ def column_heads(c: Case) -> list[Finding]:
     )
     g, remark = head_columns(c.subject.spec, c.seed)
     if g is None:
-        return [Finding("column/heads", statement, None, sentence=remark, source="000 Thm 4.4")]
+        return [
+            Finding(
+                "column/heads",
+                statement,
+                None,
+                sentence=remark,
+                source="permutation equivariance, Thm 4.4",
+            )
+        ]
     transform, subject = Transform(columns=g), c.transformed(g)
     result, control_result = run(subject, transform), run(subject)
     comparison = _compare(
@@ -300,7 +313,9 @@ def column_heads(c: Case) -> list[Finding]:
         control_result.forward,
         "the moved backbone given plain features",
     )
-    return [comparison.finding("column/heads", statement, "000 Thm 4.4", remark)]
+    return [
+        comparison.finding("column/heads", statement, "permutation equivariance, Thm 4.4", remark)
+    ]
 
 
 def column_backward(c: Case) -> list[Finding]:
@@ -332,11 +347,16 @@ def column_backward(c: Case) -> list[Finding]:
         "and head are equal."
     )
     return [
-        weights.finding("column/weights", statement, "000 Thm 4.5", _zero_gradient_remark(c)),
+        weights.finding(
+            "column/weights",
+            statement,
+            "permutation equivariance, Thm 4.5",
+            _zero_gradient_remark(c),
+        ),
         features.finding(
             "column/features",
             "Gradients of the features are moved as the features are.",
-            "000 Thm 4.5",
+            "permutation equivariance, Thm 4.5",
         ),
     ]
 
@@ -372,18 +392,20 @@ def rows_and_columns(c: Case) -> list[Finding]:
     )
     return [
         forward.finding(
-            "both/forward", "Rows and columns at once: the function is the same.", "000 Eq. 8"
+            "both/forward",
+            "Rows and columns at once: the function is the same.",
+            "permutation equivariance, Eq. 8",
         ),
         weights.finding(
             "both/weights",
             "Rows and columns at once: weight gradients follow the columns and do not see the "
             "rows.",
-            "000 Eq. 8",
+            "permutation equivariance, Eq. 8",
         ),
         embed.finding(
             "both/embedding",
             "The embedding and its positions get the gradients they would get without it.",
-            "000 Thm 10.1",
+            "permutation equivariance, Thm 10.1",
         ),
     ]
 
@@ -415,9 +437,9 @@ def training(c: Case) -> list[Finding]:
     findings = []
     duration = f"{c.steps} steps of {c.optimizer}"
     for name, transform, source in (
-        ("row", Transform(rows=c.seed), "000 Cor 4.3, Lem 4.8"),
-        ("column", Transform(columns=c.columns), "000 Cor 4.6"),
-        ("both", Transform(rows=c.seed, columns=c.columns), "000 Alg. 1"),
+        ("row", Transform(rows=c.seed), "permutation equivariance, Cor 4.3, Lem 4.8"),
+        ("column", Transform(columns=c.columns), "permutation equivariance, Cor 4.6"),
+        ("both", Transform(rows=c.seed, columns=c.columns), "permutation equivariance, Alg. 1"),
     ):
         if transform.rows is not None and c.subject.rows_fixed_reason:
             continue

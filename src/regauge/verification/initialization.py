@@ -30,7 +30,7 @@ def fresh_initialization(c: Case) -> list[Finding]:
         "Fresh weights have the same law in every description: training from scratch "
         "needs no move first."
     )
-    model, source = c.subject.model, "000 Cor 4.6"
+    model, source = c.subject.model, "permutation equivariance, Cor 4.6"
     tensors, deviations, control = _permuted_tensors(c.subject.spec), {"": 0.0}, 0.0
     try:
         states = _fresh_tensors(model, tensors, c.seed)

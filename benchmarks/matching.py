@@ -1,4 +1,4 @@
-"""Time of matching: against a plain transcription of the formulas of Zhang et al. (rotation symmetry) on the
+"""Time of matching: against a transcription of the formulas of Zhang et al. on the
 same pair, and of a full sweep on a TinyLlama shape.
 
 1. GPT-2 small (12 layers, d 768, FFN 3072), two sets of random weights: rotations of QK and VO and
@@ -98,9 +98,7 @@ def compare() -> bool:
             cpu, wall = time.process_time(), time.perf_counter()
             run()
             times[name].append((time.process_time() - cpu, time.perf_counter() - wall))
-    print(
-        f"GPT-2 small, matching as Zhang et al. do, {ROUNDS} rounds, {torch.get_num_threads()} threads"
-    )
+    print(f"GPT-2 small, as Zhang et al. match, {ROUNDS} rounds, {torch.get_num_threads()} threads")
     ratios = []
     for i, what in enumerate(("CPU", "wall")):
         for name, pairs in times.items():

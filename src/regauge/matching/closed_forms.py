@@ -1,9 +1,10 @@
 """Closed forms of matching, as pure functions of numpy arrays.
 
 Sources: Zhang et al., "Beyond the permutation symmetry of Transformers" (arXiv:2502.00264,
-"rotation symmetry"), Theorem 4.1 and its rescaling; the others are derived in the project's theory notes. Everywhere y is the model
-that stays and x the model that moves; the first axis of a stack counts its members. The fits of a
-single group (Procrustes, assignment, balance, phases) are in `core/fit.py`.
+"rotation symmetry"), Theorem 4.1 and its rescaling; the others are derived in the project's theory
+notes. Everywhere y is the model that stays and x the model that moves; the first axis of a stack
+counts its members. The fits of a single group (Procrustes, assignment, balance, phases) are in
+`core/fit.py`.
 """
 
 from __future__ import annotations

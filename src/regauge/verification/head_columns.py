@@ -1,4 +1,6 @@
-"""The column permutation of Xu et al. (arXiv:2304.07735) as an element: one permutation P on both sides of every projection, Z P and P^-1 W P."""
+"""The column permutation of Xu et al. (arXiv:2304.07735) as an element: one permutation P on both
+sides of every projection, Z P and P^-1 W P.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ the default of `norm_factor` is based.
 
 The hostile client trains honestly and then changes what it sends, in every round. "No checks" and
 the robust rules bypass `validation`: they show what a rule does by itself. A table in
-docs/federated.md quotes the output.
+docs/guides/federated.md quotes the output.
 """
 
 from __future__ import annotations

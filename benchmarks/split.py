@@ -9,7 +9,7 @@ at least 150 MB/s or 60 % of raw, whichever is lower.
 
 A training step is timed locally, in process, in process with columns and rows permuted, and over
 mutual TLS; the differences are the costs of framing, permutation and network. Its bytes are
-compared with the formula in docs/split.md: four streams per step. Finally 32 clients in four
+compared with the formula in docs/guides/split.md: four streams per step. Finally 32 clients in four
 processes train one backbone concurrently for $REGAUGE_SECONDS (15): no error, and no request that
 takes ten times the median. $REGAUGE_ROUNDS (300) is the number of timed round trips.
 """

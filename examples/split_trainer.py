@@ -5,7 +5,7 @@ and head stay with the client. The Trainer needs no changes.
 
 In this example the server runs in the same process, over the same wire format. Over a network:
 Server(host, "0.0.0.0:7000", tls=...) on the server, and connect(model, Grpc("server.example:7000",
-tls=...)) on the client, or `regauge split serve` and `regauge split train`: docs/split.md.
+tls=...)) on the client, or `regauge split serve` and `regauge split train`: docs/guides/split.md.
 """
 
 import copy

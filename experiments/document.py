@@ -98,7 +98,7 @@ ABOUT = {
     "WikiText-2. The paper's figure has the curves of "
     "fine-tuning, which are in the report here.",
     "002-table1": "Backbones trained on CIFAR-10 with and without masked jigsaw puzzles "
-    "([jigsaw](jigsaw.md)). Small models and short trainings: "
+    "([jigsaw](guides/jigsaw.md)). Small models and short trainings: "
     "what can be compared with the paper is the direction of the differences, not the numbers. "
     "The ViT's positions are drawn as large as its "
     "patches, so that it minds places within minutes; that, its size and the training ratio "
@@ -112,11 +112,11 @@ ABOUT = {
     "002-table5": "Images from the gradients of one image, by APRIL on a block changed as the "
     "paper's library changes it, and by least squares on "
     "the embedding of models as they are, which the paper did not try "
-    "([gradients](gradients.md)). Settings (a) to (d) are the paper's.",
+    "([gradients](guides/audit-gradients.md)). Settings (a) to (d) are the paper's.",
     "gradients-front": "Which defences leave attacks nothing, and what they cost in accuracy. "
     "Attackers practise on updates of their own, made with "
-    "the same defence ([gradients](gradients.md)). The ViT was trained on 4,000 images of "
-    "CIFAR-10 and is trained on with 40,000 of the same set, of "
+    "the same defence ([gradients](guides/audit-gradients.md)). The ViT was trained on 4,000 "
+    "images of CIFAR-10 and is trained on with 40,000 of the same set, of "
     "which 3,188 are among the first; what is attacked and tested on is neither.",
     "gradients-real": "Updates of DINOv2-small on ImageNet's images, of a ViT on faces before, "
     "early and late in its training, and of MiniLM on "
@@ -135,7 +135,7 @@ ABOUT = {
     "002-beyond": "Puzzles per image, larger and rising shares, and puzzles in every step, "
     "beside the paper's setting in the same run.",
     "002-texts": "Shuffled spans of tokens in place of patches: a small BERT on SST-2 "
-    "([jigsaw](jigsaw.md)). The paper has no texts.",
+    "([jigsaw](guides/jigsaw.md)). The paper has no texts.",
     "003-pairs": "The ends that everything below is measured between. Budgets are ours, set by "
     "two cores; what counts is that the ends are"
     " clearly better than a bigram, or than a guess.",
@@ -173,20 +173,20 @@ ABOUT = {
     "0.3), with masked jigsaw puzzles, frozen "
     "parts and parts that are each client's own: the accuracy of the averaged model, and what "
     "closed-form attacks make of updates "
-    "([federated](federated.md)).",
+    "([federated](guides/federated.md)).",
     "federated-fusion": "Clients that never shared an initialisation, averaged as they stand, "
     "after a match on noise, and after one on "
-    "unlabelled inputs of the server's ([federated](federated.md)).",
+    "unlabelled inputs of the server's ([federated](guides/federated.md)).",
     "lock-attacks": "Locks of every group, attacked by whoever has the base, sees features, or "
     "has labels. [The threat model](threat-model.md) is "
     "made of these.",
     "split-leaks": "What a server that looks gets of labels, of who is who over epochs, of "
     "keys, of shuffled batches and of texts.",
     "split-recipes": "Which defences buy the most, under attackers who know them and adapt "
-    "([split](split.md)).",
+    "([split](guides/split.md)).",
     "split-equality": "The backbone behind gRPC and mutual TLS on loopback, columns locked, "
     "rows shuffled for every batch, against training on one "
-    "machine ([split](split.md)).",
+    "machine ([split](guides/split.md)).",
 }
 
 

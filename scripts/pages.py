@@ -71,7 +71,8 @@ def render_families() -> str:
         ),
         (
             "prints the same for your model, with sizes. [The notation](notation.md) defines how "
-            "groups act; [adding a model](adding-a-model.md) explains how to describe a new one."
+            "groups act; [adding a model](guides/adding-a-model.md) explains how to describe a new "
+            "one."
         ),
         "",
         "| group | elements | limited by |",

@@ -188,7 +188,7 @@ def test_the_pages_commands_run_as_they_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but those that need Flower, which `test_flower` and `test_deployment` run."""
-    page = (Path(__file__).parents[2] / "docs" / "federated.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "federated.md").read_text()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["regauge"])
     program = page.split("<<'END'\n")[1].split("    END\n")[0]

@@ -305,7 +305,7 @@ def test_bad_models(run: Run, tmp_path: Path, llama: Path, case: str) -> None:
         assert "regauge: hint: " in result.err
     if case == "unknown architecture":
         assert "llama" in result.err
-        assert "docs/adding-a-model.md" in result.err
+        assert "docs/guides/adding-a-model.md" in result.err
     assert contents(llama) == before
     assert [p.name for p in tmp_path.iterdir()] == ["llama"]
 

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from regauge.locking.api import ResealOutput
 
 _NOT_ENCRYPTION = (
-    "a lock is obfuscation, not encryption: docs/lock.md lists attacks that undo it without the key"
+    "a lock is obfuscation, not encryption: docs/guides/lock.md lists attacks that undo it without "
+    "the key"
 )
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]

@@ -30,7 +30,7 @@ def merge(
         typer.Option(
             "--method",
             metavar="M",
-            help="linear (default), slerp, ties, ...; all in docs/merge.md.",
+            help="linear (default), slerp, ties, ...; all in docs/guides/merge.md.",
         ),
     ] = None,
     base: Annotated[

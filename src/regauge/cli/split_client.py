@@ -101,7 +101,7 @@ DefenceOption = Annotated[
         "--defence",
         metavar="D[+D]",
         help="Defence for outgoing features: noise=0.5, low-pass=0.05+rows, ... "
-        "(docs/split.md). Repeatable.",
+        "(docs/guides/split.md). Repeatable.",
     ),
 ]
 KeepCls = Annotated[

@@ -2,8 +2,8 @@
 
 A lock is obfuscation, not encryption. Transforming every tensor would not change the function. A
 lock transforms the *backbone* alone, so that embedding and head no longer fit it; the key holder
-can make them fit again. The weights themselves are not hidden: `docs/lock.md` lists the attackers
-who can undo a lock without its key. To encrypt files at rest, use `regauge.locking.seal`.
+can make them fit again. The weights themselves are not hidden: `docs/guides/lock.md` lists the
+attackers who can undo a lock without its key. To encrypt files at rest, use `regauge.locking.seal`.
 
 The element is derived from the key and the digest of the plain model, so that one key locks many
 models by unrelated elements. The lock record (`docs/formats.md`) is stored under "regauge_lock" in
@@ -252,7 +252,7 @@ def draft_record(
             hint=f"lock a space that the parts share: {', '.join(sorted(shared))}"
             if shared
             else "the spec has no embedding or head beside its backbone: a spec file assigns "
-            "tensors to parts (docs/adding-a-model.md)",
+            "tensors to parts (docs/guides/adding-a-model.md)",
         )
     layout = _layout_digest(locked_spec, selected, group)
     exact = LOCKS[group].within != "orthogonal" and not folded

@@ -166,7 +166,7 @@ def config_of(module: torch.nn.Module) -> dict[str, Any]:
         f"{type(module).__name__} has neither a config nor a pretrained_cfg, so its family is "
         "unknown",
         hint="discover its spec with regauge.discover(module, example_inputs), or write a "
-        "spec file (docs/adding-a-model.md)",
+        "spec file (docs/guides/adding-a-model.md)",
     )
 
 

@@ -96,7 +96,7 @@ def trace(
         raise DiscoveryError(
             f"torch.export cannot trace {type(module).__name__}: {message}",
             hint="data-dependent control flow and custom kernels cannot be traced; write a spec "
-            "file instead (docs/adding-a-model.md)",
+            "file instead (docs/guides/adding-a-model.md)",
         ) from error
     finally:
         module.train(was_training)

@@ -71,7 +71,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
             "the config names neither a model_type nor an architecture, so the model's family "
             "is unknown",
             hint="take the model's original config.json, or write a spec file "
-            "(docs/adding-a-model.md)",
+            "(docs/guides/adding-a-model.md)",
         )
     for family in FAMILIES:
         if model_type in family.model_types or (
@@ -88,7 +88,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
     raise UnknownModelError(
         f"no family describes models of type {model_type or architecture!r}; known are {known}",
-        hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for --spec",
+        hint="docs/guides/adding-a-model.md shows how to add one, or how to write a spec file for "
+        "--spec",
     )
 
 

@@ -74,8 +74,8 @@ def spec(c: Config, names: Names) -> Spec:
         raise UnknownModelError(
             f'"{name}" is one of timm\'s models that no family describes: only its plain '
             "VisionTransformer, with fc1 and fc2 in its FFN, is known",
-            hint="docs/adding-a-model.md shows how to add one, or how to write a spec file for "
-            "--spec",
+            hint="docs/guides/adding-a-model.md shows how to add one, or how to write a spec file "
+            "for --spec",
         )
     width = names.size("blocks.0.attn.qkv.weight", 1)
     inner = names.size("blocks.0.attn.qkv.weight", 0) // 3

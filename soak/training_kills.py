@@ -3,7 +3,8 @@ merge, training with puzzles, federated runs.
 
 After each kill the inputs are unchanged and the output is absent or complete; the old model of a
 federated run stays until the new one is in place. The same command, run again, must succeed and
-write what an undisturbed run writes.
+write what an undisturbed run writes. Where the output was already complete, the second run is
+rejected, and deletes the state that the killed process could not.
 """
 
 from __future__ import annotations
@@ -142,11 +143,12 @@ def kills(scale: float) -> Iterator[Outcome]:
                 process.wait()
                 kept = _is_complete(out, case) if case.replaces or out.exists() else True
                 note = ""
-                if not (out.exists() and not case.replaces):  # else it had ended
-                    ended = subprocess.run(
-                        _command(case, out, *case.resume), capture_output=True, text=True
-                    )
-                    note = ended.stderr[-300:] if ended.returncode else ""
+                written = out.exists() and not case.replaces
+                ended = subprocess.run(
+                    _command(case, out, *case.resume), capture_output=True, text=True
+                )
+                if (ended.returncode != 0) != written:
+                    note = f"exit code {ended.returncode}: {ended.stderr[-300:]}"
                 same = not note and _weights(out, case) == expected
                 unchanged = all(digests(top / n) == d for n, d in before.items())
                 left = [p.name for p in out.parent.glob(f".{out.name}*")]

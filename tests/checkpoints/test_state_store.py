@@ -5,9 +5,12 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
+import pytest
 import torch
 
+from regauge.checkpoints.plan import check_new
 from regauge.checkpoints.resume import StateStore
+from regauge.errors import CheckpointError
 
 
 def store_of(tmp_path: Path, label: bytes = b"inputs") -> StateStore:
@@ -67,3 +70,16 @@ def test_parts_are_for_the_owner_only_until_they_are_deleted(tmp_path: Path) -> 
     store.delete()
     store.delete()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_state_of_a_written_output_is_deleted(tmp_path: Path) -> None:
+    """A process killed between writing its output and deleting its state leaves the state."""
+    store = store_of(tmp_path)
+    store.save("a", {"n": 1})
+    check_new(tmp_path / "out")  # not written yet: the state is what a second run resumes from
+    assert store.load("a") is not None
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="exists already"):
+        check_new(tmp_path / "out")
+    assert not store.folder.exists()

@@ -14,10 +14,26 @@ from xml.sax.saxutils import escape
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-LIGHT = {"page": "#ffffff", "card": "#f3f5f8", "rule": "#b6bfca", "ink": "#1b1f24", "soft": "#4a525b"}
-DARK = {"page": "#0d1117", "card": "#1b222c", "rule": "#4a5563", "ink": "#e8edf3", "soft": "#a9b4c0"}
+LIGHT = {
+    "page": "#ffffff",
+    "card": "#f3f5f8",
+    "rule": "#b6bfca",
+    "ink": "#1b1f24",
+    "soft": "#4a525b",
+}
+DARK = {
+    "page": "#0d1117",
+    "card": "#1b222c",
+    "rule": "#4a5563",
+    "ink": "#e8edf3",
+    "soft": "#a9b4c0",
+}
 ACCENT = {"blue": "#3b78c9", "orange": "#d9822b", "green": "#2f8f5b", "red": "#c4493d"}
-NEGATIVE, ZERO, POSITIVE = (47, 103, 177), (236, 239, 243), (214, 118, 28)  # safe for colour blindness
+NEGATIVE, ZERO, POSITIVE = (
+    (47, 103, 177),
+    (236, 239, 243),
+    (214, 118, 28),
+)  # safe for colour blindness
 
 
 class Drawing:
@@ -38,7 +54,9 @@ class Drawing:
                 f'fill="{ACCENT[accent]}"/>'
             )
 
-    def text(self, x: float, y: float, line: str, kind: str = "body", anchor: str = "middle") -> None:
+    def text(
+        self, x: float, y: float, line: str, kind: str = "body", anchor: str = "middle"
+    ) -> None:
         """Write one line; `kind` is a class of the style sheet."""
         self.parts.append(
             f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(line)}</text>'
@@ -48,7 +66,9 @@ class Drawing:
         """Draw an arrow from one point to another."""
         angle = math.atan2(to_y - y, to_x - x)
         tip = [(to_x, to_y)]
-        tip += [(to_x - 9 * math.cos(angle + s), to_y - 9 * math.sin(angle + s)) for s in (0.4, -0.4)]
+        tip += [
+            (to_x - 9 * math.cos(angle + s), to_y - 9 * math.sin(angle + s)) for s in (0.4, -0.4)
+        ]
         points = " ".join(f"{a:.1f},{b:.1f}" for a, b in tip)
         self.parts.append(f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
         self.parts.append(f'<polygon class="tip" points="{points}"/>')
@@ -78,7 +98,7 @@ class Drawing:
         style = [
             'text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}',
             ".head{font-size:17px;font-weight:600}.body{font-size:14px}.small{font-size:13px}",
-            '.code{font-size:13px;font-family:ui-monospace,Menlo,Consolas,monospace}',
+            ".code{font-size:13px;font-family:ui-monospace,Menlo,Consolas,monospace}",
             _palette(LIGHT),
             f"@media (prefers-color-scheme:dark){{{_palette(DARK)}}}",
         ]
@@ -88,7 +108,9 @@ class Drawing:
         )
         page = f'<rect class="page" width="{self.width}" height="{self.height}" rx="10"/>'
         title = f"<title>{escape(self.title)}</title>"
-        return "\n".join([start, title, "<style>", *style, "</style>", page, *self.parts, "</svg>\n"])
+        return "\n".join(
+            [start, title, "<style>", *style, "</style>", page, *self.parts, "</svg>\n"]
+        )
 
 
 def _palette(colours: dict[str, str]) -> str:

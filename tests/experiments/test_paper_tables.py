@@ -22,7 +22,8 @@ import torch
 
 from experiments import EXPERIMENTS
 from experiments.__main__ import main
-from experiments.document import ABOUT, document
+from experiments.catalog import PAGES
+from experiments.document import build_pages, fill
 from experiments.paper_000 import locked_finetune
 from experiments.paper_000.claims import distance, outputs_of
 from experiments.paper_000.permutation import PAPER
@@ -32,7 +33,6 @@ from experiments.shared import finetune_cells, models, train_cells
 from experiments.shared.presets import PRESETS
 from experiments.shared.runner import Lab
 from experiments.split import defence_recipes
-from experiments.threat_model import threat_model
 from regauge.checkpoints.resume import ResumeState
 from regauge.data import tasks
 from regauge.data.tasks import Examples
@@ -568,14 +568,38 @@ def test_images_fall_back_to_digits(tmp_path: Path) -> None:
     assert inputs["pixel_values"].shape[-2:] == maps.shape[-2:] == (28, 28)
 
 
-def test_the_page_is_made_of_the_results() -> None:
-    assert (DOCS / "experiments.md").read_text() == document(DOCS / "results")
-    assert {path.stem for path in (DOCS / "results").glob("*.json")} <= set(ABOUT)
-    attacked = DOCS / "results" / "lock-attacks.json"
-    if attacked.exists():
-        learned = DOCS / "results" / "000-table6.json"
-        split = load_results(learned) if learned.exists() else None
-        assert (DOCS / "threat-model.md").read_text() == threat_model(load_results(attacked), split)
+def test_the_pages_are_rendered_from_the_results() -> None:
+    pages = build_pages(DOCS / "results")
+    for place, text in pages.items():
+        assert (DOCS / place).read_text() == text, f"python -m experiments.document docs: {place}"
+        assert text.count("\n") <= 250, place
+        assert not re.search(r"[Pp]aper 00\d", text), place
+    written = {f"experiments/{path.name}" for path in (DOCS / "experiments").glob("*.md")}
+    assert written == pages.keys() - {"experiments.md"}
+    shown = [name for page in PAGES.values() for name in page.entries]
+    assert sorted(shown) == sorted(path.stem for path in (DOCS / "results").glob("*.json"))
+
+
+def test_the_overview_reads_its_numbers_from_the_results() -> None:
+    results = load_results(DOCS / "results" / "000-table2.json")
+    row = results.tables[0].rows[0]
+    assert (
+        fill("{Test w/o P.|1:.1f} of {Test w/o P.|1|0:.2f}", results)
+        == f"{row[1]:.1f} of {row[1]:.2f}"
+    )
+    finding = results.findings[0]
+    assert fill(f"{{#{finding.id}:.3f}} {{#{finding.id}|1:.0%}}", results) == (
+        f"{finding.value:.3f} {100 * (finding.floor or 0):.0f} %"
+    )
+    with pytest.raises(KeyError, match="no row"):
+        fill("{Test with nothing|1:.1f}", results)
+    for page in PAGES.values():
+        for name, entry in page.entries.items():
+            stored = load_results(DOCS / "results" / f"{name}.json")
+            assert "{" not in fill(entry.paper + entry.ours, stored), name
+
+
+def test_stored_results_are_complete_and_name_no_machine() -> None:
     for path in sorted((DOCS / "results").glob("*.json")):
         text, results = path.read_text(), load_results(path)
         assert results.facts["preset"] == "small"

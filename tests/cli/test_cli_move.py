@@ -761,7 +761,7 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.chdir(tmp_path)
     for module, smaller in (
-        (sys.modules[show_training.__module__], {"EPOCHS": 3}),
+        (sys.modules[show_training.__module__], {"EPOCHS": 3, "LAYERS": 2}),
         (merge, {"STEPS": 10, "GRID": 3}),
         (lock, {"STEPS": 10}),
         (split, {"EPOCHS": 1}),

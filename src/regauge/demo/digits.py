@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from regauge.data.tasks import Examples
 
 EPOCHS, BATCH, LR = 15, 50, 1e-3
-PATCH = 2
+PATCH, LAYERS = 2, 4
 COMPARED_STEPS, TOLERANCE = 100, 1e-9  # training amplifies rounding without bound
 
 
@@ -119,7 +119,7 @@ def show_training(context: DemoContext) -> Results:
             *verified.figures,
         ),
         {
-            "model": "a ViT with 4 layers, 4 heads and width 48, trained here",
+            "model": f"a ViT with {LAYERS} layers, 4 heads and width 48, trained here",
             "dtype": "float32",
             "epochs": EPOCHS,
         },
@@ -146,7 +146,7 @@ def make_vit(seed: int) -> Any:
 
     config = transformers.ViTConfig(  # type: ignore[call-arg]
         hidden_size=48,
-        num_hidden_layers=4,
+        num_hidden_layers=LAYERS,
         num_attention_heads=4,
         intermediate_size=96,
         image_size=8,

@@ -5,9 +5,6 @@ is damaged is found out.
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,6 +20,7 @@ from regauge.checkpoints.environment import default_cache
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data import train as loop
 from regauge.errors import CacheError, RegaugeError
+from support import forks
 
 CALLS: list[Mapping[str, Any]] = []
 
@@ -122,7 +120,6 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_cache() == Path("/there/regauge/experiments")
 
 
-ROOTS = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
 SLOW = """
     import sys, time
     from pathlib import Path
@@ -142,24 +139,13 @@ SLOW = """
 
 def test_two_processes_compute_a_cell_once(tmp_path: Path) -> None:
     pytest.importorskip("fcntl")
-    script = tmp_path / "slow.py"
-    script.write_text(textwrap.dedent(SLOW))
+    code = textwrap.dedent(SLOW)
     runs = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(script),
-                str(tmp_path / "cache"),
-                str(tmp_path / "log"),
-                str(tmp_path / f"up{i}"),
-            ],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": ROOTS},
-        )
+        forks.Program(code, tmp_path / "cache", tmp_path / "log", tmp_path / f"up{i}")
         for i in range(2)
     ]
-    found = {r.communicate(timeout=120)[0] for r in runs}
-    assert [r.returncode for r in runs] == [0, 0]
+    found = {r.stdout.read() for r in runs}
+    assert [r.wait(120) for r in runs] == [0, 0]
     assert len(found) == 1
     assert (tmp_path / "log").read_text() == "computed\n"
 
@@ -213,16 +199,8 @@ def test_a_killed_training_goes_on_to_the_same_end(
 ) -> None:
     torch.set_num_threads(1)  # sums are the same bits only on the same number of threads
     whole = run(train_cells.TRAIN, LONG, tmp_path / "whole", digits())
-    script, cache = tmp_path / "killed.py", tmp_path / "killed"
-    script.write_text(textwrap.dedent(KILLED))
-    assert (
-        subprocess.run(
-            [sys.executable, str(script), str(cache)],
-            check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ROOTS},
-        ).returncode
-        == -9
-    )
+    cache = tmp_path / "killed"
+    assert forks.run(textwrap.dedent(KILLED), cache)[0] == -9
     assert not list(cache.glob("*.safetensors"))
     assert len(list(cache.glob("*.working"))) == 1
     steps = []

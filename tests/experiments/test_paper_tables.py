@@ -39,6 +39,7 @@ from regauge.data.tasks import Examples
 from regauge.matching.barriers import score
 from regauge.models.load import load_model
 from regauge.results.findings import Results, load_results
+from support import forks
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "clumsy"]
@@ -244,7 +245,10 @@ def test_parts_in_several_processes_are_the_same(
     ]
 
 
-def test_a_part_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
+def test_a_part_that_fails_ends_the_run_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: forks.context())
     with pytest.raises(TypeError, match="not subscriptable"):
         Lab("pico", cache=tmp_path, jobs=2).ahead(operator.getitem, [1, 2])
     assert not multiprocessing.active_children()

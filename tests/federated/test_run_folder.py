@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import regauge
 import support.federations as fed
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.errors import CheckpointError
 from regauge.federated import Settings, state_store
 from regauge.federated.aggregation import Memory
 from regauge.federated.state_store import HISTORY_FILE, STATE_FILE, Round, RunState
+from support import forks
 
 SETTINGS = Settings(clients=3, rounds=3, steps=1, strategy="fedadam")
 STATE = {"w": torch.arange(3.0)}
@@ -119,33 +116,27 @@ def test_a_run_of_version_1_goes_on(tmp_path: Path) -> None:
     assert resumed.history == again.history
 
 
-def kill(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    places = [str(Path(__file__).parents[1]), str(Path(regauge.__file__).parents[1])]
-    return subprocess.run(
-        [sys.executable, "-m", "support.kills", str(folder), *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(places)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def kill(folder: Path, *options: str) -> tuple[int, str, str]:
+    code = "import runpy; runpy.run_module('support.kills', run_name='__main__')"
+    return forks.run(code, folder, *options)
 
 
 def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path: Path) -> None:
     """A sample of the moments; `make soak` kills at each of them."""
-    done = kill(tmp_path, "7")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"new: \d+ kills, after \[0, 1, 2\] rounds", done.stdout)
-    assert re.search(r"extended: \d+ kills, after \[1, 2\] rounds", done.stdout)
+    code, out, err = kill(tmp_path, "7")
+    assert code == 0, err
+    assert re.search(r"new: \d+ kills, after \[0, 1, 2\] rounds", out)
+    assert re.search(r"extended: \d+ kills, after \[1, 2\] rounds", out)
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_every_moment_goes_on(tmp_path: Path) -> None:
-    done = kill(tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, _, err = kill(tmp_path)
+    assert code == 0, err
 
 
 @pytest.mark.slow
 def test_kills_notice_a_model_that_is_deleted_first(tmp_path: Path) -> None:
-    done = kill(tmp_path, "--broken")
-    assert done.returncode != 0
-    assert "model.safetensors" in done.stderr
+    code, _, err = kill(tmp_path, "--broken")
+    assert code != 0
+    assert "model.safetensors" in err

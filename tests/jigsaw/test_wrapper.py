@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import copy
 import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,9 @@ from regauge.jigsaw.masks import Puzzle
 from regauge.jigsaw.metrics import capture_features, evaluate, evaluation_puzzles
 from regauge.jigsaw.positions import find_positions
 from regauge.jigsaw.wrapper import ramp, stop_after
+from support import forks
 from support.own_modules import Cifar, Mnist
+from support.ports import free_port
 
 HERE = Path(__file__).parents[1]
 SMALL: dict[str, Any] = {
@@ -603,13 +603,11 @@ def test_what_trainer_asks_of_a_model_is_passed_on(more: dict[str, Any], tmp_pat
 
 
 def test_two_processes_learn_one_model(tmp_path: Path) -> None:
-    """DDP under torchrun: every process has its own puzzles, and all have the same weights in the
-    end.
+    """DDP, with the variables that torchrun sets: every process has its own puzzles, and all have
+    the same weights in the end.
     """
-    script = tmp_path / "ddp.py"
-    script.write_text(
+    code = (
         "import sys, torch, torch.distributed as dist\n"
-        f"sys.path.insert(0, {str(HERE)!r})\n"
         "from support.own_modules import Cifar\n"
         "from regauge.jigsaw import MaskedJigsaw\n"
         "torch.set_num_threads(1)\n"
@@ -637,26 +635,17 @@ def test_two_processes_learn_one_model(tmp_path: Path) -> None:
         # the first to leave would take the other's connection away
         "dist.barrier(); dist.destroy_process_group()\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        str(tmp_path),
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    both = [
+        forks.Program(code, tmp_path, env=place | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(2)
     ]
-    ran = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=300,
-    )
+    errors = [program.stderr.read() for program in both]
+    for program in both:
+        program.kill()
     # Judged by what both wrote after their last check: how gloo's threads end with the process is
     # not ours, and now and then they abort.
-    assert sorted(f.name for f in tmp_path.glob("done-*")) == ["done-0", "done-1"], ran.stderr
+    assert sorted(f.name for f in tmp_path.glob("done-*")) == ["done-0", "done-1"], errors
 
 
 @pytest.mark.slow

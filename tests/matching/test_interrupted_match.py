@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ import torch
 
 import regauge
 import support.picos as picos
+from support import forks
 from support.merges import digests
 
 # Every part and every tensor takes a moment, so that a kill meets the match in the middle.
@@ -46,26 +43,18 @@ def run_and_kill(a: Path, b: Path, out: Path, after: float | None) -> bool:
     """Match in a process, killed so many seconds after its first part was saved (or at once, if
     that is negative); return whether it finished.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, str(a), str(b), str(out)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    while (after or -1) >= 0 and process.poll() is None:
+    matching = forks.Program(SLOW, a, b, out)
+    assert matching.stdout.readline() == "ready\n"
+    while (after or -1) >= 0 and matching.poll() is None:
         if out.with_name(f".{out.name}.state").exists():
             break
         time.sleep(0.01)
     try:
-        return process.wait(None if after is None else max(after, 0.0)) == 0
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        return matching.wait(None if after is None else max(after, 0.0)) == 0
+    except TimeoutError:
         return False
     finally:
-        process.stdout.close()
+        matching.kill()
 
 
 def contents(out: Path) -> tuple[dict[str, str], Any]:

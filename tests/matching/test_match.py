@@ -26,7 +26,7 @@ from regauge.core.groups import GROUPS, Rotary
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.errors import RegaugeError
-from regauge.matching import MatchError, layers_of, match_states
+from regauge.matching import MatchError, layers_of, match_states, preparation
 from regauge.matching.blocks import split_blocks
 from regauge.matching.closed_forms import (
     assign_factors,
@@ -43,6 +43,7 @@ from regauge.matching.many import match_many, nearest_to_mean
 from regauge.matching.preparation import select_groups
 from regauge.matching.solver import Solver
 from regauge.testing import strict_float64
+from support import forks
 
 FOLDED = (
     "vit",
@@ -406,6 +407,18 @@ def test_heads_wait_for_more_than_their_biases(seed: int) -> None:
     assert match_states(spec, a, b).distance < 1e-9
 
 
+@pytest.fixture
+def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that need not import torch first, which is what most of their time is."""
+    monkeypatch.setattr(preparation, "get_context", lambda method: forks.context())
+
+
+def test_workers_are_spawned() -> None:
+    with preparation.worker_pool(2) as pool:
+        assert pool._mp_context.get_start_method() == "spawn"
+
+
+@pytest.mark.usefixtures("_forked_workers")
 def test_layers_are_searched_in_processes_to_the_same_end() -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     alone, parallel = (match_states(spec, a, b, workers=n, sweeps=1) for n in (1, 2))
@@ -428,6 +441,7 @@ def _end(task: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.usefixtures("_forked_workers")
 def test_a_worker_that_the_system_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
     monkeypatch.setattr("regauge.matching.search._solve_unit", _end)

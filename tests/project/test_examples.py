@@ -7,12 +7,11 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from support import forks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -25,24 +24,10 @@ QUICK = ("seal_and_open", "first_steps")
 
 def run_code(code: str, tmp_path: Path) -> str:
     """What a program prints, in a process and a folder of its own."""
-    paths = [str(ROOT / "tests"), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    status, out, err = forks.run(code, cwd=tmp_path)
+    assert status == 0, err[-3000:]
     assert list(tmp_path.iterdir()) == []
-    return done.stdout
+    return out
 
 
 def is_marked(name: str) -> object:

@@ -4,30 +4,16 @@ fail proves nothing.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from support import forks
 from support.mutants import MUTANTS
 
 TESTS = Path(__file__).parents[1]
-
-_FORKS = multiprocessing.get_context("forkserver")
-# Imported once, in the server that the runs are forked from.
-_FORKS.set_forkserver_preload(
-    [
-        "scipy.stats",
-        "scipy.optimize",
-        "hypothesis",
-        "pytest",
-        "safetensors.numpy",
-        "support.preloaded",
-        "support.mutants",
-    ]
-)
 
 
 def _run_child(mutant: str | None, tests: str, log: str) -> None:
@@ -57,8 +43,7 @@ def _run_child(mutant: str | None, tests: str, log: str) -> None:
 def run_tests(mutant: str | None, tests: str, folder: Path) -> tuple[int | None, str]:
     """Return the exit code of pytest, and the end of its output."""
     log = folder / "log"
-    process = _FORKS.Process(target=_run_child, args=(mutant, tests, str(log)))
-    process.start()
+    process = forks.start(_run_child, mutant, tests, str(log))
     process.join(300)
     process.kill()
     return process.exitcode, log.read_text()[-3000:]

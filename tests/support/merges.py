@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from regauge.checkpoints.reader import open_checkpoint
+from support import forks
 from support.cli_runs import Run
 
 State = dict[str, torch.Tensor]
@@ -75,21 +72,12 @@ sys.exit(main(sys.argv[1:]))
 
 def kill_merge(arguments: list[str], out: Path, writing: bool, after: float) -> None:
     """Start a merge and kill it so many seconds after it began, or after it began to write."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", SLOW, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    while writing and process.poll() is None and not out.with_name(f".{out.name}.partial").exists():
+    merge = forks.Program(SLOW, *arguments)
+    assert merge.stdout.readline() == "ready\n"
+    while writing and merge.poll() is None and not out.with_name(f".{out.name}.partial").exists():
         time.sleep(0.01)
     time.sleep(after)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    merge.kill()
 
 
 def kill_and_resume(

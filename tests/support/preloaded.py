@@ -1,7 +1,13 @@
-"""The classes behind the pico-models that mutant runs use, imported once before they are forked.
-Nothing of regauge.
+"""Slow imports, done once before processes are forked. Nothing of regauge: a child imports it for
+the first time.
 """
 
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import safetensors.numpy
+import safetensors.torch  # noqa: F401
+import scipy.optimize
+import scipy.stats  # noqa: F401
 import torch
 import transformers.models.bert.modeling_bert
 import transformers.models.gemma2.modeling_gemma2

@@ -1,19 +1,16 @@
 """Server and client of a split training as processes of their own, for what signals do to them.
 
-Both are forked from a server that has imported what is heavy, so that a start takes about a second.
 They say what happens through pipes; the client trains as far as it is allowed to, so that a fault
 finds it at work.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
 from functools import cache
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import torch
 
 from regauge.core.element import Element
 from regauge.split import Host, InProcess, RemoteBackbone, TransportError, connect
+from support import forks
 from support.split_pairs import (
     ADAMW,
     assemble_state,
@@ -31,10 +29,6 @@ from support.split_pairs import (
     optimizer_of,
 )
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["torch", "scipy.stats", "scipy.optimize", "safetensors.torch", "preloaded"]
-)
 SECRET = 5
 PATIENCE = 300.0
 
@@ -83,30 +77,12 @@ def saved_weights(folder: Path, steps: int) -> dict[str, torch.Tensor]:
     return assemble_state(mine, host, g)
 
 
-def _start_forks() -> None:
-    """Start the server of forks so that it finds `preloaded`, which lies here. Its children find
-    everything by themselves.
-    """
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(Path(__file__).parents[1]), *([before] if before else [])]
-    )
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before:
-            os.environ["PYTHONPATH"] = before
-
-
 class Child:
     """A process and what it says."""
 
     def __init__(self, target: Callable[..., None], *args: Any) -> None:
-        _start_forks()
-        self.pipe, there = FORKS.Pipe()
-        self.process = FORKS.Process(target=target, args=(there, *args), daemon=True)
-        self.process.start()
+        self.pipe, there = forks.CONTEXT.Pipe()
+        self.process = forks.start(target, there, *args, daemon=True)
         there.close()
 
     def signal(self, number: signal.Signals) -> None:

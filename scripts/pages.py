@@ -337,6 +337,7 @@ REFERENCE = {
     "Elements": "element identity Element save_element load_element parse dual",
     "Acting": "act apply apply_ move fold_norms move_adapter invariants",
     "Verify": "verify Permuted",
+    "Evaluate": "evaluate",
     "Match and merge": (
         "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions"
     ),
@@ -353,6 +354,7 @@ REFERENCE = {
 # Not in an `__all__`, but needed to use the names that are.
 FURTHER = {
     "Audits": ("regauge.audit.api.SampleOptions",),
+    "Evaluate": ("regauge.evaluation.report.Evaluation", "regauge.data.evaluate.Score"),
     "Data": ("regauge.data.datasets.open_data",),
     "For your own tests": ("regauge.testing.symmetry_error", "regauge.testing.assert_symmetry"),
 }

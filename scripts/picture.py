@@ -65,7 +65,10 @@ LAYERS = (
                 Box("checkpoints/", "streamed, atomic files"),
                 Box("models/", "families, discovery"),
                 Box("data/", "datasets, training loop"),
+            ),
+            (
                 Box("results/", "findings, HTML report"),
+                Box("evaluation/", "accuracy, perplexity"),
             ),
         ),
     ),

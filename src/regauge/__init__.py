@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from regauge.locking.api import unlock as unlock
     from regauge.locking.authorize import authorize as authorize
     from regauge.locking.authorize import deauthorize as deauthorize
+    from regauge.locking.evaluation import evaluate as evaluate
     from regauge.locking.keys import Key as Key
     from regauge.locking.keys import generate_key as generate_key
     from regauge.locking.keys import load_key as load_key
@@ -86,6 +87,7 @@ _HOME = {
     "discover": "models.discovery",
     "dual": "core.axes",
     "element": "core.element",
+    "evaluate": "locking.evaluation",
     "fingerprint": "matching.fingerprint",
     "fold_norms": "models.transforms",
     "generate_key": "locking.keys",

@@ -24,6 +24,7 @@ ORDER = (
     "models",
     "data",
     "results",
+    "evaluation",
     "matching",
     "merging",
     "locking",

@@ -34,6 +34,7 @@ _COMMANDS = {  # name: "module:function", imported on demand
     "compare": "match:compare",
     "merge": "merge:merge",
     "barrier": "barrier:barrier",
+    "evaluate": "evaluate:evaluate",
     "federate": "federate:federate",
     "fingerprint": "fingerprint:fingerprint",
     "keygen": "keygen:keygen",

@@ -20,14 +20,7 @@ def barrier(
     b: Annotated[
         str, typer.Argument(metavar="B", help="Another model of the same class and size.")
     ],
-    data: Annotated[
-        str,
-        typer.Option(
-            "--data",
-            metavar="URI",
-            help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.",
-        ),
-    ],
+    data: sample.Data,
     field: sample.Field = None,
     split: sample.Split = "test",
     samples: Annotated[

@@ -17,6 +17,7 @@ Start here
 Then, by task
   the same model in another basis       regauge move MODEL --random -o OUT
   check the theorems on a model         regauge verify MODEL
+  accuracy or perplexity of models      regauge evaluate A B --data IMAGES
   do two models share a basis?          regauge compare A B
   merge independently trained models    regauge merge A B --align -o OUT
   lock weights with a key               regauge keygen -o KEY, regauge lock MODEL -k KEY -o LOCKED
@@ -31,7 +32,7 @@ regauge --help lists all commands; regauge COMMAND --help ends with an example."
 
 PANELS = {
     "Start": ("demo", "doctor"),
-    "Look at models": ("inspect", "verify", "compare", "barrier", "fingerprint"),
+    "Look at models": ("inspect", "verify", "evaluate", "compare", "barrier", "fingerprint"),
     "Change models": ("move", "match", "merge", "convert"),
     "Protect": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
     "Train and serve": ("split", "jigsaw", "federate"),
@@ -49,6 +50,7 @@ EXAMPLES = {
     "convert": "regauge convert PICKLED -o OUT",
     "demo": "regauge demo --report page.html",
     "doctor": "regauge doctor --json",
+    "evaluate": "regauge evaluate A B --data book.txt",
     "federate": "regauge federate VIT --data IMAGES --clients 4 --rounds 10 -o RUN",
     "fingerprint": "regauge fingerprint MODEL --json",
     "inspect": "regauge inspect MODEL --explain stream",
@@ -85,6 +87,7 @@ FUNCTIONS = {
     "convert": "regauge.checkpoints.convert.convert",
     "demo": "regauge.demo.run_demo",
     "doctor": "regauge.results.installation.check_installation",
+    "evaluate": "regauge.evaluate",
     "federate": "regauge.federated.run",
     "fingerprint": "regauge.fingerprint",
     "inspect": "regauge.models.summary.inspect",

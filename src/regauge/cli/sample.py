@@ -9,6 +9,14 @@ import typer
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
 
+Data = Annotated[
+    str,
+    typer.Option(
+        "--data",
+        metavar="URI",
+        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.",
+    ),
+]
 Field = Annotated[
     list[str] | None,
     typer.Option(

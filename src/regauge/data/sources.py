@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from regauge.core.options import require_at_least
 from regauge.errors import DataError
 
@@ -98,6 +100,14 @@ class DataSource:
             labelled=labelled,
             attributes=self.attributes,
         )
+
+
+def sample_examples(examples: Examples, data: object, seed: int) -> Examples:
+    """Return the sample that a data source is limited to, in its order; all of other data."""
+    samples = data.samples if isinstance(data, DataSource) else None
+    if samples is None or samples >= len(examples):
+        return examples
+    return examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
 
 
 def source_of(

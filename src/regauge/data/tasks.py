@@ -370,13 +370,25 @@ def logits_and_extra_loss(
 
 def loss_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
     """Compute the mean cross entropy of examples, pixels, tokens or binary labels."""
+    return _cross_entropy(examples, logits, labels, "mean")
+
+
+def losses_of(examples: Examples, logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the cross entropy of every label, [examples, ...]; 0 for labels that are ignored."""
+    losses = _cross_entropy(examples, logits, labels, "none")
+    return losses.reshape(len(labels), -1)
+
+
+def _cross_entropy(examples: Examples, logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
     if examples.causal:
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return F.cross_entropy(logits, labels, reduction=reduction)
     if examples.tokens:
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        logits, labels = logits.flatten(0, 1), labels.flatten()
     if examples.multi_label:
-        return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
-    return F.cross_entropy(logits, labels, ignore_index=-100)
+        labels = labels.to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction=reduction)
+    return F.cross_entropy(logits, labels, ignore_index=-100, reduction=reduction)
 
 
 def compute_metrics(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:

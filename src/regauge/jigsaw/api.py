@@ -24,7 +24,7 @@ from regauge.core.options import require_at_least, require_device, resolve_optio
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.augment import DEIT_AUGMENTATION
-from regauge.data.sources import DataSource, source_of
+from regauge.data.sources import DataSource, sample_examples, source_of
 from regauge.data.tasks import Examples
 from regauge.data.train import count_steps, train_model
 from regauge.errors import JigsawError
@@ -320,7 +320,7 @@ def train(
     module = reinitialize(module, seed) if options.fresh else module
     _require_finite(module, name)
     examples, task = _read(data, module, folder_of(model), split="train")
-    examples = _sample(examples, data, seed)
+    examples = sample_examples(examples, data, seed)
     recipe, settings = options.recipe(task), options.wrapping(ratio)
     total = count_steps(recipe, len(examples))
     with warnings.catch_warnings():
@@ -413,7 +413,7 @@ def evaluate(
     datasets: dict[str, Examples] = {}
     grids: dict[str, figures.PuzzleGrid] = {}
     for name, (wrapped, folder) in loaded.items():
-        examples = _sample(_read(data, wrapped.model, folder)[0], data, seed)
+        examples = sample_examples(_read(data, wrapped.model, folder)[0], data, seed)
         datasets[name] = examples
         height, width = examples.batch(np.arange(1))[0]["pixel_values"].shape[-2:]
         layout = wrapped.layout
@@ -561,7 +561,7 @@ def study(
             areas = {}
             for name, (wrapped, folder) in loaded.items():
                 outliers, _ = _read(outside, wrapped.model, folder, labelled=False)
-                outliers = _sample(outliers, outside, seed)
+                outliers = sample_examples(outliers, outside, seed)
                 inner, outer = (
                     score_predictions(wrapped.unwrap(), inputs, batch_size)[0]
                     for inputs in (datasets[name][0], outliers)
@@ -571,7 +571,7 @@ def study(
     if hard is not None:
         scores = {}
         for name, (wrapped, folder) in loaded.items():
-            examples = _sample(_read(hard, wrapped.model, folder)[0], hard, seed)
+            examples = sample_examples(_read(hard, wrapped.model, folder)[0], hard, seed)
             confidence, correct = score_predictions(wrapped.unwrap(), examples, batch_size)
             scores[name] = float(correct.mean()), aurra(confidence, correct), len(correct)
         tables = (*tables, figures.tabulate_hard_images(scores))
@@ -632,14 +632,6 @@ def _read(
     if isinstance(data, Examples):
         return data, {}
     return source_of(data, split).read(module, folder, labelled=labelled)
-
-
-def _sample(examples: Examples, data: DataInput, seed: int) -> Examples:
-    """Return the sample that a data source is limited to, in its order."""
-    samples = data.samples if isinstance(data, DataSource) else None
-    if samples is None or samples >= len(examples):
-        return examples
-    return examples.only(np.sort(np.random.default_rng(seed).permutation(len(examples))[:samples]))
 
 
 def _name_of(data: DataInput) -> str:

@@ -1,0 +1,77 @@
+"""`regauge evaluate` as a transcript: models beside a guess, locked models with their key, bad
+input.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import regauge
+import support.federations as fed
+from support.cli_runs import Run
+
+DATA = ("--data", "digits", "--mean", "0.3", "--std", "0.38", "--samples", "40")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, the same locked, and the key."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    fed.vit(num_labels=10).save_pretrained(folder / "vit")  # type: ignore[operator]
+    key = regauge.generate_key()
+    regauge.save_key(key, folder / "KEY")
+    regauge.lock(folder / "vit", key).save(folder / "locked")
+    return folder
+
+
+def test_one_model(models: Path, run: Run) -> None:
+    code, out, err = run("evaluate", models / "vit", *DATA)
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "digits: 40 examples (± standard error)"
+    assert lines[2].split() == ["model", "loss", "accuracy"]
+    assert lines[3].startswith("vit ")
+    assert [line.split("  ")[0] for line in lines[4:6]] == [
+        "guess: label frequencies",
+        "guess: uniform",
+    ]
+    assert lines[5].split()[-3:] == ["2.3026", "10.0", "%"]
+    assert err == "regauge: evaluate 1/40: vit\n"
+
+
+def test_locked_models_with_their_key_and_without(models: Path, run: Run, tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    code, out, _ = run(
+        *("evaluate", models / "vit", models / "locked", *DATA, "-k", models / "KEY", "--control"),
+        *("--json", results, "--report", tmp_path / "page.html"),
+    )
+    assert code == 0
+    assert "locked, without its key" in out
+    (table,) = json.loads(results.read_text())["tables"]
+    loss = {row[0]: row[1] for row in table["rows"]}
+    assert loss["locked"] == pytest.approx(loss["vit"], abs=1e-5)
+    assert abs(loss["locked, without its key"] - loss["vit"]) > 1e-4
+    assert "locked, without its key" in (tmp_path / "page.html").read_text()
+    code, out, _ = run("evaluate", models / "locked", *DATA)
+    assert code == 0
+    assert "was evaluated without it: pass the key with -k" in out
+
+
+def test_bad_input(models: Path, run: Run, tmp_path: Path) -> None:
+    regauge.save_key(regauge.generate_key(), tmp_path / "OTHER")
+    for arguments, code, message in (
+        ((models / "vit", "--data", tmp_path / "none.npz"), 1, "none.npz does not exist"),
+        ((tmp_path / "none", *DATA), 1, "none does not exist"),
+        ((models / "vit", "--data", "digits"), 1, "normalization of the model's images is unknown"),
+        ((models / "locked", *DATA, "-k", tmp_path / "OTHER"), 1, "was locked by the key"),
+        ((models / "vit", *DATA, "-k", models / "KEY"), 1, "none of vit is locked"),
+        ((models / "vit", *DATA, "--control"), 2, "require -k KEY"),
+        ((models / "vit", *DATA, "--samples", "0"), 2, "--samples"),
+        ((models / "vit",), 2, "Missing option '--data'"),
+    ):
+        found = run("evaluate", *arguments)
+        assert (found.code, found.out) == (code, "")
+        assert message in found.err

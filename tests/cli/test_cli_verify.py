@@ -52,7 +52,10 @@ def test_a_model_that_keeps_the_laws(
     results = load_results(tmp_path / "r.json")
     assert results.facts["dtype"] == "float32"
     assert results.facts["versions"]["torch"] == torch.__version__
-    assert "All 58 checks hold" in (tmp_path / "page.html").read_text()
+    headline = "Permuting tokens and channels changes nothing: 58 of 58 checks pass"
+    assert results.headline == results.claim
+    assert (results.claim.text, results.claim.tone) == (headline, "good")
+    assert f"</span> {headline}</h1>" in (tmp_path / "page.html").read_text()
 
 
 def test_a_law_that_fails_is_exit_code_3(

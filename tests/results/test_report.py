@@ -22,9 +22,9 @@ import pytest
 
 from regauge.cli import main
 from regauge.errors import FindingsError, MissingExtraError
-from regauge.results.findings import Figure, Finding, Results, Table, from_json, to_json
-from regauge.results.report import format_amount, format_number, page, verdict
-from regauge.results.report.plots import build_panels
+from regauge.results.findings import Claim, Figure, Finding, Results, Table, from_json, to_json
+from regauge.results.report import format_amount, format_number, page
+from regauge.results.report.panels import build_panels
 
 GREY = [[0.0, 0.5], [1.0, 0.25]]
 FIGURES = {
@@ -170,51 +170,182 @@ def test_importing_regauge_or_its_help_loads_neither_jinja_nor_matplotlib() -> N
 
 
 @pytest.mark.parametrize(
-    ("holds", "says", "colour"),
+    ("holds", "says", "tone"),
     [
-        ((True, True, None), "✓ All 2 checks hold", "good"),
+        ((True, True, None), "✓ 2 of 2 checks pass", "good"),
         ((True, False, None), "✕ 1 of 2 checks fails", "bad"),
         ((False, False), "✕ 2 of 2 checks fail", "bad"),
-        ((True,), "✓ The one check holds", "good"),
-        ((None,), "○ Measured: nothing here passes or fails", "none"),
-        ((), "○ Measured: nothing here passes or fails", "none"),
+        ((None,), "○ Measurements without a verdict", "none"),
+        ((), "○ Measurements without a verdict", "none"),
     ],
 )
-def test_the_verdict(holds: tuple[bool | None, ...], says: str, colour: str) -> None:
+def test_checks_are_the_headline_without_a_claim(
+    holds: tuple[bool | None, ...], says: str, tone: str
+) -> None:
     html = page(Results("t", tuple(Finding(f"s/{i}", "it is so", h) for i, h in enumerate(holds))))
-    assert says in text_of(html)
-    assert f'<section class="banner {colour}"' in html
+    assert banner_of(html) == (tone, says)
+
+
+def banner_of(html: str) -> tuple[str, str]:
+    """The tone and the headline of a page."""
+    banner = re.search(r'<section class="banner (\w+)".*?<h[12]>(.*?)</h[12]>', html, re.S)
+    assert banner is not None
+    return banner[1], text_of(banner[2]).strip()
+
+
+HOLDS, FAILS = Finding("s/0", "it is so", True), Finding("s/1", "it is so, too", False)
+NOTHING = Claim("This lock gives nothing.", "bad", "100 %", "of the key", "The base is public.")
+
+
+@pytest.mark.parametrize(
+    ("findings", "claim", "banner"),
+    [
+        ((HOLDS,), NOTHING, ("bad", "✕ This lock gives nothing.")),
+        ((FAILS,), NOTHING, ("bad", "✕ This lock gives nothing.")),
+        ((HOLDS,), Claim("It works.", "good"), ("good", "✓ It works.")),
+        ((HOLDS,), Claim("It works in part.", "mixed"), ("mixed", "◐ It works in part.")),
+        ((HOLDS, FAILS), Claim("It works.", "good"), ("bad", "✕ 1 of 2 checks fails")),
+    ],
+)
+def test_the_worst_verdict_is_the_headline(
+    findings: tuple[Finding, ...], claim: Claim, banner: tuple[str, str]
+) -> None:
+    results = Results("t", findings, claim=claim)
+    html = page(results)
+    assert banner_of(html) == banner
+    assert f"<title>t: {results.headline.text}</title>" in html
+    assert claim.text in text_of(html), "a claim that checks contradict is still shown"
+    passes = re.search(r"Checks and controls: \d (of \d )?checks? \w+", text_of(html))
+    assert passes is not None, "the count is in the details"
+
+
+def test_the_number_and_the_sentence_of_a_claim_are_shown() -> None:
+    text = text_of(page(Results("t", claim=NOTHING)))
+    assert "This lock gives nothing. 100 % of the key The base is public." in text
+    with pytest.raises(FindingsError, match='must be one of good, bad, mixed, none, got "green"'):
+        Claim("It works.", "green")
 
 
 def test_inconclusive_findings_are_no_good_news() -> None:
-    passing, inconclusive = (
-        Finding("s/0", "it is so", True),
-        Finding(
-            "s/1", "it is so", None, sentence="inconclusive in bfloat16: the control is too small"
-        ),
+    inconclusive = replace(
+        HOLDS, holds=None, sentence="inconclusive in bfloat16: the control is too small"
     )
-    assert verdict(Results("t", (passing, inconclusive))) == (
-        "none",
-        "1 check holds; 1 inconclusive",
-    )
-    assert verdict(Results("t", (passing, replace(passing, holds=False), inconclusive))) == (
-        "bad",
-        "1 of 2 checks fails; 1 inconclusive",
-    )
-    assert "○ 1 check holds; 1 inconclusive" in text_of(page(Results("t", (passing, inconclusive))))
+
+    def headline(*findings: Finding, claim: Claim | None = None) -> tuple[str, str]:
+        found = Results("t", findings, claim=claim).headline
+        return found.tone, found.text
+
+    assert headline(HOLDS, inconclusive) == ("none", "1 check passes; 1 inconclusive")
+    assert headline(FAILS, inconclusive) == ("bad", "1 check fails; 1 inconclusive")
+    assert headline(HOLDS, inconclusive, claim=Claim("It works.", "good")) == ("none", "It works.")
     older = replace(inconclusive, sentence="cannot be told in bfloat16: the control is too small")
     assert Results("t", (older,)).inconclusive == (older,)
+
+
+STORY = Results(
+    "A demonstration",
+    chapters=(
+        Results(
+            "A lock",
+            (HOLDS,),
+            figures=(
+                Figure("accuracy", "bars", {"labels": ["a"], "y": {"b": [0.5]}, "percent": True}),
+            ),
+            claim=replace(NOTHING, command="regauge audit lock LOCKED --against BASE"),
+            unchecked=("theft: no labels",),
+        ),
+        Results(
+            "A basis",
+            (HOLDS,),
+            figures=(
+                Figure("points", "points", {"series": {"a": [[0, 0], [1, 1]]}, "scatter": True}),
+            ),
+            claim=Claim("It works.", "good", "2e-7", "largest difference"),
+        ),
+    ),
+    claim=Claim("Two claims", sentence="Measured here."),
+    facts={"command": "regauge demo"},
+)
+
+
+def test_a_story_is_a_summary_and_a_section_for_each_claim() -> None:
+    html = page(STORY)
+    cards, *sections = re.split(r'<section class="chapter', html)
+    assert re.findall(r'class="card (\w+)"', cards) == ["bad", "good"]
+    assert [s.split('"')[0].strip() for s in sections] == ["bad", "good"]
+    for shown in (cards, sections[0]):
+        assert "This lock gives nothing. 100 % of the key" in text_of(shown)
+        assert "50.0 %" in text_of(shown), "the picture"
+    assert "regauge audit lock LOCKED --against BASE" in text_of(sections[0])
+    before, details = sections[0].split("<details>", 1)
+    assert "1 check passes" not in before
+    assert "1 check passes" in details
+    assert "theft: no labels" in details
+    ids = re.findall(r'\sid="([^"]*)"', html)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'href="#([^"]*)"', html)) <= set(ids)
+    assert "banner" not in html.split("<body>")[1]
+    assert from_json(to_json(STORY)) == STORY
+
+
+def test_a_story_begins_with_checks_that_fail() -> None:
+    failing = replace(STORY, chapters=(replace(STORY.chapters[1], findings=(FAILS,)),))
+    assert failing.failed == (FAILS,)
+    html = page(failing)
+    assert banner_of(html) == ("bad", "✕ 1 check fails")
+    assert html.index("it is so, too") < html.index('class="cards"')
+    assert 'class="card bad"' in html, "the claim of the chapter is not good news either"
+
+
+def test_details_are_folded_unless_a_check_fails() -> None:
+    assert re.search(r'<details id="checks"><summary>', page(Results("t", (HOLDS, HOLDS))))
+    assert re.search(r'<details id="checks" open><summary>', page(Results("t", (FAILS,))))
+    assert re.search(r"<details><summary>Not checked", page(RESULTS))
+
+
+def test_both_colour_schemes_define_every_colour() -> None:
+    style = page(RESULTS).split("</style>")[0]
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.S)
+    assert "prefers-color-scheme: dark" in style
+    names = set(re.findall(r"--[\w-]+(?=:)", light))
+    assert names == set(re.findall(r"--[\w-]+(?=:)", dark))
+    assert set(re.findall(r"var\((--[\w-]+)\)", page(RESULTS))) <= names | {"--tone", "--wash"}
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of two colours by WCAG."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_and_lines_are_readable_in_both_schemes() -> None:
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    style = page(RESULTS).split("</style>")[0]
+    for scheme in re.findall(r":root \{(.*?)\}", style, re.S):
+        colours = dict(re.findall(r"--([\w-]+): (#\w+)", scheme))
+        colours = {
+            k: v if len(v) == 7 else "#" + "".join(2 * c for c in v[1:]) for k, v in colours.items()
+        }
+        for tone in ("good", "bad", "mixed", "none"):
+            assert contrast(colours[tone], colours[f"{tone}-wash"]) >= 4.5, tone
+            assert contrast(colours[tone], colours["card"]) >= 4.5, tone
+        assert contrast(colours["soft"], colours["card"]) >= 4.5
+        for i in range(6):
+            assert contrast(colours[f"s{i}"], colours["paper"]) >= 3, i
 
 
 def test_everything_in_the_results_is_on_the_page() -> None:
     html = page(RESULTS)
     text = text_of(html)
     for words in (
-        (
-            "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32 "
-            "without a verdict 1"
-        ),
-        "✓ holds the output stays It agrees to rounding.",
+        "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32",
+        "✓ passes the output stays It agrees to rounding.",
         "5 trials · docs/notation.md 2.1e-7 ± 3.0e-8 1.0e-6 0.83",
         "✕ fails positions stay",
         "nan 1.0e-6 inf",
@@ -223,7 +354,7 @@ def test_everything_in_the_results_is_on_the_page() -> None:
         "a 260,032 1.3e-7 b 7 – c 8 nan",
         "about lines 2 values are nan, inf or not on this axis, and not drawn.",
         "about bars 1 value is nan",
-        "What was not checked quantised weights",
+        "Not checked 1 quantised weights",
         "How to repeat this regauge verify 'a model'",
         "seed 12345 versions torch 2.13.0 flags x, 1",
     ):
@@ -231,14 +362,15 @@ def test_everything_in_the_results_is_on_the_page() -> None:
     order = [
         "Symmetries of a model",
         "checks fail",
+        "The lines",
+        "Sizes",
+        "Checks and controls",
         "At a glance",
-        "Figures",
-        "Tables",
-        "Findings",
-        "What was not",
+        "Not checked",
         "How to repeat",
     ]
-    assert [text.index(words) for words in order] == sorted(text.index(words) for words in order)
+    body = text[text.index("Symmetries of a model", 40) :]
+    assert [body.index(words) for words in order] == sorted(body.index(words) for words in order)
     assert (
         len(re.findall(r"(https?:)?//(?!www\.w3\.org)", re.sub(r"base64,[^\"]*", "", html))) == 0
     )  # nothing comes from a network
@@ -400,7 +532,7 @@ def test_no_text_is_trusted(poison: str) -> None:
     if poison.startswith("$"):
         assert "stream$" in html  # no formula is made of it
     if "script" in poison:
-        svg = html[html.index('id="f0-title"') : html.index("about lines")]
+        svg = html[html.index('id="f0-desc"') : html.rindex("about lines")]
         assert "plain&lt;/title&gt;" in svg.replace("</tspan>", "")  # in the text of a chart, too
 
 

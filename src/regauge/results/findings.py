@@ -19,6 +19,7 @@ from regauge.errors import CheckpointError, FindingsError
 from regauge.results.views import ResultView
 
 VERSION = 1
+TONES = ("good", "bad", "mixed", "none")
 INCONCLUSIVE = "inconclusive"  # the sentence of an undecided finding starts with this word
 _INCONCLUSIVE = (INCONCLUSIVE, "cannot be ")  # the second in older files
 
@@ -73,13 +74,16 @@ class Figure:
     """A figure as data, of one of these kinds:
 
     lines   {"x", "y": {label: values}, "xlabel", "ylabel", "log"}; values may be shorter than x
-    points  {"series": {label: [[x, y, name]]}, "xlabel", "ylabel"}
+    points  {"series": {label: [[x, y, name]]}, "xlabel", "ylabel", "scatter"}; a scatter plot has
+            neither names nor lines, but the diagonal
     bars    {"labels", "y": {label: values}, "ylabel"}
     images  {"columns": labels, "rows": [{"label", "images": [2-D or 3-D lists in 0..1]}]}
     matrix  {"rows", "columns", "values", "log"}
     plane   {"x", "y", "values": [y][x], "points": {label: [x, y]}, "joined": [[label, label]],
             "xlabel", "ylabel", "unit"}
     net     {"lines": {label: [[x, y], ...]}}
+
+    With "percent": true, values of lines, points and bars are shares, and shown in percent.
     """
 
     title: str
@@ -88,17 +92,55 @@ class Figure:
     caption: str = ""
 
 
+@dataclass(frozen=True)
+class Claim:
+    """The conclusion of results in words: the headline of their page.
+
+    Attributes:
+        text: The conclusion, understandable without the rest of the page.
+        tone: "good"; "bad" if something that the reader relies on does not hold; "mixed"; or
+            "none" for a measurement without a verdict.
+        number: The number that decides, with its unit, such as "93.6 %".
+        label: What the number measures.
+        sentence: One sentence of explanation.
+        command: A command that measures the same on the reader's own model.
+
+    Example:
+        >>> from regauge.results.findings import Claim, Results
+        >>> claim = Claim("The base undoes this lock.", "bad", "100 %", "of the key recovered")
+        >>> Results("What a lock is worth", claim=claim).headline.text
+        'The base undoes this lock.'
+    """
+
+    text: str
+    tone: str = "none"
+    number: str = ""
+    label: str = ""
+    sentence: str = ""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.tone not in TONES:
+            raise FindingsError(
+                f'the tone of a claim must be one of {", ".join(TONES)}, got "{self.tone}"',
+                hint="good, bad and mixed are verdicts; none is a measurement",
+            )
+
+
 @dataclass(frozen=True, repr=False)
 class Results(ResultView):
     """The results of one command.
 
     Attributes:
-        title: The heading of the page.
+        title: The subject of the page.
         findings: Statements with their measurements.
         tables: Tables of the page.
         figures: Figures of the page.
         facts: The command, versions, seed, model, dtype and seconds.
         unchecked: Checks that were skipped, with the reason.
+        claim: The conclusion in words; without one the page counts its checks.
+        chapters: Results that form one page together, each with a claim. Their findings, tables
+            and figures are their own.
     """
 
     title: str
@@ -107,6 +149,8 @@ class Results(ResultView):
     figures: tuple[Figure, ...] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     unchecked: tuple[str, ...] = ()
+    claim: Claim | None = None
+    chapters: tuple[Results, ...] = ()
 
     @property
     def results(self) -> Results:
@@ -116,13 +160,25 @@ class Results(ResultView):
     @property
     def failed(self) -> tuple[Finding, ...]:
         """The findings that do not hold."""
-        return tuple(f for f in self.findings if f.holds is False)
+        return tuple(f for f in self.all_findings if f.holds is False)
 
     @property
     def inconclusive(self) -> tuple[Finding, ...]:
         """The findings whose measurement is too weak for a verdict."""
-        undecided = (f for f in self.findings if f.holds is None)
+        undecided = (f for f in self.all_findings if f.holds is None)
         return tuple(f for f in undecided if f.sentence.startswith(_INCONCLUSIVE))
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """The findings, those of chapters included."""
+        return (*self.findings, *(f for chapter in self.chapters for f in chapter.all_findings))
+
+    @property
+    def headline(self) -> Claim:
+        """The conclusion in words: the worst of the checks that fail and the claim."""
+        from regauge.results.headline import headline_of
+
+        return headline_of(self)
 
 
 def spread_of(values: Sequence[float]) -> float | None:
@@ -184,29 +240,43 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
             hint="install a newer regauge",
         )
     try:
-        return Results(
-            title=str(document["title"]),
-            findings=tuple(_build(Finding, f) for f in document["findings"]),
-            tables=tuple(
-                _build(
-                    Table,
-                    {
-                        **t,
-                        "columns": tuple(t["columns"]),
-                        "rows": tuple(tuple(r) for r in t["rows"]),
-                    },
-                )
-                for t in document["tables"]
-            ),
-            figures=tuple(_build(Figure, f) for f in document["figures"]),
-            facts=dict(document["facts"]),
-            unchecked=tuple(map(str, document["unchecked"])),
-        )
-    except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        return _build_results(document)
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, FindingsError) as error:
         raise FindingsError(
             f"{where} is damaged: {type(error).__name__}: {error}",
             hint="run the command again with --json",
         ) from error
+
+
+def _build_results(document: Mapping[str, Any], depth: int = 0) -> Results:
+    """Construct results from their JSON; files before 0.2 have neither claim nor chapters."""
+    claim, chapters = document.get("claim"), document.get("chapters", ())
+    if chapters and depth:
+        raise ValueError("chapters must not have chapters")
+    return Results(
+        title=str(document["title"]),
+        findings=tuple(_build(Finding, f) for f in document["findings"]),
+        tables=tuple(
+            _build(
+                Table,
+                {
+                    **t,
+                    "columns": tuple(t["columns"]),
+                    "rows": tuple(tuple(r) for r in t["rows"]),
+                },
+            )
+            for t in document["tables"]
+        ),
+        figures=tuple(_build(Figure, f) for f in document["figures"]),
+        facts=dict(document["facts"]),
+        unchecked=tuple(map(str, document["unchecked"])),
+        claim=None if claim is None else _build_claim(claim),
+        chapters=tuple(_build_results(chapter, depth + 1) for chapter in chapters),
+    )
+
+
+def _build_claim(values: Mapping[str, Any]) -> Claim:
+    return Claim(**{str(name): str(value) for name, value in values.items()})
 
 
 def load_results(path: Path | str) -> Results:

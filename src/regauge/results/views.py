@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from regauge.results.findings import Finding, Results
 
 _ROWS, _FIGURES = 20, 2  # of a table, and of a cell; the page has all of them
-_COLOURS = {"good": "#17683f", "bad": "#a8201a", "none": "#5b6068"}
-_FINDINGS = ("", "finding", "value", "floor", "ceiling", "")
+# readable on white and on black
+_COLOURS = {"good": "#00815c", "bad": "#cf4a12", "mixed": "#98700f", "none": "#3a83bd"}
+_FINDINGS = ("", "finding", "value", "baseline", "control", "")
 # The variables of the page that its figures use.
 _STYLE = (
     "max-width:60em;--ink:currentColor;--soft:#80858d;--rule:#c9c7c1;--paper:transparent;"
-    "--s0:#2b6cb0;--s1:#c05621;--s2:#2c7a5b;--s3:#8a4fa3;--s4:#a3781b;--s5:#4a5568"
+    "--s0:#2d8fcb;--s1:#d9671a;--s2:#12936f;--s3:#b96a9c;--s4:#9a7a1a;--s5:#80868e"
 )
 
 
@@ -86,30 +87,27 @@ class ResultView:
         return f"<{self.results.title}>"
 
     def _repr_html_(self) -> str:
-        """Show verdict, findings, tables, skipped checks and figures in a notebook.
+        """Show conclusion, findings, tables, skipped checks and figures in a notebook.
 
-        The verdict of an audit comes before the count of its checks, which is then not green: that
-        checks hold does not mean that the protection does. Only the figures require further
-        libraries; they are left out without matplotlib.
+        Only the figures require further libraries; they are left out without matplotlib.
         """
-        from regauge.results.report import verdict
+        from regauge.results.headline import count_checks, remaining_verdicts
 
         results = self.results
-        colour, words = verdict(results)
-        summary = results.facts.get("verdict")
-        if not isinstance(summary, list | tuple):
-            summary = ()
-        if summary and colour == "good":
-            colour = "none"
-        mark = f"border-left:.3em solid {_COLOURS[colour]};padding:.2em .8em;margin:.4em 0"
+        headline, lines = results.headline, remaining_verdicts(results)
+        if results.findings and (count := count_checks(results)) != headline.text:
+            lines.append(count)
+        colour = _COLOURS[headline.tone]
+        mark = f"border-left:.3em solid {colour};padding:.2em .8em;margin:.4em 0"
         about = repr(self).removeprefix("<").removesuffix(">")
-        parts = [f"<strong>{escape(results.title)}</strong>"]
-        if summary:
-            parts.append(_list(summary))
+        parts = [escape(results.title)]
+        parts.append(f'<br><strong style="color:{colour}">{escape(headline.text)}</strong>')
+        if headline.number:
+            parts.append(f"<br>{escape(f'{headline.number} {headline.label}')}")
+        if lines:
+            parts.append(_list(lines))
         elif about != results.title:
             parts.append(f"<br>{escape(about)}")
-        line = f'<span style="color:{_COLOURS[colour]}">{escape(words)}</span>'
-        parts.append(line if summary else f"<br>{line}")
         parts = [f'<div style="{mark}">{"".join(parts)}</div>']
         if results.findings:
             parts.append(_table(_FINDINGS, [_row(f) for f in results.findings]))

@@ -36,7 +36,7 @@ from regauge.results.findings import Finding, Results
 from regauge.verification import checks
 from regauge.verification.initialization import fresh_initialization
 from regauge.verification.inputs import example_inputs, read_inputs
-from regauge.verification.report import Verification
+from regauge.verification.report import Verification, summarize
 from regauge.verification.subject import Subject, run
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def verify(
         "training": f"{steps} steps of {optimizer}",
         "seconds": round(time.monotonic() - started, 1),
     }
-    return Verification(replace(results, facts=facts), describe_discovery(discovery))
+    return Verification(summarize(replace(results, facts=facts)), describe_discovery(discovery))
 
 
 def _describe(

@@ -2,13 +2,74 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from regauge.results.findings import Finding, Results
+from regauge.results.findings import Claim, Finding, Results, Table
+from regauge.results.headline import count_checks
 from regauge.results.text import format_verdict
 from regauge.results.views import ResultView
 
 GENERAL_PREFIXES = ("operator/", "optimizer/")
+# The kinds of checks, by the section of their ids, in words.
+_KINDS = {
+    "spec": "the description covers every tensor of the model",
+    "row": "tokens shuffled after the embedding: outputs, gradients, training",
+    "column": "channels, heads and neurons permuted in the weights: outputs, gradients, training",
+    "both": "tokens and channels permuted at once",
+    "description": "every tensor moved by a random element of the whole symmetry group: outputs",
+    "operator": "each operator alone: outputs and gradients",
+    "optimizer": "which optimizers keep which symmetry",
+}
+_ERRORS = "relative error"
+
+
+def summarize(results: Results) -> Results:
+    """Return the results of a verification with their claim, and a table of the kinds of checks."""
+    sections: dict[str, list[Finding]] = {}
+    for f in results.findings:
+        if f.holds is not None:
+            sections.setdefault(f.id.split("/")[0], []).append(f)
+    moved = [
+        name for name, section in (("tokens", "row"), ("channels", "column")) if section in sections
+    ] or ["weights"]
+    permuted = f"Permuting {' and '.join(moved)}"
+    if results.failed:
+        claim = Claim(f"{permuted} changes the model: {count_checks(results)}", "bad")
+    else:
+        errors = [f for fs in sections.values() for f in fs if f.measure == _ERRORS]
+        largest = max((f.value for f in errors if _is_exact(f) and f.value is not None), default=0)
+        controls = [f.ceiling for f in errors if _is_exact(f) and f.ceiling is not None]
+        claim = Claim(
+            f"{permuted} changes nothing: {count_checks(results)}",
+            "good" if sections else "none",
+            f"{largest:.1e}",
+            "largest relative difference of outputs, gradients and trained weights: rounding",
+            f"Permuted wrongly on purpose, they differ by {min(controls):.2g} or more."
+            if controls
+            else "",
+        )
+    rows = tuple(
+        (_KINDS.get(name, name), len(fs), sum(f.holds is True for f in fs), *_extremes(fs))
+        for name, fs in sections.items()
+    )
+    columns = ("what is checked", "checks", "pass", "largest error", "smallest error of a control")
+    note = "Errors are relative. A control permutes wrongly on purpose, and must differ."
+    table = Table("What was checked", columns, rows, note)
+    return replace(results, claim=claim, tables=(table, *results.tables))
+
+
+def _is_exact(f: Finding) -> bool:
+    """Return whether a check compares two computations that differ by rounding alone."""
+    is_small = f.value is not None and f.floor is not None and f.value <= f.floor <= 1e-3
+    return f.holds is True and is_small
+
+
+def _extremes(findings: Sequence[Finding]) -> tuple[float | None, float | None]:
+    exact = [f for f in findings if f.measure == _ERRORS and (_is_exact(f) or not f.holds)]
+    values = [f.value for f in exact if f.value is not None]
+    controls = [f.ceiling for f in exact if f.ceiling is not None]
+    return max(values, default=None), min(controls, default=None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,19 +8,51 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from regauge.checkpoints.files import wrap_write_errors, write_bytes
 from regauge.errors import FindingsError, need
-from regauge.results.findings import Finding, Results, Table, from_json, load_results, to_json
+from regauge.results.findings import (
+    Claim,
+    Figure,
+    Finding,
+    Results,
+    Table,
+    from_json,
+    load_results,
+    to_json,
+)
+from regauge.results.headline import count_checks, remaining_verdicts
+from regauge.results.report.numbers import format_amount, format_number, section_name
+
+__all__ = ["format_amount", "format_number", "page", "section_name", "write_page"]
 
 _MAX_FAILED = 8  # failing findings that the summary names; it is to be read in ten seconds
 _MAX_DEPTH = 4  # facts nested deeper than this are shown as one line
+_MAX_OPEN_ROWS = 25  # of a table that is shown without a click
+_MAX_OPEN_FIGURES = 4
+_TEMPLATES = ("page.html", "parts.html", "page.css")
+
+
+class Part(NamedTuple):
+    """Results as the page shows them: a whole page, or one of its chapters."""
+
+    results: Results
+    prefix: str  # of all ids
+    headline: Claim
+    checks: str  # how many pass
+    verdicts: list[str]  # beyond the headline
+    failed: list[tuple[int, Finding]]
+    more: int  # failed findings that are not listed
+    sections: dict[str, list[tuple[int, Finding]]]
+    quiet: list[tuple[int, Finding]]
+    panels: list[Any]
+    figures: list[tuple[Figure, Any, int]]
+    thumbnail: Any
 
 
 def page(results: Results) -> str:
@@ -30,44 +62,69 @@ def page(results: Results) -> str:
         FindingsError: The results are not plain data, or a finding or figure is invalid.
     """
     need("jinja2", "report")
-    from jinja2 import Environment, StrictUndefined
-
-    from regauge.results.report.plots import build_panels, draw_figure
+    from jinja2 import DictLoader, Environment, StrictUndefined
 
     results = _to_plain(results)
-    colour, words = verdict(results)
-    sections: dict[str, list[tuple[int, Finding]]] = {}
-    for i, finding in enumerate(results.findings):
-        if finding.holds is not None:
-            sections.setdefault(section_name(finding), []).append((i, finding))
     facts = dict(results.facts)
     command = facts.pop("command", None)
-    summary = facts.pop("verdict") if isinstance(facts.get("verdict"), list) else []
-    if summary and colour == "none":  # an audit only measures, and summarizes in words
-        words, summary = str(summary[0]), summary[1:]
+    if isinstance(facts.get("verdict"), list):
+        del facts["verdict"]
     environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+        loader=DictLoader(
+            {name: files(__name__).joinpath(name).read_text("utf-8") for name in _TEMPLATES}
+        ),
     )
     environment.globals |= {
         "number": format_number,
         "amount": format_amount,
         "fact": _format_fact,
         "numeric": _is_numeric,
+        "marks": {"good": "✓", "bad": "✕", "mixed": "◐", "none": "○"},
+        "max_rows": _MAX_OPEN_ROWS,
+        "max_figures": _MAX_OPEN_FIGURES,
     }
-    template = environment.from_string(files(__name__).joinpath("page.html").read_text("utf-8"))
-    return template.render(
-        results=results,
-        colour=colour,
-        words=words,
-        failed=results.failed[:_MAX_FAILED],
-        more=len(results.failed) - _MAX_FAILED,
-        sections=sections,
-        quiet=[(i, f) for i, f in enumerate(results.findings) if f.holds is None],
-        panels=build_panels(results.findings),
-        figures=[(f, *draw_figure(f, f"f{i}-")) for i, f in enumerate(results.figures)],
+    return environment.get_template("page.html").render(
+        part=_build_part(results, ""),
+        chapters=[
+            _build_part(chapter, f"c{i}-", has_thumbnail=True)
+            for i, chapter in enumerate(results.chapters, 1)
+        ],
         command=shlex.join(map(str, command)) if isinstance(command, list) else command,
         facts=facts,
-        summary=summary,
+    )
+
+
+def _build_part(results: Results, prefix: str, has_thumbnail: bool = False) -> Part:
+    from regauge.results.report.panels import build_panels
+    from regauge.results.report.plots import draw_figure
+
+    sections: dict[str, list[tuple[int, Finding]]] = {}
+    numbered = list(enumerate(results.findings))
+    for i, finding in numbered:
+        if finding.holds is not None:
+            sections.setdefault(section_name(finding), []).append((i, finding))
+    failed = [(i, f) for i, f in numbered if f.holds is False]
+    figures = [(f, *draw_figure(f, f"{prefix}f{i}-")) for i, f in enumerate(results.figures)]
+    thumbnail = None
+    if has_thumbnail and results.figures:
+        thumbnail, _ = draw_figure(results.figures[0], f"{prefix}t-", compact=True)
+    return Part(
+        results=results,
+        prefix=prefix,
+        headline=results.headline,
+        checks=count_checks(results),
+        verdicts=remaining_verdicts(results),
+        failed=failed[:_MAX_FAILED],
+        more=len(failed) - _MAX_FAILED,
+        sections=sections,
+        quiet=[(i, f) for i, f in numbered if f.holds is None],
+        panels=build_panels(results.findings),
+        figures=figures,
+        thumbnail=thumbnail,
     )
 
 
@@ -79,7 +136,7 @@ def write_page(source: Path | str, out: Path) -> str:
         out: The page.
 
     Returns:
-        The verdict in words.
+        The headline of the page.
 
     Raises:
         FindingsError: The page exists, or the source is not a results file.
@@ -93,57 +150,7 @@ def write_page(source: Path | str, out: Path) -> str:
         )
     results = load_results(source)
     write_bytes(out, page(results).encode(), new=True)
-    return verdict(results)[1]
-
-
-def verdict(results: Results) -> tuple[str, str]:
-    """Return the colour of the banner ("good", "bad" or "none") and its words."""
-    checked, failed = sum(f.holds is not None for f in results.findings), len(results.failed)
-    inconclusive = f"; {len(results.inconclusive)} inconclusive" if results.inconclusive else ""
-    if not checked:
-        return "none", f"Measured: nothing here passes or fails{inconclusive}"
-    if failed:
-        return (
-            "bad",
-            f"{failed} of {checked} checks {'fails' if failed == 1 else 'fail'}{inconclusive}",
-        )
-    if inconclusive:
-        return "none", f"{checked} {'check holds' if checked == 1 else 'checks hold'}{inconclusive}"
-    return "good", f"All {checked} checks hold" if checked > 1 else "The one check holds"
-
-
-def section_name(finding: Finding) -> str:
-    """Return the section of a finding: its id up to the first slash."""
-    return finding.id.split("/")[0]
-
-
-def format_amount(value: float | None, finding: Finding) -> str:
-    """Format a number of a finding: errors with two digits, small ones as powers of ten."""
-    is_small = value is not None and "error" in finding.measure and 0 < abs(value) < 0.1
-    return (
-        _format_power(value)
-        if value is not None and is_small
-        else format_number(value, 2 if "error" in finding.measure else 4)
-    )
-
-
-def format_number(value: Any, digits: int = 4) -> str:
-    """Format a cell: numbers with their significant digits, nan and inf as words."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if not isinstance(value, float):
-        return "–" if value is None else str(value)
-    if value == 0 or value != value or abs(value) == float("inf"):
-        return "0" if value == 0 else str(value)
-    if not 1e-3 <= abs(value) < 1e6:
-        return _format_power(value)
-    return f"{value:,.0f}" if abs(value) >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def _format_power(value: float) -> str:
-    return re.sub(r"e([+-])0*(\d)", lambda m: f"e{m[1].strip('+')}{m[2]}", f"{value:.1e}")
+    return results.headline.text
 
 
 def _is_numeric(table: Table, column: int) -> bool:
@@ -176,7 +183,7 @@ def _to_plain(results: Results) -> Results:
             f"the results are not plain data: {error}",
             hint="facts, tables and figures hold text, numbers, lists and dicts",
         ) from error
-    faults = [f"finding {f.id!r}: {what}" for f in plain.findings if (what := _find_fault(f))]
+    faults = [f"finding {f.id!r}: {what}" for f in plain.all_findings if (what := _find_fault(f))]
     if faults:
         raise FindingsError(
             "\n  ".join([f"{len(faults)} findings cannot be shown", *faults[:20]]),

@@ -89,6 +89,7 @@ $(VENV)/docs/ready: constraints.txt
 
 docs: $(VENV)/vision/ready $(VENV)/docs/ready  ## the documentation site in site/, strict
 	$(BIN)/python scripts/picture.py
+	$(BIN)/python scripts/drawings.py
 	$(BIN)/python scripts/pages.py
 	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --strict -q
 

@@ -86,9 +86,9 @@ class Drawing:
                     f'height="{cell - 1:g}" fill="#{bytes(colour).hex()}"/>'
                 )
 
-    def curve(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+    def curve(self, points: Sequence[tuple[float, float]], colour: str = "blue") -> None:
         """Draw a line through points."""
-        path = "L".join(f"{a:.1f} {b:.1f}" for a, b in points)
+        path = "L".join(f"{a:g} {b:.1f}" for a, b in points)
         self.parts.append(
             f'<path d="M{path}" fill="none" stroke="{ACCENT[colour]}" stroke-width="2.5"/>'
         )
@@ -138,8 +138,8 @@ def _bases() -> list[tuple[str, str, np.ndarray, np.ndarray]]:
 
 
 USES = (
-    ("nearest to another model", "match, merge", "blue"),
-    ("the same as another's?", "compare", "blue"),
+    ("aligned with another", "match, merge", "blue"),
+    ("shared by two models?", "compare", "blue"),
     ("chosen by a secret key", "lock", "orange"),
     ("new for every batch", "split, jigsaw", "green"),
     ("attacked, and scored", "audit", "red"),
@@ -163,15 +163,8 @@ def draw_idea() -> Drawing:
             d.text(x + 298, 96, "g" if i == 0 else "h", "code")
     d.box(24, 226, 912, 74)
     d.text(44, 258, "One function", "head", "start")
-    d.text(44, 280, "same outputs, loss and gradients (in the same basis)", "small", "start")
-    for i, colour in enumerate(("blue", "orange", "green")):
-        d.curve(
-            [
-                (500 + 4 * t, 263 - 18 * math.sin(t / 9) * math.exp(-t / 90) + 5 * (i - 1))
-                for t in range(106)
-            ],
-            colour,
-        )
+    d.text(44, 280, "the same output for every input", "small", "start")
+    d.curve([(500 + 4 * t, 265 - 24 * math.sin(t / 9) * math.exp(-t / 90)) for t in range(106)])
     d.text(24, 334, "regauge chooses the basis:", "head", "start")
     width = (912 - 4 * 14) / 5
     for i, (why, commands, colour) in enumerate(USES):
@@ -182,7 +175,54 @@ def draw_idea() -> Drawing:
     return d
 
 
-DRAWINGS = {"idea.svg": draw_idea}
+WEIGHTS = (
+    (28, 84, "embedding", "_ stream", "blue"),
+    (212, 122, "q_proj", "(head qk) stream*", "orange"),
+    (382, 122, "k_proj", "(head qk*) stream*", "orange"),
+    (212, 188, "v_proj", "(head vo) stream*", "orange"),
+    (382, 188, "o_proj", "stream (head vo)*", "orange"),
+    (590, 122, "up", "ffn stream*", "green"),
+    (590, 188, "down", "stream ffn*", "green"),
+    (782, 84, "head", "_ stream*", "blue"),
+)
+SPACES = (
+    ("stream", "the residual stream", "limited by the norms", "blue"),
+    (
+        "head, qk, vo",
+        "the heads, and the inside of a head",
+        "qk, vo: any invertible matrix",
+        "orange",
+    ),
+    ("ffn", "the neurons", "limited by the activation function", "green"),
+)
+
+
+def draw_block() -> Drawing:
+    """Draw a Transformer block with the axes of its weights, and its spaces below."""
+    d = Drawing(960, 410, "The spaces of a Transformer block, and the axes of its weights.")
+    d.text(480, 30, "residual stream", "head")
+    d.curve([(20, 46), (940, 46)])
+    for x, width, name, colour in ((198, 352, "attention", "orange"), (576, 182, "FFN", "green")):
+        d.box(x, 84, width, 176, colour)
+        d.text(x + width / 2, 110, name, "head")
+        d.arrow(x + 40, 48, x + 40, 82)
+        d.arrow(x + width - 40, 82, x + width - 40, 50)
+    for x, y, name, axes, colour in WEIGHTS:
+        d.box(x, y, 154, 56, colour)
+        d.text(x + 77, y + 24, name)
+        d.text(x + 77, y + 44, axes, "code")
+    d.arrow(105, 82, 105, 50)
+    d.arrow(859, 48, 859, 82)
+    for i, (names, about, group, colour) in enumerate(SPACES):
+        left = 28 + 308 * i
+        d.box(left, 284, 288, 102, colour)
+        d.text(left + 144, 312, names, "code")
+        d.text(left + 144, 338, about)
+        d.text(left + 144, 364, group, "small")
+    return d
+
+
+DRAWINGS = {"idea.svg": draw_idea, "block.svg": draw_block}
 
 
 def main() -> None:

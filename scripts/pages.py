@@ -70,9 +70,9 @@ def render_families() -> str:
             "inspect MODEL`"
         ),
         (
-            "prints the same for your model, with sizes. [The notation](notation.md) defines how "
-            "groups act; [adding a model](guides/adding-a-model.md) explains how to describe a new "
-            "one."
+            "prints the same for your model, with sizes. [The notation](concepts.md#notation) "
+            "defines how groups act; [adding a model](guides/adding-a-model.md) explains how to "
+            "describe a new one."
         ),
         "",
         "| group | elements | limited by |",

@@ -1,5 +1,5 @@
 """The documentation: pages that are made from the code are as it makes them, links lead somewhere,
-and the snippets of the page that suffices run.
+and the code of the concepts page runs.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT / "scripts"))
+import drawings  # noqa: E402
 import pages  # noqa: E402
 
 
@@ -64,11 +65,14 @@ def test_every_attack_fills_in_the_template() -> None:
                 } <= parts.keys(), member
 
 
-def test_the_picture_is_as_its_script_makes_it(tmp_path: Path) -> None:
+def test_the_pictures_are_as_their_scripts_make_them(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, ROOT / "scripts" / "picture.py", tmp_path / "picture.svg"], check=True
     )
     assert (tmp_path / "picture.svg").read_bytes() == (DOCS / "picture.svg").read_bytes()
+    for name, draw in drawings.DRAWINGS.items():
+        assert (DOCS / name).read_text() == draw().svg(), f"run python scripts/drawings.py: {name}"
+        assert "prefers-color-scheme:dark" in draw().svg()
 
 
 def links(text: str) -> list[str]:
@@ -106,12 +110,13 @@ def test_every_page_is_in_the_site() -> None:
         assert f" {name}\n" in listed or re.fullmatch(r"attacks/\w+-\w+\.md", name), name
 
 
-def test_the_page_that_suffices_runs() -> None:
+def test_the_code_of_the_concepts_runs(capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, object] = {}
-    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "all-of-regauge.md").read_text(), re.S)
-    assert len(snippets) == 2
+    snippets = re.findall(r"```python\n(.*?)```", (DOCS / "concepts.md").read_text(), re.S)
+    assert len(snippets) == 3
     for snippet in snippets:
         exec(snippet, scope)
+    assert capsys.readouterr().out == "(kv.0 rep.0 qk.0) stream*\n"
 
 
 def test_nothing_of_the_machine_is_in_the_pages() -> None:

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -60,30 +59,30 @@ def test_python(folder: Path) -> None:
     snippets = re.findall(r"```python\n(.*?)```", README, re.S)
     assert snippets
     for snippet in snippets:
-        scope: dict[str, Any] = {}
-        exec(snippet, scope)
-    spec = scope["spec"]
-    assert f"`{spec.tensors['model.layers.0.self_attn.q_proj.weight']!r}`" in README
+        exec(snippet, {})
+        for output in re.findall(r'save\("([\w-]+)"\)', snippet):
+            assert (folder / output / "model.safetensors").exists()
 
 
 SECTIONS = (
     "Try it",
-    "Five lines of Python",
-    "What it protects against, and what it does not",
-    "The commands at a glance",
-    "Install",
+    "Use cases",
+    "Supported models",
+    "Installation",
     "How it compares",
-    "Quantised models",
-    "Data that examples use",
-    "Read on",
+    "Limits",
 )
+USE_CASES = ("Align and merge", "Check", "Lock or seal", "Audit", "Train split")
 
 
 def test_the_order() -> None:
-    """One sentence, the picture, and then what a reader asks, one after the other."""
+    """One sentence, the picture, two commands, then the use cases in the order of need."""
     assert tuple(re.findall(r"^## (.*)$", README, re.M)) == SECTIONS
     head = README.split("## ")[0]
-    assert head.index("**A Transformer's weights") < head.index("](docs/picture.svg)")
+    assert head.index("**The same Transformer") < head.index("](docs/idea.svg)")
+    cases = re.findall(r"^### \d\. (.*)$", README, re.M)
+    assert [case.startswith(use) for case, use in zip(cases, USE_CASES, strict=True)] == [True] * 5
+    assert len(README.splitlines()) <= 150
 
 
 def test_every_command_is_named() -> None:
@@ -109,15 +108,15 @@ def test_make_targets_and_extras_are_there() -> None:
     install = README[README.index("## Install") : README.index("## How it compares")]
     assert {
         extra
-        for row in re.findall(r"^\| (`.*?) \|", install, re.M)
-        for extra in re.findall(r"`(\w+)`", row)
+        for listed in re.findall(r"^Extras: .*\n.*$", install, re.M)
+        for extra in re.findall(r"`(\w+)`", listed)
     } == project.keys() - {"dev"}
 
 
 def test_facts_of_the_comparison() -> None:
     from regauge.models.families import FAMILIES
 
-    table = README[README.index("## How it compares") : README.index("## Quantised models")]
+    table = README[README.index("## How it compares") : README.index("## Limits")]
     rows = [
         line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| |")
     ]
@@ -128,17 +127,29 @@ def test_facts_of_the_comparison() -> None:
     assert f"{len(FAMILIES)} families" in table
 
 
+def without_numbers(line: str) -> str:
+    return re.sub(r"[\s\d.-]+", " ", line).strip()
+
+
 @pytest.mark.slow
-def test_the_demo_prints_what_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The rows, that is; numbers differ from machine to machine."""
-    assert main(["demo"]) == 0
-    output = capsys.readouterr().out
-    shown = README[README.index("```\nmodel  element") : README.index("## Five lines")].strip(
-        "`\n "
-    )
-    for line in filter(None, shown.splitlines()):
-        label = re.split(r"  +|\d", line.strip())[0].strip()
-        assert label in output, label
+def test_the_demo_and_the_commands_print_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All words, that is; numbers differ from machine to machine."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["demo", "--output", "regauge-demo"]) == 0
+    shown = {"demo": README[: README.index("## Use cases")]}
+    for commands, output in re.findall(r"```\n((?:regauge .*\n)+)```\n```\n(.*?)```", README, re.S):
+        shown[commands.splitlines()[0]] = f"```\n{output}```"
+    assert len(shown) >= 3
+    monkeypatch.chdir(tmp_path / "regauge-demo")
+    for command, text in shown.items():
+        if command != "demo":
+            assert main(shlex.split(command.split("#")[0])[1:]) == 0, command
+        printed = {without_numbers(line) for line in capsys.readouterr().out.splitlines()}
+        *_, output = re.findall(r"```\n(.*?)```", text, re.S)
+        lines = [line for line in output.splitlines() if line.strip(" .")]
+        assert {without_numbers(line) for line in lines} <= printed, command
 
 
 def test_the_documented_refusal_is_the_real_one() -> None:
@@ -151,5 +162,5 @@ def test_the_documented_refusal_is_the_real_one() -> None:
     turned = Orthogonal().sample(12, 1, Stream(seed_key(1), "x"))
     with pytest.raises(RegaugeError) as refused:
         Element(spec, {**element(spec, 1, spaces=[]).members, "stream": turned}).require()
-    text = (Path(__file__).parents[2] / "docs" / "notation.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
     assert str(refused.value) in text

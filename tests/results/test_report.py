@@ -72,7 +72,7 @@ RESULTS = Results(
             1e-6,
             0.83,
             "It agrees to rounding.",
-            "docs/notation.md",
+            "docs/concepts.md",
             spread=3e-8,
             trials=5,
         ),
@@ -346,7 +346,7 @@ def test_everything_in_the_results_is_on_the_page() -> None:
     for words in (
         "positions stay , at layers.0.q_proj : It holds NaN. model stories dtype float32",
         "✓ passes the output stays It agrees to rounding.",
-        "5 trials · docs/notation.md 2.1e-7 ± 3.0e-8 1.0e-6 0.83",
+        "5 trials · docs/concepts.md 2.1e-7 ± 3.0e-8 1.0e-6 0.83",
         "✕ fails positions stay",
         "nan 1.0e-6 inf",
         "matching is a guess attack/match · accuracy 0.0312 0.05 0.97",

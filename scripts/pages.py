@@ -256,77 +256,74 @@ def render_attack(
     return "\n".join(lines)
 
 
-def render_commands() -> str:
-    """Return the page of all commands, with their options and examples."""
+def render_commands() -> dict[str, str]:
+    """Return a page per section of `regauge --help`, with options and examples, and an index."""
     import typer
 
-    from regauge.cli.app import build_app
-    from regauge.cli.menu import EXAMPLES, FUNCTIONS, MODES, PANELS
+    from regauge.cli.app import build_app, leaves_of
+    from regauge.cli.help import summary_of
+    from regauge.cli.menu import FUNCTIONS, MODES, PANELS
 
-    leaves: dict[str, Any] = {}
-
-    def walk(prefix: str, command: Any) -> None:
-        for name, below in command.commands.items():
-            full = f"{prefix} {name}".strip()
-            if hasattr(below, "commands"):
-                walk(full, below)
-            else:
-                leaves[full] = below
-
-    walk("", typer.main.get_command(build_app([])))
-    lines = [
+    root = typer.main.get_command(build_app([]))
+    context = root.make_context("regauge", [], resilient_parsing=True)
+    leaves = dict(leaves_of(root))
+    index = [
         GENERATED,
         "# Commands",
         "",
-        "Conventions of all commands, and exit codes: [the command line](cli.md).",
-        "",
-        "## Commands and functions",
-        "",
-        "Each command calls one function of the library, which does the same from Python.",
-        "",
-        "| command | function |",
-        "| --- | --- |",
-        *(f"| `regauge {c}` | `{f}` |" for c, f in sorted({**FUNCTIONS, **MODES}.items())),
+        (
+            "Conventions of all commands, and exit codes: [the command line](cli.md). Each command "
+            "calls one function of the library, which does the same from Python."
+        ),
         "",
     ]
+    pages = {}
     for panel, names in PANELS.items():
-        lines += [f"## {panel}", ""]
-        for full, command in leaves.items():
-            if full.split()[0] in names:
-                lines += [
-                    f"### regauge {full}",
-                    "",
-                    " ".join((command.callback.__doc__ or command.help or "").split()),
-                    "",
-                    "```",
-                    EXAMPLES.get(full, ""),
-                    "```",
-                    "",
-                ]
-                lines += [
-                    "| | |",
-                    "| --- | --- |",
-                    *(option_row(p) for p in command.params if p.name not in ("verbose",)),
-                    "",
-                ]
-    return "\n".join(lines)
+        page = f"commands/{panel.lower().replace(' ', '-')}.md"
+        index += [f"## {panel}", "", "| command | | function |", "| --- | --- | --- |"]
+        lines = [GENERATED, f"# {panel}", ""]
+        for name in names:
+            anchor = f"{page}#regauge-{name.replace(' ', '-')}"
+            summary = summary_of(leaves[name].help)
+            index.append(f"| [`regauge {name}`]({anchor}) | {summary} | `{FUNCTIONS[name]}` |")
+            index += [
+                f"| `regauge {mode}` | | `{function}` |"
+                for mode, function in MODES.items()
+                if mode.startswith(f"{name} --")
+            ]
+            lines += render_command(name, leaves[name], context)
+        index.append("")
+        pages[page] = "\n".join(lines)
+    return {**pages, "commands.md": "\n".join(index)}
 
 
-def option_row(parameter: Any) -> str:
-    """Return the table row of one option or argument."""
-    names = (
-        ", ".join(f"`{o}`" for o in [*parameter.opts, *parameter.secondary_opts])
-        if parameter.param_type_name == "option"
-        else f"`{parameter.metavar or parameter.name}`"
-    )
-    default = parameter.default
-    shown = (
-        ""
-        if callable(default) or default in (None, False, True, "", ()) or parameter.required
-        else f" Default: `{getattr(default, 'value', default)}`."
-    )
-    text = (parameter.help or "").replace("|", "\\|")
-    return f"| {names} | {text}{'' if 'Default' in text else shown} |"
+def render_command(name: str, command: Any, context: Any) -> list[str]:
+    """Return the section of one command: its docstring, its examples, and its options in groups."""
+    from regauge.cli.help import groups_of, name_of, text_of
+    from regauge.cli.menu import examples_of
+
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    groups = {"Arguments": arguments, **groups_of(command, context)}
+    lines = [f"## regauge {name}", ""]
+    for paragraph in inspect.cleandoc(command.help or "").split("\n\n"):
+        lines += [" ".join(paragraph.split()), ""]
+    lines += ["```", *examples_of(name), "```", "", "| | |", "| --- | --- |"]
+    for title, members in groups.items():
+        shown = [p for p in members if p.name not in ("verbose", "help")]
+        if shown and title not in ("Arguments", "Options"):
+            lines.append(f"| **{title}** | |")
+        lines += [f"| {code(name_of(p).strip())} | {cell(text_of(p))} |" for p in shown]
+    return [*lines, ""]
+
+
+def code(text: str) -> str:
+    """Return code for a cell of a table; a code span cannot hold a bar there."""
+    return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`"
+
+
+def cell(text: str) -> str:
+    """Return text for a cell of a table."""
+    return text.replace("\0", " ").replace("|", "\\|")
 
 
 # Sections of the reference: title and public names, below `regauge` unless they name a package.
@@ -403,14 +400,14 @@ def build_pages(*, only_quick: bool = False) -> dict[str, str]:
     """
     pages = {
         **render_attacks(),
-        "commands.md": render_commands(),
+        **render_commands(),
         "reference.md": render_reference(),
     }
     return pages if only_quick else {**pages, "families.md": render_families()}
 
 
 def find_stale(pages: dict[str, str]) -> list[str]:
-    """Return the pages that differ from their files, and the pages of removed attacks."""
+    """Return the pages that differ from their files, and pages that nothing generates."""
     outdated = [
         name
         for name, text in pages.items()
@@ -418,7 +415,7 @@ def find_stale(pages: dict[str, str]) -> list[str]:
     ]
     return outdated + [
         str(p.relative_to(DOCS))
-        for p in sorted((DOCS / "attacks").glob("*.md"))
+        for p in sorted([*(DOCS / "attacks").glob("*.md"), *(DOCS / "commands").glob("*.md")])
         if str(p.relative_to(DOCS)) not in pages
     ]
 

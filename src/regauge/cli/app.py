@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
 from regauge.cli.console import discard_stream, info, print_error, print_result
-from regauge.cli.menu import OVERVIEW, epilog_of, panel_of
+from regauge.cli.menu import OVERVIEW, PANELS, examples_of
 from regauge.errors import RegaugeError, RegaugeWarning, StoppedError
 
 _COMMANDS = {  # name: "module:function", imported on demand
@@ -49,28 +49,56 @@ _COMMANDS = {  # name: "module:function", imported on demand
 _GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
 
 
-def _hide_flag_metavars(params: list[Any]) -> list[Any]:
-    """Remove the metavar of flags and counters. typer 0.29 prints <bool> for a flag and <int> for
-    -v.
-    """
-    for param in params:
-        if getattr(param, "is_flag", False) or getattr(param, "count", False):
-            param.metavar = ""
-    return params
-
-
 class _Command(TyperCommand):
-    """A command whose flags show no metavar."""
+    """A command with the help of `help.format_command`."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _hide_flag_metavars(super().get_params(ctx))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from regauge.cli.help import format_command, help_width, terminal_style
+
+        name = ctx.command_path.partition(" ")[2]
+        style = terminal_style()
+        ctx.color = style.is_colored
+        formatter.write(format_command(self, ctx, examples_of(name), help_width(), style))
 
 
 class _Group(TyperGroup):
-    """A group of commands whose flags show no metavar."""
+    """A group of commands with the help of `help.format_commands`."""
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        return _hide_flag_metavars(super().get_params(ctx))
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        from regauge.cli.help import format_commands, help_width, terminal_style
+
+        style = terminal_style()
+        ctx.color = style.is_colored
+        prefix = ctx.command_path.partition(" ")[2]
+        after = f"`{ctx.command_path} COMMAND --help` shows the options of a command, and examples."
+        formatter.write(
+            format_commands(self, ctx, _sections(self, prefix), help_width(), style, after)
+        )
+
+
+def _sections(group: Any, prefix: str) -> dict[str, dict[str, str]]:
+    """Return the summaries of a group's commands, by section and name."""
+    from regauge.cli.help import summary_of
+
+    leaves = {name: summary_of(command.help) for name, command in leaves_of(group, prefix)}
+    listed = {
+        title: {name: leaves[name] for name in names if name in leaves}
+        for title, names in PANELS.items()
+    }
+    if prefix:
+        names = [name for members in listed.values() for name in members]
+        return {"Commands": {name.removeprefix(f"{prefix} "): leaves[name] for name in names}}
+    return {title: members for title, members in listed.items() if members}
+
+
+def leaves_of(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the commands of a group by their full names, those of nested groups too."""
+    for name, below in group.commands.items():
+        full = f"{prefix} {name}".strip()
+        if hasattr(below, "commands"):
+            yield from leaves_of(below, full)
+        else:
+            yield full, below
 
 
 def build_app(arguments: list[str]) -> typer.Typer:
@@ -94,21 +122,14 @@ def build_app(arguments: list[str]) -> typer.Typer:
     app.callback()(_root)
     for name, target in _COMMANDS.items():
         if not is_known or name == subcommand:
-            app.command(name)(_load_command(target))
-            _set_help(app.registered_commands[-1], name)
+            app.command(name, cls=_Command)(_load_command(target))
     for name, target in _GROUPS.items():
         if not is_known or name == subcommand:
             group = _load_command(target)
-            app.add_typer(group, cls=_Group, rich_help_panel=panel_of(name))
+            app.add_typer(group, cls=_Group)
             for command in group.registered_commands:
-                _set_help(command, f"{name} {command.name or command.callback.__name__}")
+                command.cls = _Command
     return app
-
-
-def _set_help(command: Any, name: str) -> None:
-    """Set the panel, the one-line summary and the example of a command's help."""
-    command.cls, command.rich_help_panel, command.epilog = _Command, panel_of(name), epilog_of(name)
-    command.short_help = " ".join((command.callback.__doc__ or "").split())
 
 
 def _load_command(target: str) -> Any:
@@ -240,14 +261,23 @@ def _abandon_stdout(error: OSError) -> None:
     discard_stream(sys.stdout)
 
 
+def _report_usage(error: Any) -> int:
+    """Print a usage error of typer, or the help that it holds, and return the exit code."""
+    command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
+    message = error.format_message()
+    if message.removeprefix("\x1b[1;33m").startswith("Usage:"):  # a group without a command
+        sys.stderr.write(f"{message}\n")
+    elif message:
+        lists = "commands" if hasattr(error.ctx and error.ctx.command, "commands") else "options"
+        info(f"error: {message[:1].lower()}{message[1:].rstrip('.')}")
+        info(f"hint: {command} --help lists its {lists}")
+    return 2
+
+
 def _report_unexpected(error: Any, arguments: list[str]) -> int:
     """Print a usage error or an unexpected exception, and return the exit code."""
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a usage error of typer
-        command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
-        if error.format_message():  # empty if the help was printed instead
-            info(f"error: {error.format_message()}")
-            info(f"hint: {command} --help")
-        return 2
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
+        return _report_usage(error)
     if _is_debugging(arguments):
         info(traceback.format_exc())
     info(

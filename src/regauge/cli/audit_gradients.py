@@ -118,7 +118,10 @@ def gradients(
     batches: Annotated[
         str,
         typer.Option(
-            "--batches", metavar="N,N", help="Batch sizes of the leakage curve; empty: no curve."
+            "--batches",
+            metavar="N,N",
+            help="Batch sizes of the leakage curve; empty: no curve.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "1,2,4,8",
     stages: Annotated[
@@ -127,6 +130,7 @@ def gradients(
             "--train",
             metavar="N,N",
             help="Train for N steps and attack again: leakage against training.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "",
     attacks: Annotated[
@@ -144,6 +148,7 @@ def gradients(
             min=1,
             metavar="N",
             help="Updates per combination that descents attack.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 2,
     budget: Annotated[
@@ -152,6 +157,7 @@ def gradients(
             "--budget",
             metavar="STEPS,RESTARTS",
             help="Steps and restarts of attacks by optimisation.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "300,1",
     practice: Annotated[
@@ -161,6 +167,7 @@ def gradients(
             min=10,
             metavar="N",
             help="Training updates for learned attacks, made from the attacker's images.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 100,
     updates: Annotated[
@@ -170,11 +177,16 @@ def gradients(
             min=1,
             metavar="N",
             help="Updates to attack per combination.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 8,
     is_random: Annotated[
         bool,
-        typer.Option("--random-weights", help="Start from random weights instead of the model's."),
+        typer.Option(
+            "--random-weights",
+            help="Start from random weights instead of the model's.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
@@ -186,12 +198,21 @@ def gradients(
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=4, metavar="N", help="Examples of the data to use. Default: all."
+            "--samples",
+            min=4,
+            metavar="N",
+            help="Examples of the data to use. Default: all.",
+            rich_help_panel=options.DATA,
         ),
     ] = None,
     lpips: Annotated[
         Path | None,
-        typer.Option("--lpips", metavar="FILE", help="AlexNet weights with the LPIPS heads."),
+        typer.Option(
+            "--lpips",
+            metavar="FILE",
+            help="AlexNet weights with the LPIPS heads.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = None,
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
@@ -202,9 +223,11 @@ def gradients(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure what model updates leak. Computes updates as a client of federated learning does,
-    with each combination of defences, and attacks them: closed forms, spans, optimisation. Needs no
-    training; ends with a verdict in words.
+    """Measure what gradients of federated training leak.
+
+    Computes updates as a client of federated learning does, with each combination of defences,
+    and attacks them: closed forms, spans, optimisation. Trains nothing. Ends with a verdict in
+    words.
     """
     check_outputs(json, report)
     passed = passed_options(context)

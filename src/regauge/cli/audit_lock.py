@@ -16,6 +16,7 @@ from regauge.cli.audit_split import split
 from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, set_threads
 
+_THIEF = "Theft"
 app = typer.Typer(
     name="audit",
     help="Attack what regauge protects, on your own case, and report what the protection is worth.",
@@ -61,17 +62,37 @@ def lock(
     std: sample.Std = None,
     samples: Annotated[
         int,
-        typer.Option("--samples", min=16, metavar="N", help="Largest number of test examples."),
+        typer.Option(
+            "--samples",
+            min=16,
+            metavar="N",
+            help="Largest number of test examples.",
+            rich_help_panel=_THIEF,
+        ),
     ] = 1000,
     labels: Annotated[
-        str, typer.Option("--labels", metavar="N,N", help="Numbers of labels that a thief has.")
+        str,
+        typer.Option(
+            "--labels",
+            metavar="N,N",
+            help="Numbers of labels that a thief has.",
+            rich_help_panel=_THIEF,
+        ),
     ] = "50,200,1000",
     steps: Annotated[
-        int, typer.Option("--steps", min=1, metavar="N", help="Training steps of a thief.")
+        int,
+        typer.Option(
+            "--steps", min=1, metavar="N", help="Training steps of a thief.", rich_help_panel=_THIEF
+        ),
     ] = 300,
     lr_text: Annotated[
         str,
-        typer.Option("--rates", metavar="R,R", help="Learning rates of a thief; the best counts."),
+        typer.Option(
+            "--rates",
+            metavar="R,R",
+            help="Learning rates of a thief; the best counts.",
+            rich_help_panel=_THIEF,
+        ),
     ] = "3e-4,3e-3",
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed_option("Seed of samples and training.")] = 0,
@@ -81,8 +102,10 @@ def lock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure what a lock is worth. Attacks it with what an adversary may have: a public base, a
-    few labels, observed features.
+    """Attack a locked model and report what its lock is worth.
+
+    Each attack gets what one adversary may have: the file alone, a public base, a few labels,
+    or observed features.
     """
     check_outputs(json, report)
     counts, lrs = parse_counts(labels, "--labels", "50,200"), _parse_lrs(lr_text)

@@ -49,11 +49,21 @@ def split(
     ] = None,
     noises: Annotated[
         str,
-        typer.Option("--noises", metavar="S,S", help="Noise levels of the default combinations."),
+        typer.Option(
+            "--noises",
+            metavar="S,S",
+            help="Noise levels of the default combinations.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = "0.3,1",
     radii: Annotated[
         str,
-        typer.Option("--radii", metavar="R,R", help="Low-pass radii of the default combinations."),
+        typer.Option(
+            "--radii",
+            metavar="R,R",
+            help="Low-pass radii of the default combinations.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = "0.1,0.2",
     attacks: Annotated[
         str | None,
@@ -65,7 +75,11 @@ def split(
     ] = None,
     is_random: Annotated[
         bool,
-        typer.Option("--random-weights", help="Start from random weights instead of the model's."),
+        typer.Option(
+            "--random-weights",
+            help="Start from random weights instead of the model's.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = False,
     field: sample.Field = None,
     attributes: Annotated[
@@ -74,6 +88,7 @@ def split(
             "--attributes",
             metavar="F,F",
             help="Yes/no columns, for a multi-label model.",
+            rich_help_panel=options.DATA,
         ),
     ] = None,
     data_split: sample.Split = "train",
@@ -85,17 +100,32 @@ def split(
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=50, metavar="N", help="Examples of the data to use. Default: all."
+            "--samples",
+            min=50,
+            metavar="N",
+            help="Examples of the data to use. Default: all.",
+            rich_help_panel=options.DATA,
         ),
     ] = None,
     epochs: Annotated[
         int,
-        typer.Option("--epochs", min=1, metavar="N", help="Training epochs of client and server."),
+        typer.Option(
+            "--epochs",
+            min=1,
+            metavar="N",
+            help="Training epochs of client and server.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 10,
     batch: options.Batch = 32,
     lr: Annotated[
         float,
-        typer.Option("--lr", metavar="R", help="Learning rate of AdamW, with a cosine schedule."),
+        typer.Option(
+            "--lr",
+            metavar="R",
+            help="Learning rate of AdamW, with a cosine schedule.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 1e-3,
     attacked: Annotated[
         int,
@@ -104,6 +134,7 @@ def split(
             min=2,
             metavar="N",
             help="Test images or texts to attack.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 64,
     attacker: Annotated[
@@ -112,6 +143,7 @@ def split(
             "--attacker",
             metavar="WIDTH,DEPTH,EPOCHS",
             help="Width and depth of the attacker's decoder, and its largest number of epochs.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "128,2,200",
     lpips: Annotated[
@@ -120,6 +152,7 @@ def split(
             "--lpips",
             metavar="FILE",
             help="AlexNet weights with the LPIPS heads, for LPIPS and F-SIM.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     gallery: options.Gallery = 6,
@@ -131,10 +164,12 @@ def split(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure what the server learns. Trains the model split, with each combination of defences,
-    and attacks the features and gradients the server received: images by the paper's decoder, and
-    by decoders and inversions that expect shuffles; texts token by token. Reports utility against
-    privacy, with a verdict in words.
+    """Measure what the server of split learning learns.
+
+    Trains the model split, with each combination of defences, and attacks the features and
+    gradients that the server received: images by the paper's decoder, and by decoders and
+    inversions that expect shuffles; texts token by token. Reports utility against privacy, with
+    a verdict in words.
     """
     check_outputs(json, report)
     noise_levels, radius_levels = (

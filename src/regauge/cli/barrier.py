@@ -34,7 +34,12 @@ def barrier(
     points: Annotated[
         int,
         typer.Option(
-            "--points", min=3, max=1001, metavar="N", help="Points of the path, ends included."
+            "--points",
+            min=3,
+            max=1001,
+            metavar="N",
+            help="Points of the path, ends included.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 11,
     do_match: Annotated[
@@ -56,17 +61,29 @@ def barrier(
     ] = True,
     plane: Annotated[
         bool,
-        typer.Option("--plane", help="Also measure the plane through A, B and the moved A."),
+        typer.Option(
+            "--plane",
+            help="Also measure the plane through A, B and the moved A.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = False,
     grid: Annotated[
         int,
-        typer.Option("--grid", min=3, max=101, metavar="N", help="Points per side of that plane."),
+        typer.Option(
+            "--grid",
+            min=3,
+            max=101,
+            metavar="N",
+            help="Points per side of that plane.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 9,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate/--no-calibrate",
             help="Also measure with a temperature fitted at each point.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = True,
     batch: options.Batch = 16,
@@ -77,9 +94,11 @@ def barrier(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure loss and accuracy on the straight line between two models, before and after matching.
-    The barrier is the largest excess, inside the path, over the straight line between the losses of
-    the two ends. Exit code 3 if moving A changed what it computes.
+    """Measure the loss on the straight line between two models.
+
+    Measures loss and accuracy before and after matching. The barrier is the largest excess,
+    inside the path, over the straight line between the losses of the two ends. Exit code 3 if
+    moving A changed what it computes.
     """
     check_outputs(json, report)
     if self_written and (element is not None or not do_match):

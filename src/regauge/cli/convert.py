@@ -26,8 +26,9 @@ def convert(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Convert a pickled checkpoint to safetensors. Pickles are read without running code; tied
-    tensors are stored once.
+    """Convert a pickled checkpoint to safetensors, safely.
+
+    Pickles are read without running code. Tied tensors are stored once.
     """
     started = time.monotonic()
     from regauge.checkpoints.convert import convert as run

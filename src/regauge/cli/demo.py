@@ -28,8 +28,9 @@ def demo(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run a short demo: transform small models, train one plain and one permuted, verify it, write
-    a page. Downloads nothing.
+    """Run regauge on small models and write an HTML page.
+
+    Downloads nothing and takes about two minutes.
     """
     from regauge.cli.run import EXIT_FAILED, facts_of_run
     from regauge.demo import run_demo

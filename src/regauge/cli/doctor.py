@@ -20,9 +20,11 @@ def doctor(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show versions, devices, and installed or missing extras with their install commands. Exit
-    code 1 if a required library is missing, too old or does not load, or if an installed library
-    has a known vulnerability.
+    """Show what is installed, and how to install what is missing.
+
+    Shows versions, devices, and extras with their install commands. Exit code 1 if a required
+    library is missing, too old or does not load, or if an installed library has a known
+    vulnerability.
     """
     from regauge.results.installation import check_installation
 

@@ -51,8 +51,10 @@ def evaluate(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure loss, and accuracy or perplexity, of models on the same data. A standard error and
-    the value of a guess that reads no input stand beside each number.
+    """Measure loss, and accuracy or perplexity, of models.
+
+    Evaluates all models on the same data. A standard error and the value of a guess that reads no
+    input stand beside each number.
     """
     check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):

@@ -15,6 +15,8 @@ from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.core.options import require_device
 
+_AGGREGATION = "Aggregation"
+_FLOWER = "Flower"
 Strategy = StrEnum("Strategy", ["fedavg", "fedprox", "fedadam", "matched"])
 Partition = StrEnum("Partition", ["iid", "dirichlet"])
 Optimizer = StrEnum("Optimizer", ["sgd", "adam", "adamw"])
@@ -80,29 +82,63 @@ def federate(
     ] = 1,
     epochs: Annotated[
         int,
-        typer.Option("--epochs", metavar="N", help="Local epochs per round."),
+        typer.Option(
+            "--epochs",
+            metavar="N",
+            help="Local epochs per round.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 1,
     steps: Annotated[
-        int, typer.Option("--steps", metavar="N", help="Local steps, instead of epochs.")
+        int,
+        typer.Option(
+            "--steps",
+            metavar="N",
+            help="Local steps, instead of epochs.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 0,
     batch: Annotated[
         int, typer.Option("--batch-size", metavar="N", help="Examples per local step.")
     ] = 32,
     optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help="Optimizer of the clients.")
+        Optimizer,
+        typer.Option(
+            "--optimizer", help="Optimizer of the clients.", rich_help_panel=options.TRAINING
+        ),
     ] = Optimizer("sgd"),
     lr: Annotated[
-        float, typer.Option("--lr", metavar="X", help="Learning rate of the clients.")
+        float,
+        typer.Option(
+            "--lr",
+            metavar="X",
+            help="Learning rate of the clients.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 0.05,
     momentum: Annotated[
-        float, typer.Option("--momentum", metavar="X", help="Momentum of sgd.")
+        float,
+        typer.Option(
+            "--momentum", metavar="X", help="Momentum of sgd.", rich_help_panel=options.TRAINING
+        ),
     ] = 0.0,
     weight_decay: Annotated[
-        float, typer.Option("--weight-decay", metavar="X", help="Weight decay of the clients.")
+        float,
+        typer.Option(
+            "--weight-decay",
+            metavar="X",
+            help="Weight decay of the clients.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 0.0,
     clip: Annotated[
         float,
-        typer.Option("--clip", metavar="X", help="Largest norm of a local gradient; 0: unlimited."),
+        typer.Option(
+            "--clip",
+            metavar="X",
+            help="Largest norm of a local gradient; 0: unlimited.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = 0.0,
     proximal: Annotated[
         float,
@@ -110,6 +146,7 @@ def federate(
             "--proximal",
             metavar="MU",
             help="FedProx: weight of the proximal term.",
+            rich_help_panel=options.TRAINING,
         ),
     ] = 0.0,
     server_lr: Annotated[
@@ -118,12 +155,15 @@ def federate(
             "--server-lr",
             metavar="X",
             help="Learning rate of the server. Default: 1; for fedadam 0.01.",
+            rich_help_panel=options.TRAINING,
         ),
     ] = None,
     weigh: Annotated[
         Weigh,
         typer.Option(
-            "--weigh", help="Weights of the mean: numbers of examples, or equal for all clients."
+            "--weigh",
+            help="Weights of the mean: numbers of examples, or equal for all clients.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = Weigh("examples"),
     aggregation: Annotated[
@@ -131,12 +171,16 @@ def federate(
         typer.Option(
             "--aggregation",
             help="Aggregation rule; the last three bound the influence of one client.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = Aggregation("mean"),
     trim: Annotated[
         float,
         typer.Option(
-            "--trim", metavar="X", help="Share that trimmed-mean drops at each end of a coordinate."
+            "--trim",
+            metavar="X",
+            help="Share that trimmed-mean drops at each end of a coordinate.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = 0.2,
     clipping_norm: Annotated[
@@ -145,6 +189,7 @@ def federate(
             "--clipping-norm",
             metavar="X",
             help="Norm that clipped-mean clips to. 0: the round's median.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = 0.0,
     max_examples: Annotated[
@@ -153,6 +198,7 @@ def federate(
             "--max-examples",
             metavar="N",
             help="Largest number of examples a client may claim. 0: the largest part of --data.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = 0,
     max_norm: Annotated[
@@ -161,6 +207,7 @@ def federate(
             "--max-norm",
             metavar="X",
             help="Reject contributions of a larger norm. 0: no absolute limit.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = 0.0,
     norm_factor: Annotated[
@@ -169,6 +216,7 @@ def federate(
             "--norm-factor",
             metavar="X",
             help="Reject contributions beyond X times the round's median norm. 0: never.",
+            rich_help_panel=_AGGREGATION,
         ),
     ] = 5.0,
     step_jitter: Annotated[
@@ -177,30 +225,51 @@ def federate(
             "--step-jitter",
             metavar="X",
             help="Reduce the local steps of clients by up to this share.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 0.0,
     drop: Annotated[
         float,
-        typer.Option("--drop", metavar="X", help="Share of contributions to drop on purpose."),
+        typer.Option(
+            "--drop",
+            metavar="X",
+            help="Share of contributions to drop on purpose.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 0.0,
     jigsaw: Annotated[
         float,
         typer.Option(
-            "--jigsaw", metavar="R", help="Train clients with masked jigsaw puzzles of this ratio."
+            "--jigsaw",
+            metavar="R",
+            help="Train clients with masked jigsaw puzzles of this ratio.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 0.0,
     probability: Annotated[
         float,
-        typer.Option("--probability", metavar="P", help="Share of local steps with puzzles."),
+        typer.Option(
+            "--probability",
+            metavar="P",
+            help="Share of local steps with puzzles.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 0.5,
     independent: Annotated[
         bool,
         typer.Option(
-            "--independent", help="Initialize each client with random weights of its own."
+            "--independent",
+            help="Initialize each client with random weights of its own.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Train from scratch, with randomly initialized weights.")
+        bool,
+        typer.Option(
+            "--fresh",
+            help="Train from scratch, with randomly initialized weights.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = False,
     defence: Annotated[
         list[str] | None,
@@ -217,6 +286,7 @@ def federate(
             "--secure",
             help="Reveal only the mean of contributions to the server: Flower's SecAgg+, on its "
             "engines.",
+            rich_help_panel=_FLOWER,
         ),
     ] = False,
     record: Annotated[
@@ -231,18 +301,26 @@ def federate(
         typer.Option(
             "--engine",
             help="This process, Flower's simulation, or nodes connected to a SuperLink.",
+            rich_help_panel=_FLOWER,
         ),
     ] = Engine("process"),
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, metavar="N", help="Workers of a simulation. Default: one per core."
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Workers of a simulation. Default: one per core.",
+            rich_help_panel=_FLOWER,
         ),
     ] = None,
     superlink: Annotated[
         str | None,
         typer.Option(
-            "--superlink", metavar="HOST:PORT", help="Address of a deployment's SuperLink."
+            "--superlink",
+            metavar="HOST:PORT",
+            help="Address of a deployment's SuperLink.",
+            rich_help_panel=_FLOWER,
         ),
     ] = None,
     authority: Annotated[
@@ -253,6 +331,7 @@ def federate(
             dir_okay=False,
             metavar="PEM",
             help="Certificate authority of the SuperLink.",
+            rich_help_panel=_FLOWER,
         ),
     ] = None,
     wait: Annotated[
@@ -262,6 +341,7 @@ def federate(
             min=1.0,
             metavar="S",
             help="Seconds that a Flower round waits for its clients.",
+            rich_help_panel=_FLOWER,
         ),
     ] = 600.0,
     gather: Annotated[
@@ -271,6 +351,7 @@ def federate(
             min=0.0,
             metavar="S",
             help="Seconds to wait for clients to connect.",
+            rich_help_panel=_FLOWER,
         ),
     ] = 60.0,
     test: Annotated[
@@ -279,10 +360,14 @@ def federate(
             "--test",
             metavar="URI",
             help="Test data. Default: a tenth of the data, withheld from the clients.",
+            rich_help_panel=options.DATA,
         ),
     ] = None,
     test_split: Annotated[
-        str, typer.Option("--test-split", metavar="S", help="Split of --test.")
+        str,
+        typer.Option(
+            "--test-split", metavar="S", help="Split of --test.", rich_help_panel=options.DATA
+        ),
     ] = "test",
     field: sample.Field = None,
     split: sample.Split = "train",
@@ -296,8 +381,9 @@ def federate(
     json: options.JsonFile = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train a model on data that stay with their clients. The run's folder holds the model, its
-    history, and the state to resume from.
+    """Train a model on data that stay with their clients.
+
+    The run's folder holds the model, its history, and the state to resume from.
     """
     started = time.monotonic()
     require_device(device)

@@ -13,8 +13,9 @@ def fingerprint(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show a model's invariants: a moved or locked model has the fingerprint of the original, a
-    retrained one does not.
+    """Show the invariants of a model, to trace its lineage.
+
+    A moved or locked model has the fingerprint of the original, a retrained one does not.
     """
     import regauge
 

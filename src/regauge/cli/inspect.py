@@ -33,8 +33,10 @@ def inspect(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Show a model's symmetry: its parts, its spaces with their groups, and the reasons why the
-    groups are not larger.
+    """Show the symmetries of a model: its spaces and their groups.
+
+    Shows the parts of the model, its spaces with their groups, and the reasons why the groups
+    are not larger.
     """
     from regauge.models.summary import inspect as run
 

@@ -65,6 +65,7 @@ Patch = Annotated[
         min=1,
         metavar="N",
         help="Patch size for models without patches. Default: that of the other models, or 16.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 
@@ -99,17 +100,25 @@ def train(
             "--variant",
             metavar="A-J",
             help="Variant of the paper's Table 2. Default: J, or the nearest that applies.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     per: Annotated[
         PuzzlesPer,
         typer.Option(
-            "--per", help="One puzzle per batch, as in the paper's code, or one per image."
+            "--per",
+            help="One puzzle per batch, as in the paper's code, or one per image.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = PuzzlesPer.batch,
     probability: Annotated[
         float,
-        typer.Option("--probability", metavar="P", help="Share of steps with puzzles."),
+        typer.Option(
+            "--probability",
+            metavar="P",
+            help="Share of steps with puzzles.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 0.5,
     warmup: Annotated[
         float,
@@ -119,18 +128,25 @@ def train(
             max=1.0,
             metavar="X",
             help="Share of warm-up steps: no puzzles, and a rising learning rate.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 1 / 15,
     weight: Annotated[
         float,
         typer.Option(
-            "--lambda", min=0.0, metavar="L", help="Weight of the position regression loss."
+            "--lambda",
+            min=0.0,
+            metavar="L",
+            help="Weight of the position regression loss.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 0.01,
     schedule: Annotated[
         Schedule,
         typer.Option(
-            "--schedule", help="Schedule of lambda: as in the paper's text, or as in its code."
+            "--schedule",
+            help="Schedule of lambda: as in the paper's text, or as in its code.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = Schedule.constant,
     until: Annotated[
@@ -141,6 +157,7 @@ def train(
             max=1.0,
             metavar="X",
             help="Share of the steps after which puzzles end.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     fresh: Annotated[
@@ -158,11 +175,20 @@ def train(
         float, typer.Option("--weight-decay", metavar="X", help="Weight decay of AdamW.")
     ] = 0.05,
     flip: Annotated[
-        bool, typer.Option("--flip", help="Flip half of the images horizontally.")
+        bool,
+        typer.Option(
+            "--flip", help="Flip half of the images horizontally.", rich_help_panel=options.ADVANCED
+        ),
     ] = False,
     shift: Annotated[
         int,
-        typer.Option("--shift", min=0, metavar="N", help="Shift images by up to N pixels."),
+        typer.Option(
+            "--shift",
+            min=0,
+            metavar="N",
+            help="Shift images by up to N pixels.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 0,
     strong: Annotated[
         bool,
@@ -170,6 +196,7 @@ def train(
             "--strong",
             help="DeiT's augmentation: crops, RandAugment, erasing, mixup and CutMix, label "
             "smoothing.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = False,
     patch: Annotated[
@@ -179,6 +206,7 @@ def train(
             min=1,
             metavar="N",
             help="Patch size for models without patches. Default: 16.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     field: sample.Field = None,
@@ -192,9 +220,10 @@ def train(
     report: options.Report = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train a model with masked jigsaw puzzles. The result loads with from_pretrained like any
-    other; `regauge jigsaw evaluate` measures it. Repeating the command resumes an interrupted
-    training.
+    """Train an image model with masked jigsaw puzzles.
+
+    The result loads with from_pretrained like any other; `regauge jigsaw evaluate` measures it.
+    Repeating the command resumes an interrupted training.
     """
     require_device(device)
     check_outputs(None, report)
@@ -273,8 +302,10 @@ def evaluate(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Evaluate models on puzzles: top-1 without puzzles, and for every ratio top-1, agreement with
-    the unshuffled prediction, and distance of the features.
+    """Measure how shuffled patches change what models predict.
+
+    Reports top-1 accuracy without puzzles, and for every ratio top-1, agreement with the
+    unshuffled prediction, and distance of the features.
     """
     check_outputs(json, report)
     require_device(device)
@@ -337,7 +368,12 @@ def study(
             help="Out-of-distribution images, as ImageNet-O: AUPR against --data.",
         ),
     ] = None,
-    umap: Annotated[bool, typer.Option("--umap", help="Also project positions with UMAP.")] = False,
+    umap: Annotated[
+        bool,
+        typer.Option(
+            "--umap", help="Also project positions with UMAP.", rich_help_panel=options.ADVANCED
+        ),
+    ] = False,
     samples: Annotated[
         int, typer.Option("--samples", min=1, metavar="N", help="Images to corrupt.")
     ] = 100,
@@ -354,9 +390,11 @@ def study(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Study the position embeddings of models: explained variance, eigenvalues, projections, and
-    how well positions can be predicted from them. With data also the attention of CLS in the last
-    layer, errors under corruptions, and results on hard and out-of-distribution images.
+    """Study the position embeddings of models.
+
+    Reports explained variance, eigenvalues, projections, and how well positions can be
+    predicted from the embeddings. With data also the attention of CLS in the last layer, errors
+    under corruptions, and results on hard and out-of-distribution images.
     """
     check_outputs(json, report)
     require_device(device)

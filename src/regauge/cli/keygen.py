@@ -54,8 +54,9 @@ def keygen(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Create a key: 32 random bytes in a file that only you can read. Keep a copy: a lost key
-    cannot be recreated.
+    """Create a key: 32 random bytes in a file.
+
+    Only you can read the file. Keep a copy: a lost key cannot be recreated.
     """
     from regauge.locking.keys import create_key
 

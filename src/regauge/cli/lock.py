@@ -51,12 +51,19 @@ def lock(
     ] = None,
     group: Annotated[
         Group | None,
-        typer.Option("--group", help="Subgroup to sample the element from. Default: signed."),
+        typer.Option(
+            "--group",
+            help="Subgroup to sample the element from. Default: signed.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = None,
     spaces: Annotated[
         str | None,
         typer.Option(
-            "--spaces", metavar="A,B", help="Spaces to transform. Default: all of the backbone."
+            "--spaces",
+            metavar="A,B",
+            help="Spaces to transform. Default: all of the backbone.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     reseal: Annotated[
@@ -75,8 +82,10 @@ def lock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Lock a model: transform its backbone by a secret element, so that only the key holder can use
-    it. Obfuscation, not encryption.
+    """Obfuscate a model with a key. This is not encryption.
+
+    Transforms the backbone by a secret element that only the key holder can undo. `regauge
+    audit lock` measures what that is worth for your model; `regauge seal` encrypts.
     """
     if reseal and (group is not None or spaces is not None):
         raise typer.BadParameter("--group and --spaces apply to a new lock, not to --reseal")
@@ -156,7 +165,10 @@ def unlock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Unlock a model. Checks the key and the whole file before writing anything."""
+    """Restore a locked model with its key.
+
+    Checks the key and the whole file before writing anything.
+    """
     started = time.monotonic()
     from regauge.locking import api
 
@@ -193,7 +205,10 @@ def rekey(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Change the key of a locked model in one pass: the plain model is never written."""
+    """Change the key of a locked model in one pass.
+
+    The plain model is never written.
+    """
     started = time.monotonic()
     from regauge.locking import api
 

@@ -30,6 +30,7 @@ Spaces = Annotated[
         "--spaces",
         metavar="A,B",
         help="Spaces to match: stream, head, qk, vo, ffn, ... Default: all.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Layers = Annotated[
@@ -38,6 +39,7 @@ Layers = Annotated[
         "--layers",
         metavar="0-5,11",
         help="Layers to match, of spaces that belong to a layer. Default: all.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Group = Annotated[
@@ -59,6 +61,7 @@ Fix = Annotated[
         metavar="A,B",
         help="Fix gauges of both first: keys, values (biases without effect), balance. "
         "Needs --output-b.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Anchors = Annotated[
@@ -67,6 +70,7 @@ Anchors = Annotated[
         "--anchors",
         metavar="A,B",
         help="Tensors for the first estimate of a space; * is a wildcard.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Weight = Annotated[
@@ -75,6 +79,7 @@ Weight = Annotated[
         "--weight",
         metavar="NAME=W",
         help="Weight of a tensor, 1 otherwise; * is a wildcard. Repeatable.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Sweeps = Annotated[
@@ -84,12 +89,15 @@ Sweeps = Annotated[
         min=0,
         metavar="N",
         help="Largest number of sweeps after the first pass.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 SharedTokens = Annotated[
     bool,
     typer.Option(
-        "--shared-tokens", help="Match by the shared tokens of two different vocabularies."
+        "--shared-tokens",
+        help="Match by the shared tokens of two different vocabularies.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 
@@ -123,7 +131,11 @@ def match(
     weight: Weight = None,
     rescale: Annotated[
         bool,
-        typer.Option("--rescale", help="With --group orthogonal: also one factor per head."),
+        typer.Option(
+            "--rescale",
+            help="With --group orthogonal: also one factor per head.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = False,
     sweeps: Sweeps = 10,
     nearest: Annotated[
@@ -132,6 +144,7 @@ def match(
             "--nearest/--anchored",
             help="Refit the stream in sweeps; or keep its first estimate where token tables "
             "determine it.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = True,
     shared_tokens: SharedTokens = False,
@@ -151,6 +164,7 @@ def match(
             min=1,
             metavar="N",
             help="Examples of the sample, or texts to generate.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 64,
     field: sample.Field = None,
@@ -170,11 +184,24 @@ def match(
         ),
     ] = None,
     refine_steps: Annotated[
-        int, typer.Option("--refine-steps", min=1, metavar="N", help="Steps of the refinement.")
+        int,
+        typer.Option(
+            "--refine-steps",
+            min=1,
+            metavar="N",
+            help="Steps of the refinement.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 200,
     workers: Annotated[
         int,
-        typer.Option("--workers", min=1, metavar="N", help="Worker processes of the search."),
+        typer.Option(
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Worker processes of the search.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 1,
     save_element: Annotated[
         Path | None,
@@ -190,8 +217,9 @@ def match(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Align A with B: the same function as A, in the basis nearest to B. Any merging tool can take
-    the result.
+    """Align model A with model B, without changing what A computes.
+
+    Writes A in the basis nearest to B. Any merging tool can take the result.
     """
     started = time.monotonic()
     gauges = parse_names(fix) or []
@@ -301,8 +329,9 @@ def compare(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure whether two models share a basis, directly or after matching. Check this before
-    merging.
+    """Check whether two models share a basis.
+
+    Compares them directly and after matching. Check this before merging.
     """
     check_outputs(json, report)
     import regauge

@@ -1,5 +1,5 @@
-"""The text of `regauge` without arguments, the help panel of each command, and the example at the
-end of each command's help.
+"""The text of `regauge` without arguments, the sections of `regauge --help`, and the examples at
+the end of each command's help.
 
 One literal holds all examples: a test checks that each command has one, and accepts it.
 """
@@ -7,61 +7,81 @@ One literal holds all examples: a test checks that each command has one, and acc
 from __future__ import annotations
 
 OVERVIEW = """\
-Rewrite a Transformer's weights in another basis without changing what it computes.
+Rewrite a Transformer's weights in another basis without changing what it
+computes.
 
-Start here
-  regauge demo                          two minutes, no downloads; writes an HTML page
-  regauge doctor                        what is installed and missing, and how to install it
-  regauge inspect MODEL                 symmetries of a model: a folder, a file or a hub id
+Start
+  regauge demo                     two minutes, no downloads; writes a page
+  regauge doctor                   what is installed, and how to get what is not
 
-Then, by task
-  the same model in another basis       regauge move MODEL --random -o OUT
-  check the theorems on a model         regauge verify MODEL
-  accuracy or perplexity of models      regauge evaluate A B --data IMAGES
-  do two models share a basis?          regauge compare A B
-  merge independently trained models    regauge merge A B --align -o OUT
-  lock weights with a key               regauge keygen -o KEY, regauge lock MODEL -k KEY -o LOCKED
-  measure what a lock is worth          regauge audit lock LOCKED -k KEY --against BASE
-  encrypt a model at rest               regauge seal MODEL -k SEALKEY -o MODEL.sealed
-  backbone on a server, data here       regauge split certs, then split serve and split train
-  train with jigsaw puzzles             regauge jigsaw train MODEL --data IMAGES -o OUT
-  train on federated data               regauge federate MODEL --data IMAGES --clients 4 -o RUN
-  measure what gradients leak           regauge audit gradients MODEL --data IMAGES
+By task
+  merge models trained apart       regauge merge A B --align -o OUT
+  check for a shared basis         regauge compare A B
+  lock a model with a key          regauge keygen -o KEY
+                                   regauge lock MODEL -k KEY -o LOCKED
+  encrypt a model at rest          regauge keygen --purpose seal -o SEALKEY
+                                   regauge seal MODEL -k SEALKEY -o SEALED
+  measure what a lock is worth     regauge audit lock LOCKED --against BASE
+  measure what gradients leak      regauge audit gradients MODEL --data DATA
+  measure what features leak       regauge audit split MODEL --data DATA
+  train with a backbone elsewhere  regauge split --help
+  train on federated data          regauge federate --help
+  train with jigsaw puzzles        regauge jigsaw train MODEL --data DATA -o OUT
+  accuracy or perplexity           regauge evaluate A B --data DATA
+  check a model's symmetries       regauge verify MODEL
+  show a model's symmetries        regauge inspect MODEL
+  move a model to another basis    regauge move MODEL --random -o OUT
 
-regauge --help lists all commands; regauge COMMAND --help ends with an example."""
+A model is a folder, a .safetensors file or a hub id. `regauge --help` lists all
+commands; `regauge COMMAND --help` ends with examples."""
 
+# Every command, in the order of the README's uses: `regauge --help` and the page of commands.
 PANELS = {
     "Start": ("demo", "doctor"),
-    "Look at models": ("inspect", "verify", "evaluate", "compare", "barrier", "fingerprint"),
-    "Change models": ("move", "match", "merge", "convert"),
-    "Protect": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
-    "Train and serve": ("split", "jigsaw", "federate"),
-    "Attack and report": ("audit", "report"),
+    "Align and merge": ("match", "merge", "barrier"),
+    "Check for a shared basis": ("compare", "fingerprint"),
+    "Lock and seal": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
+    "Audit": ("audit lock", "audit split", "audit gradients"),
+    "Split learning": ("split certs", "split serve", "split train", "split predict", "split join"),
+    "Federated learning and jigsaw puzzles": (
+        "federate",
+        "jigsaw train",
+        "jigsaw evaluate",
+        "jigsaw study",
+    ),
+    "Models and results": ("evaluate", "verify", "inspect", "move", "convert", "report"),
 }
 
+# Lines that the commands accept; further lines of one command follow a line break.
 EXAMPLES = {
-    "audit gradients": "regauge audit gradients VIT --data IMAGES --defence mjp=0.5 --report "
-    "page.html",
+    "audit gradients": "regauge audit gradients VIT --data IMAGES --report page.html\n"
+    "regauge audit gradients VIT --data IMAGES --defence mjp=0.5\n"
+    "regauge audit gradients --from RUN --report page.html",
     "audit lock": "regauge audit lock LOCKED -k KEY --against BASE --report page.html",
-    "audit split": "regauge audit split VIT --data IMAGES --defence rows --defence "
-    "noise=0.5+rows --report page.html",
+    "audit split": "regauge audit split VIT --data IMAGES --report page.html\n"
+    "regauge audit split VIT --data IMAGES --defence rows --defence noise=0.5+rows",
     "barrier": "regauge barrier A B --data book.txt --report page.html",
-    "compare": "regauge compare A B",
+    "compare": "regauge compare A B\nregauge compare A B --report page.html",
     "convert": "regauge convert PICKLED -o OUT",
-    "demo": "regauge demo --report page.html",
-    "doctor": "regauge doctor --json",
-    "evaluate": "regauge evaluate A B --data book.txt",
+    "demo": "regauge demo\nregauge demo -o regauge-demo --report page.html",
+    "doctor": "regauge doctor\nregauge doctor --load --json",
+    "evaluate": "regauge evaluate A B --data book.txt\n"
+    "regauge evaluate LOCKED -k KEY --control --data IMAGES",
     "federate": "regauge federate VIT --data IMAGES --clients 4 --rounds 10 -o RUN",
     "fingerprint": "regauge fingerprint MODEL --json",
-    "inspect": "regauge inspect MODEL --explain stream",
+    "inspect": "regauge inspect MODEL\nregauge inspect MODEL --explain stream",
     "jigsaw evaluate": "regauge jigsaw evaluate PLAIN TRAINED --data IMAGES --ratios 0.1,0.5",
-    "jigsaw study": "regauge jigsaw study PLAIN TRAINED --report page.html",
+    "jigsaw study": "regauge jigsaw study PLAIN TRAINED --data IMAGES --report page.html",
     "jigsaw train": "regauge jigsaw train MODEL --data IMAGES --ratio 0.1 --epochs 10 -o OUT",
-    "keygen": "regauge keygen -o KEY --passphrase",
-    "lock": "regauge lock MODEL -k KEY -o LOCKED",
-    "match": "regauge match A B -o NEAR --json match.json",
-    "merge": "regauge merge A B --method slerp --set t=0.5 --align -o MERGED",
-    "move": "regauge move MODEL --random -o OUT --save-element G",
+    "keygen": "regauge keygen -o KEY\nregauge keygen --purpose seal --passphrase -o SEALKEY",
+    "lock": "regauge lock MODEL -k KEY -o LOCKED\nregauge lock LOCKED -k KEY --reseal",
+    "match": "regauge match A B -o NEAR\n"
+    "regauge match A B --data book.txt -o NEAR --report page.html",
+    "merge": "regauge merge A B --align -o MERGED\n"
+    "regauge merge A B --method slerp --set t=0.5 --align -o MERGED\n"
+    "regauge merge recipe.yaml -o MERGED",
+    "move": "regauge move MODEL --random -o OUT --save-element G\n"
+    "regauge move OUT -g G --invert -o BACK",
     "open": "regauge open MODEL.sealed -k SEALKEY -o MODEL",
     "rekey": "regauge rekey LOCKED -k OLD --to NEW -o RELOCKED",
     "report": "regauge report results.json -o page.html",
@@ -70,11 +90,12 @@ EXAMPLES = {
     "split join": "regauge split join EDGES BACKBONE -o MODEL",
     "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 "
     "--tls CERTS --client-name hospital",
-    "split serve": "regauge split serve MODEL --listen 0.0.0.0:7000 --tls CERTS --output BACKBONE",
+    "split serve": "regauge split serve MODEL --tls CERTS --listen 0.0.0.0:7000\n"
+    "regauge split serve MODEL --tls CERTS --lr 1e-4 -o BACKBONE",
     "split train": "regauge split train MODEL --data IMAGES --server server.example:7000 --tls "
     "CERTS --client-name hospital -o EDGES",
     "unlock": "regauge unlock LOCKED -k KEY -o MODEL",
-    "verify": "regauge verify MODEL --dtype float64 --report page.html",
+    "verify": "regauge verify MODEL\nregauge verify MODEL --dtype float64 --report page.html",
 }
 
 # The one library function that each command calls, as users import it. A test reads the commands.
@@ -118,13 +139,6 @@ MODES = {
 }
 
 
-def panel_of(name: str) -> str | None:
-    """Return the panel of a command in `regauge --help`, or None for the last panel, of
-    all others.
-    """
-    return next((panel for panel, names in PANELS.items() if name in names), None)
-
-
-def epilog_of(name: str) -> str | None:
-    """Return the last line of a command's help."""
-    return f"Example: {EXAMPLES[name]}" if name in EXAMPLES else None
+def examples_of(name: str) -> list[str]:
+    """Return the examples at the end of a command's help."""
+    return EXAMPLES.get(name, "").splitlines()

@@ -63,6 +63,7 @@ def merge(
             "--dtype",
             metavar="D",
             help="Dtype of the output. Default: that of the base or of A.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     tokenizer: Annotated[
@@ -84,19 +85,30 @@ def merge(
     samples: Annotated[
         int | None,
         typer.Option(
-            "--samples", min=1, metavar="N", help="Examples of the data to use. Default: 256."
+            "--samples",
+            min=1,
+            metavar="N",
+            help="Examples of the data to use. Default: 256.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     labels: Annotated[
         bool,
         typer.Option(
-            "--labels", help="fisher: use the data's labels, not the model's predictions."
+            "--labels",
+            help="fisher: use the data's labels, not the model's predictions.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = False,
     field: sample.Field = None,
     split: Annotated[
         str | None,
-        typer.Option("--split", metavar="S", help="Split of a hub dataset. Default: test."),
+        typer.Option(
+            "--split",
+            metavar="S",
+            help="Split of a hub dataset. Default: test.",
+            rich_help_panel=options.DATA,
+        ),
     ] = None,
     data_tokenizer: Annotated[
         str | None,
@@ -104,6 +116,7 @@ def merge(
             "--data-tokenizer",
             metavar="FILE",
             help="Tokenizer file, for texts. Default: the one beside each model.",
+            rich_help_panel=options.DATA,
         ),
     ] = None,
     length: sample.Length = None,
@@ -122,6 +135,7 @@ def merge(
             "--shard-size",
             metavar="SIZE",
             help="Largest size of an output file: 500MB, 2GB.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "2GB",
     resume: Annotated[
@@ -129,6 +143,7 @@ def merge(
         typer.Option(
             "--resume/--anew",
             help="Resume an interrupted run of the same merge, or start over.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = True,
     dry_run: options.DryRun = False,
@@ -136,8 +151,10 @@ def merge(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Merge models tensor by tensor, with mergekit's recipes and methods. Checks first whether the
-    models share a basis.
+    """Merge models with mergekit's recipes and methods.
+
+    Merges tensor by tensor. Checks first whether the models share a basis; --align aligns those
+    that do not.
     """
     started = time.monotonic()
     shard_bytes = _parse_size(shard_size)

@@ -30,7 +30,10 @@ def move(
     spaces: Annotated[
         str | None,
         typer.Option(
-            "--spaces", metavar="A,B", help="Spaces to transform; `ffn` is ffn.0, ffn.1, ..."
+            "--spaces",
+            metavar="A,B",
+            help="Spaces to transform; `ffn` is ffn.0, ffn.1, ...",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     seed: options.Seed = None,
@@ -40,7 +43,11 @@ def move(
     ] = None,
     part: Annotated[
         options.Part | None,
-        typer.Option("--part", help="Part to transform; the parts then no longer fit each other."),
+        typer.Option(
+            "--part",
+            help="Part to transform; the parts then no longer fit each other.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = None,
     fold: Annotated[
         bool,
@@ -63,7 +70,10 @@ def move(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Apply an element to a checkpoint: the same function in another basis."""
+    """Rewrite a model in another basis: the same function.
+
+    Applies an element of the model's symmetry group to a checkpoint.
+    """
     if random == (element is not None):
         raise typer.BadParameter("pass either -g ELEMENT or --random")
     if not random and (seed is not None or save_element is not None or group is not None):

@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+# Groups of options in the help that several commands have.
+TRAINING, DATA, GENERAL, ADVANCED = "Training", "Data", "General", "Advanced"
+
 
 class GroupKind(StrEnum):
     """Subgroups that an element is limited to."""
@@ -30,7 +33,9 @@ def seed_option(help_text: str) -> Any:
     """Build the `--seed N` option with a help text. numpy rejects seeds below 0, scikit-learn seeds
     of more than 32 bits.
     """
-    return typer.Option("--seed", min=0, max=2**32 - 1, metavar="N", help=help_text)
+    return typer.Option(
+        "--seed", min=0, max=2**32 - 1, metavar="N", help=help_text, rich_help_panel=GENERAL
+    )
 
 
 def split_names(text: str | None) -> list[str] | None:
@@ -55,16 +60,29 @@ SpecFile = Annotated[
         "--spec",
         metavar="FILE",
         help="Spec file (TOML) for a custom module; see docs/formats.md.",
+        rich_help_panel=ADVANCED,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON on stdout.", rich_help_panel=GENERAL)
+]
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", metavar="F", help="Write the results as JSON; - for stdout."),
+    typer.Option(
+        "--json",
+        metavar="F",
+        help="Write the results as JSON; - for stdout.",
+        rich_help_panel=GENERAL,
+    ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option("--report", metavar="page.html", help="Write a self-contained HTML page."),
+    typer.Option(
+        "--report",
+        metavar="page.html",
+        help="Write a self-contained HTML page.",
+        rich_help_panel=GENERAL,
+    ),
 ]
 # Seeds an element, so any whole number is valid.
 Seed = Annotated[
@@ -73,9 +91,13 @@ Seed = Annotated[
         "--seed",
         metavar="N",
         help="Public seed, for experiments. Without it: the system's randomness.",
+        rich_help_panel=GENERAL,
     ),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, write nothing.")]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Check everything, write nothing.", rich_help_panel=GENERAL),
+]
 Threads = Annotated[
     int | None,
     typer.Option(
@@ -83,16 +105,29 @@ Threads = Annotated[
         min=1,
         max=256,
         metavar="N",
-        help="Compute threads. Default: one per core but one, at most four.",
+        help="Compute threads. Default: REGAUGE_THREADS, or one per core.",
+        rich_help_panel=GENERAL,
     ),
 ]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Examples per batch.")]
 Device = Annotated[
-    str, typer.Option("--device", metavar="D", help="Compute device: cpu, cuda, cuda:1, mps.")
+    str,
+    typer.Option(
+        "--device",
+        metavar="D",
+        help="Compute device: cpu, cuda, cuda:1, mps.",
+        rich_help_panel=GENERAL,
+    ),
 ]
 Verbose = Annotated[
     int,
-    typer.Option("-v", count=True, help="Verbose output; twice: tracebacks.", show_default=False),
+    typer.Option(
+        "-v",
+        count=True,
+        help="Verbose output; -vv: also tracebacks.",
+        show_default=False,
+        rich_help_panel=GENERAL,
+    ),
 ]
 KeyFile = Annotated[
     Path, typer.Option("-k", "--key", metavar="KEY", help="Key file, made by regauge keygen.")
@@ -104,6 +139,7 @@ PassphraseFile = Annotated[
         metavar="F",
         help="File with the key's passphrase on its first line. Also: REGAUGE_PASSPHRASE. "
         "Otherwise a prompt.",
+        rich_help_panel=GENERAL,
     ),
 ]
 Gallery = Annotated[
@@ -129,6 +165,10 @@ ImageReport = Annotated[
         "--report",
         metavar="page.html",
         help="Write a self-contained HTML page. It shows images of the data.",
+        rich_help_panel=GENERAL,
     ),
 ]
-Resize = Annotated[bool, typer.Option("--resize", help="Resize images to the model's input size.")]
+Resize = Annotated[
+    bool,
+    typer.Option("--resize", help="Resize images to the model's input size.", rich_help_panel=DATA),
+]

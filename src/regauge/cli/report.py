@@ -19,7 +19,10 @@ def report(
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="New HTML file.")],
     verbose: options.Verbose = 0,
 ) -> int:
-    """Write results as one HTML page that opens from disk, without a network."""
+    """Write saved results as an HTML page.
+
+    The page opens from disk, without a network.
+    """
     from regauge.results.report import write_page
 
     words = write_page(results, out)

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from regauge.cli import options
+
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
 
@@ -23,20 +25,33 @@ Field = Annotated[
         "--field",
         metavar="NAME=COLUMN",
         help="Column of the text, image or label, as label=class. Repeatable.",
+        rich_help_panel=options.DATA,
     ),
 ]
-Split = Annotated[str, typer.Option("--split", metavar="S", help="Split of a hub dataset.")]
+Split = Annotated[
+    str,
+    typer.Option(
+        "--split", metavar="S", help="Split of a hub dataset.", rich_help_panel=options.DATA
+    ),
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option(
         "--tokenizer",
         metavar="FILE",
         help="Tokenizer file, for texts. Default: the one beside the (first) model.",
+        rich_help_panel=options.DATA,
     ),
 ]
 Length = Annotated[
     int | None,
-    typer.Option("--length", min=2, metavar="N", help="Tokens per window or text. Default: 256."),
+    typer.Option(
+        "--length",
+        min=2,
+        metavar="N",
+        help="Tokens per window or text. Default: 256.",
+        rich_help_panel=options.DATA,
+    ),
 ]
 Mean = Annotated[
     str | None,
@@ -44,6 +59,7 @@ Mean = Annotated[
         "--mean",
         metavar="X[,X,X]",
         help="Mean of the pixels in 0..1. Default: preprocessor_config.json.",
+        rich_help_panel=options.DATA,
     ),
 ]
 Std = Annotated[
@@ -52,6 +68,7 @@ Std = Annotated[
         "--std",
         metavar="X[,X,X]",
         help="Standard deviation of the pixels. Default: preprocessor_config.json.",
+        rich_help_panel=options.DATA,
     ),
 ]
 SelfWritten = Annotated[

@@ -27,7 +27,10 @@ def seal(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Encrypt a file or folder for storage, with authentication. Open it to use it."""
+    """Encrypt a file or folder for storage.
+
+    Encrypts with authentication. `regauge open` decrypts it.
+    """
     started = time.monotonic()
     from regauge.checkpoints.files import format_bytes
     from regauge.locking.seal import seal as run
@@ -62,7 +65,10 @@ def open_(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Decrypt a sealed file. The output appears only after all of it is authenticated."""
+    """Decrypt a sealed file or folder.
+
+    The output appears only after all of it is authenticated.
+    """
     started = time.monotonic()
     from regauge.locking.seal import open_sealed
 

@@ -79,7 +79,9 @@ def certs(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Create a certificate authority, and certificates for the server and each client. The
+    """Create TLS certificates for a server and its clients.
+
+    Creates a certificate authority, and certificates for the server and each client. The
     authority's key is not saved: another client needs new certificates for all.
     """
     from regauge.split import make_certificates
@@ -120,14 +122,19 @@ def join(
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", metavar="D", help="float32, float16 or bfloat16. Default: unchanged."
+            "--dtype",
+            metavar="D",
+            help="float32, float16 or bfloat16. Default: unchanged.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Join a client's embedding and head and the server's backbone into one model. Parts of a
-    locked model give a locked model.
+    """Join the trained parts of client and server into one model.
+
+    The client has embedding and head, the server the backbone. Parts of a locked model give a
+    locked model.
     """
     from regauge.split import join as join_parts
 

@@ -105,16 +105,28 @@ DefenceOption = Annotated[
     ),
 ]
 KeepCls = Annotated[
-    bool, typer.Option("--keep-cls", help="With --rows: leave the first token in its place.")
+    bool,
+    typer.Option(
+        "--keep-cls",
+        help="With --rows: leave the first token in its place.",
+        rich_help_panel=options.ADVANCED,
+    ),
 ]
 CodecOption = Annotated[
     Codec | None,
-    typer.Option("--codec", help="Lossy codec for features: half the bytes, or a quarter."),
+    typer.Option(
+        "--codec",
+        help="Lossy codec for features: half the bytes, or a quarter.",
+        rich_help_panel=options.ADVANCED,
+    ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
-        "--dtype", metavar="D", help="Dtype of the weights in memory; must equal the server's."
+        "--dtype",
+        metavar="D",
+        help="Dtype of the weights in memory; must equal the server's.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 Patience = Annotated[
@@ -124,6 +136,7 @@ Patience = Annotated[
         min=1.0,
         metavar="S",
         help="Seconds to retry while the server does not answer.",
+        rich_help_panel=options.ADVANCED,
     ),
 ]
 
@@ -164,27 +177,49 @@ def train(
     every: Annotated[
         int,
         typer.Option(
-            "--every", min=1, metavar="N", help="Steps between checkpoints in the journal."
+            "--every",
+            min=1,
+            metavar="N",
+            help="Steps between checkpoints in the journal.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 50,
     epochs: Annotated[
         int | None,
-        typer.Option("--epochs", min=1, metavar="N", help="Passes over the data. Default: 1."),
+        typer.Option(
+            "--epochs",
+            min=1,
+            metavar="N",
+            help="Passes over the data. Default: 1.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, metavar="N", help="Training steps, instead of epochs."),
+        typer.Option(
+            "--steps",
+            min=1,
+            metavar="N",
+            help="Training steps, instead of epochs.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     batch: options.Batch = 16,
     lr: LearningRate = None,
     optimizer: Annotated[
         Optimizer | None,
-        typer.Option("--optimizer", help="Optimizer of embedding and head. Default: the server's."),
+        typer.Option(
+            "--optimizer",
+            help="Optimizer of embedding and head. Default: the server's.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     schedule: Annotated[
         Schedule | None,
         typer.Option(
-            "--schedule", help="Learning rate schedule, to 0 at the last step or constant."
+            "--schedule",
+            help="Learning rate schedule, to 0 at the last step or constant.",
+            rich_help_panel=options.TRAINING,
         ),
     ] = None,
     warmup: Warmup = None,
@@ -207,8 +242,9 @@ def train(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Train embedding and head on local data, together with the server's backbone. Training options
-    default to the server's.
+    """Train embedding and head with a backbone on a server.
+
+    The data stay here. Training options default to the server's.
     """
     started = time.monotonic()
     if epochs is not None and steps is not None:
@@ -302,7 +338,9 @@ def predict(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run the model over local data, and report loss and accuracy, or loss and perplexity of a
+    """Evaluate a model whose backbone is on a server.
+
+    Runs the model over local data, and reports loss and accuracy, or loss and perplexity of a
     language model.
     """
     defences = _parse_defences(rows, keep_cls, defence)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from regauge.split import OptimizerConfig, SplitServer
 
+_LIMITS = "Limits of clients"
 VERSION = 1
 STATUS_INTERVAL = 10.0  # seconds between status lines without a terminal
 
@@ -49,21 +50,51 @@ class Precision(StrEnum):
 
 
 LearningRate = Annotated[
-    float | None, typer.Option("--lr", min=0.0, metavar="R", help="Learning rate.")
+    float | None,
+    typer.Option(
+        "--lr", min=0.0, metavar="R", help="Learning rate.", rich_help_panel=options.TRAINING
+    ),
 ]
 WeightDecay = Annotated[
-    float | None, typer.Option("--weight-decay", min=0.0, metavar="X", help="Weight decay.")
+    float | None,
+    typer.Option(
+        "--weight-decay",
+        min=0.0,
+        metavar="X",
+        help="Weight decay.",
+        rich_help_panel=options.TRAINING,
+    ),
 ]
 Momentum = Annotated[
-    float | None, typer.Option("--momentum", min=0.0, max=1.0, metavar="X", help="Momentum of sgd.")
+    float | None,
+    typer.Option(
+        "--momentum",
+        min=0.0,
+        max=1.0,
+        metavar="X",
+        help="Momentum of sgd.",
+        rich_help_panel=options.TRAINING,
+    ),
 ]
 Warmup = Annotated[
     int | None,
-    typer.Option("--warmup", min=0, metavar="N", help="Warm-up steps of the learning rate."),
+    typer.Option(
+        "--warmup",
+        min=0,
+        metavar="N",
+        help="Warm-up steps of the learning rate.",
+        rich_help_panel=options.TRAINING,
+    ),
 ]
 Clip = Annotated[
     float | None,
-    typer.Option("--clip", min=0.0, metavar="X", help="Largest norm of the gradient."),
+    typer.Option(
+        "--clip",
+        min=0.0,
+        metavar="X",
+        help="Largest norm of the gradient.",
+        rich_help_panel=options.TRAINING,
+    ),
 ]
 TlsFiles = Annotated[
     str | None,
@@ -107,6 +138,7 @@ def serve(
             metavar="FILE",
             help="File of accepted clients: one name per line, optionally with a quota. "
             "Reloaded on change. Default: clients.txt beside the certificates.",
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
     quota: Annotated[
@@ -116,6 +148,7 @@ def serve(
             metavar="Q",
             help='Quota of each client: "sessions=2 requests=50 bytes=100M", requests per '
             "second and bytes per minute.",
+            rich_help_panel=_LIMITS,
         ),
     ] = "",
     memory: Annotated[
@@ -124,6 +157,7 @@ def serve(
             "--memory",
             metavar="SIZE",
             help="Memory for all clients, as in 8G. Default: half of the available memory.",
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
     client_memory: Annotated[
@@ -132,6 +166,7 @@ def serve(
             "--client-memory",
             metavar="SIZE",
             help="Memory for each client with a certificate. Default: half of --memory.",
+            rich_help_panel=_LIMITS,
         ),
     ] = None,
     insecure: Insecure = False,
@@ -142,7 +177,14 @@ def serve(
         ),
     ] = None,
     every: Annotated[
-        int, typer.Option("--every", min=1, metavar="N", help="Steps between checkpoints.")
+        int,
+        typer.Option(
+            "--every",
+            min=1,
+            metavar="N",
+            help="Steps between checkpoints.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = 100,
     out: Annotated[
         Path | None,
@@ -160,27 +202,46 @@ def serve(
             min=0.0,
             metavar="R",
             help="Learning rate of the backbone. Without it, the backbone is not trained.",
+            rich_help_panel=options.TRAINING,
         ),
     ] = None,
     optimizer: Annotated[
         Optimizer | None,
-        typer.Option("--optimizer", help="Optimizer of the backbone. Default: adamw."),
+        typer.Option(
+            "--optimizer",
+            help="Optimizer of the backbone. Default: adamw.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     schedule: Annotated[
         Schedule | None,
         typer.Option(
-            "--schedule", help="Learning rate schedule after the warm-up. Default: constant."
+            "--schedule",
+            help="Learning rate schedule after the warm-up. Default: constant.",
+            rich_help_panel=options.TRAINING,
         ),
     ] = None,
     warmup: Warmup = None,
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=1, metavar="N", help="Step at which the schedule ends."),
+        typer.Option(
+            "--steps",
+            min=1,
+            metavar="N",
+            help="Step at which the schedule ends.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     clip: Clip = None,
     accumulate: Annotated[
         int | None,
-        typer.Option("--accumulate", min=1, metavar="N", help="Losses per step. Default: 1."),
+        typer.Option(
+            "--accumulate",
+            min=1,
+            metavar="N",
+            help="Losses per step. Default: 1.",
+            rich_help_panel=options.TRAINING,
+        ),
     ] = None,
     weight_decay: WeightDecay = None,
     momentum: Momentum = None,
@@ -191,19 +252,32 @@ def serve(
             min=0,
             metavar="N",
             help="Train a copy per client, averaged after N steps of each. Default: one for all.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = 0,
     precision: Annotated[
         Precision | None,
-        typer.Option("--precision", help="Compute precision, over weights in float32."),
+        typer.Option(
+            "--precision",
+            help="Compute precision, over weights in float32.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = None,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the blocks with torch.compile.")
+        bool,
+        typer.Option(
+            "--compile",
+            help="Compile the blocks with torch.compile.",
+            rich_help_panel=options.ADVANCED,
+        ),
     ] = False,
     dtype: Annotated[
         str,
         typer.Option(
-            "--dtype", metavar="D", help="Dtype of the weights in memory; must equal the clients'."
+            "--dtype",
+            metavar="D",
+            help="Dtype of the weights in memory; must equal the clients'.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = "float32",
     seed: Annotated[int, options.seed_option("Seed of dropout.")] = 0,
@@ -213,6 +287,7 @@ def serve(
             "--metrics",
             metavar="ADDR",
             help="Address of Prometheus metrics over HTTP, as in 127.0.0.1:9100.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = None,
     device: options.Device = "cpu",
@@ -220,9 +295,11 @@ def serve(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Host the backbone of a model for clients that hold its embedding and head, their data and
-    their labels. Ctrl-C or SIGTERM stops it after the requests under way, and a checkpoint is
-    written. A second one stops waiting for clients.
+    """Serve the backbone of a model to clients.
+
+    The clients hold its embedding and head, their data and their labels. Ctrl-C or SIGTERM
+    stops the server after the requests under way, and a checkpoint is written. A second one
+    stops waiting for clients.
     """
     training = _build_optimizer(
         lr,

@@ -41,7 +41,10 @@ def verify(
         typer.Option("--steps", min=0, metavar="N", help="Training steps to compare; 0: none."),
     ] = 3,
     optimizer: Annotated[
-        Optimizer, typer.Option("--optimizer", help="Optimizer of the training.")
+        Optimizer,
+        typer.Option(
+            "--optimizer", help="Optimizer of the training.", rich_help_panel=options.ADVANCED
+        ),
     ] = Optimizer.sgd,
     inputs: Annotated[
         Path | None,
@@ -54,7 +57,9 @@ def verify(
     general: Annotated[
         bool,
         typer.Option(
-            "--general/--no-general", help="Also check Theorem 4.7, operator by operator."
+            "--general/--no-general",
+            help="Also check Theorem 4.7, operator by operator.",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = True,
     optimizers: Annotated[
@@ -62,6 +67,7 @@ def verify(
         typer.Option(
             "--optimizers",
             help="Also measure which optimizers preserve which symmetry (half a minute).",
+            rich_help_panel=options.ADVANCED,
         ),
     ] = False,
     spec: options.SpecFile = None,
@@ -77,11 +83,14 @@ def verify(
             max=256,
             metavar="N",
             help="Compute threads. Default: torch's own, one for small models.",
+            rich_help_panel=options.GENERAL,
         ),
     ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Check that permuting tokens and channels commutes with forward, backward and training. Exit
+    """Check that a model's symmetries hold, on the model itself.
+
+    Checks that permuting tokens and channels commutes with forward, backward and training. Exit
     code 3 if a law that should hold does not.
     """
     check_outputs(json, report)

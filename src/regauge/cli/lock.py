@@ -82,10 +82,10 @@ def lock(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Obfuscate a model with a key. This is not encryption.
+    """Obfuscate a model with a key; this is not encryption.
 
     Transforms the backbone by a secret element that only the key holder can undo. `regauge
-    audit lock` measures what that is worth for your model; `regauge seal` encrypts.
+    audit lock` measures what that is worth for your model.
     """
     if reseal and (group is not None or spaces is not None):
         raise typer.BadParameter("--group and --spaces apply to a new lock, not to --reseal")

@@ -23,12 +23,12 @@ from regauge.models.cut import Crossing, Cut, cut
 from regauge.models.families import Boundary
 from regauge.testing import compute_outputs, strict_float64
 from support.models import distance, gradients, lock_backbone
-from support.picos import IDS, PICOS, build, config_of, spec_of
+from support.picos import IDS, PICOS, build, config_of, late, spec_of
 
 UNCUT = {
     name for name in PICOS if name.startswith(("deberta-v2-xlarge", "deberta-v2-groups"))
 }  # a convolution stands between the blocks
-ALL = pytest.mark.parametrize("name", [name for name in PICOS if name not in UNCUT])
+CUT = [name for name in PICOS if name not in UNCUT]
 SPEAKERS = pytest.mark.parametrize(
     "name", ["gpt2", "llama", "gemma2", "mixtral", "t5", "t5-gated-unscaled", "bart"]
 )
@@ -50,7 +50,7 @@ def attributes(model: torch.nn.Module) -> list[dict]:
     return [dict(m.__dict__) for m in model.modules()]
 
 
-@ALL
+@pytest.mark.parametrize("name", CUT)
 def test_a_routed_model_is_the_same_bit_for_bit(name: str) -> None:
     model, inputs = build(name), PICOS[name].inputs
     expected, grads, left = (
@@ -69,7 +69,7 @@ def test_a_routed_model_is_the_same_bit_for_bit(name: str) -> None:
     assert [a.keys() for a in attributes(model)] == [a.keys() for a in left]
 
 
-@ALL
+@pytest.mark.parametrize("name", [late(name) for name in CUT])
 def test_a_locked_backbone_works_with_its_key_and_only_with_it(name: str) -> None:
     """Outputs equal; gradients of the edges equal; those of the backbone follow the dual action."""
     model, inputs = build(name), PICOS[name].inputs

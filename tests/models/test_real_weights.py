@@ -8,17 +8,15 @@ float32 Llama into a cache and runs these on them.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.cli import main
-from support.paths import ASSETS, FETCHED, HERE
+from support import forks
+from support.paths import ASSETS, FETCHED
 
 # name: (where, its class, largest difference relative to the largest output)
 MODELS = {
@@ -32,10 +30,9 @@ MODELS = {
 
 COMPARE = """
 import json, sys
-sys.path.insert(0, sys.argv[1])
 import support.torchvision_ops as torchvision_ops, torch, transformers
 def outputs(folder):
-    model = getattr(transformers, sys.argv[2]).from_pretrained(folder).eval()
+    model = getattr(transformers, sys.argv[1]).from_pretrained(folder).eval()
     generator = torch.Generator().manual_seed(0)
     if hasattr(model.config, "vocab_size"):
         top = min(400, model.config.vocab_size)
@@ -46,9 +43,9 @@ def outputs(folder):
     with torch.no_grad():
         result = model(**inputs)
     return {k: v.double() for k, v in result.items() if isinstance(v, torch.Tensor)}, model
-a, before = outputs(sys.argv[3])
+a, before = outputs(sys.argv[2])
 found = []
-for folder in sys.argv[4:]:
+for folder in sys.argv[3:]:
     b, after = outputs(folder)
     error = max(float((a[k] - b[k]).abs().max() / a[k].abs().max()) for k in a)
     pairs = zip(before.parameters(), after.parameters())
@@ -98,24 +95,9 @@ def test_moved_real_weights_give_the_same_outputs(name: str, tmp_path: Path) -> 
             )
             == 0
         )
-    command = [
-        sys.executable,
-        "-c",
-        COMPARE,
-        str(HERE),
-        kind,
-        str(folder),
-        *(str(tmp_path / move) for move in MOVES),
-    ]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    for move, (error, moved) in zip(MOVES, json.loads(result.stdout.splitlines()[-1]), strict=True):
+    code, out, err = forks.run(COMPARE, kind, folder, *(tmp_path / move for move in MOVES))
+    assert code == 0, err[-3000:]
+    for move, (error, moved) in zip(MOVES, json.loads(out.splitlines()[-1]), strict=True):
         assert moved > 0.01, move
         assert error < tolerance, (move, error)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import transformers as T
 
@@ -469,6 +470,32 @@ PICOS |= {
         SWIN_IMAGES | {"bool_masked_pos": torch.arange(128).view(2, 64) % 3 == 0},
     ),
 }
+
+_HEADS = (
+    "base",
+    "classifier",
+    "tokens",
+    "answers",
+    "qa",
+    "next-sentence",
+    "pretraining",
+    "double",
+    "choice",
+    "teacher",
+    "mim",
+    "new-head",
+    "projection",
+    "features",
+    "untied",
+)
+
+
+def late(name: str) -> Any:
+    """A parameter of a law that the backbone decides: the same backbone under one more head, or
+    none, waits for `make soak`.
+    """
+    is_late = name.endswith(_HEADS) and name not in ("bert-untied", "gpt2-untied")
+    return pytest.param(name, marks=pytest.mark.slow) if is_late else name
 
 
 def build(name: str, seed: int = 0) -> torch.nn.Module:

@@ -32,7 +32,7 @@ from regauge.verification.checks import (
 from regauge.verification.faults import first_fault
 from regauge.verification.inputs import example_inputs
 from regauge.verification.subject import Subject, Transform
-from support.picos import PICOS, build, config_of, spec_of, vit
+from support.picos import PICOS, build, config_of, late, spec_of, vit
 
 # One of each family for the coarser dtypes; every pico in float64.
 FAMILIES = [
@@ -91,33 +91,7 @@ def faults(results: Any) -> list[str]:
     ]
 
 
-# The same backbone under one more head, or none: these wait for `make soak`.
-HEADS = (
-    "base",
-    "classifier",
-    "tokens",
-    "answers",
-    "qa",
-    "next-sentence",
-    "pretraining",
-    "double",
-    "choice",
-    "teacher",
-    "mim",
-    "new-head",
-    "projection",
-    "features",
-    "untied",
-)
-KEPT = ("bert-untied", "gpt2-untied")
-
-
-def _when(name: str) -> Any:
-    late = name.endswith(HEADS) and name not in KEPT
-    return pytest.param(name, marks=pytest.mark.slow) if late else name
-
-
-@pytest.mark.parametrize("name", [_when(name) for name in PICOS])
+@pytest.mark.parametrize("name", [late(name) for name in PICOS])
 def test_every_law_holds_in_float64(name: str) -> None:
     results = run(build(name))
     assert not faults(results)
@@ -406,7 +380,7 @@ def test_what_only_reorders_is_named_itself(axis: int, law: str, name: str) -> N
     assert failed.where == f"{name} (Reordered)"
 
 
-@pytest.mark.parametrize("name", [n for n in PICOS if "xlarge" not in n])
+@pytest.mark.parametrize("name", [late(n) for n in PICOS if "xlarge" not in n])
 def test_a_sound_model_has_no_fault(name: str) -> None:
     """Every order in which a family's modules are given and return their numbers is known: none is
     accused where nothing is wrong.

@@ -22,8 +22,14 @@ DTYPES = ("float64", "float32", "bfloat16")
 
 
 @needs_assets
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["vit_cifar10_postln", "vit_mnist_preln", "gptchar_learnedpos"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if (i + k) % 3 == 0 else pytest.mark.slow)
+        for i, name in enumerate(("vit_cifar10_postln", "vit_mnist_preln", "gptchar_learnedpos"))
+        for k, dtype in enumerate(DTYPES)
+    ],
+)
 def test_modules_of_ones_own(name: str, dtype: str) -> None:
     """Three networks of no library: a spec file says what their tensors are, one line where
     they are cut.
@@ -63,7 +69,10 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n == "stories15M" else n for n in CHECKPOINTS],
+)
 def test_checkpoints_through_the_command_line(name: str, tmp_path: Path) -> None:
     if not CHECKPOINTS[name].exists():
         pytest.skip(

@@ -1,4 +1,4 @@
-"""Notebooks of the tutorial: `python scripts/notebooks.py [FILE]` runs them and stores their outputs.
+"""Notebooks of the tutorial: `python scripts/notebooks.py [FILE]` runs them and stores outputs.
 
 mkdocs loads this file as a hook, which converts the stored notebooks to pages: no kernel, no
 plugin, and nothing that a reader's browser fetches.

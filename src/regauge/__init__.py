@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from regauge.models.transforms import move as move
     from regauge.verification import verify as verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Exported name -> the module that defines it. A test keeps this table, the imports above and
 # `__all__` consistent.

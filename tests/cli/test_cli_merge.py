@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import regauge
 from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from support.cli_runs import Run
 from support.merges import State, digests, finetune, interrupting, kill_and_resume, near, state_of
@@ -82,7 +83,7 @@ def test_models_on_the_command_line(run: Run, a: Path, tmp_path: Path) -> None:
     card = (tmp_path / "out" / "README.md").read_text()
     assert (tmp_path / "out" / "recipe.yaml").read_text().strip() in card
     assert "same basis" in card
-    assert "regauge 0.1.0, torch" in card
+    assert f"regauge {regauge.__version__}, torch" in card
 
 
 @pytest.mark.parametrize(

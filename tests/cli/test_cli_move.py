@@ -23,6 +23,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import regauge
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.demo.move import GPT2, LLAMA, make_checkpoint
 from regauge.results.findings import Figure, Table, from_json
@@ -61,7 +62,7 @@ def test_usage_errors(run: Run, tmp_path: Path, llama: Path) -> None:
         assert result.err.startswith("regauge: error: ")
         assert "regauge: hint: regauge" in result.err
         assert result.out == ""
-    assert run("--version").out == "regauge 0.1.0\n"
+    assert run("--version").out == f"regauge {regauge.__version__}\n"
 
 
 def test_inspect(run: Run, llama: Path) -> None:

@@ -97,7 +97,7 @@ def test_one_version() -> None:
     assert "version" in project["project"]["dynamic"]
     assert "version" not in project["project"]
     assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "regauge.__version__"}
-    changes = re.search(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    changes = re.search(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert changes is not None
     assert changes.group(1) == regauge.__version__
     assert f"\nversion: {regauge.__version__}\n" in (ROOT / "CITATION.cff").read_text()

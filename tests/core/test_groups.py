@@ -210,8 +210,8 @@ def test_counts() -> None:
 
 
 def test_vectors() -> None:
-    """Committed vectors (docs/formats.md). Integers are exact; rotations to 1e-12, since QR differs
-    between BLAS builds.
+    """Committed vectors (docs/formats-keys.md). Integers are exact; rotations to 1e-12, since QR
+    differs between BLAS builds.
     """
     key = bytes(range(32))
     m = haar(3, Stream(key, "test"))

@@ -64,7 +64,7 @@ def test_hkdf_matches_the_library() -> None:
 
 
 def test_vectors() -> None:
-    """Committed vectors (docs/formats.md): another language must get these."""
+    """Committed vectors (docs/formats-keys.md): another language must get these."""
     assert seed_key(0).hex() == "dc82b1960114284231971f273a173292479db9915f1c5a7dfab17cf84f121452"
     assert Stream(KEY, "test").bytes(16).hex() == "ff3d60d5291205ae164cd5e36e7e8c72"
     assert Stream(KEY, "test").permutation(10).tolist() == [8, 9, 7, 4, 0, 1, 5, 6, 2, 3]
@@ -148,10 +148,10 @@ def test_uniforms_never_touch_the_ends() -> None:
 
 
 def test_the_documented_vectors_are_these() -> None:
-    """docs/formats.md lists what this code draws."""
+    """docs/formats-keys.md lists what this code draws."""
     from pathlib import Path
 
-    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "formats-keys.md").read_text()
 
     def row(draw: str) -> str:
         return (

@@ -62,8 +62,8 @@ def test_new_keys_differ_and_say_when() -> None:
 
 
 def test_vectors() -> None:
-    """Committed vectors (docs/formats.md): another language must get these."""
-    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text()
+    """Committed vectors (docs/formats-keys.md): another language must get these."""
+    text = (Path(__file__).parents[2] / "docs" / "formats-keys.md").read_text()
     key, digest = Key(SECRET), bytes(range(32, 64))
     derived = key.derive("lock/element", digest)
     found = {

@@ -150,8 +150,8 @@ def test_wrong_keys() -> None:
     ("name", "group"), [("gpt2", "permutation"), ("gpt2", "signed"), ("llama", "rotation")]
 )
 def test_a_record_is_what_the_page_says(name: str, group: str) -> None:
-    """Made by nothing but docs/formats.md: a change of labels, salts or messages would leave older
-    locks closed.
+    """Made by nothing but docs/formats-keys.md: a change of labels, salts or messages would leave
+    older locks closed.
     """
     model = build(name).float()
     state = model.state_dict()

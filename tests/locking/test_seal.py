@@ -333,8 +333,8 @@ def test_what_is_opened_is_its_owners_until_it_is_whole(
 
 
 def test_the_format_is_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Read by nothing but docs/formats.md: a change of labels, salts, nonces or associated data
-    would leave older files closed.
+    """Read by nothing but docs/formats-keys.md: a change of labels, salts, nonces or associated
+    data would leave older files closed.
     """
     monkeypatch.setattr(sealing, "CHUNK", 1 << 18)
     secret = seed_key(1)

@@ -1,4 +1,4 @@
-"""Element files, and the arrays that represent an element. docs/formats.md describes the format."""
+"""Element files, and the arrays that represent an element (docs/formats-keys.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ taken in order:
     normal        Box-Muller on pairs of uniforms (u, v): sqrt(-2 ln u) cos(2 pi v), then
                   sqrt(-2 ln u) sin(2 pi v)
 
-`docs/formats.md` has test vectors.
+`docs/formats-keys.md` has test vectors.
 """
 
 from __future__ import annotations

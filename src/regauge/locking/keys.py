@@ -6,7 +6,7 @@ label, and a salt that binds it to one model or file. The id of a key is the fir
 SHA-256 of "regauge key ", the purpose, a zero byte and the secret. It identifies the key and does
 not reveal it.
 
-A key file is a small JSON file (`docs/formats.md`), readable by its owner only and optionally
+A key file is a small JSON file (`docs/formats-keys.md`), readable by its owner only and optionally
 wrapped by a passphrase (scrypt, ChaCha20-Poly1305). No repr, pickle, message or argument ever
 contains a secret byte.
 """

@@ -10,7 +10,7 @@ bytes, from which two keys are derived: one for the HMAC, one for the chunks. A 
 plaintext (the last one at most that) under ChaCha20-Poly1305. Its nonce is 11 bytes with the number
 of the chunk, big-endian, and 1 byte that is 1 for the last chunk and 0 otherwise; the HMAC is the
 associated data: STREAM (Hoang et al. 2015). This detects any change, chunks that are missing or
-reordered, and an end that is truncated or extended. `docs/formats.md` describes the plaintext.
+reordered, and an end that is truncated or extended. `docs/formats-keys.md` describes the plaintext.
 
 Decrypted output is written beside its path and renamed once the last chunk is authenticated.
 """

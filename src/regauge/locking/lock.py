@@ -6,9 +6,9 @@ can make them fit again. The weights themselves are not hidden: `docs/guides/loc
 attackers who can undo a lock without its key. To encrypt files at rest, use `regauge.locking.seal`.
 
 The element is derived from the key and the digest of the plain model, so that one key locks many
-models by unrelated elements. The lock record (`docs/formats-keys.md`) is stored under "regauge_lock"
-in config.json, or in the metadata of a single file. It has three tags, HMAC-SHA256 under keys derived
-from the key, the name of the tag and the digest:
+models by unrelated elements. The lock record (`docs/formats-keys.md`) is stored under
+"regauge_lock" in config.json, or in the metadata of a single file. It has three tags, HMAC-SHA256
+under keys derived from the key, the name of the tag and the digest:
 
     record      authenticates the record, from which the element is derived
     structure   also the names, dtypes and shapes of the backbone, which training does not change

@@ -131,17 +131,8 @@ COMMANDS: dict[str, Callable[[Inputs, Path], None]] = {
         "move", i.model, "--adapter", i.adapter, "-g", i.more / "element", "-o", out
     ),
     "match": lambda i, out: run("match", i.model, i.other, "--spaces", "ffn", "-o", out),
-    "match folded": lambda i, out: run(
-        "match",
-        i.model,
-        i.other,
-        "--spaces",
-        "ffn",
-        "--fold",
-        "-o",
-        out.with_name("first"),
-        "--output-b",
-        out,
+    "match, rotated": lambda i, out: run(
+        "match", i.model, i.other, "--spaces", "stream", "--sweeps", 0, "-o", out
     ),
     "merge": lambda i, out: run("merge", i.model, i.other, "--force", "-o", out),
     "merge a recipe": lambda i, out: run("merge", i.more / "recipe.yaml", "-o", out),

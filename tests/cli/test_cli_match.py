@@ -87,37 +87,18 @@ def test_match_writes_a_folder_that_anything_loads(
     assert "distance" in capsys.readouterr().out
 
 
-def test_a_folded_match_writes_both(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    a, b = pair
-    out, other = tmp_path / "out", tmp_path / "other"
-    assert (
-        run(
-            "match",
-            a,
-            b,
-            "-o",
-            out,
-            "--fold",
-            "--output-b",
-            other,
-            "--self-written",
-            "--samples",
-            32,
-            "--workers",
-            2,
-            "--refine",
-            "self",
-            "--refine-steps",
-            2,
-        )
-        == 0
-    )
-    ids = torch.arange(8)[None]
-    models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out, b, other)]
+def test_strangers_are_matched_by_what_they_do_and_refined(
+    pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    a, b = pair[0], gpt2(tmp_path / "stranger", 7)
+    out = tmp_path / "out"
+    wishes = ("--samples", 32, "--workers", 2, "--refine", "self", "--refine-steps", 2)
+    assert run("match", a, b, "-o", out, "--self-written", *wishes) == 0
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out)]
     with torch.no_grad():
-        logits = [m(ids).logits for m in models]
-    for x in logits[1:]:
-        assert torch.allclose(logits[0], x, atol=1e-3)
+        logits = [m(torch.arange(8)[None]).logits for m in models]
+    assert torch.allclose(*logits, atol=1e-3)
 
 
 def test_a_refined_match_is_judged_by_what_was_refined(
@@ -152,40 +133,14 @@ def test_a_refined_match_is_judged_by_what_was_refined(
     assert plain["holds"] is True
 
 
-def test_gauges_are_fixed_in_both(
+def test_the_options_of_the_search(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a, b = pair
-    out, other = tmp_path / "out", tmp_path / "other"
-    wishes = (
-        "--fix",
-        "keys,values,balance",
-        "--anchors",
-        "*wte*,*wpe*",
-        "--weight",
-        "*c_fc*=0.5",
-        "--group",
-        "orthogonal",
-    )
-    assert run("match", a, b, "-o", out, "--output-b", other, *wishes) == 0
-    assert "B, with fixed gauges" in capsys.readouterr().err
-    results = json.loads((out / "match.json").read_text())
-    assert results["facts"]["fixed"] == ["keys", "values", "balance"]
-    assert (
-        results["findings"][0]["value"] < 1e-3
-    )  # once balanced, a rotation is all that is between the two
-    models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out, b, other)]
-    assert not models[3].transformer.h[0].attn.c_attn.bias.view(3, -1)[1:].any()
-    with torch.no_grad():
-        logits = [m(torch.arange(8)[None]).logits for m in models]
-    for x in logits[1:]:
-        assert torch.allclose(logits[0], x, atol=1e-3)
-    assert run("match", a, b, "-o", tmp_path / "c", "--fix", "keys") == 2
-    assert (
-        run("match", a, b, "-o", tmp_path / "c", "--fix", "gains", "--output-b", tmp_path / "d")
-        == 1
-    )
-    assert 'got "gains"' in capsys.readouterr().err
+    out = tmp_path / "out"
+    wishes = ("--anchors", "*wte*,*wpe*", "--weight", "*c_fc*=0.5", "--group", "permutation")
+    assert run("match", a, b, "-o", out, *wishes, "--stream", "permutation") == 0
+    assert json.loads((out / "match.json").read_text())["facts"]["folded"] is False
     for wrong in ("c_fc", "*c_fc*=x", "*c_fc*=-1", "=1"):
         assert run("match", a, b, "-o", tmp_path / "c", "--weight", wrong) == 2
     assert not (tmp_path / "c").exists()
@@ -244,7 +199,6 @@ def test_unmatchable_models_raise_an_error_that_names_the_cause(
         assert run("match", one, other, "-o", out) == 1
         assert words in capsys.readouterr().err
         assert not out.exists()
-    assert run("match", a, b, "-o", out, "--fold") == 2
     assert run("match", a, b, "-o", out, "--layers", "x") == 2
     assert run("match", a, b, "-o", a) == 1
     assert run("match", a, b, "-o", out, "--dry-run") == 0

@@ -586,7 +586,7 @@ def test_a_search_is_not_made_twice(
     def never(*arguments: object, **more: object) -> None:
         raise AssertionError("it was found already")
 
-    monkeypatch.setattr(basis, "match_states", never)
+    monkeypatch.setattr(basis, "match_pair", never)
     monkeypatch.setattr(basis, "check_basis", never)
     monkeypatch.setattr("regauge.merging.engine.check_basis", never)
     assert run("merge", a, tmp_path / "moved", "--align", "-o", tmp_path / "out").code == 0

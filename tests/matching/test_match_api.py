@@ -99,14 +99,62 @@ def test_results_become_a_page_and_a_cell_of_a_notebook(
     assert "By layer" in cell
 
 
-def test_a_fold_aligns_with_the_folded_b(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    matched = regauge.match(*folders, fold=True, options=regauge.MatchOptions(sweeps=1))
+@pytest.fixture(scope="module")
+def strangers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models of different seeds with a tied head, as folders."""
+    root = tmp_path_factory.mktemp("strangers")
+    for name, seed in (("a", 0), ("b", 1)):
+        picos.build("gpt2", seed).float().save_pretrained(root / name)
+    return root / "a", root / "b"
+
+
+def test_the_stream_is_rotated_and_b_stays(strangers: tuple[Path, Path], tmp_path: Path) -> None:
+    matched = regauge.match(*strangers)
+    plain = regauge.match(*strangers, options=regauge.MatchOptions(stream="permutation"))
+    assert matched.pair.is_folded
+    assert not plain.pair.is_folded
+    assert matched.element.members["stream"].permutation() is None
+    assert plain.element.members["stream"].permutation() is not None
     matched.save(tmp_path / "a")
-    matched.save_b(tmp_path / "b")
-    matched.save_element(tmp_path / "g.safetensors")
-    a, b = (regauge.open_checkpoint(tmp_path / name) for name in "ab")
-    assert max(float((a[n] - b[n]).abs().max()) for n in b) < 1e-3
-    assert regauge.load_element(tmp_path / "g.safetensors", matched.pair.spec).members
+    saved, b = (regauge.open_checkpoint(f) for f in (tmp_path / "a", strangers[1]))
+    norms = [n for n in saved if ".ln_" in n and (n.endswith("weight") or "ln_f" not in n)]
+    assert norms
+    for name in norms:
+        assert torch.equal(saved[name], b[name]), "the output has the norms of B"
+    assert saved.config is not None
+    assert saved.config["tie_word_embeddings"] is False
+    state = matched.state()
+    assert all(torch.equal(state[n], saved[n]) for n in saved)
+    aligned, original = (regauge.load_model(f) for f in (tmp_path / "a", strangers[0]))
+    with torch.no_grad():
+        outputs = [model(IDS).logits for model in (aligned, original)]
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-4 * outputs[1].abs().max()
+
+
+def test_models_of_one_ancestor_are_permuted_and_stay_tied(
+    folders: tuple[Path, Path], tmp_path: Path
+) -> None:
+    matched = regauge.match(*folders)
+    assert not matched.pair.is_folded
+    matched.save(tmp_path / "a")
+    saved = regauge.open_checkpoint(tmp_path / "a")
+    assert saved.config == regauge.open_checkpoint(folders[0]).config
+    assert "lm_head.weight" not in saved
+    b = regauge.open_checkpoint(folders[1])
+    name = "transformer.wte.weight"
+    assert torch.equal(saved[name], b[name]), "a permutation of the stream rounds nothing"
+
+
+def test_a_norm_that_cannot_be_folded_leaves_permutations(tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 1)):
+        model = picos.build("gpt2", seed).float()
+        with torch.no_grad():
+            model.get_parameter("transformer.ln_f.weight")[0] = 0.0
+        model.save_pretrained(tmp_path / name)
+    matched = regauge.match(tmp_path / "a", tmp_path / "b")
+    assert not matched.pair.is_folded
+    assert any("permutations only" in note for note in matched.match.notes)
+    assert any("permutations only" in note for note in matched.results.unchecked)
 
 
 def test_generated_text_matches_modules_by_activations(folders: tuple[Path, Path]) -> None:

@@ -143,7 +143,7 @@ def test_a_barrier_of_paths_and_modules(folders: Folders, moved: Any, tmp_path: 
     text.write_text(" ".join(f"t{i % 30}" for i in range(400)))
     data = DataSource(str(text), tokenizer=str(tokens), length=8)
     options = regauge.BarrierOptions(points=3, calibrate=False)
-    measured = regauge.barrier(folders[0], moved, data, fold=False, options=options)
+    measured = regauge.barrier(folders[0], moved, data, stream="permutation", options=options)
     assert abs(measured.barriers["matched"]) < 0.1 * abs(measured.barriers["unaligned"])
     assert "matched" in str(measured)
     assert "barrier in nats" in repr(measured)

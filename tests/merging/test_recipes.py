@@ -97,8 +97,16 @@ def test_tokenizer_and_align() -> None:
         head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}"
     ).align
     assert how == AlignConfig(
-        "a", True, {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2}
+        "a", "auto", {"spaces": ["ffn", "qk"], "within": "orthogonal", "sweeps": 2}
     )
+    for text, stream in (
+        ("{fold: false}", "permutation"),
+        ("{stream: permutation}", "permutation"),
+        ("{stream: auto}", "auto"),
+    ):
+        assert parse_recipe(f"{head}align: {text}").align == AlignConfig(stream=stream)
+    with pytest.raises(RecipeError, match="stream must be one of auto, permutation"):
+        parse_recipe(head + "align: {stream: fixed}")
 
 
 def test_a_parameter_of_another_method_is_reported_and_ignored() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,9 @@ class TransformSource:
         state_spec: The spec of `state`.
         state: The tensors after preparation.
         steps: Names of the preparation steps.
+        norms: Gains and biases that the transformed model is written with, if norms were folded
+            and the output shall have norms again.
+        tied_spec: The spec of the files, if `spec` has fewer ties.
     """
 
     checkpoint: Checkpoint
@@ -35,22 +38,58 @@ class TransformSource:
     state_spec: Spec
     state: Mapping[str, Any]
     steps: tuple[str, ...] = ()
+    norms: Mapping[str, Any] | None = None
+    tied_spec: Spec | None = None
 
-    def with_state(
-        self, thunks: Mapping[str, Callable[[], Any]], steps: Sequence[str]
-    ) -> TransformSource:
-        """Return the same checkpoint with another state of the same function.
+    @property
+    def is_folded(self) -> bool:
+        """Whether norms were folded."""
+        return "fold" in self.steps
 
-        Args:
-            thunks: Functions that compute the tensors of the state.
-            steps: Names of the steps that made it.
+    def unfolded(self) -> TransformSource:
+        """Return the same model with norms as stored."""
+        spec = self.tied_spec or self.spec
+        return prepare_source(
+            self.checkpoint, spec, False, spec.ties.keys() - self.spec.ties.keys()
+        )
+
+    def _stored_name(self, name: str) -> str:
+        """Return the tensor of the files that holds the values of this one."""
+        from regauge.core.fold import resolve_tie
+
+        return resolve_tie(self.tied_spec or self.spec, self.checkpoint, name)
+
+    def with_norms_of(self, other: TransformSource) -> tuple[TransformSource, list[str]]:
+        """Return this folded model, to be written with the norms of another one.
+
+        Returns:
+            The source, and remarks on gains that could not be taken over.
         """
-        from regauge.checkpoints.reader import LazyState
+        from regauge.core.unfold import norms_of
 
-        return replace(self, state=LazyState.from_thunks(thunks), steps=(*self.steps, *steps))
+        names = [n for norm in self.spec.norms for n in (norm.gain, norm.bias) if n is not None]
+        names += [scale.gain for scale in self.spec.scales]
+        dtypes = {name: self.checkpoint[name].dtype for name in names}
+        norms, notes = norms_of(self.spec, other.checkpoint, dtypes)
+        digest = hashlib.sha256()
+        for name in sorted(norms):
+            digest.update(name.encode() + norms[name].double().numpy().tobytes())
+        return replace(self, norms=norms, steps=(*self.steps, f"norms {digest.hexdigest()}")), notes
+
+    @property
+    def output_spec(self) -> Spec:
+        """The spec of what is written."""
+        from regauge.core.unfold import unfolded_spec
+
+        return self.state_spec if self.norms is None else unfolded_spec(self.spec)
 
     def thunks(
-        self, g: Element, part: str | None = None, *, as_bits: bool = True
+        self,
+        g: Element,
+        part: str | None = None,
+        *,
+        as_bits: bool = True,
+        rounded: bool = True,
     ) -> dict[str, Callable[[], Any]]:
         """Return the functions that compute each tensor of the output.
 
@@ -58,19 +97,24 @@ class TransformSource:
             g: The element.
             part: The part that is transformed. Default: all.
             as_bits: Compute exact members on stored bits, as numpy arrays.
+            rounded: Round what folding computes to the stored dtype.
         """
         from regauge.core.action import apply_lazily, is_exact_on
-        from regauge.core.fold import resolve_tie
 
         # Permutations and signs work on bits, so torch is not even imported.
         on_bits = as_bits and not self.steps and not self.state_spec.fixed and is_exact_on(g)
         thunks = apply_lazily(g, self.checkpoint.bits if on_bits else self.state, part)
-        if self.steps:  # rounded once, after all steps
+        if self.norms is not None:
+            from regauge.checkpoints.reader import LazyState
+            from regauge.core.unfold import unfold_lazily
+
+            thunks = unfold_lazily(self.spec, LazyState.from_thunks(thunks), self.norms)
+        if self.steps and rounded:  # once, after all steps
             thunks = {
                 name: partial(
                     _make_rounded,
                     make,
-                    self.checkpoint[resolve_tie(self.spec, self.checkpoint, name)].dtype,
+                    self.checkpoint[self._stored_name(name)].dtype,
                 )
                 for name, make in thunks.items()
             }
@@ -97,13 +141,9 @@ class TransformSource:
         """
         from regauge.checkpoints.plan import is_file_name, plan_checkpoint
         from regauge.core.action import tensor_transforms
-        from regauge.core.fold import resolve_tie
 
         sources = {m.name: m.source for m in tensor_transforms(g, part)}
-        origins = {
-            name: resolve_tie(self.spec, self.checkpoint, sources.get(name, name))
-            for name in thunks
-        }
+        origins = {name: self._stored_name(sources.get(name, name)) for name in thunks}
         recipe = recipe_digest(g, self.spec, self.steps, part)
         plan = plan_checkpoint(
             out,
@@ -120,21 +160,31 @@ class TransformSource:
         return replace(plan, small={**plan.small, **names}, copies=copies, mode=plan.mode & mode)
 
 
-def prepare_source(checkpoint: Checkpoint, spec: Spec, fold: bool) -> TransformSource:
+def prepare_source(
+    checkpoint: Checkpoint, spec: Spec, fold: bool, untie: Collection[str] = ()
+) -> TransformSource:
     """Prepare a checkpoint to be transformed, reading only norms.
 
     Args:
         checkpoint: The checkpoint.
         spec: Its spec.
         fold: Fold norms and scales into the weights that read them.
+        untie: Tied tensors that become tensors of their own.
     """
-    if not fold:
-        return TransformSource(checkpoint, spec, spec, checkpoint)
     from regauge.checkpoints.reader import LazyState
     from regauge.core.fold import fold_lazily
+    from regauge.core.ties import untie_lazily
 
-    folded_spec, folded = fold_lazily(spec, checkpoint, rounded=False)
-    return TransformSource(checkpoint, spec, folded_spec, LazyState.from_thunks(folded), ("fold",))
+    source = TransformSource(checkpoint, spec, spec, checkpoint)
+    if spec.ties.keys() & set(untie):
+        new, thunks = untie_lazily(spec, checkpoint, untie)
+        state = LazyState.from_thunks(thunks)
+        source = TransformSource(checkpoint, new, new, state, ("untie",), tied_spec=spec)
+    if not fold:
+        return source
+    folded_spec, folded = fold_lazily(source.spec, source.state, rounded=False)
+    steps = (*source.steps, "fold")
+    return replace(source, state_spec=folded_spec, state=LazyState.from_thunks(folded), steps=steps)
 
 
 def prepare_adapter(source: str, g: Element) -> tuple[TransformSource, Element]:

@@ -52,13 +52,7 @@ def barrier(
             "-g", "--element", metavar="G", help="Move A by this element instead of matching."
         ),
     ] = None,
-    fold: Annotated[
-        bool,
-        typer.Option(
-            "--fold/--no-fold",
-            help="Fold norms first, so that the stream can be rotated. Unties heads.",
-        ),
-    ] = True,
+    stream: options.Stream = options.StreamKind.auto,
     plane: Annotated[
         bool,
         typer.Option(
@@ -113,7 +107,7 @@ def barrier(
             b,
             source,
             align=element or ("self" if self_written else "weights" if do_match else None),
-            fold=fold,
+            stream=stream.value,
             options=regauge.BarrierOptions(
                 points=points,
                 samples=samples,

@@ -19,6 +19,7 @@ from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
 
+
 ModelA = Annotated[
     str,
     typer.Argument(metavar="A", help="Model to align: a folder, a .safetensors file or a hub id."),
@@ -45,24 +46,6 @@ Layers = Annotated[
 Group = Annotated[
     options.GroupKind,
     typer.Option("--group", help="Largest group to search; orthogonal: rotations of heads."),
-]
-Fold = Annotated[
-    bool,
-    typer.Option(
-        "--fold",
-        help="Fold the norms of both first, which allows rotations of the stream. Needs "
-        "--output-b.",
-    ),
-]
-Fix = Annotated[
-    str | None,
-    typer.Option(
-        "--fix",
-        metavar="A,B",
-        help="Fix gauges of both first: keys, values (biases without effect), balance. "
-        "Needs --output-b.",
-        rich_help_panel=options.ADVANCED,
-    ),
 ]
 Anchors = Annotated[
     str | None,
@@ -114,19 +97,10 @@ def match(
             help="New folder for the aligned A and match.json.",
         ),
     ],
-    out_b: Annotated[
-        Path | None,
-        typer.Option(
-            "--output-b",
-            metavar="OUT_B",
-            help="With --fold or --fix: new folder for the prepared B, which OUT is aligned with.",
-        ),
-    ] = None,
     spaces: Spaces = None,
     layers: Layers = None,
+    stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
-    fold: Fold = False,
-    fix: Fix = None,
     anchors: Anchors = None,
     weight: Weight = None,
     rescale: Annotated[
@@ -219,15 +193,10 @@ def match(
 ) -> int:
     """Align model A with model B, without changing what A computes.
 
-    Writes A in the basis nearest to B. Any merging tool can take the result.
+    Writes A in the basis nearest to B and with B's norms; B stays as it is. Any merging tool can
+    take the result.
     """
     started = time.monotonic()
-    gauges = parse_names(fix) or []
-    if (fold or bool(gauges)) != (out_b is not None):
-        raise typer.BadParameter(
-            "--output-b requires --fold or --fix, and they require it: a folded A is aligned "
-            "with a folded B, not with B itself"
-        )
     if self_written and sample_data is not None:
         raise typer.BadParameter("pass either --data or --self-written, not both")
     check_outputs(json, report)
@@ -242,14 +211,13 @@ def match(
             a,
             b,
             spec=spec,
-            fold=fold,
-            fix=gauges,
             shared_tokens=shared_tokens,
             data="self" if self_written else read(sample_data),
             refine=read(refine),
             options=regauge.MatchOptions(
                 spaces=parse_names(spaces),
                 layers=parse_layers(layers),
+                stream=stream.value,
                 within=group.value,
                 weights=parse_weights(weight),
                 anchors=parse_names(anchors),
@@ -262,7 +230,7 @@ def match(
                 refine_steps=refine_steps,
             ),
             out=out,
-            outputs=[path for path in (out_b, save_element) if path is not None],
+            outputs=[path for path in (save_element,) if path is not None],
             resume=None if dry_run else resume,
             facts=facts_of_run(),
             progress=progress,
@@ -282,12 +250,6 @@ def match(
             f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
             f"transforms {summary(result.element)}"
         )
-        if out_b is not None:
-            with output_progress(out_b, "preparing B") as progress:
-                result.save_b(out_b, resume=resume, threads=threads, progress=progress)
-            preparations = (("folded", fold), ("with fixed gauges", gauges))
-            applied = " and ".join(name for name, is_applied in preparations if is_applied)
-            info(f"wrote {out_b}: B, {applied}")
         if save_element is not None:
             result.save_element(save_element)
     return deliver(result.results, str(result), json, report)
@@ -312,13 +274,7 @@ def compare(
     a: ModelA,
     b: ModelB,
     spaces: Spaces = None,
-    fold: Annotated[
-        bool,
-        typer.Option(
-            "--fold",
-            help="Fold the norms of both first, which allows rotations of the stream.",
-        ),
-    ] = False,
+    stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
     sweeps: Sweeps = 3,
     shared_tokens: SharedTokens = False,
@@ -342,10 +298,12 @@ def compare(
             a,
             b,
             spec=spec,
-            fold=fold,
             shared_tokens=shared_tokens,
             options=regauge.MatchOptions(
-                spaces=parse_names(spaces), within=group.value, sweeps=sweeps
+                spaces=parse_names(spaces),
+                stream=stream.value,
+                within=group.value,
+                sweeps=sweeps,
             ),
             seed=seed,
             facts=facts_of_run(),

@@ -12,6 +12,13 @@ import typer
 TRAINING, DATA, GENERAL, ADVANCED = "Training", "Data", "General", "Advanced"
 
 
+class StreamKind(StrEnum):
+    """How the residual stream is matched."""
+
+    auto = "auto"
+    permutation = "permutation"
+
+
 class GroupKind(StrEnum):
     """Subgroups that an element is limited to."""
 
@@ -60,6 +67,15 @@ SpecFile = Annotated[
         "--spec",
         metavar="FILE",
         help="Spec file (TOML) for a custom module; see docs/formats.md.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+Stream = Annotated[
+    StreamKind,
+    typer.Option(
+        "--stream",
+        help="permutation: permute the residual stream, as Git Re-Basin does. auto: rotate it "
+        "where the model allows it.",
         rich_help_panel=ADVANCED,
     ),
 ]

@@ -68,13 +68,13 @@ def fold_lazily(
             precision of the computation, for callers that compute further and round at the end.
     """
     require(check(spec, state), f'the state does not fit the spec "{spec.family}"')
-    folding = _Folding(spec, state)
+    edits = NormEdits(spec, state)
     for norm in spec.norms:
         _require_own_weights(spec, norm)
-        folding.fold(norm)
+        edits.fold(norm)
     for scale in spec.scales:
-        folding.fold_back(scale)
-    return folded_spec(spec), folding.thunks(rounded)
+        edits.fold_back(scale)
+    return folded_spec(spec), edits.thunks(rounded)
 
 
 def _require_own_weights(spec: Spec, norm: Norm) -> None:
@@ -148,14 +148,21 @@ def folded_spec(spec: Spec) -> Spec:
     )
 
 
-class _Folding:
-    """The edits of a fold, collected per tensor and run together when the tensor is read."""
+class NormEdits:
+    """Edits of the tensors around norms, collected per tensor and run together when it is read.
 
-    def __init__(self, spec: Spec, state: State) -> None:
+    Args:
+        spec: The spec of the state.
+        state: The state.
+        convert: Converts a tensor to the precision of the computation.
+    """
+
+    def __init__(self, spec: Spec, state: State, convert: Edit | None = None) -> None:
         self.spec, self.state = spec, state
+        self.convert = convert or to_work_dtype
         self.stored = stored_tensors(spec)
         self.edits: dict[str, list[Edit]] = {}
-        self.constants: dict[str, float] = {}
+        self.values: dict[str, Callable[[], Tensor]] = {}
 
     def edit(self, name: str, change: Edit) -> None:
         self.edits.setdefault(name, []).append(change)
@@ -169,23 +176,12 @@ class _Folding:
 
     def fold(self, norm: Norm) -> None:
         """Fold a norm into its readers."""
-        gain = to_work_dtype(self.state[norm.gain]) + (1.0 - norm.neutral)
-        term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
+        gain = gain_of(norm, self.state[norm.gain])
         shift = None if norm.bias is None else to_work_dtype(self.state[norm.bias])
-        folds_bias = not norm.padded and all(b is not None for _, b in norm.readers)
-        for weight, bias in norm.readers:
-            for name, entry in self.entries(weight).items():
-                dim = _reading_axis(entry, term)
-                self.edit(name, partial(_scale_axis, by=gain, dim=dim))
-                if shift is not None and folds_bias:
-                    assert bias is not None
-                    self.edit(
-                        _bias_name(bias, entry),
-                        partial(self._shifted, name=name, dim=dim, shift=shift),
-                    )
+        self.scale_readers(norm, gain, shift)
         if norm.bias is not None and shift is not None:
-            if folds_bias:
-                self.constants[norm.bias] = 0.0
+            if folds_bias(norm):
+                self.values[norm.bias] = partial(self._make_constant, norm.bias, 0.0)
             else:
                 lost = (gain == 0) & (shift != 0)
                 if bool(lost.any()):
@@ -195,16 +191,32 @@ class _Folding:
                     )
                 self.edit(
                     norm.bias,
-                    partial(_scale_axis, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0),
+                    partial(scale_axis, by=1 / gain.where(gain != 0, gain.new_ones(())), dim=0),
                 )
-        self.constants[norm.gain] = norm.neutral
+        self.values[norm.gain] = partial(self._make_constant, norm.gain, norm.neutral)
+
+    def scale_readers(self, norm: Norm, gain: Tensor, shift: Tensor | None) -> None:
+        """Replace W by W diag(gain) in every reader of a norm and, if the readers absorb the norm's
+        bias, a by a + W shift in its bias.
+        """
+        term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
+        for weight, bias in norm.readers:
+            for name, entry in self.entries(weight).items():
+                dim = _reading_axis(entry, term)
+                self.edit(name, partial(scale_axis, by=gain, dim=dim))
+                if shift is not None and folds_bias(norm):
+                    assert bias is not None
+                    self.edit(
+                        _bias_name(bias, entry),
+                        partial(self._shifted, name=name, dim=dim, shift=shift),
+                    )
 
     def _shifted(self, a: Tensor, name: str, dim: int, shift: Tensor) -> Tensor:
         """Return a + W b with the values of W before folding. The kernel of a convolution is summed
         too: b is the same at every position it reads.
         """
-        w = to_work_dtype(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
-        total = _scale_axis(w, shift, dim).sum(dim)
+        w = self.convert(self.state[self.source(name)]) * self.spec.untied.get(name, 1.0)
+        total = scale_axis(w, shift, dim).sum(dim)
         while total.dim() > a.dim() and total.numel() > a.numel():
             total = total.sum(-1)
         if total.numel() != a.numel():
@@ -216,16 +228,19 @@ class _Folding:
 
     def fold_back(self, scale: Scale) -> None:
         """Fold a LayerScale into its writers."""
-        gain = to_work_dtype(self.state[scale.gain])
+        self.scale_writers(scale, to_work_dtype(self.state[scale.gain]))
+        self.values[scale.gain] = partial(self._make_constant, scale.gain, 1.0)
+
+    def scale_writers(self, scale: Scale, gain: Tensor) -> None:
+        """Multiply the rows and the biases of every writer of a LayerScale."""
         for weight, bias in scale.writers:
             for pattern in [weight] if bias is None else [weight, bias]:
                 for name, entry in self.entries(pattern).items():
                     dim = _writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
-                    self.edit(name, partial(_scale_axis, by=gain, dim=dim))
-        self.constants[scale.gain] = 1.0
+                    self.edit(name, partial(scale_axis, by=gain, dim=dim))
 
     def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
-        """Return a thunk for every tensor of the folded state."""
+        """Return a thunk for every tensor of the edited state."""
         thunks: dict[str, Callable[[], Tensor]] = {
             name: partial(self.state.__getitem__, name) for name in self.state
         }
@@ -235,21 +250,27 @@ class _Folding:
             thunks.setdefault(
                 self.spec.ties[alias], partial(self.state.__getitem__, self.source(alias))
             )
-        thunks |= {
-            name: partial(self._make_constant, name, value)
-            for name, value in self.constants.items()
-        }
-        return thunks
+        return thunks | self.values
 
     def _make_constant(self, name: str, value: float) -> Tensor:
         return self.state[name].new_full(self.state[name].shape, value)
 
     def _run_edits(self, name: str, rounded: bool) -> Tensor:
         original = self.state[self.source(name)]
-        work = to_work_dtype(original) * self.spec.untied.get(name, 1.0)
+        work = self.convert(original) * self.spec.untied.get(name, 1.0)
         for edit in self.edits[name]:
             work = edit(work)
         return work.to(original.dtype) if rounded else work
+
+
+def folds_bias(norm: Norm) -> bool:
+    """Return whether the readers of a norm can absorb its bias."""
+    return not norm.padded and all(bias is not None for _, bias in norm.readers)
+
+
+def gain_of(norm: Norm, stored: Tensor) -> Tensor:
+    """Return the factors of a norm, in the precision of folding, from its stored gain."""
+    return to_work_dtype(stored) + (1.0 - norm.neutral)
 
 
 def to_work_dtype(x: Tensor) -> Tensor:
@@ -259,7 +280,7 @@ def to_work_dtype(x: Tensor) -> Tensor:
     return x.to(torch.float64 if x.dtype.itemsize >= 4 else torch.float32)
 
 
-def _scale_axis(w: Tensor, by: Tensor, dim: int) -> Tensor:
+def scale_axis(w: Tensor, by: Tensor, dim: int) -> Tensor:
     """Multiply one axis of w by a vector, repeated if the axis is a multiple of its length."""
     shape = [1] * w.dim()
     shape[dim] = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoints.element_files import save_element
 from regauge.checkpoints.plan import check_new, check_target
 from regauge.checkpoints.resume import StateStore
-from regauge.core.action import apply
-from regauge.core.element import Element, identity
+from regauge.core.element import Element
 from regauge.core.groups import KINDS, Kind
 from regauge.core.options import require_at_least, require_choice, resolve_options
 from regauge.core.progress import Progress
@@ -23,14 +22,15 @@ from regauge.errors import MatchError
 from regauge.matching import Match
 from regauge.matching.compare import Comparison, compare_states
 from regauge.matching.live_pair import LivePair, describe_inputs, digest_of_inputs
-from regauge.matching.pairs import Pair, open_pair
+from regauge.matching.paired import match_pair
+from regauge.matching.pairs import STREAMS, Pair, Stream, open_pair
 from regauge.matching.report import (
     format_comparison,
     format_match,
     results_of_comparison,
     results_of_match,
 )
-from regauge.matching.search import MAX_SWEEPS, match_states
+from regauge.matching.search import MAX_SWEEPS
 from regauge.models.sources import require_unlocked
 from regauge.results.findings import Results
 from regauge.results.views import ResultView
@@ -51,12 +51,15 @@ class MatchOptions:
     Attributes:
         spaces: the spaces that take part ("qk", "head.3", ...); all by default.
         layers: the layers whose spaces take part; all by default.
+        stream: "auto" rotates the residual stream where the model allows it; "permutation" permutes
+            it, as Git Re-Basin does.
         within: the kind that every group is restricted to ("orthogonal": rotations only).
         weights: the weight of each tensor in the distance, by name (* matches anything).
         anchors: the tensors that determine a space in the first pass.
         sweeps: the largest number of sweeps after the first pass.
         nearest: let sweeps also move spaces that tables determine.
         rescale: add one factor per head to its rotation (rotation symmetry).
+        whole: compare key biases as stored, as rotation symmetry does; softmax cancels them.
         workers: the number of processes.
         samples: the number of examples to read from data, or of texts to generate.
         seed: the seed of both, and of the refinement.
@@ -69,18 +72,21 @@ class MatchOptions:
 
     spaces: Sequence[str] | None = None
     layers: Sequence[int] | None = None
+    stream: Stream = "auto"
     within: Kind = "full"
     weights: Mapping[str, float] | None = None
     anchors: Sequence[str] | None = None
     sweeps: int = MAX_SWEEPS
     nearest: bool = True
     rescale: bool = False
+    whole: bool = False
     workers: int = 1
     samples: int = 64
     seed: int = 0
     refine_steps: int = 200
 
     def __post_init__(self) -> None:
+        require_choice(MatchError, "stream", self.stream, STREAMS)
         require_choice(MatchError, "within", self.within, KINDS)
         require_at_least(MatchError, 0, sweeps=self.sweeps)
         names = ("workers", "samples", "refine_steps")
@@ -88,7 +94,7 @@ class MatchOptions:
 
     def for_search(self) -> dict[str, Any]:
         """Return the options of `match_states`."""
-        others = ("samples", "seed", "refine_steps")
+        others = ("stream", "samples", "seed", "refine_steps")
         return {name: value for name, value in self.__dict__.items() if name not in others}
 
 
@@ -97,7 +103,7 @@ class ModelMatch(ResultView):
     """A aligned with B: the element, the distances, and the files that they become.
 
     Attributes:
-        pair: the two models, prepared by folding norms or fixing gauges.
+        pair: the two models, as they were compared.
         match: the element, and distances before, after and at every step.
         facts: facts of the run, for the report.
         refined: the refinement by gradient descent, if there was one.
@@ -119,7 +125,9 @@ class ModelMatch(ResultView):
 
     @property
     def distance(self) -> float:
-        """The Euclidean distance between the aligned A and B."""
+        """The Euclidean distance between the aligned A and B, with norms folded if the stream was
+        rotated.
+        """
         return self.match.distance
 
     @property
@@ -140,7 +148,8 @@ class ModelMatch(ResultView):
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the aligned A as a state dict."""
-        return apply(self.element, self.pair.a.state)
+        thunks = self.pair.output[0].thunks(self.element, as_bits=False)
+        return {name: make() for name, make in thunks.items()}
 
     def save(
         self,
@@ -161,50 +170,23 @@ class ModelMatch(ResultView):
         Raises:
             CheckpointError: the output exists, overlaps an input, or cannot be written.
         """
-        report = {"match_json": self.to_json().encode()}
-        written = self._write(self.pair.a, out, self.element, report, resume, threads, progress)
+        from regauge.checkpoints.writer import write_plan
+
+        source, g = self.pair.output[0], self.element
+        thunks = source.thunks(g)
+        mode = self.pair.a.checkpoint.mode & self.pair.b.checkpoint.mode
+        plan = source.plan(Path(out), g, thunks, mode=mode, match_json=self.to_json().encode())
+        with limited_threads(threads):
+            written = write_plan(
+                Path(out), plan, thunks, progress=progress, resume=resume, threads=threads
+            )
         if self.store is not None:
             self.store.delete()
         return written
 
-    def save_b(
-        self,
-        out: str | Path,
-        *,
-        resume: bool = False,
-        threads: int | None = None,
-        progress: Progress | None = None,
-    ) -> WriteResult:
-        """Write B as it was prepared, with folded norms or fixed gauges: what A is aligned with.
-        The arguments are those of `save`.
-        """
-        return self._write(
-            self.pair.b, out, identity(self.pair.spec), {}, resume, threads, progress
-        )
-
     def save_element(self, path: str | Path) -> None:
         """Write the element to a new file."""
         save_element(self.element, Path(path), new=True)
-
-    def _write(
-        self,
-        side: Any,
-        out: str | Path,
-        g: Element,
-        small: Mapping[str, bytes],
-        resume: bool,
-        threads: int | None,
-        progress: Progress | None,
-    ) -> WriteResult:
-        from regauge.checkpoints.writer import write_plan
-
-        thunks = side.thunks(g)
-        mode = self.pair.a.checkpoint.mode & self.pair.b.checkpoint.mode
-        plan = side.plan(Path(out), g, thunks, mode=mode, **small)
-        with limited_threads(threads):
-            return write_plan(
-                Path(out), plan, thunks, progress=progress, resume=resume, threads=threads
-            )
 
     def __str__(self) -> str:
         return format_match(self.match, self.results)
@@ -255,8 +237,6 @@ def match(
     b: Source,
     *,
     spec: Spec | str | Path | None = None,
-    fold: bool = False,
-    fix: Sequence[str] = (),
     shared_tokens: bool = False,
     data: Inputs | None = None,
     refine: Inputs | None = None,
@@ -267,16 +247,17 @@ def match(
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ModelMatch:
-    """Align A with B: the same function as A, in the basis nearest to B.
+    """Align A with B: the same function as A, in the basis nearest to B and with B's norms.
+
+    B stays as it is. Where the model allows it (pre-norm LayerNorm or RMSNorm), the residual stream
+    is rotated; the aligned A is then written with the gains of B's norms, and a tied head is
+    untied.
 
     Args:
         a: the model to align: a path, a hub id, a checkpoint, a module, or a state dict with
             `spec`. It is not changed.
         b: the model to align to.
         spec: a spec or spec file for both; by default that of their family.
-        fold: fold the norms of both first, which allows rotations of the stream. A is then aligned
-            with the folded B, which `save_b` writes.
-        fix: gauges to fix in both first: "keys", "values", "balance".
         shared_tokens: match by the shared tokens of two different vocabularies.
         data: match by activations: the path or hub id of a dataset, a `DataSource`, batches of
             inputs, or "self" for text that the models generate. By default by the weights.
@@ -308,9 +289,9 @@ def match(
     chosen = resolve_options(options, MatchOptions())
     targets = [Path(path) for path in (*([] if out is None else [out]), *outputs)]
     _require_separate(targets)
-    for target in targets:  # before fixing gauges, which reads both models
+    for target in targets:
         check_new(target)
-    pair = open_pair(a, b, spec, fold=fold, fix=fix, shared_tokens=shared_tokens)
+    pair = _open(a, b, spec, shared_tokens, chosen)
     for side in (pair.a, pair.b):
         require_unlocked(side.checkpoint)
         for target in targets:
@@ -321,20 +302,15 @@ def match(
     report = progress or (lambda done, total, label: None)
     store = None
     if out is not None and resume is not None:
-        store = StateStore.beside(
-            Path(out), _label(pair, chosen, fold, fix, digest_of_inputs(to_match))
-        )
+        store = StateStore.beside(Path(out), _label(pair, chosen, digest_of_inputs(to_match)))
         if not resume:
             store.delete()
     activations = None
     if to_match is not None:
         report(0, 1, "recording the activations of both models")
         activations = live.record_activations(to_match)
-    found = match_states(
-        pair.spec,
-        pair.a.state,
-        pair.b.state,
-        rows=pair.rows,
+    pair, found = match_pair(
+        pair,
         activations=activations,
         store=store,
         progress=progress,
@@ -342,13 +318,14 @@ def match(
     )
     refined = None
     if to_refine is not None:
+        live = live.with_pair(pair)
         refined = live.refine(found.element, to_refine, chosen.refine_steps, progress)
-        found = found.with_element(refined.g, pair.spec, pair.a.state, pair.b.state)
+        found = found.with_element(refined.g, pair.spec, *pair.states)
+    found = replace(found, notes=(*pair.notes, *found.notes, *pair.output[1]))
     facts = {
         **(facts or {}),
         **_names_of(a, b, pair),
-        "folded": fold,
-        "fixed": list(fix),
+        "folded": pair.is_folded,
         "group": chosen.within,
         "by": describe_inputs(data),
         **_facts_of_refinement(refine, refined),
@@ -356,9 +333,26 @@ def match(
     return ModelMatch(pair, found, facts, refined, activations is None, store)
 
 
-def _label(
-    pair: Pair, options: MatchOptions, fold: bool, fix: Sequence[str], data_digest: str
-) -> bytes:
+def _open(
+    a: Source,
+    b: Source,
+    spec: Spec | str | Path | None,
+    shared_tokens: bool,
+    options: MatchOptions,
+) -> Pair:
+    """Open a pair as the options require."""
+    return open_pair(
+        a,
+        b,
+        spec,
+        stream=options.stream,
+        within=options.within,
+        spaces=options.spaces,
+        shared_tokens=shared_tokens,
+    )
+
+
+def _label(pair: Pair, options: MatchOptions, data_digest: str) -> bytes:
     """Return everything that determines the parts of a search."""
     from regauge import __version__
 
@@ -370,7 +364,7 @@ def _label(
             __version__,
             stamps,
             [pair.spec.family, repr(pair.spec.spaces), dict(pair.spec.tensors)],
-            [fold, list(fix), len(pair.rows)],
+            [pair.is_folded, len(pair.rows)],
             settings,
             data_digest,
         ],
@@ -419,7 +413,6 @@ def compare(
     b: Source,
     *,
     spec: Spec | str | Path | None = None,
-    fold: bool = False,
     shared_tokens: bool = False,
     options: MatchOptions | None = None,
     seed: int = 0,
@@ -432,7 +425,6 @@ def compare(
         a: the first model: a path, a hub id, a checkpoint, a module, or a state dict with `spec`.
         b: the second model.
         spec: a spec or spec file for both; by default that of their family.
-        fold: fold the norms of both first, which allows rotations of the stream.
         shared_tokens: compare by the shared tokens of two different vocabularies.
         options: options of the search; by default three sweeps.
         seed: the seed of the shuffled control.
@@ -451,11 +443,10 @@ def compare(
         'same model, transformed'
     """
     chosen = resolve_options(options, MatchOptions(sweeps=3))
-    pair = open_pair(a, b, spec, fold=fold, shared_tokens=shared_tokens)
+    pair = _open(a, b, spec, shared_tokens, chosen)
     comparison = compare_states(
         pair.spec,
-        pair.a.state,
-        pair.b.state,
+        *pair.states,
         seed=seed,
         rows=pair.rows,
         progress=progress,
@@ -464,7 +455,7 @@ def compare(
     facts = {
         **(facts or {}),
         **_names_of(a, b, pair),
-        "folded": fold,
+        "folded": pair.is_folded,
         "group": chosen.within,
         "seed": seed,
     }

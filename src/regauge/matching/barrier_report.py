@@ -9,12 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.core.element import Element
-from regauge.core.options import require_at_least, require_device, resolve_options
+from regauge.core.options import (
+    require_at_least,
+    require_choice,
+    require_device,
+    resolve_options,
+)
 from regauge.core.progress import Progress
 from regauge.core.threads import within_threads
 from regauge.data.sources import DataSource, source_of
 from regauge.errors import PathError
 from regauge.matching.live_pair import GENERATED
+from regauge.matching.pairs import STREAMS, Stream
 from regauge.results.findings import Results
 from regauge.results.text import format_verdict
 from regauge.results.views import ResultView
@@ -120,7 +126,7 @@ def barrier(
     data: Examples | DataSource | str | Path,
     *,
     align: Literal["weights", "self"] | Element | str | Path | None = "weights",
-    fold: bool = True,
+    stream: Stream = "auto",
     options: BarrierOptions | None = None,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -136,7 +142,8 @@ def barrier(
         data: labelled data: a path, a hub id, a `DataSource`, or `Examples`.
         align: "weights" matches A to B by the weights, "self" by activations on text that they
             generate; an element or its file moves A; None measures only the path between A and B.
-        fold: fold the norms first, which allows rotations of the stream and unties heads.
+        stream: "auto" rotates the residual stream where the model allows it; "permutation" permutes
+            it, as Git Re-Basin does.
         options: points, samples, batches and device.
         facts: further facts of the run, for the report.
         progress: the progress callback.
@@ -162,6 +169,7 @@ def barrier(
 
     started = time.monotonic()
     chosen = resolve_options(options, BarrierOptions())
+    require_choice(PathError, "stream", stream, STREAMS)
     require_device(chosen.device)
     report = progress or (lambda done, total, label: None)
     sides = [open_source(source) for source in (a, b)]
@@ -191,7 +199,7 @@ def barrier(
         examples,
         aligner=_make_aligner(align, first, second, chosen.seed),
         label="matched" if is_matched else "moved",
-        fold=fold,
+        stream=stream,
         progress=progress,
         **chosen.__dict__,
     )

@@ -240,16 +240,16 @@ def _decide_verdict(
             f"The two share a basis without matching (cosine {unmatched:.3f}; {matched:.3f} after "
             "matching). They merge without matching."
         )
-    if matched >= MIN_COSINE:
-        return "related", (
-            f"The two have a common ancestor, but different bases: cosine {unmatched:.3f} before "
-            f"matching, {matched:.3f} after matching. Match before merging."
-        )
     if invariant < MAX_ROUNDING:
         return "related", (
             f"The two hold the same weights: their invariants differ by {invariant:.2%}. But no "
             f"change of basis maps one onto the other (cosine {matched:.3f} after matching). One "
             "is probably locked: unlock it first."
+        )
+    if matched >= MIN_COSINE:
+        return "related", (
+            f"The two have a common ancestor, but different bases: cosine {unmatched:.3f} before "
+            f"matching, {matched:.3f} after matching. Match before merging."
         )
     return "unrelated", (
         f"The two do not share a basis, and matching does not find one: cosine {unmatched:.3f} "

@@ -1,7 +1,8 @@
 """Connectivity of two models as findings: the paths between them and the plane through three.
 
-Paths are measured unaligned, with folded norms, and after A was aligned with B. The unaligned path
-is the baseline of every barrier: a small barrier means nothing if it was small before.
+Paths are measured unaligned and after A was aligned with B. The unaligned path is the baseline of
+every barrier: a small barrier means nothing if it was small before. If the stream is rotated, both
+ends have folded norms; A written with the norms of B gives the same path (`core.unfold`).
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from regauge.core.fold import fold_norms
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import PathError, RegaugeError
+from regauge.errors import PathError, RegaugeError, SpecError
 from regauge.matching.barriers import Path, Plane, measure_path, measure_plane, require_interpolable
+from regauge.matching.pairs import Stream, allows_rotations
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
 Aligner = Callable[[Spec, State, State], Element]
-UNALIGNED, FOLDED = "unaligned", "folded, not moved"
+UNALIGNED = "unaligned"
 _STORED_UNALIGNED = "as-they-stand"  # in ids and facts of `--json`, which predate the label
 # Nats by which the loss of A may change when it is transformed: rounding in float32 stays far
 # below, a wrong element far above.
@@ -72,7 +74,7 @@ def connect(
     *,
     aligner: Aligner | None = align_by_weights,
     label: str = "matched",
-    fold: bool = True,
+    stream: Stream = "auto",
     points: int = 11,
     grid: int = 0,
     samples: int | None = None,
@@ -90,8 +92,8 @@ def connect(
         examples: the labelled examples to measure on.
         aligner: finds the element that aligns A with B; None measures only the unaligned path.
         label: the name of the path after alignment.
-        fold: fold the norms of both ends before aligning, which unties heads and keeps the
-            function.
+        stream: "auto" folds the norms of both ends if that allows rotations of the stream;
+            "permutation" does not.
         points: points on a path.
         grid: points on a side of the plane through A, B and the aligned A; 0 for no plane.
         samples: the number of examples to sample; None for all.
@@ -112,18 +114,16 @@ def connect(
     if aligner is not None:
         report(0, 1, "align A")
         spec = spec_of(first)
-        if fold:
-            (folded, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
-            if folded is not spec and (spec.norms or spec.scales):
-                states[FOLDED] = (a, b)
-                untied = spec.ties.keys() - folded.ties.keys()
-                steps = (
-                    f"norms are folded, and {', '.join(sorted(untied))} untied,"
-                    if untied
-                    else "norms are folded"
-                )
-                notes.append(f"{steps} before alignment: the same function")
-            spec = folded
+        if stream == "auto" and allows_rotations(spec):
+            try:
+                (folded, a), (_, b) = fold_norms(spec, a), fold_norms(spec, b)
+            except SpecError as error:
+                notes.append(f"the stream is matched by permutations only: {error}")
+            else:
+                untied = sorted(spec.ties.keys() - folded.ties.keys())
+                untying = f", and {', '.join(untied)} untied," if untied else ""
+                notes.append(f"norms are folded{untying} before alignment: the same function")
+                spec = folded
         states[label] = (apply(aligner(spec, a, b), a), b)
     measure = partial(
         measure_path,
@@ -213,7 +213,7 @@ def _findings(paths: Mapping[str, Path], label: str, notes: Sequence[str]) -> li
     """Return the findings: unchanged ends, and barriers with the unaligned path as the control."""
     unaligned = paths[UNALIGNED]
     findings = []
-    for name in (FOLDED, label):
+    for name in (label,):
         if name in paths:
             change = max(abs(paths[name].losses[i] - unaligned.losses[i]) for i in (0, -1))
             statement = f"The ends of the path, {name}, compute what A and B compute"
@@ -341,7 +341,7 @@ def _curve_figure(paths: Mapping[str, Path], measure: str, ylabel: str) -> Figur
         y |= {
             f"{name}, calibrated": list(p.calibrated.losses)
             for name, p in paths.items()
-            if p.calibrated is not None and name != FOLDED
+            if p.calibrated is not None
         }
     title = {
         "losses": "The loss on the way from A to B",

@@ -232,7 +232,8 @@ class Costs:
     def distances(self, g: Element) -> dict[str, tuple[float, float]]:
         """Return |b - g a|^2 and |b|^2 of each tensor: complete, unweighted, as stored."""
         distances = {}
-        for pattern in (p for p in self.spec.tensors if p not in self.spec.ties):
+        skipped = self.spec.ties.keys() | self.spec.fixed.keys()  # folded gains are equal
+        for pattern in (p for p in self.spec.tensors if p not in skipped):
             y, x = self.tensor_pair(pattern, g)
             distances[pattern] = (_squared_norm(y - x), _squared_norm(y))
         return distances

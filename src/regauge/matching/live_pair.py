@@ -40,6 +40,13 @@ class LivePair:
     def __init__(self, pair: Pair, samples: int, seed: int) -> None:
         self.pair, self.samples, self.seed = pair, samples, seed
 
+    def with_pair(self, pair: Pair) -> LivePair:
+        """Return the same models with the weights of another pair, such as unfolded ones."""
+        live = LivePair(pair, self.samples, self.seed)
+        if "models" in vars(self):
+            vars(live)["models"] = self.models
+        return live
+
     @cached_property
     def models(self) -> list[torch.nn.Module]:
         """The modules."""
@@ -54,8 +61,8 @@ class LivePair:
     def states(self) -> list[dict[str, torch.Tensor]]:
         """The weights that are matched, in float32."""
         return [
-            {n: v.float() if v.is_floating_point() else v for n, v in side.state.items()}
-            for side in (self.pair.a, self.pair.b)
+            {n: v.float() if v.is_floating_point() else v for n, v in state.items()}
+            for state in self.pair.states
         ]
 
     def read(self, inputs: Inputs | None) -> Batches | None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from regauge.checkpoints.reader import Checkpoint
+from regauge.checkpoints.reader import Checkpoint, LazyState
 from regauge.checkpoints.transform import TransformSource, prepare_source
+from regauge.core.element import match_spaces
+from regauge.core.fold import folded_spec
+from regauge.core.groups import Kind
 from regauge.core.spec import Spec
-from regauge.errors import MatchError
+from regauge.errors import MatchError, SpecError
 from regauge.matching.costs import SharedRows
 from regauge.models.sources import require_fit, resolve
 
@@ -20,17 +24,22 @@ if TYPE_CHECKING:
     from regauge.models.discovery import Discovery
     from regauge.models.sources import Source
 
+Stream = Literal["auto", "permutation"]
+STREAMS: tuple[Stream, ...] = ("auto", "permutation")
+
 
 @dataclass(frozen=True)
 class Pair:
     """Two models of one architecture.
 
     Attributes:
-        a: the first model.
-        b: the second.
+        a: the first model, as it is compared: with its norms folded into the weights if that
+            allows rotations of the stream.
+        b: the second, likewise.
         rows: the rows of tables that both have, if their vocabularies differ.
         modules: the live modules, where the sources were modules.
         discoveries: how specs were discovered, for models that no family describes.
+        notes: remarks on the preparation.
     """
 
     a: TransformSource
@@ -38,11 +47,88 @@ class Pair:
     rows: dict[str, SharedRows]
     modules: tuple[torch.nn.Module | None, torch.nn.Module | None] = (None, None)
     discoveries: tuple[Discovery, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def spec(self) -> Spec:
-        """The spec of both."""
+        """The spec of both, as they are compared."""
         return self.a.state_spec
+
+    @property
+    def is_folded(self) -> bool:
+        """Whether both are compared with folded norms."""
+        return self.a.is_folded
+
+    @cached_property
+    def states(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The tensors of both, as they are compared: in float32 unless they are stored in more."""
+        if not self.is_folded:
+            return self.a.state, self.b.state
+        first, second = (
+            LazyState(list(side.state), partial(_read_folded, side)) for side in (self.a, self.b)
+        )
+        return first, second
+
+    @cached_property
+    def output(self) -> tuple[TransformSource, list[str]]:
+        """A as it is written once an element has moved it: with the norms of B if they were folded.
+        And remarks on gains of B that A could not take over.
+        """
+        return self.a.with_norms_of(self.b) if self.is_folded else (self.a, [])
+
+    def unfolded(self) -> Pair:
+        """Return the pair with norms as stored."""
+        return replace(self, a=self.a.unfolded(), b=self.b.unfolded())
+
+
+def _read_folded(side: TransformSource, name: str) -> Any:
+    """Return a folded tensor, which is computed in more digits than it is compared in."""
+    value, entry = side.state[name], side.checkpoint.entries.get(name)
+    is_single = entry is None or entry.dtype != "F64"
+    return value.float() if is_single and value.dtype.is_floating_point else value
+
+
+def allows_rotations(
+    spec: Spec, within: Kind = "full", spaces: Iterable[str] | None = None
+) -> bool:
+    """Return whether folding norms enlarges the group of one of these spaces.
+
+    Args:
+        spec: the spec of the model.
+        within: the kind that every group is restricted to.
+        spaces: the spaces that take part; all by default.
+    """
+    names = set(spec.spaces) if spaces is None else match_spaces(spec, spaces)
+    folded = folded_spec(spec).spaces
+    return any(folded[n].group.within(within) != spec.spaces[n].group.within(within) for n in names)
+
+
+def prepare_pair(
+    a: tuple[Checkpoint, Spec],
+    b: tuple[Checkpoint, Spec],
+    *,
+    stream: Stream = "auto",
+    within: Kind = "full",
+    spaces: Iterable[str] | None = None,
+) -> Pair:
+    """Return two models that fit each other as a pair, with folded norms if that allows rotations.
+
+    Args:
+        a: the first model and its spec.
+        b: the second.
+        stream: "permutation" compares norms as stored.
+        within: the kind that every group is restricted to.
+        spaces: the spaces that take part; all by default.
+    """
+    notes: list[str] = []
+    untie = a[1].ties.keys() ^ b[1].ties.keys()  # tied in one of them
+    if stream == "auto" and allows_rotations(a[1], within, spaces):
+        try:
+            return Pair(prepare_source(*a, True, untie), prepare_source(*b, True, untie), {})
+        except SpecError as error:  # a norm that cannot be folded
+            notes.append(f"the stream is matched by permutations only: {error}")
+    plain = (prepare_source(*side, False, untie) for side in (a, b))
+    return Pair(*plain, rows={}, notes=tuple(notes))
 
 
 def open_pair(
@@ -50,8 +136,9 @@ def open_pair(
     b: Source,
     spec: Spec | str | Path | None = None,
     *,
-    fold: bool = False,
-    fix: Sequence[str] = (),
+    stream: Stream = "auto",
+    within: Kind = "full",
+    spaces: Iterable[str] | None = None,
     shared_tokens: bool = False,
 ) -> Pair:
     """Open two models and check that they fit each other.
@@ -60,8 +147,9 @@ def open_pair(
         a: the first model, as `regauge.models.sources.resolve` takes it.
         b: the second.
         spec: a spec or spec file for both.
-        fold: fold the norms of both.
-        fix: names of gauges to fix.
+        stream: "auto" folds norms if that allows rotations of the stream; "permutation" does not.
+        within: the kind that every group is restricted to.
+        spaces: the spaces that take part; all by default.
         shared_tokens: match by the shared tokens of two different vocabularies.
 
     Raises:
@@ -90,22 +178,14 @@ def open_pair(
             hint="matching requires equal depth and width; if only the vocabularies differ, pass "
             "--shared-tokens",
         )
-    return Pair(
-        _prepare(checkpoint_a, spec_a, fold, fix),
-        _prepare(checkpoint_b, spec_b, fold, fix),
-        rows,
-        (first.module, second.module),
-        tuple(m.discovery for m in (first, second) if m.discovery is not None),
+    pair = prepare_pair(
+        (checkpoint_a, spec_a), (checkpoint_b, spec_b), stream=stream, within=within, spaces=spaces
     )
-
-
-def _prepare(checkpoint: Checkpoint, spec: Spec, fold: bool, fix: Sequence[str]) -> TransformSource:
-    """Fold the norms and fix gauges."""
-    from regauge.matching.gauges import fix_lazily
-
-    source = prepare_source(checkpoint, spec, fold)
-    return (
-        source.with_state(fix_lazily(source.state_spec, source.state, fix), fix) if fix else source
+    return replace(
+        pair,
+        rows=rows,
+        modules=(first.module, second.module),
+        discoveries=tuple(m.discovery for m in (first, second) if m.discovery is not None),
     )
 
 
@@ -159,8 +239,9 @@ def _shared_rows(
         for name, text in spec.tensors.items()
         if text.startswith("_") and name in checkpoint_a.entries and name in checkpoint_b.entries
     ]
-    return {
+    rows = {
         name: shared
         for name in tables
         if min(c.entries[name].shape[0] for c in (checkpoint_a, checkpoint_b)) >= min_rows
     }
+    return rows | {alias: shared for alias, target in spec.ties.items() if target in rows}

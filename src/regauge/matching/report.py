@@ -30,13 +30,16 @@ def results_of_match(
             without a verdict: a match by activations, or a refined one, may end at a larger
             distance.
         refined: the refinement, whose divergence gets the verdict.
+
+    No finding fails: the output computes what A computes, however near it comes to B.
     """
     from regauge.results.findings import Figure, Finding, Results
 
+    is_nearer = result.distance <= result.distance_before
     distance = Finding(
         "match/distance",
         "the aligned model is nearer than the original",
-        result.distance <= result.distance_before if by_weights and refined is None else None,
+        True if by_weights and refined is None and is_nearer else None,
         result.distance,
         0.0,
         result.distance_before,
@@ -52,7 +55,7 @@ def results_of_match(
         )
         statement = "refinement does not raise the divergence from the ends on held-out data"
         measure = "divergence in nats"
-        holds = refined.loss <= refined.initial_loss
+        holds = True if refined.loss <= refined.initial_loss else None
         findings.append(
             Finding(
                 "match/divergence",

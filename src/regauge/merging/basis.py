@@ -8,7 +8,7 @@ agree row by row and column by column. Cases in between are decided by `regauge 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,17 +16,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.checkpoints.headers import FLOATS
+from regauge.checkpoints.headers import FLOATS, Entry
 from regauge.checkpoints.reader import LazyState
 from regauge.checkpoints.resume import StateStore
-from regauge.checkpoints.transform import prepare_source, recipe_digest
+from regauge.checkpoints.transform import recipe_digest
 from regauge.checkpoints.vocabulary import read_vocabulary
-from regauge.core.element import Element, identity
+from regauge.core.element import Element
 from regauge.core.progress import Progress
-from regauge.core.spec import Spec
+from regauge.core.ties import untie_lazily
 from regauge.errors import MergeError, RegaugeError
-from regauge.matching import MatchError, SharedRows, match_states
+from regauge.matching import MatchError, SharedRows
 from regauge.matching.compare import MIN_COSINE, compare_states
+from regauge.matching.paired import match_pair
+from regauge.matching.pairs import Pair, prepare_pair
 from regauge.matching.saved_parts import SavedParts
 from regauge.merging.layout import Model
 from regauge.merging.recipes import AlignConfig
@@ -36,6 +38,7 @@ MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have not
 # The distance after matching, as a share of the norm, above which models have little in common: a
 # cosine of a half.
 MAX_RELATIVE_DISTANCE = 1.0
+_FOLDED = "folded"  # of a saved alignment that was found with folded norms
 MIN_ALIGNED_SHARE = 0.9  # the share of rows, and of columns, that must be similar
 
 
@@ -270,10 +273,10 @@ def align_models(
     store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Model], dict[str, Verdict]]:
-    """Align every model with the anchor.
+    """Align every model with the anchor: in its basis, and with its norms.
 
-    Models that share the anchor's basis are unchanged, unless norms are folded, which then applies
-    to all. Tensors are transformed when they are read, in float32.
+    The anchor and models that share its basis are unchanged; only their heads are untied if that of
+    another model is. Tensors are transformed when they are read, in float32.
 
     Args:
         models: the models, by key.
@@ -291,90 +294,118 @@ def align_models(
             f"{anchor.key} must be of a known family to align models with it",
             hint="merge with --force",
         )
-    aligned, noted = {}, dict(verdicts)
-    target = _prepare(anchor, config.fold)
+    aligned, noted = dict(models), dict(verdicts)
     for key, model in models.items():
-        if key == anchor.key:
-            aligned[key] = _transform(target, None)
+        if key == anchor.key or noted[key].shared:
             continue
-        source = _prepare(model, config.fold)
-        if noted[key].shared:
-            aligned[key] = _transform(source, None)
-            continue
-        parts = SavedParts(target.spec, store)
-        part = parts.load(f"aligned {key}")
-        if part is None:
-            start = None if config.fold or config.options else noted[key].element
-            options = {"sweeps": 10, **config.options}
-            result = match_states(
-                target.spec,
-                source.state,
-                target.state,
-                rows=find_shared_rows(model, anchor),
-                start=start,
-                store=store.nested(key) if store else None,
-                progress=progress,
-                **options,
+        if model.spec is None:
+            raise MatchError(
+                f"{key} must be of a known family to be aligned", hint="merge with --force"
             )
-            note = (
-                f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
-                f"{result.distance:.4g} after"
-            )
-            if result.relative_distance > MAX_RELATIVE_DISTANCE:
-                note += (
-                    ", which is still far: the two were trained independently, or their "
-                    "norms hide a rotation (align: {fold: true})"
-                )
-            part = parts.save(f"aligned {key}", [note], result.element.members)
-        (note,), members = part
-        g = Element(target.spec, members)
-        aligned[key] = _transform(source, g)
+        aligned[key], note = _align_model(model, anchor, config, noted[key], store, progress)
         noted[key] = replace(noted[key], moved=note)
-    return aligned, noted
+    return untie_alike(aligned), noted
 
 
-@dataclass(frozen=True, eq=False)
-class _Prepared:
-    """A model with its spec and state, folded if required, and the steps that prepared it."""
+def _align_model(
+    model: Model,
+    anchor: Model,
+    config: AlignConfig,
+    verdict: Verdict,
+    store: StateStore | None,
+    progress: Progress | None,
+) -> tuple[Model, str]:
+    """Return a model aligned with the anchor, and a note on the alignment."""
+    assert model.file_spec is not None
+    assert anchor.file_spec is not None
+    options = {"sweeps": 10, **config.options}
+    pair = prepare_pair(
+        (model.checkpoint, model.file_spec),
+        (anchor.checkpoint, anchor.file_spec),
+        stream=config.stream,
+        within=options.get("within", "full"),
+        spaces=options.get("spaces"),
+    )
+    pair = replace(pair, rows=find_shared_rows(model, anchor))
+    name = f"aligned {model.key}"
+    saved = SavedParts(pair.spec, store).load(name)
+    if saved is not None:
+        (note, gauge), members = saved
+        pair = pair if gauge == _FOLDED else pair.unfolded()
+        return _transform(model, pair, Element(pair.spec, members)), note
+    start = None if pair.is_folded or config.options else verdict.element
+    pair, result = match_pair(
+        pair,
+        start=start,
+        store=store.nested(model.key) if store else None,
+        progress=progress,
+        **options,
+    )
+    note = (
+        f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
+        f"{result.distance:.4g} after"
+    )
+    if result.relative_distance > MAX_RELATIVE_DISTANCE:
+        note += ", which is still far: the two were trained independently"
+    note = "; ".join((note, *pair.notes, *pair.output[1]))
+    labels = [note, _FOLDED if pair.is_folded else ""]
+    SavedParts(pair.spec, store).save(name, labels, result.element.members)
+    return _transform(model, pair, result.element), note
 
-    model: Model
-    spec: Spec
-    state: Mapping[str, Any]
-    steps: tuple[str, ...]
 
-
-def _prepare(model: Model, fold: bool) -> _Prepared:
-    """Return a model, with folded norms if required."""
-    if model.spec is None:
-        raise MatchError(
-            f"{model.key} must be of a known family to be aligned",
-            hint="merge with --force",
-        )
-    source = prepare_source(model.checkpoint, model.spec, fold)
-    return _Prepared(model, source.state_spec, source.state, source.steps)
-
-
-def _transform(source: _Prepared, g: Element | None) -> Model:
-    """Return the model transformed by an element; tensors are computed when they are read."""
-    model = source.model
-    if g is None and not source.steps:
-        return model
+def _transform(model: Model, pair: Pair, g: Element) -> Model:
+    """Return a model moved by an element; tensors are computed when they are read."""
     from regauge.core.action import apply_lazily
 
-    g = identity(source.spec) if g is None else g
-    thunks = apply_lazily(g, LazyState(list(source.state), partial(load_float, source.state)))
-    shapes = {
-        n: model.shapes[n] if n in model.shapes else tuple(source.state[n].shape) for n in thunks
-    }
-    spec = replace(source.spec, config={})
-    digest = recipe_digest(g, source.spec, source.steps, None)
+    source = pair.output[0]
+    if pair.is_folded:
+        thunks = source.thunks(g, as_bits=False, rounded=False)
+        thunks = {
+            name: partial(_as_merged, make, model.checkpoint.entries.get(name))
+            for name, make in thunks.items()
+        }
+    else:
+        thunks = apply_lazily(g, LazyState(list(source.state), partial(load_float, source.state)))
+    state = LazyState.from_thunks(thunks)
+    spec = source.output_spec
     return replace(
         model,
-        spec=spec,
+        spec=replace(spec, config={}),
+        state=state,
+        shapes={n: model.shapes[n] if n in model.shapes else tuple(state[n].shape) for n in thunks},
+        config=dict(spec.config),
+        element_digest=recipe_digest(g, source.spec, source.steps, None),
+    )
+
+
+def _as_merged(make: Callable[[], Any], entry: Entry | None) -> Any:
+    """Return a tensor in float32, unless it is stored in more."""
+    value = make()
+    is_single = entry is None or entry.dtype != "F64"
+    return value.float() if is_single and value.dtype == torch.float64 else value
+
+
+def untie_alike(models: Mapping[str, Model]) -> dict[str, Model]:
+    """Return the models with a tensor of its own for each tied one that is not tied in another."""
+    own = {name for model in models.values() for name in model.state}
+    return {key: _untie(model, own) for key, model in models.items()}
+
+
+def _untie(model: Model, names: Collection[str]) -> Model:
+    """Return a model in which none of these names repeats another tensor."""
+    ties = {} if model.spec is None else model.spec.ties
+    lost = {a for a, t in ties.items() if a in names and t in names and a not in model.state}
+    if not lost or model.spec is None:
+        return model
+    spec, thunks = untie_lazily(model.spec, model.state, lost)
+    shapes = {n: model.shapes[model.stored_name(n) or n] for n in thunks}
+    return replace(
+        model,
+        spec=replace(spec, config={}),
+        tied_spec=model.file_spec,
         state=LazyState.from_thunks(thunks),
         shapes=shapes,
-        config=dict(source.spec.config),
-        element_digest=digest,
+        config={**model.config, **spec.config},
     )
 
 

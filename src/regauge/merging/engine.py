@@ -40,6 +40,7 @@ from regauge.merging.basis import (
     require_shared_basis,
     save_verdict,
     saved_verdict,
+    untie_alike,
 )
 from regauge.merging.card import model_card
 from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
@@ -121,6 +122,7 @@ def open_merge(
     models = {key: _open_model(key, (sources or {}).get(key), spec) for key in recipe.models}
     for model in models.values():
         require_unlocked(model.checkpoint)
+    models = untie_alike(models)
     anchor = recipe.align.to if recipe.align else None
     if anchor is not None and anchor not in models:
         raise MergeError(

@@ -39,6 +39,7 @@ class Model:
         shapes: their shapes.
         config: changes of its config.
         element_digest: the digest of the element that transforms it.
+        tied_spec: the spec of its files, if `spec` has fewer ties.
     """
 
     key: str
@@ -48,6 +49,12 @@ class Model:
     shapes: Mapping[str, tuple[int, ...]]
     config: Mapping[str, Any] = field(default_factory=dict)
     element_digest: bytes = b""
+    tied_spec: Spec | None = None
+
+    @property
+    def file_spec(self) -> Spec | None:
+        """The spec of its files."""
+        return self.tied_spec or self.spec
 
     def stored_name(self, name: str) -> str | None:
         """Return the stored tensor with this name's values: itself, or one that it is tied to;

@@ -29,6 +29,7 @@ from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
 from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
+from regauge.matching.pairs import STREAMS, Stream
 from regauge.merging.methods import METHODS, UNSUPPORTED, parameter_names
 from regauge.merging.recipes import (
     AlignConfig,
@@ -61,7 +62,7 @@ _UNSUPPORTED = {
     "residual_weight": "leave it out: mergekit does not read it either",
     "tokens": "only source and pad_to_multiple_of are read",
 }
-_ALIGN_KEYS = ("to", "spaces", "layers", "group", "fold", "sweeps", "nearest")
+_ALIGN_KEYS = ("to", "spaces", "layers", "stream", "group", "fold", "sweeps", "nearest")
 _DATA_KEYS = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
 _MAX_CHARS = 10_000  # in one value
 _MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
@@ -476,10 +477,21 @@ class _Parser:
         if "nearest" in keys:
             options["nearest"] = self.boolean(keys["nearest"], "nearest")
         return AlignConfig(
-            self.model(keys["to"]) if "to" in keys else None,
-            "fold" in keys and self.boolean(keys["fold"], "fold"),
-            options,
+            self.model(keys["to"]) if "to" in keys else None, self.stream(keys), options
         )
+
+    def stream(self, keys: Mapping[str, Any]) -> Stream:
+        """Parse stream: of align:, or fold: as it was called before."""
+        if "stream" in keys:
+            value = str(self.scalar(keys["stream"], "stream"))
+            found = next((stream for stream in STREAMS if stream == value), None)
+            if found is None:
+                raise self.error(
+                    keys["stream"], f'stream must be one of {", ".join(STREAMS)}, got "{value}"'
+                )
+            return found
+        is_folded = "fold" not in keys or self.boolean(keys["fold"], "fold")
+        return "auto" if is_folded else "permutation"
 
     def data(self, node: Any) -> DataSource | None:
         """Parse data:."""

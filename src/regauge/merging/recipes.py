@@ -11,6 +11,7 @@ from typing import Any
 
 from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
+from regauge.matching.pairs import Stream
 from regauge.merging.methods import REQUIRED
 
 
@@ -91,11 +92,12 @@ class TokenizerConfig:
 class AlignConfig:
     """The alignment of models with the base, or with the model `to`, before the merge.
 
-    `options` are options of `match`.
+    With `stream` "permutation" the residual stream is permuted and not rotated. `options` are
+    further options of `match`.
     """
 
     to: str | None = None
-    fold: bool = False
+    stream: Stream = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -1,0 +1,108 @@
+"""The search on a pair of models: with folded norms, or as stored where that is simpler.
+
+Folded norms allow every rotation of the stream, and rotations align models that were trained apart
+better than permutations do. For models with a common ancestor, moved or fine-tuned, the rotation is
+a permutation up to noise. Then the norms stay as they are: the stream is permuted, nothing is
+rounded, and tied heads stay tied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from regauge.core.element import Element
+from regauge.core.fit import make_summed_pair
+from regauge.core.groups import Kind
+from regauge.core.members import Member
+from regauge.core.progress import Progress
+from regauge.core.spec import Spec
+from regauge.matching.pairs import Pair
+from regauge.matching.result import Match
+from regauge.matching.search import match_states
+
+if TYPE_CHECKING:
+    from regauge.checkpoints.resume import StateStore
+
+# The mean overlap of a rotation with the nearest permutation (1 if it is one) above which it is
+# that permutation, up to noise. Between models trained apart it is near 0.2.
+MIN_OVERLAP = 0.8
+
+
+def match_pair(
+    pair: Pair,
+    *,
+    within: Kind = "full",
+    store: StateStore | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> tuple[Pair, Match]:
+    """Find the element that moves A closest to B.
+
+    Args:
+        pair: the two models.
+        within: the kind that every group is restricted to.
+        store: where finished parts are saved.
+        progress: the progress callback.
+        options: further options of `match_states`.
+
+    Returns:
+        The pair as it was compared in the end, and the match.
+    """
+    a, b = pair.states
+    found = match_states(
+        pair.spec,
+        a,
+        b,
+        rows=pair.rows,
+        within=within,
+        store=store,
+        progress=progress,
+        **options,
+    )
+    if not pair.is_folded:
+        return pair, found
+    plain = pair.unfolded()
+    start = permuted_start(plain.spec, found.element, within)
+    if start is None:
+        return pair, found
+    a, b = plain.states
+    again = match_states(
+        plain.spec,
+        a,
+        b,
+        rows=pair.rows,
+        within=within,
+        store=store.nested("permuted") if store else None,
+        progress=progress,
+        **{**options, "start": start, "activations": None},
+    )
+    return plain, replace(again, order=found.order, notes=found.notes)
+
+
+def permuted_start(spec: Spec, g: Element, within: Kind = "full") -> Element | None:
+    """Return an element found with folded norms as one of the model as stored.
+
+    None if it rotates a space that may only be permuted there, by more than noise.
+
+    Args:
+        spec: the spec of the model, not folded.
+        g: the element.
+        within: the kind that every group is restricted to.
+    """
+    members: dict[str, Member] = {}
+    for name, member in g.members.items():
+        group = spec.spaces[name].group.within(within)
+        if group == g.spec.spaces[name].group.within(within):
+            members[name] = member
+            continue
+        matrix = member.matrix()
+        members[name] = group.fit(plain=make_summed_pair(matrix))
+        if _overlap(members[name], matrix) < MIN_OVERLAP:
+            return None
+    return Element(spec, members)
+
+
+def _overlap(permutation: Member, matrix: Any) -> float:
+    """Return the mean of the entries that a (signed) permutation selects."""
+    return float((permutation.matrix() * matrix).sum(2).mean())

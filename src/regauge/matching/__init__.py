@@ -11,6 +11,7 @@ whole loop.
     api, barrier_report
                      `match`, `compare` and `barrier` of what users hold
     pairs, live_pair two models checked against each other, and run
+    paired           the search on a pair: with folded norms, or as stored where that is simpler
     search           the loop: first pass, sweeps
     preparation      both states checked, spaces and their groups selected, worker processes
     blocks, costs    tensors cut by their axes, and the pairs of blocks that are compared

@@ -127,8 +127,8 @@ def prepare_pair(
             return Pair(prepare_source(*a, True, untie), prepare_source(*b, True, untie), {})
         except SpecError as error:  # a norm that cannot be folded
             notes.append(f"the stream is matched by permutations only: {error}")
-    plain = (prepare_source(*side, False, untie) for side in (a, b))
-    return Pair(*plain, rows={}, notes=tuple(notes))
+    first, second = (prepare_source(*side, False, untie) for side in (a, b))
+    return Pair(first, second, {}, notes=tuple(notes))
 
 
 def open_pair(

@@ -90,7 +90,7 @@ def main() -> int:
         std=[0.5] * 3,
         test=str(place / "data.npz"),
     )
-    settings = Settings(clients=2, rounds=1, batch=16, steps=4, lr=0.01)
+    settings = Settings(clients=2, rounds=1, batch=16, steps=4, optimizer="sgd", lr=0.01)
     client = flower.client_app(source)
 
     @client.train("plain")

@@ -33,7 +33,7 @@ from regauge.federated.validation import expected_norms
 from regauge.results.findings import spread_of
 
 SEEDS, HOSTILE = (0, 1, 2), 7
-SETTINGS = Settings(clients=8, rounds=10, batch=16, lr=0.05, momentum=0.9)
+SETTINGS = Settings(clients=8, rounds=10, batch=16, optimizer="sgd", lr=0.05, momentum=0.9)
 RULES = ("mean", "median", "trimmed-mean", "clipped-mean")
 Change = Callable[[Contribution], Contribution]
 

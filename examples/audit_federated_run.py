@@ -45,6 +45,8 @@ with tempfile.TemporaryDirectory() as folder:
         "1",
         "--steps",
         "1",
+        "--optimizer",
+        "sgd",
     ]
     for name, defence in (("plain", []), ("embedding frozen", ["--defence", "freeze=embedding"])):
         run = work / name

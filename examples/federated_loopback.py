@@ -33,7 +33,7 @@ def main() -> int:
     model = args.model.absolute()
     if not model.exists():
         make_model(model)
-    settings = Settings(clients=args.nodes, rounds=args.rounds, batch=16, steps=10, lr=0.1)
+    settings = Settings(clients=args.nodes, rounds=args.rounds, batch=16, steps=10)
     source = Source(str(model), "digits", mean=[0.3], std=[0.38], test="digits")
     configs = [
         {

@@ -140,7 +140,7 @@ def model_of(preset: str) -> dict[str, Any]:
 
 def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """One run: accuracy of every round, and what updates gave away."""
-    settings = read_settings({**p["settings"], "seed": p["seed"]})
+    settings = read_settings({"clip": 0.0, **p["settings"], "seed": p["seed"]})
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
     model = prepare_model(build(p["model"], int(p["seed"])), settings).to(work.device)
     parts = partition_examples(examples, settings)
@@ -246,7 +246,13 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     averaged.
     """
     settings = read_settings(
-        {**p["settings"], "seed": p["seed"], "independent": True, "strategy": p["strategy"]}
+        {
+            "clip": 0.0,
+            **p["settings"],
+            "seed": p["seed"],
+            "independent": True,
+            "strategy": p["strategy"],
+        }
     )
     examples = prepare(p["task"], data["train"])
     test, inputs = split_test(prepare(p["task"], data["test"]))

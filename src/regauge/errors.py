@@ -284,6 +284,10 @@ class RegaugeWarning(UserWarning):
     """A note on a valid result. The command line prints it to stderr as `note:`."""
 
 
+class QualityWarning(RegaugeWarning):
+    """A warning that a model became worse. The command line prints it as `warning:`."""
+
+
 def need(module: str, extra: str) -> None:
     """Require an optional library.
 

@@ -9,10 +9,12 @@ import shlex
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
+import regauge
 import support.federations as fed
 from regauge.cli import main
 from regauge.federated import state_store
@@ -49,8 +51,14 @@ def test_a_run_its_model_and_going_on(
         main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
     )
     captured = capsys.readouterr()
-    assert "round 2/2: 3 contributed, loss" in captured.err
-    assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; loss" in captured.out
+    assert "round 0/2: start, test loss" in captured.err
+    assert "round 2/2: 3 contributed, training loss" in captured.err
+    assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; test loss" in captured.out
+    assert [line.split()[0] for line in captured.out.splitlines() if "±" in line] == [
+        "digits:",
+        "start",
+        "end",
+    ]
     assert sorted(p.name for p in out.iterdir()) == [
         "global.safetensors",
         "history.jsonl",
@@ -67,8 +75,42 @@ def test_a_run_its_model_and_going_on(
     )
     assert "round 3/3" in (err := capsys.readouterr().err)
     assert "round 1/3" not in err
-    assert len(load_results(out / "results.json").tables[0].rows) == 3
+    rows = load_results(out / "results.json").tables[0].rows
+    assert [row[0] for row in rows] == [0, 1, 2, 3]
+    assert rows[0][3] is None
+    assert rows[0][4:6] == pytest.approx(start_measures(start))
     assert json.loads((out / "run.json").read_text())["settings"]["clients"] == 3
+
+
+def start_measures(folder: Path) -> tuple[float, float]:
+    source = regauge.DataSource("digits", mean=(0.3,), std=(0.38,))
+    score = regauge.evaluate(folder, source).scores["start"]
+    return score.loss, score.accuracy
+
+
+def test_a_run_that_ruins_its_model_is_loud(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 3, a warning and a failed finding; with the defaults, none of them."""
+    bars = fed.bars(120)
+    inputs, labels = bars.batch(range(120))
+    pixels = (60 * (inputs["pixel_values"][:, 0] + 1)).clip(0, 255).byte()
+    np.savez(tmp_path / "bars.npz", image=pixels.numpy(), label=labels.numpy())
+    data = regauge.DataSource(str(tmp_path / "bars.npz"), mean=(0.25,), std=(0.25,))
+    learning = regauge.federated.Settings(clients=1, rounds=1, epochs=30, lr=3e-3, batch=16)
+    model = fed.vit()
+    regauge.federated.run(model, data, settings=learning, test=data).save(tmp_path / "trained")
+    command = ["federate", str(tmp_path / "trained"), "--data", data.uri, "--test", data.uri]
+    command += ["--mean", "0.25", "--std", "0.25", "--clients", "2", "--rounds", "2"]
+    ruin = ["--optimizer", "sgd", "--lr", "3", "--clip", "0"]
+    assert main([*command, *ruin, "-o", str(tmp_path / "ruined")]) == 3
+    captured = capsys.readouterr()
+    assert "warning: the model is worse than before training: start: accuracy" in captured.err
+    assert "end is worse than start" in captured.out
+    (finding,) = load_results(tmp_path / "ruined" / "results.json").findings
+    assert finding.holds is False
+    assert main([*command, "-o", str(tmp_path / "run")]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

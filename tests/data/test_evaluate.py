@@ -161,3 +161,12 @@ def test_examples_without_labels_are_rejected(logits: Tensor) -> None:
     for examples in (make_examples(labels=ignored, tokens=True), make_examples(ignored[:0])):
         with pytest.raises(DataError, match="must have labels, got none"):
             score_model(Stored(logits[None]), examples, 2)
+
+
+@pytest.mark.parametrize("right", [0, 1])
+def test_a_perfect_accuracy_has_an_error(right: int, logits: Tensor) -> None:
+    """More examples make it smaller; a single wrong answer among many has about the same."""
+    labels = (logits.argmax(1) + 1 - right) % 4
+    score = score_model(Stored(logits), make_examples(labels), 3)
+    assert score.accuracy == right
+    assert score.accuracy_error == pytest.approx(math.sqrt(2 / 11 * 9 / 11 / 11))

@@ -11,6 +11,7 @@ import transformers
 
 import regauge
 import support.federations as fed
+from regauge.data.evaluate import evaluate_model
 from regauge.errors import CheckpointError, FederatedError, RegaugeError
 from regauge.federated import FlowerOptions, Settings, run
 from regauge.results.findings import load_results
@@ -36,8 +37,12 @@ def test_a_module_and_examples_in_memory() -> None:
     assert not trained.model.training
     assert [r.contributed for r in trained.history] == [(0, 1, 2)] * 2
     assert trained.history[-1].measures["examples"] == 48
-    assert [(done, total) for done, total, _ in shown] == [(0, 2), (1, 2)]
-    assert "3 contributed, loss" in shown[0][2]
+    assert [(done, total) for done, total, _ in shown] == [(-1, 2), (0, 2), (1, 2)]
+    start = evaluate_model(fed.vit(), fed.bars(seed=5), 256)
+    assert shown[0][2] == (
+        f"start, test loss {start['loss']:.4f}, test accuracy {start['accuracy']:.4f}"
+    )
+    assert "3 contributed, training loss" in shown[1][2]
     assert repr(trained).startswith("<federated run: the model: 2 rounds of 3 clients, fedavg")
     assert "Accuracy over rounds" in trained._repr_html_()
     again = run(fed.vit(), fed.bars(), settings=trained.settings, test=fed.bars(seed=5))

@@ -39,7 +39,7 @@ from regauge.federated.settings import read_settings
 from regauge.federated.states import Absence, State, digest_of, layout_of
 from regauge.jigsaw import MaskedJigsaw
 
-FOUR = Settings(clients=4, rounds=3, batch=8, lr=0.1)
+FOUR = Settings(clients=4, rounds=3, batch=8, optimizer="sgd", lr=0.1)
 
 
 def same(a: State, b: State) -> bool:
@@ -92,7 +92,7 @@ def test_more_clients_than_examples_are_refused() -> None:
 
 
 def test_a_contribution_is_the_change_of_plain_steps() -> None:
-    settings = replace(FOUR, steps=2)
+    settings = replace(FOUR, steps=2, clip=0.0)
     model, part = fed.vit(), fed.bars(20)
     state = state_of(model)
     made = contribute(model, state, part, settings, 1, 2)
@@ -111,6 +111,23 @@ def test_a_contribution_is_the_change_of_plain_steps() -> None:
     assert not same(
         made.tensors, contribute(model, state, part, settings, 2, 2).tensors
     )  # another round draws other batches
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
+def test_the_learning_rate_is_that_of_the_optimizer_and_of_the_start(optimizer: str) -> None:
+    """Ten times larger from scratch; explicit rates stay."""
+    settings = Settings(clients=3, rounds=1, optimizer=optimizer)
+    assert settings.training.lr == settings.learning_rate == (0.005 if optimizer == "sgd" else 1e-4)
+    scratch = settings.with_learning_rate(from_scratch=True)
+    assert scratch.lr == pytest.approx(10 * settings.learning_rate)
+    assert replace(settings, independent=True).learning_rate == scratch.lr
+    assert replace(settings, lr=0.3).with_learning_rate(from_scratch=True).lr == 0.3
+    if optimizer == "sgd":
+        heavy = replace(settings, momentum=0.9)
+        assert heavy.learning_rate == pytest.approx(0.1 * settings.learning_rate)
+    else:
+        with pytest.raises(FederatedError, match="momentum must be 0 with adam"):
+            replace(settings, momentum=0.9)
 
 
 def test_rows_of_an_epoch_are_every_example_once() -> None:
@@ -395,8 +412,10 @@ def test_a_folder_of_other_settings_or_of_something_else_is_refused(tmp_path: Pa
     folder = tmp_path / "run"
     state_store.begin(folder, FOUR, "l", {})
     state_store.begin(folder, replace(FOUR, rounds=9), "l", {})  # longer is allowed
-    with pytest.raises(FederatedError, match="other settings"):
-        state_store.begin(folder, replace(FOUR, lr=0.2), "l", {})
+    with pytest.raises(
+        FederatedError, match=r"other settings .*\(lr 0.1, now 0.2; seed 0, now 1\)"
+    ):
+        state_store.begin(folder, replace(FOUR, lr=0.2, seed=1), "l", {})
     with pytest.raises(FederatedError, match="other settings or another model"):
         state_store.begin(folder, FOUR, "m", {})
     other = tmp_path / "other"

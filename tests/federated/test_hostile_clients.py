@@ -192,7 +192,7 @@ def test_the_maximum_of_examples_is_a_setting_or_the_largest_part(tmp_path: Path
 
 def test_a_part_that_the_run_freezes_cannot_be_sent() -> None:
     """Otherwise one client alone would decide on tensors that no other client sends."""
-    settings = Settings(clients=3, rounds=1, defences=("freeze=embedding",))
+    settings = Settings(clients=3, rounds=1, lr=0.05, defences=("freeze=embedding",))
     model, examples = fed.vit(), fed.bars()
     limits, state = server_limits(model, examples, settings), state_of(model)
     name = "vit.embeddings.patch_embeddings.projection.bias"

@@ -90,8 +90,11 @@ def test_a_run_that_was_interrupted_goes_on_with_what_its_clients_have(tmp_path:
     )
     table = load_results(tmp_path / "run" / "results.json").tables[0]
     assert [row[table.columns.index("accuracy of clients")] for row in table.rows] == [
-        r.measures["accuracy of clients"] for r in again.run_state.history
+        None,  # before training
+        *(r.measures["accuracy of clients"] for r in again.run_state.history),
     ]
+    assert not again.is_worse, "the server's copies are not trained"
+    assert again.results.findings[0].holds is None
     assert [r.measures["accuracy of clients"] for r in again.run_state.history] == [
         r.measures["accuracy of clients"] for r in whole.run_state.history
     ]

@@ -20,9 +20,9 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
-from regauge.cli.console import discard_stream, info, print_error, print_result
+from regauge.cli.console import discard_stream, info, print_error, print_result, warn
 from regauge.cli.menu import OVERVIEW, PANELS, examples_of
-from regauge.errors import RegaugeError, RegaugeWarning, StoppedError
+from regauge.errors import QualityWarning, RegaugeError, RegaugeWarning, StoppedError
 
 _COMMANDS = {  # name: "module:function", imported on demand
     "demo": "demo:demo",
@@ -203,7 +203,9 @@ def _print_notes(fallback: Callable[..., None]) -> Callable[..., None]:
     def show(
         message: Warning | str, category: type[Warning], *location: Any, **options: Any
     ) -> None:
-        if issubclass(category, RegaugeWarning):
+        if issubclass(category, QualityWarning):
+            warn(str(message))
+        elif issubclass(category, RegaugeWarning):
             info(f"note: {message}")
         else:
             fallback(message, category, *location, **options)

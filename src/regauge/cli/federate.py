@@ -106,16 +106,17 @@ def federate(
         typer.Option(
             "--optimizer", help="Optimizer of the clients.", rich_help_panel=options.TRAINING
         ),
-    ] = Optimizer("sgd"),
+    ] = Optimizer("adamw"),
     lr: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--lr",
             metavar="X",
-            help="Learning rate of the clients.",
+            help="Learning rate of the clients. Default: 0.0001, and 0.005 for sgd; ten times "
+            "that with --fresh.",
             rich_help_panel=options.TRAINING,
         ),
-    ] = 0.05,
+    ] = None,
     momentum: Annotated[
         float,
         typer.Option(
@@ -139,7 +140,7 @@ def federate(
             help="Largest norm of a local gradient; 0: unlimited.",
             rich_help_panel=options.TRAINING,
         ),
-    ] = 0.0,
+    ] = 1.0,
     proximal: Annotated[
         float,
         typer.Option(
@@ -379,20 +380,22 @@ def federate(
     device: options.Device = "cpu",
     threads: options.Threads = None,
     json: options.JsonFile = None,
+    report: options.Report = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Train a model on data that stay with their clients.
 
     The run's folder holds the model, its history, and the state to resume from.
+    Exit code 3 if training made the model worse.
     """
     started = time.monotonic()
     require_device(device)
-    check_outputs(json, None)
+    check_outputs(json, report)
     deployed = engine == "deployment"
-    if json is not None and deployed:
+    if deployed and (json is not None or report is not None):
         raise typer.BadParameter(
             "the results of a deployment are on the SuperLink's machine, in the run's folder",
-            param_hint="--json",
+            param_hint="--report" if json is None else "--json",
         )
     if deployed and None in (superlink, authority):
         raise typer.BadParameter(
@@ -459,6 +462,6 @@ def federate(
             fresh=fresh,
             device=device,
         )
-    code = deliver(finished.results, str(finished), json, None)
+    code = deliver(finished.results, str(finished), json, report)
     info(f"run: {out} ({time.monotonic() - started:.1f} s)")
     return code

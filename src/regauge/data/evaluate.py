@@ -131,8 +131,15 @@ class Score:
 
     @property
     def accuracy_error(self) -> float | None:
-        """The standard error of the accuracy; None for one example."""
-        return self._error(self.correct - self.accuracy * self.labels)
+        """The standard error of the accuracy; None for one example.
+
+        If all labels are right, or all wrong, it is that of Agresti and Coull (1998), who add two
+        of each: otherwise it would be 0 for any number of examples.
+        """
+        if self.accuracy not in (0.0, 1.0) or len(self) < 2:
+            return self._error(self.correct - self.accuracy * self.labels)
+        n = len(self) + 4
+        return math.sqrt(2 / n * (1 - 2 / n) / n)
 
     def loss_change(self, since: Score) -> tuple[float, float | None]:
         """Return the change of the loss since another score on the same examples, with its

@@ -18,7 +18,7 @@ from regauge.data.tasks import Examples
 from regauge.errors import FederatedError
 from regauge.federated.deployment import FlowerOptions, submit
 from regauge.federated.outputs import FederatedRun
-from regauge.federated.rounds import describe_round
+from regauge.federated.rounds import describe_measures, describe_round
 from regauge.federated.runs import Source, run_federated
 from regauge.federated.settings import Settings
 from regauge.federated.state_store import Round
@@ -102,6 +102,7 @@ def run(
     """
     chosen = _choose_settings(settings, clients, rounds, strategy, aggregation)
     source = _open_source(model, data, test, reading)
+    chosen = chosen.with_learning_rate(from_scratch=source.fresh or chosen.independent)
     require_device(source.device)
     place, options = (
         None if folder is None else Path(folder),
@@ -113,8 +114,20 @@ def run(
         if progress is not None:
             progress(finished.number, chosen.rounds, describe_round(finished))
 
+    def on_start(measures: Mapping[str, float]) -> None:
+        if progress is not None:
+            progress(-1, chosen.rounds, f"start, {describe_measures(measures)}")
+
     if place is None or engine == "process":
-        return run_federated(source, chosen, place, on_round=on_round, record=record, about=facts)
+        return run_federated(
+            source,
+            chosen,
+            place,
+            on_round=on_round,
+            on_start=on_start,
+            record=record,
+            about=facts,
+        )
     if engine == "simulation":
         from regauge.federated.flower import simulate
 
@@ -123,6 +136,7 @@ def run(
             chosen,
             place,
             on_round=on_round,
+            on_start=on_start,
             record=record,
             about=facts,
             workers=options.workers,

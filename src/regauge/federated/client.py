@@ -131,7 +131,7 @@ def contribute(
         len(examples),
         len(losses),
         batch,
-        settings.lr,
+        settings.learning_rate,
         loss,
         kind,  # type: ignore[arg-type]
         rows,

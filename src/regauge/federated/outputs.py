@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,17 +14,17 @@ import torch
 
 from regauge.checkpoints.files import OWNER, copy_file, staged_folder, write_bytes
 from regauge.checkpoints.plan import check_new, existing_files, model_mode
-from regauge.errors import FederatedError
+from regauge.errors import FederatedError, QualityWarning
+from regauge.evaluation.report import Evaluation
 from regauge.federated.aggregation import Memory
 from regauge.federated.client import unwrap
 from regauge.federated.defences import DELTA, client_epsilon, read_defences
-from regauge.federated.rounds import completed_rounds
+from regauge.federated.rounds import completed_rounds, describe_measures
 from regauge.federated.settings import Settings
 from regauge.federated.state_store import Round, RunState
-from regauge.federated.states import load_state
 from regauge.jigsaw import MaskedJigsaw
 from regauge.models.load import quiet
-from regauge.results.findings import Figure, Results, Table
+from regauge.results.findings import Figure, Finding, Results, Table
 from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class FederatedRun(ResultView):
         run_state: The state, the memory of the strategy, and the history.
         trained: The trained model, in its wrapper for puzzles if the settings have them; None if
             the folder is on another machine.
+        evaluation: The scores of the model before the first round ("start") and after the last
+            ("end") on the test data; None if the folder is on another machine.
 
     Example:
         >>> trained = regauge.federated.run(vit, images, clients=2, rounds=1, test=images)
@@ -64,6 +67,7 @@ class FederatedRun(ResultView):
     folder: Path | None
     run_state: RunState
     trained: torch.nn.Module | None
+    evaluation: Evaluation | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -95,6 +99,22 @@ class FederatedRun(ResultView):
             nested.setdefault(client, {})[reason] = counts[client, reason]
         return nested
 
+    @property
+    def is_worse(self) -> bool:
+        """Whether the model is significantly worse on the test data than it was at the start.
+
+        False if clients withhold tensors: the server's copies of those are not trained.
+        """
+        return (
+            self.evaluation is not None
+            and not self._has_client_models
+            and self.evaluation.is_worse("end", "start")
+        )
+
+    @property
+    def _has_client_models(self) -> bool:
+        return any(CLIENT_ACCURACY in r.measures for r in self.history)
+
     @cached_property
     def results(self) -> Results:
         """Accuracy over rounds, absences and rejections."""
@@ -107,11 +127,10 @@ class FederatedRun(ResultView):
             return (f"{self.folder}: on the SuperLink's machine",)
         completed = completed_rounds(self.history)
         last = completed[-1].measures if completed else {}
-        measures = ", ".join(f"{n} {value:.4f}" for n, value in last.items() if n != "examples")
         where = "the model" if self.folder is None else self.folder / MODEL_FOLDER
         summary = (
             f"{where}: {len(completed)} rounds of {self.settings.clients} clients, "
-            f"{self.settings.strategy}; {measures}"
+            f"{self.settings.strategy}; {describe_measures(last)}"
         )
         if self.epsilon is not None:
             summary += (
@@ -150,7 +169,10 @@ class FederatedRun(ResultView):
         return self.trained
 
     def __str__(self) -> str:
-        return "\n".join(self.lines)
+        lines = list(self.lines)
+        if self.evaluation is not None:
+            lines += ["", str(self.evaluation)]
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
         return f"<federated run: {self.lines[0]}>"
@@ -162,10 +184,28 @@ def finish(
     folder: Path | None,
     model: torch.nn.Module,
     run_state: RunState,
+    evaluation: Evaluation,
 ) -> FederatedRun:
-    """Return a finished run; write the trained model and the results into its folder."""
-    load_state(model, run_state.state)
-    finished = FederatedRun(source, settings, folder, run_state, model)
+    """Return a finished run; write the trained model and the results into its folder.
+
+    Args:
+        source: The model and data.
+        settings: The settings of the run.
+        folder: The folder of the run; None: nothing is written.
+        model: The model, in its last state.
+        run_state: The state and the history.
+        evaluation: The scores of the model at the start and at the end.
+    """
+    named = replace(evaluation, facts={"data": source.test or f"{source.data} (held out)"})
+    finished = FederatedRun(source, settings, folder, run_state, model, named)
+    if finished.is_worse:
+        warnings.warn(
+            f"the model is worse than before training: {named.describe('start')}; "
+            f"{named.describe('end')}. Lower the learning rate ({settings.learning_rate:g}), or "
+            "check that the data belong to the model",
+            QualityWarning,
+            stacklevel=2,
+        )
     if folder is not None:
         save_model(model, folder / MODEL_FOLDER, source.path)
         write_bytes(folder / "results.json", finished.to_json().encode())
@@ -205,45 +245,9 @@ def save_model(model: torch.nn.Module, out: Path, source: Path | None) -> None:
 
 
 def build_results(finished: FederatedRun) -> Results:
-    """Return accuracy over rounds, absences and rejections."""
-    history = finished.history
-    rows: list[tuple[Any, ...]] = [
-        (
-            r.number + 1,
-            len(r.contributed),
-            len(r.absent),
-            r.loss,
-            r.measures.get("accuracy"),
-            r.seconds,
-            "; ".join(f"{client}: {reason}" for client, reason in r.absent.items()),
-        )
-        for r in history
-    ]
-    columns = [
-        "round",
-        "contributed",
-        "absent",
-        "loss of clients",
-        "accuracy",
-        "seconds",
-        "why absent",
-    ]
-    completed = completed_rounds(history)
-    curves = {"accuracy": [r.measures.get("accuracy") for r in completed]}
-    if any(CLIENT_ACCURACY in r.measures for r in completed):
-        columns.append(CLIENT_ACCURACY)
-        rows = [
-            (*row, r.measures.get(CLIENT_ACCURACY)) for row, r in zip(rows, history, strict=True)
-        ]
-        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in completed]
-    table = Table("Rounds", tuple(columns), tuple(rows))
-    lines = {
-        "x": [r.number + 1 for r in completed],
-        "y": curves,
-        "xlabel": "round",
-        "ylabel": "accuracy",
-    }
-    figure = Figure("Accuracy over rounds", "lines", {**lines, "log": False})
+    """Return the model before and after, its accuracy over rounds, absences and rejections."""
+    completed = completed_rounds(finished.history)
+    tables = [_round_table(finished)]
     facts: dict[str, Any] = {
         "settings": finished.settings.to_dict(),
         "source": json.loads(json.dumps(finished.source.to_dict())),
@@ -255,11 +259,79 @@ def build_results(finished: FederatedRun) -> Results:
         for client, by_reason in rejected.items()
         for reason, count in by_reason.items()
     )
-    tables = (
-        (table, Table("Rejected contributions", ("client", "reason", "rounds"), counts))
-        if counts
-        else (table,)
-    )
+    if counts:
+        tables.append(Table("Rejected contributions", ("client", "reason", "rounds"), counts))
     if finished.epsilon is not None:
         facts |= {"epsilon": finished.epsilon, "delta": DELTA}
-    return Results("A federated run", (), tables, (figure,) if completed else (), facts)
+    figures = (_round_figure(finished),) if completed else ()
+    findings: tuple[Finding, ...] = ()
+    if finished.evaluation is not None:
+        evaluation = finished.evaluation
+        tables.append(evaluation.results.tables[0])
+        facts["verdict"] = evaluation.results.facts["verdict"]
+        findings = (_find_loss(finished, evaluation),)
+    return Results("A federated run", findings, tuple(tables), figures, facts)
+
+
+def _find_loss(finished: FederatedRun, evaluation: Evaluation) -> Finding:
+    """Return the finding that training did not make the model worse."""
+    start, end = evaluation.scores["start"], evaluation.scores["end"]
+    is_accuracy = evaluation.metric == "accuracy"
+    sentence = f"{evaluation.describe('start')}; {evaluation.describe('end')}"
+    if finished.is_worse:
+        sentence += ": training made the model worse"
+    return Finding(
+        "federated/not-worse",
+        "The model is not worse on the test data than before training",
+        None if finished._has_client_models else not finished.is_worse,
+        end.accuracy if is_accuracy else end.perplexity,
+        start.accuracy if is_accuracy else start.perplexity,
+        sentence=sentence,
+        measure=evaluation.metric,
+    )
+
+
+def _round_table(finished: FederatedRun) -> Table:
+    """Return the history, with the model before training as round 0."""
+    columns = ["round", "contributed", "absent", "training loss", "test loss", "test accuracy"]
+    columns += ["seconds", "why absent"]
+    rows: list[tuple[Any, ...]] = [
+        (
+            r.number + 1,
+            len(r.contributed),
+            len(r.absent),
+            r.loss,
+            r.measures.get("loss"),
+            r.measures.get("accuracy"),
+            r.seconds,
+            "; ".join(f"{client}: {reason}" for client, reason in r.absent.items()),
+        )
+        for r in finished.history
+    ]
+    if finished.evaluation is not None:
+        start = finished.evaluation.scores["start"]
+        rows.insert(0, (0, 0, 0, None, start.loss, start.accuracy, None, ""))
+    if finished._has_client_models:
+        columns.append(CLIENT_ACCURACY)
+        values = [r.measures.get(CLIENT_ACCURACY) for r in finished.history]
+        before = [None] * (len(rows) - len(values))
+        rows = [(*row, v) for row, v in zip(rows, [*before, *values], strict=True)]
+    note = "Round 0 is the model before training. The training loss is the mean of the clients on "
+    note += "their data, in their local steps; the test loss is that of the aggregated model."
+    return Table("Rounds", tuple(columns), tuple(rows), note)
+
+
+def _round_figure(finished: FederatedRun) -> Figure:
+    completed = completed_rounds(finished.history)
+    rounds = [r.number + 1 for r in completed]
+    curves: dict[str, list[float | None]] = {
+        "test accuracy": [r.measures.get("accuracy") for r in completed]
+    }
+    if finished._has_client_models:
+        curves[CLIENT_ACCURACY] = [r.measures.get(CLIENT_ACCURACY) for r in completed]
+    if finished.evaluation is not None:
+        start = {"test accuracy": finished.evaluation.scores["start"].accuracy}
+        rounds = [0, *rounds]
+        curves = {name: [start.get(name), *values] for name, values in curves.items()}
+    lines = {"x": rounds, "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False}
+    return Figure("Accuracy over rounds", "lines", lines, "Round 0 is the model before training.")

@@ -263,20 +263,22 @@ def describe_void(last: Round, min_clients: int) -> str:
     )
 
 
+def describe_measures(measures: Mapping[str, float]) -> str:
+    """Describe the evaluation of a state on the server's test data."""
+    order = {"loss": "test loss", "perplexity": "test perplexity", "accuracy": "test accuracy"}
+    order |= {name: name for name in measures if name not in (*order, "examples")}
+    return ", ".join(
+        f"{label} {measures[name]:.4f}" for name, label in order.items() if name in measures
+    )
+
+
 def describe_round(finished: Round) -> str:
     """Describe a round in one line."""
     parts = [f"{len(finished.contributed)} contributed"]
     parts += [f"{len(finished.rejected)} rejected"] if finished.rejected else []
     parts += [f"client {c}: {why}" for c, why in list(finished.absent.items())[:3]]
     parts += [f"and {len(finished.absent) - 3} more absent"] if len(finished.absent) > 3 else []
-    parts += [] if finished.loss is None else [f"loss {finished.loss:.4f}"]
-    parts += (
-        [f"accuracy {finished.measures['accuracy']:.4f}"] if "accuracy" in finished.measures else []
-    )
-    parts += [
-        f"{name} {value:.4f}"
-        for name, value in finished.measures.items()
-        if name == "accuracy of clients"
-    ]
+    parts += [] if finished.loss is None else [f"training loss {finished.loss:.4f}"]
+    parts += [describe_measures(finished.measures)] if finished.measures else []
     parts += [finished.fault] if finished.fault else []
     return ", ".join(["void: nothing changed", *parts] if finished.void else parts)

@@ -17,8 +17,9 @@ from regauge.checkpoints.files import make_folder, wrap_write_errors
 from regauge.checkpoints.plan import model_mode
 from regauge.checkpoints.reader import open_checkpoint
 from regauge.data.datasets import open_data
-from regauge.data.evaluate import evaluate_model
+from regauge.data.evaluate import evaluate_model, score_model
 from regauge.data.tasks import Examples, read_examples
+from regauge.evaluation.report import Evaluation
 from regauge.federated import fusion, state_store
 from regauge.federated.client import prepare_model, unwrap
 from regauge.federated.defences import client_epsilon, frozen_names, read_defences
@@ -144,6 +145,7 @@ def run_federated(
     *,
     engine: MakeEngine | None = None,
     on_round: Callable[[Round], None] | None = None,
+    on_start: Callable[[Mapping[str, float]], None] | None = None,
     record: bool = False,
     about: Mapping[str, Any] | None = None,
 ) -> FederatedRun:
@@ -155,6 +157,7 @@ def run_federated(
         folder: The folder of the run, an interrupted run is resumed; None: nothing is saved.
         engine: Make the engine, from the name of the run; None: clients in this process.
         on_round: Callback after each round.
+        on_start: Callback with the evaluation of the model before the first round.
         record: Whether to record what the server receives (`recorder`).
         about: Further facts for the description of the run.
     """
@@ -171,6 +174,9 @@ def run_federated(
         else InProcess(model, partition_examples(shared, settings), settings, local_state)
     )
     limits, state = server_limits(model, shared, settings), state_of(model)
+    start = score_model(model, test, test_batch(test))
+    if on_start is not None:
+        on_start(start.to_dict())
 
     def run_engine(selected: Engine) -> FederatedRun:
         run_state = run_rounds(
@@ -184,7 +190,9 @@ def run_federated(
             fuse=partial(fusion.average_weights, model, inputs=inputs),
             limits=limits,
         )
-        return finish(source, settings, folder, model, run_state)
+        load_state(model, run_state.state)
+        evaluation = Evaluation({"start": start, "end": score_model(model, test, test_batch(test))})
+        return finish(source, settings, folder, model, run_state, evaluation)
 
     if folder is None:
         return run_engine(in_process or cast(MakeEngine, engine)(""))
@@ -217,8 +225,13 @@ def server_limits(model: torch.nn.Module, shared: Examples, settings: Settings) 
     )
 
 
+def test_batch(test: Examples) -> int:
+    """Return the batch size of an evaluation: logits of tokens take much memory."""
+    return 16 if test.causal or test.tokens else 256
+
+
 def make_measure(
-    model: torch.nn.Module, test: Examples, batch: int = 256, local_state: LocalState | None = None
+    model: torch.nn.Module, test: Examples, local_state: LocalState | None = None
 ) -> Any:
     """Return a function that evaluates a state: loss and accuracy on the server's examples.
 
@@ -228,6 +241,7 @@ def make_measure(
 
     def evaluate(state: State) -> dict[str, float]:
         load_state(model, state)
+        batch = test_batch(test)
         measures = evaluate_model(model, test, batch)
         accuracies = []
         for client in local_state.clients() if local_state else ():

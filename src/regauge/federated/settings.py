@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ RULES = ("aggregation", "trim", "clipping_norm")
 # Limits of valid contributions: a run may be resumed with others.
 LIMITS = ("max_examples", "max_norm", "norm_factor")
 
+
+# Learning rates of the clients by optimizer: of a trained model, and of one from scratch.
+LEARNING_RATES = {"sgd": (0.005, 0.05), "adam": (1e-4, 1e-3), "adamw": (1e-4, 1e-3)}
 
 # Fields whose key in run folders, messages and digests differs from their name.
 STORED_KEYS = {
@@ -58,7 +61,8 @@ class Settings:
         steps: Local steps of a round.
         batch: Examples of a local step.
         optimizer: The optimizer of the clients.
-        lr: Its learning rate.
+        lr: Its learning rate. None: by the optimizer, and ten times larger for a model that is
+            trained from scratch (`LEARNING_RATES`); sgd multiplies it by 1 - momentum.
         momentum: Its momentum, for sgd.
         weight_decay: Its weight decay.
         clip: The maximum gradient norm of a local step; 0 for none.
@@ -104,11 +108,11 @@ class Settings:
     epochs: int = 1
     steps: int = 0
     batch: int = 32
-    optimizer: str = "sgd"
-    lr: float = 0.05
+    optimizer: str = "adamw"
+    lr: float | None = None
     momentum: float = 0.0
     weight_decay: float = 0.0
-    clip: float = 0.0
+    clip: float = 1.0
     proximal: float = 0.0
     step_jitter: float = 0.0
     server_lr: float | None = None
@@ -174,9 +178,16 @@ class Settings:
                 self.epochs < 1 and self.steps < 1,
                 f"epochs must be >= 1 without steps, got {self.epochs}",
             ),
+            (
+                self.momentum > 0 and self.optimizer in ("adam", "adamw"),
+                f"momentum must be 0 with {self.optimizer}, got {self.momentum:g}: only sgd has it",
+            ),
             (self.steps < 0, f"steps must be >= 0, got {self.steps}"),
             (self.batch < 1, f"batch must be >= 1, got {self.batch}"),
-            (not 0 < self.lr < math.inf, f"lr must be > 0 and finite, got {self.lr:g}"),
+            (
+                self.lr is not None and not 0 < self.lr < math.inf,
+                f"lr must be > 0 and finite, got {self.lr}",
+            ),
             (
                 self.server_lr is not None and not 0 < self.server_lr < math.inf,
                 f"server_lr must be > 0 and finite, got {self.server_lr}",
@@ -259,10 +270,27 @@ class Settings:
         ]
 
     @property
+    def learning_rate(self) -> float:
+        """The learning rate of the clients, with its default for a trained model."""
+        return float(self.with_learning_rate(from_scratch=self.independent).lr or 0.0)
+
+    def with_learning_rate(self, *, from_scratch: bool) -> Settings:
+        """Return the settings with a learning rate: their own, or its default.
+
+        Args:
+            from_scratch: Whether training starts from random weights.
+        """
+        if self.lr is not None or self.optimizer not in LEARNING_RATES:
+            return self
+        trained, scratch = LEARNING_RATES[self.optimizer]
+        share = 1 - self.momentum if self.optimizer == "sgd" else 1.0
+        return replace(self, lr=(scratch if from_scratch else trained) * share)
+
+    @property
     def training(self) -> OptimizerConfig:
         """The client's optimizer."""
         return OptimizerConfig(
-            self.optimizer, self.lr, self.weight_decay, self.momentum, clip=self.clip
+            self.optimizer, self.learning_rate, self.weight_decay, self.momentum, clip=self.clip
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ from regauge.checkpoints.files import (
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
 from regauge.errors import CheckpointError, FederatedError
 from regauge.federated.aggregation import Memory
-from regauge.federated.settings import VERSION, Settings, read_settings
+from regauge.federated.settings import LIMITS, VERSION, Settings, read_settings
 
 Tensor = torch.Tensor
 STATE_FILE, RUN_FILE, HISTORY_FILE = "global.safetensors", "run.json", "history.jsonl"
@@ -125,12 +125,17 @@ def begin(folder: Path, settings: Settings, layout: str, about: Mapping[str, Any
     if path.exists():
         existing = load_about(folder)
         name = str(existing.get("name", name))
-        if (
-            read_settings(existing["settings"]).digest != settings.digest
-            or existing["layout"] != layout
-        ):
+        before = read_settings(existing["settings"])
+        if before.digest != settings.digest or existing["layout"] != layout:
+            changes = [
+                f"{f.name} {getattr(before, f.name)}, now {getattr(settings, f.name)}"
+                for f in fields(Settings)
+                if f.name not in ("rounds", *LIMITS)
+                and getattr(before, f.name) != getattr(settings, f.name)
+            ]
+            details = f" ({'; '.join(changes)})" if changes else ""
             raise FederatedError(
-                f"{folder} holds a run with other settings or another model",
+                f"{folder} holds a run with other settings or another model{details}",
                 hint="continue with the same ones, or pass a new folder",
             )
     elif any(folder.iterdir()):

@@ -46,8 +46,9 @@ def patterns(rules: dict[str, Any]) -> list[tuple[re.Pattern[str], str]]:
 
 def check_text(path: Path, text: str, rules: dict[str, Any]) -> Iterator[Hit]:
     """Yield the hits of one file, line by line."""
+    compiled = patterns(rules)
     for number, line in enumerate(text.splitlines(), 1):
-        for pattern, use in patterns(rules):
+        for pattern, use in compiled:
             for match in pattern.finditer(line):
                 yield Hit(path, number, match.group(0), use)
 

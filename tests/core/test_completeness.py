@@ -7,6 +7,8 @@ directions that are not a change of basis, which are named here one by one.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -87,14 +89,20 @@ def tangents(spec: Spec, model: torch.nn.Module) -> torch.Tensor:
     return torch.stack(rows) if rows else torch.zeros(0, sum(v.numel() for v in state.values()))
 
 
+@cache
+def measured(case: str) -> tuple[torch.nn.Module, dict[str, int], bool, torch.Tensor]:
+    """The model of a case, its flat directions, whether it folds, and its Jacobian."""
+    model, inputs, extras, folds = CASES[case]()
+    return model, extras, folds, jacobian(model, inputs)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_the_spec_misses_no_continuous_symmetry(case: str) -> None:
-    model, inputs, extras, folds = CASES[case]()
+    model, extras, folds, j = measured(case)
     spec = spec_from(config_of(model), model.state_dict())
     # After folding, the stream may turn; on the unfolded model the same directions are turns with
     # the gains carried along.
     spec = folded_spec(spec) if folds else spec
-    j = jacobian(model, inputs)
     flat = nullity(j)
     assert j.shape[0] >= j.shape[1] - flat + 100, "more outputs are needed"
     assert flat == group_dimension(spec) + sum(extras.values())
@@ -103,9 +111,9 @@ def test_the_spec_misses_no_continuous_symmetry(case: str) -> None:
 @pytest.mark.parametrize("case", ["gpt2 tied", "llama grouped queries", "llama tied"])
 def test_the_spec_claims_only_true_symmetries_and_counts_them_right(case: str) -> None:
     """Without folding: every generator lies in the kernel, and they are independent."""
-    model, inputs, _, _ = CASES[case]()
+    model, _, _, j = measured(case)
     spec = spec_from(config_of(model), model.state_dict())
-    j, t = jacobian(model, inputs), tangents(spec, model)
+    t = tangents(spec, model)
     assert float((j @ t.T).abs().max()) < 1e-5 * float(j.abs().max())
     assert int(torch.linalg.matrix_rank(t, atol=1e-6)) == len(t) == group_dimension(spec)
 
@@ -113,7 +121,7 @@ def test_the_spec_claims_only_true_symmetries_and_counts_them_right(case: str) -
 def test_a_spec_that_misses_a_symmetry_is_caught() -> None:
     from dataclasses import replace
 
-    model, inputs, extras, _ = CASES["llama tied"]()
+    model, extras, _, j = measured("llama tied")
     spec = spec_from(config_of(model), model.state_dict())
     poorer = replace(
         spec,
@@ -122,4 +130,4 @@ def test_a_spec_that_misses_a_symmetry_is_caught() -> None:
             for n, s in spec.spaces.items()
         },
     )
-    assert nullity(jacobian(model, inputs)) != group_dimension(poorer) + sum(extras.values())
+    assert nullity(j) != group_dimension(poorer) + sum(extras.values())

@@ -169,7 +169,8 @@ def test_examples_run(
     for model in ("model", "vit"):
         if f'"{model}"' in doc:
             names[model].save_pretrained(tmp_path / model)
-    scope = {"regauge": regauge, "torch": torch, **copy.deepcopy(names)}
+    used = {key: value for key, value in names.items() if key in doc}
+    scope = {"regauge": regauge, "torch": torch, **copy.deepcopy(used)}
     test = doctest.DocTestParser().get_doctest(doc, scope, name, None, None)
     output: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)

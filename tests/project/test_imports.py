@@ -8,6 +8,7 @@ import ast
 import io
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,11 @@ def files() -> dict[str, Path]:
 FILES = files()
 
 
+@cache
+def modules_imported_by(name: str) -> list[str]:
+    return [module for _, module in imports(FILES[name].read_text())]
+
+
 def reachable_modules(start: str) -> set[str]:
     """Return every module that a package needs, however indirectly, file by file."""
     todo = {name for name in FILES if name == start or name.startswith(f"{start}.")}
@@ -111,7 +117,7 @@ def reachable_modules(start: str) -> set[str]:
     while todo:
         name = todo.pop()
         packages.add(name)
-        for _, module in imports(FILES[name].read_text()):
+        for module in modules_imported_by(name):
             names = module.split(".")
             own = next(
                 (

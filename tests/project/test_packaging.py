@@ -15,6 +15,7 @@ import tomllib
 import venv
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -64,14 +65,20 @@ def distribution(module: str) -> str:
     return name_of(DISTRIBUTIONS.get(module, module))
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """The syntax tree of every source file."""
+    return {path: ast.parse(path.read_text()) for path in sorted(SOURCES.rglob("*.py"))}
+
+
 def needs() -> Iterator[tuple[str, str, str]]:
     """Every need(module, extra) in the sources, with loops over literals opened: (where, module,
     extra).
     """
-    for path in sorted(SOURCES.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        loops = [node for node in ast.walk(tree) if isinstance(node, ast.For)]
-        for node in ast.walk(tree):
+    for path, tree in trees().items():
+        nodes = list(ast.walk(tree))
+        loops = [node for node in nodes if isinstance(node, ast.For)]
+        for node in nodes:
             if not (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
@@ -172,8 +179,8 @@ def test_what_is_optional_is_imported_only_where_it_is_used() -> None:
         d for extra in PROJECT["optional-dependencies"] if extra != "dev" for d in libraries(extra)
     } - ALWAYS
     assert "transformers" in optional
-    for path in sorted(p for p in SOURCES.rglob("*.py") if not p.name.startswith("flower")):
-        for node in ast.parse(path.read_text()).body:
+    for path, tree in trees().items():
+        for node in () if path.name.startswith("flower") else tree.body:
             names = (
                 [a.name for a in node.names]
                 if isinstance(node, ast.Import)
@@ -190,8 +197,8 @@ def test_what_is_optional_is_imported_only_where_it_is_used() -> None:
 def test_extras_are_minimal() -> None:
     """Each library of an extra is asked for somewhere, by need() or by an import in a function."""
     used = {module.split(".")[0] for _, module, _ in needs()}
-    for path in SOURCES.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for tree in trees().values():
+        for node in ast.walk(tree):
             names = (
                 [a.name for a in node.names]
                 if isinstance(node, ast.Import)

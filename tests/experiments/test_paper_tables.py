@@ -118,9 +118,16 @@ def reproduce(name: str, folder: Path, *more: str) -> tuple[int, Results]:
     return code, load_results(folder / "r.json")
 
 
-# Slow even on pico models; their parts are tested in files of their own.
 # Of each paper a table whose page is drawn too, with all kinds of figures among them.
-DRAWN = ("000/table2", "000/figure7", "002/figure1", "003/figure4", "federated/fusion", "split/leaks")
+DRAWN = (
+    "000/table2",
+    "000/figure7",
+    "002/figure1",
+    "003/figure4",
+    "federated/fusion",
+    "split/leaks",
+)
+# Slow even on pico models; their parts are tested in files of their own.
 LONG = ("000/table6", "003/table2", "003/figure3", "003/barriers", "federated/training")
 
 

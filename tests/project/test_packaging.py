@@ -76,7 +76,7 @@ def needs() -> Iterator[tuple[str, str, str]]:
     extra).
     """
     for path, tree in trees().items():
-        nodes = list(ast.walk(tree))
+        nodes = list(ast.walk(tree)) if "need(" in path.read_text() else []
         loops = [node for node in nodes if isinstance(node, ast.For)]
         for node in nodes:
             if not (

@@ -24,14 +24,14 @@ from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
 from regauge.audit.gradient_audit.attempts import QUICK, Budget
-from regauge.audit.gradient_audit.engine import split_own_images
-from regauge.audit.recorded_audit.engine import rebuild_truth
-from regauge.audit.recorded_audit.image_audit import (
-    MAX_OWN_IMAGES,
-    Practice,
-    attack_update,
-    make_practice,
+from regauge.audit.gradient_audit.engine import Attacker
+from regauge.audit.recorded_audit.engine import (
+    MAX_OWN,
+    attack_recorded,
+    practise_like,
+    rebuild_truth,
 )
+from regauge.audit.recorded_audit.report import IMAGES, measure
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, prepare
@@ -186,11 +186,10 @@ def _leaks(
     state: Mapping[str, torch.Tensor],
     sent: Sequence[Contribution],
 ) -> dict[str, list[dict[str, Any]]]:
-    mine, apart = split_own_images(test.only(np.arange(min(MAX_OWN_IMAGES, len(test)))))
-    images = mine.batch(np.arange(len(mine)))[0]["pixel_values"]
-    units = (p["task"]["mean"], p["task"]["std"])
     budget = Budget(seed=settings.seed, practice=int(p["practice"]))
-    practice: dict[str, Practice] = {}
+    own = test.only(np.arange(min(MAX_OWN, len(test))))
+    attacker = Attacker(own, budget, p["task"]["mean"], p["task"]["std"])
+    practice: dict[str, Attacker] = {}
     defences = read_defences(settings.defences)
     alone = replace(
         settings,
@@ -233,11 +232,11 @@ def _leaks(
                 made.examples,
             )
             if name not in practice:
-                practice[name] = make_practice(model, seen, mine, way)
-            row, _, _ = attack_update(
-                model, seen, truth, images, apart, units, QUICK, budget, practice[name]
-            )
-            out[name].append({k: v for k, v in row.items() if not k.startswith("why ")})
+                practice[name] = practise_like(attacker, model, seen, way)
+            row = attack_recorded(model, seen, truth, practice[name], QUICK)
+            scores = measure(row, IMAGES, {a.name for a in QUICK})
+            scores["AUC"] = scores.pop("patches")
+            out[name].append({"images": row.samples, "steps": seen.steps, **scores})
     return out
 
 

@@ -28,8 +28,8 @@ from experiments.shared.cells import Cell
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.passes import double_backward
-from regauge.audit.engine import Attack, denormalize
-from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
+from regauge.audit.engine import Attack, denormalize, select_attacks
+from regauge.audit.gradient_audit.attempts import ATTACKS, QUICK, Budget
 from regauge.audit.gradient_audit.clients import (
     batch_grads,
     cast_inputs,
@@ -37,7 +37,7 @@ from regauge.audit.gradient_audit.clients import (
     prepare_model,
 )
 from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
-from regauge.audit.gradient_audit.scores import LEAK, average
+from regauge.audit.gradient_audit.report import LEAK
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import accuracy
 from regauge.data.optimizer_config import OptimizerConfig
@@ -451,7 +451,9 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         examples.only(np.arange(middle, min(len(examples), middle + int(p["own"])))),
     )
     case = GradientCase(model, victims, own, mean, std, updates=count, batch=size, seed=0)
-    slow: tuple[Attack, ...] = select_attacks(["inverting"]) if size <= int(p["largest"]) else ()
+    slow: tuple[Attack, ...] = (
+        select_attacks(["inverting"], ATTACKS) if size <= int(p["largest"]) else ()
+    )
     budget = Budget(int(p["steps"]), practice=int(p["practice"]))
     row = audit_combination(
         case,
@@ -459,15 +461,12 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         p["recipe"],
         (*(a for a in QUICK if a.name != "mask"), *slow),
         budget,
-        None,
-        0,
-        _silent,
-        int(p["optimised"]),
+        optimised=int(p["optimised"]),
     )
     low = _floor(case)
     gaps = {
         name: [a - b for a, b in zip(got.scores[LEAK], low, strict=False)]
-        for name, got in row.images.items()
+        for name, got in row.by_attack.items()
     }
     # Of an update of several images, one number: they share it, and are no trials of their own.
     by = {
@@ -479,7 +478,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         "best": best,
         "above": None,
         "upper": None,
-        "labels": average(row.labels),
+        "labels": row.share("labels"),
     }
     if best is not None:
         values |= {"above": statistics.fmean(by[best]), "upper": _upper(by[best])}
@@ -487,16 +486,12 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
     return Outcome(
         {
             **values,
-            "auc": average(row.patches),
-            "auc upper": _upper(list(row.patches)) if row.patches else None,
+            "auc": row.share("patches"),
+            "auc upper": _upper(list(row.shares["patches"])) if "patches" in row.shares else None,
             "all": means,
             "why": dict(row.reasons),
         }
     )
-
-
-def _silent(now: str) -> None:
-    """Progress is told by the cell's own bar."""
 
 
 def _floor(case: GradientCase) -> list[float]:

@@ -18,11 +18,15 @@ from experiments.shared.cells import Cell
 from experiments.shared.models import build
 from experiments.shared.presets import From, vit_config
 from experiments.shared.runner import Lab
-from regauge.audit.gradient_audit.attempts import QUICK, Budget, select_attacks
-from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
-from regauge.audit.gradient_audit.scores import LEAK, average
-from regauge.audit.gradient_audit.text_audit import ATTACKS as TEXT_ATTACKS
-from regauge.audit.gradient_audit.text_audit import audit_texts
+from regauge.audit.engine import select_attacks
+from regauge.audit.gradient_audit.attempts import ATTACKS, QUICK, Budget
+from regauge.audit.gradient_audit.engine import (
+    GradientCase,
+    audit_combination,
+    audit_gradients,
+)
+from regauge.audit.gradient_audit.report import LEAK
+from regauge.audit.scores import mean_score
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import accuracy
 from regauge.data.optimizer_config import OptimizerConfig
@@ -252,12 +256,17 @@ def _attacked(
         q.requires_grad_(True)
     budget = Budget(steps or 300, practice=practice)
     row = audit_combination(
-        case, case.model, combination, select_attacks(attacks), budget, None, 0, lambda now: None, 1
+        case, case.model, combination, select_attacks(attacks, ATTACKS), budget, optimised=1
     )
-    name, best = row.best()
-    values = {"best": best, "attack": name or None, "floor": row.floor, "auc": average(row.patches)}
+    name, best = row.best(LEAK)
+    values = {
+        "best": best,
+        "attack": name or None,
+        "floor": mean_score(row.floor or {}, LEAK),
+        "auc": row.share("patches"),
+    }
     return Outcome(
-        {**values, "labels": average(row.labels), "updates": case.updates, "why": dict(row.reasons)}
+        {**values, "labels": row.share("labels"), "updates": case.updates, "why": dict(row.reasons)}
     )
 
 
@@ -272,7 +281,7 @@ def texts(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> O
         updates=int(p["updates"]),
         name="sentences",
     )
-    found = audit_texts(case, p["combinations"], attacks=[a for a in TEXT_ATTACKS if not a.is_slow])
+    found = audit_gradients(case, p["combinations"])
     (table,) = found.tables
     return Outcome(
         {

@@ -23,7 +23,7 @@ from experiments.shared.models import build
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
 from experiments.shared.train_cells import parameters_of, uri_of
-from regauge.audit.engine import Attack, denormalize
+from regauge.audit.engine import Attack, denormalize, select_attacks
 from regauge.audit.scores import (
     AttackScores,
     Case,
@@ -41,7 +41,6 @@ from regauge.audit.split_audit.attempts import (
     attempt,
     collect_views,
     patch_size,
-    select_attacks,
 )
 from regauge.audit.split_audit.engine import chance_accuracy
 from regauge.audit.split_audit.victims import make_split_pair
@@ -129,12 +128,12 @@ def figure7(lab: Lab) -> Results:
     )
 
 
-def _cases(lab: Lab, table: str) -> tuple[list[Case[Row]], tuple[Attack, ...]]:
+def _cases(lab: Lab, table: str) -> tuple[list[Case], tuple[Attack, ...]]:
     trials = lab.seeds or 1
     subjects = lab.preset.tables[table]
     every = table == "table6" and trials > 1  # of a curve its points are what costs
     chosen = {
-        key: ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY))
+        key: ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY), ATTACKS)
         for key, subject in subjects.items()
     }
     lab.total = trials * sum(
@@ -166,7 +165,7 @@ def _part(lab: Lab, item: tuple[str, str, str, int, bool]) -> None:
         subject,
         combination,
         trial,
-        ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY)),
+        ATTACKS if every else select_attacks(subject.plan.get("attacks", EVERY), ATTACKS),
     )
 
 
@@ -223,9 +222,7 @@ def _shared(
     return {**shared, "recipe": subject.recipe, "combination": combination, "seed": trial}, data
 
 
-def _case(
-    lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]
-) -> Case[Row]:
+def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]) -> Case:
     rows = []
     for combination in subject.plan["combinations"]:
         found = [_row(lab, subject, combination, trial, attacks) for trial in trials]
@@ -274,10 +271,10 @@ def _row(
     return (
         Row(
             combination,
+            attacked,
             victim.values["accuracy"],
             victim.values["chance"],
             victim.seconds,
-            attacked,
         ),
         victim,
         outcome,
@@ -372,7 +369,7 @@ def _base(combination: str) -> str:
     return report.series_key(combination)[0].replace(", ", "+").replace("pixel-noise", "noise")
 
 
-def _paper_table(case: Case[Row], bare: Bare) -> Table:
+def _paper_table(case: Case, bare: Bare) -> Table:
     """The paper's table, its numbers beside ours: under its own decoder, with and without positions
     in the features, and under the best attack.
     """
@@ -394,7 +391,7 @@ def _paper_table(case: Case[Row], bare: Bare) -> Table:
     for row in case.rows:
         theirs = PAPER.get(_base(row.combination), (None,) * 4)
         ours = [100 * row.accuracy, *(row.value("decoder", m) for m in ("SSIM", "PSNR", "F-SIM"))]
-        name = report.best_attack(row)[0]
+        name = row.best("SSIM")[0]
         pairs = [cell for a, b in zip(ours, theirs, strict=True) for cell in (a, b)]
         means = row.by_attack[name].by_seed("SSIM")
         spread = (spread_of(means),) if len(means) > 1 else ()
@@ -435,12 +432,12 @@ def _paper_table(case: Case[Row], bare: Bare) -> Table:
     return Table(f"Table 6: {case.name}, the paper's attacker", heads, tuple(rows), note)
 
 
-def seeds_of(case: Case[Row]) -> int:
+def seeds_of(case: Case) -> int:
     """How many victims stand behind each row."""
     return max(1, len(case.rows[0].accuracies))
 
 
-def _claims(case: Case[Row]) -> list[Finding]:
+def _claims(case: Case) -> list[Finding]:
     """The paper's claim, with its own attacker; and what is left of it under the others."""
     out = []
     pairs = [
@@ -492,7 +489,7 @@ def _claims(case: Case[Row]) -> list[Finding]:
                 trials=seeds,
             )
         )
-        (_, was), (name, now) = report.best_attack(before), report.best_attack(row)
+        (_, was), (name, now) = before.best("SSIM"), row.best("SSIM")
         weak = [r.value("decoder", "SSIM") or 0.0 for r in (before, row)]
         out.append(
             Finding(
@@ -511,7 +508,7 @@ def _claims(case: Case[Row]) -> list[Finding]:
     return out
 
 
-def _bare_claims(case: Case[Row], bare: Bare) -> list[Finding]:
+def _bare_claims(case: Case, bare: Bare) -> list[Finding]:
     """The claim in the setting of the paper's code."""
     out = []
     for combination, after in bare.items():
@@ -537,7 +534,7 @@ def _bare_claims(case: Case[Row], bare: Bare) -> list[Finding]:
     return out
 
 
-def _curve_claims(case: Case[Row]) -> list[Finding]:
+def _curve_claims(case: Case) -> list[Finding]:
     """At every point of the curve rows leak less to the paper's decoder; and to the best attack?"""
     out = []
     for way, title in (("decoder", "the paper's decoder"), ("best", "the best attack")):
@@ -547,11 +544,11 @@ def _curve_claims(case: Case[Row]) -> list[Finding]:
             if (base := report.without_rows(row.combination)) and base != NONE
         ]
         value = [
-            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best_attack(row)[1]
+            (row.value(way, "SSIM") or 0.0) if way == "decoder" else (row.best("SSIM")[1] or 0.0)
             for row, _ in pairs
         ]
         before = [
-            (row.value(way, "SSIM") or 0.0) if way == "decoder" else report.best_attack(row)[1]
+            (row.value(way, "SSIM") or 0.0) if way == "decoder" else (row.best("SSIM")[1] or 0.0)
             for _, row in pairs
         ]
         below = sum(a < b for a, b in zip(value, before, strict=True))

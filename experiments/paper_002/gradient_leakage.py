@@ -30,12 +30,13 @@ from experiments.shared.models import build
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.attacks.april import make_april_model
-from regauge.audit.engine import denormalize
-from regauge.audit.gradient_audit.attempts import Budget, select_attacks
+from regauge.audit.engine import denormalize, select_attacks
+from regauge.audit.gradient_audit.attempts import ATTACKS as GRADIENT_ATTACKS
+from regauge.audit.gradient_audit.attempts import Budget
 from regauge.audit.gradient_audit.engine import GradientCase, audit_combination, score_baselines
-from regauge.audit.gradient_audit.scores import LEAK
+from regauge.audit.gradient_audit.report import LEAK
 from regauge.audit.scores import AttackScores, mean_score
-from regauge.audit.split_audit.report import to_pictures
+from regauge.audit.tables import to_pictures
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, prepare
@@ -341,9 +342,9 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     name = "april" if slow else "least squares"
     row = audit_combination(
-        case, model, p["plan"], select_attacks([name]), Budget(), lpips, SHOWN, lambda now: None
+        case, model, p["plan"], select_attacks([name], GRADIENT_ATTACKS), Budget(), lpips, SHOWN
     )
-    got: AttackScores | None = row.images.get(name)
+    got: AttackScores | None = row.by_attack.get(name)
     values: dict[str, Any] = {
         "floor": score_baselines(case, lpips)["the mean image"],
         "original": {},

@@ -16,17 +16,16 @@ import torch
 
 from experiments import EXPERIMENTS, Lab
 from regauge.attacks.membership import auc
-from regauge.audit.engine import resolve_attacks
-from regauge.audit.gradient_audit import GradientCase, audit_gradients, text_audit
+from regauge.audit.engine import resolve_attacks, select_attacks
+from regauge.audit.gradient_audit import GradientCase, audit_gradients
 from regauge.audit.gradient_audit.attempts import (
     ATTACKS,
     QUICK,
+    TEXT_ATTACKS,
     Budget,
-    select_attacks,
 )
 from regauge.audit.gradient_audit.engine import score_baselines
-from regauge.audit.gradient_audit.scores import label_recall
-from regauge.audit.scores import OTHERS, mean_score
+from regauge.audit.scores import OTHERS, label_recall, mean_score
 from regauge.audit.scores import best_assignment as by_name
 from regauge.audit.split_audit import AuditError
 from regauge.cli import main
@@ -82,7 +81,7 @@ def test_the_audit_says_which_defence_hides_what(
     assert "epsilon" in output
     assert "freeze=embedding,first, least squares: the update must contain" in output
     assert {f.title.split(": ")[1] for f in results.figures} == {
-        "what the server sees", ("leakage against batch "
+        "what the server recovers", ("leakage against batch "
         "size"), "patches and labels against batch size", "leakage against training"
     }  # fmt: skip
     assert "<img" in page.read_text()
@@ -139,12 +138,12 @@ def test_a_missing_accountant_is_an_error_before_any_attack(
         audit_gradients(
             case,
             ["private=1"],
-            attacks=select_attacks(["least squares"]),
+            attacks=select_attacks(["least squares"], ATTACKS),
             progress=lambda n, of, what: done.append(what),
         )
     assert not done
     assert audit_gradients(
-        case, ["noise=1"], attacks=select_attacks(["least squares"])
+        case, ["noise=1"], attacks=select_attacks(["least squares"], ATTACKS)
     ).findings  # who tells no epsilon needs none
 
 
@@ -160,7 +159,10 @@ def several(count: int, seed: int = 0) -> Examples:
 def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> None:
     case = GradientCase(vit(), several(8), several(12, 1), [0.5] * 3, [0.5] * 3, updates=2)
     results = audit_gradients(
-        case, ["batch=2"], attacks=select_attacks(["least squares", "labels", "idlg"]), pictures=0
+        case,
+        ["batch=2"],
+        attacks=select_attacks(["least squares", "labels", "idlg"], ATTACKS),
+        pictures=0,
     )
     assert {f.id for f in results.findings} >= {
         "gradients/none/least squares",
@@ -172,14 +174,14 @@ def test_images_with_several_answers_are_attacked_by_what_needs_no_labels() -> N
     one = audit_gradients(
         replace(case, victims=examples(8), own=examples(12, 1)),
         [],
-        attacks=select_attacks(["least squares", "labels"]),
+        attacks=select_attacks(["least squares", "labels"], ATTACKS),
         pictures=0,
     )
     assert any("abels" in c for t in one.tables for c in t.columns)
     assert not any("abels" in c for t in results.tables for c in t.columns)
     assert not any("one label" in line for line in one.unchecked)
     with pytest.raises(UpdateError, match="one label each for labels and counts"):
-        audit_gradients(case, [], attacks=select_attacks(["labels"]), pictures=0)
+        audit_gradients(case, [], attacks=select_attacks(["labels"], ATTACKS), pictures=0)
 
 
 def test_unsupported_audits_raise_an_error_that_names_the_cause(
@@ -222,7 +224,10 @@ def test_scores_are_of_what_they_are_named_for() -> None:
     assert auc(torch.tensor([2.0, 3.0]), torch.tensor([0.0, 1.0])) == 1
     assert auc(torch.zeros(3), torch.zeros(3)) == 0.5
     assert label_recall(torch.tensor([2, 0, 1]), torch.tensor([0, 2, 2])) == pytest.approx(2 / 3)
-    assert [a.name for a in select_attacks(["span", "least squares"])] == ["least squares", "span"]
+    assert [a.name for a in select_attacks(["span", "least squares"], ATTACKS)] == [
+        "least squares",
+        "span",
+    ]
     assert len({a.name for a in ATTACKS}) == len(ATTACKS)
     assert Budget().steps > 0
 
@@ -230,7 +235,7 @@ def test_scores_are_of_what_they_are_named_for() -> None:
 def test_attacks_are_chosen_by_name_on_images_and_on_texts_alike() -> None:
     for table, usual, name in (
         (ATTACKS, QUICK, "span"),
-        (text_audit.ATTACKS, text_audit.ATTACKS[:1], "words"),
+        (TEXT_ATTACKS, TEXT_ATTACKS[:1], "words"),
     ):
         assert (
             resolve_attacks(None, table, usual, "these")

@@ -26,7 +26,7 @@ from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.spans import mask_leak, span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Update, check_update
 from regauge.audit.gradient_audit.clients import contribute, prepare_model, rehearse
-from regauge.audit.gradient_audit.scores import extract_patches
+from regauge.audit.gradient_audit.engine import extract_patches
 from regauge.defences.gradients import Clip, Private, clip_global_norm, parse_plan, part_parameters
 from regauge.defences.parser import split_combination
 from regauge.errors import DefenceError, UpdateError

@@ -13,7 +13,8 @@ from regauge.attacks.membership import auc, available_layers, calibrate, calibra
 from regauge.attacks.regression import fit_ridge, resemblance, ridge_regression, update_features
 from regauge.attacks.spans import span_membership
 from regauge.attacks.updates import Granted, SentUpdate, Threat
-from regauge.audit.gradient_audit.attempts import Budget, attempt, select_attacks
+from regauge.audit.engine import select_attacks
+from regauge.audit.gradient_audit.attempts import ATTACKS, Budget, attempt
 from regauge.audit.gradient_audit.clients import (
     build_view,
     contribute,
@@ -21,8 +22,12 @@ from regauge.audit.gradient_audit.clients import (
     rehearse,
     sample_rehearsals,
 )
-from regauge.audit.gradient_audit.engine import GradientCase, audit_combination, split_own_images
-from regauge.audit.gradient_audit.scores import extract_patches
+from regauge.audit.gradient_audit.engine import (
+    GradientCase,
+    audit_combination,
+    extract_patches,
+    split_own_images,
+)
 from regauge.defences.gradients import parse_plan, part_parameters
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import find_layers
@@ -144,20 +149,20 @@ def test_members_are_distinguished_from_held_out_images() -> None:
     mine, heldout = split_own_images(examples(40))
     options = mine.batch(range(len(mine)))[0]["pixel_values"]
     assert len(mine) + len(heldout) == 40
-    assert not any(torch.equal(a, b) for a in heldout for b in options)
+    assert not any(
+        torch.equal(a, b)
+        for a in heldout.batch(range(len(heldout)))[0]["pixel_values"]
+        for b in options
+    )
 
 
 def test_attacks_that_learn_share_a_lesson_and_say_where_they_cannot() -> None:
     case = GradientCase(vit(), examples(4), examples(40, seed=5), [0.5] * 3, [0.5] * 3, updates=2)
-    attacks = select_attacks(["regression", "membership", "resemblance"])
-    row = audit_combination(
-        case, case.model, "none", attacks, Budget(practice=12), None, 0, lambda now: None
-    )
-    assert row.images["regression"].facts[0]["features"] in ("inputs", "vectors")
-    assert len(row.patches) == 2
-    row = audit_combination(
-        case, case.model, "none", attacks, Budget(practice=2), None, 0, lambda now: None
-    )
+    attacks = select_attacks(["regression", "membership", "resemblance"], ATTACKS)
+    row = audit_combination(case, case.model, "none", attacks, Budget(practice=12))
+    assert row.by_attack["regression"].facts[0]["features"] in ("inputs", "vectors")
+    assert len(row.shares["patches"]) == 2
+    row = audit_combination(case, case.model, "none", attacks, Budget(practice=2))
     assert "rehearsed updates must be >= 10" in row.reasons["regression"]
     assert "rehearsed updates must be >= 10" in row.reasons["resemblance"]
     view, _ = make_view("none")

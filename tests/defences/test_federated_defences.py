@@ -17,8 +17,7 @@ import support.federations as fed
 from regauge import apply, element
 from regauge.audit import recorded
 from regauge.audit.gradient_audit.attempts import Budget
-from regauge.audit.recorded_audit import to_update
-from regauge.audit.recorded_audit.engine import open_run, rehearse_recorded
+from regauge.audit.recorded_audit.engine import open_run, rehearse_recorded, to_update
 from regauge.cli import main
 from regauge.core.fold import fold_norms
 from regauge.errors import DefenceError, MissingExtraError, UpdateError

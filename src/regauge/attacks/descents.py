@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,6 +19,7 @@ from regauge.attacks.classes import expand_counts, label_counts
 from regauge.attacks.embeddings import unused_rows
 from regauge.attacks.passes import double_backward, make_gradient_fn
 from regauge.attacks.updates import SentUpdate
+from regauge.core.progress import Progress
 from regauge.errors import UpdateError
 from regauge.jigsaw.layers import find_layers
 from regauge.jigsaw.wrapper import MaskedJigsaw
@@ -45,6 +46,7 @@ class DescentConfig:
         schedule: Learning rate in steps, along a cosine, or constant.
         optimize_labels: Whether to optimize the labels too.
         seed: Random seed.
+        progress: Progress callback, in steps.
     """
 
     steps: int = 300
@@ -58,6 +60,7 @@ class DescentConfig:
     schedule: Literal["steps", "cosine", "none"] = "steps"
     optimize_labels: bool = False
     seed: int = 0
+    progress: Progress | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +131,8 @@ def descend(
     )
     with double_backward():
         for step in range(config.steps):
+            if config.progress is not None:
+                config.progress(step, config.steps, "steps")
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * _lr_factor(config.schedule, step / config.steps)
             if label_logits is not None:

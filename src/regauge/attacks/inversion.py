@@ -16,6 +16,7 @@ from torch import nn
 
 from regauge.attacks.views import PairedImages, PublicPatches
 from regauge.core.assignment import best_assignment
+from regauge.core.progress import Progress
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.train import ScheduledOptimizer, descend
 
@@ -116,6 +117,7 @@ def decoder_inversion(
     lr: float = 1e-3,
     batch: int = 64,
     seed: int = 0,
+    progress: Progress | None = None,
 ) -> InversionResult:
     """Recover images from features by a decoder trained on pairs.
 
@@ -145,6 +147,7 @@ def decoder_inversion(
         lr: Learning rate.
         batch: Batch size.
         seed: Random seed.
+        progress: Progress callback, in epochs.
     """
     torch.manual_seed(seed)
     size, channels = view.patch, view.images.shape[1]
@@ -167,7 +170,9 @@ def decoder_inversion(
     )
     best_loss = reference = sys.float_info.max
     best_state, losses, stale = {k: v.clone() for k, v in model.state_dict().items()}, [], 0
-    for _ in range(epochs):
+    for epoch in range(epochs):
+        if progress is not None:
+            progress(epoch, epochs, "epochs")
         model.train()
         _train_epoch(
             optimizer,

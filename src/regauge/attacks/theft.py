@@ -15,6 +15,7 @@ import torch
 from regauge.attacks.views import LockedFileWithLabels
 from regauge.core.assignment import best_assignment, sinkhorn
 from regauge.core.members import Monomial
+from regauge.core.progress import Progress
 from regauge.data.optimizer_config import OptimizerConfig
 from regauge.data.tasks import Examples
 from regauge.data.train import ScheduledOptimizer, backward_on, cosine_factor, descend, seeded
@@ -47,7 +48,9 @@ class Budget:
         return (replace(self, lrs=(lr,)) for lr in self.lrs)
 
 
-def new_edges(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
+def new_edges(
+    view: LockedFileWithLabels, budget: Budget, progress: Progress | None = None
+) -> torch.nn.Module:
     """Train a new embedding and head around the locked, frozen backbone.
 
     Sees: the locked file and some labelled examples.
@@ -67,10 +70,12 @@ def new_edges(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
             if name in backbone:
                 parameter.copy_(view.state[name])
                 parameter.requires_grad_(False)
-    return fit(model, view.examples, budget)
+    return fit(model, view.examples, budget, progress)
 
 
-def fine_tune(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
+def fine_tune(
+    view: LockedFileWithLabels, budget: Budget, progress: Progress | None = None
+) -> torch.nn.Module:
     """Fine-tune the whole locked model: the unauthorised user of Xu et al.
 
     Sees: the locked file and some labelled examples.
@@ -81,15 +86,18 @@ def fine_tune(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
     Ceiling: the owner's.
     References: Xu et al. (permutation equivariance, 2304.07735), Table 7.
     """
-    return fit(copy.deepcopy(view.model), view.examples, budget)
+    return fit(copy.deepcopy(view.model), view.examples, budget, progress)
 
 
-def train_from_scratch(view: LockedFileWithLabels, budget: Budget) -> torch.nn.Module:
+def train_from_scratch(
+    view: LockedFileWithLabels, budget: Budget, progress: Progress | None = None
+) -> torch.nn.Module:
     """Train the same class from random weights: the value of the labels alone.
 
     What a theft gains over this is what the lock has lost.
     """
-    return fit(reinitialize(view.model, budget.seed, reset_modules=True), view.examples, budget)
+    model = reinitialize(view.model, budget.seed, reset_modules=True)
+    return fit(model, view.examples, budget, progress)
 
 
 def learn_order(
@@ -128,9 +136,12 @@ def _insert_matrix(model: torch.nn.Module, matrix: Callable[[], Tensor]) -> Rout
     return cut(model).route(transform)
 
 
-def fit(model: torch.nn.Module, examples: Examples, budget: Budget) -> torch.nn.Module:
+def fit(
+    model: torch.nn.Module, examples: Examples, budget: Budget, progress: Progress | None = None
+) -> torch.nn.Module:
     """Train the trainable parameters of a model and return it."""
-    _train(model, [p for p in model.parameters() if p.requires_grad], examples, budget)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _train(model, trained, examples, budget, progress)
     return model.eval()
 
 
@@ -139,6 +150,7 @@ def _train(
     parameters: Iterable[torch.nn.Parameter],
     examples: Examples,
     budget: Budget,
+    progress: Progress | None = None,
 ) -> None:
     """Train parameters by AdamW with warm-up and a cosine schedule."""
     steps, size = budget.steps, min(budget.batch, len(examples))
@@ -154,6 +166,7 @@ def _train(
 
     with seeded(budget.seed):
         model.train()
-        for _ in descend(optimizer, backward_on(model, examples, rows_of), range(steps)):
-            pass
+        for done, _ in descend(optimizer, backward_on(model, examples, rows_of), range(steps)):
+            if progress is not None:
+                progress(done, steps, "steps")
         model.eval()

@@ -34,6 +34,7 @@ from regauge.core.element import Element, identity
 from regauge.core.fit import Pair, assign
 from regauge.core.groups import Group, Kind, Orthogonal, OrthogonalFixingOnes, SignedPermutation
 from regauge.core.members import Dense, Member, Monomial
+from regauge.core.progress import Progress
 from regauge.core.rng import Floats
 from regauge.core.spec import Spec
 from regauge.matching import match_states
@@ -84,7 +85,9 @@ def norm_vectors(view: LockedFileWithBase) -> Guess:
     )
 
 
-def public_base(view: LockedFileWithBase, *, sweeps: int = 5) -> Guess:
+def public_base(
+    view: LockedFileWithBase, *, sweeps: int = 5, progress: Progress | None = None
+) -> Guess:
     """Recover the whole key by matching the public base to the locked backbone.
 
     Sees: the locked file, its kind, and a public base.
@@ -101,10 +104,23 @@ def public_base(view: LockedFileWithBase, *, sweeps: int = 5) -> Guess:
     spec = part_spec(view.spec, "backbone")
     a, b = select_tensors(view.base, spec.tensors), select_tensors(view.state, spec.tensors)
     best: Guess | None = None
-    for start, stream in initial_guesses(spec, a, b, view.kind).items():
+    guesses = initial_guesses(spec, a, b, view.kind)
+    for i, (start, stream) in enumerate(guesses.items()):
         initial = Element(spec, stream)
+
+        def within(done: int, total: int, label: str, i: int = i, start: str = start) -> None:
+            if progress is not None:
+                progress(i * total + done, len(guesses) * total, f"{label} from {start}")
+
         result = match_states(
-            spec, a, b, sweeps=sweeps, within=view.kind, start=initial, known_spaces=list(stream)
+            spec,
+            a,
+            b,
+            sweeps=sweeps,
+            within=view.kind,
+            start=initial,
+            known_spaces=list(stream),
+            progress=within,
         )
         if best is None or result.relative_distance < best.relative:
             best = Guess(

@@ -17,7 +17,7 @@ from regauge.attacks import theft
 from regauge.audit import gradient_audit, lock_audit, split_audit
 from regauge.audit.engine import resolve_attacks
 from regauge.audit.gradient_audit import attempts as gradient_attempts
-from regauge.audit.gradient_audit import text_audit as gradient_texts
+from regauge.audit.gradient_audit.engine import default_attacks
 from regauge.audit.inputs import (
     AuditData,
     align_names,
@@ -533,12 +533,8 @@ def gradients(
     )
     combinations, skipped = (chosen, []) if chosen else options.combinations(is_text)
     own, victims = divide_examples(examples, (ATTACKER_SHARE,), options.samples, seed)
-    table, default = (
-        (gradient_texts.ATTACKS, gradient_texts.QUICK)
-        if is_text
-        else (gradient_attempts.ATTACKS, gradient_attempts.QUICK)
-    )
-    attacks = resolve_attacks(options.attacks, table, default, kind)
+    table = gradient_attempts.TEXT_ATTACKS if is_text else gradient_attempts.ATTACKS
+    attacks = resolve_attacks(options.attacks, table, default_attacks(is_text), kind)
     if on_loaded is not None:
         on_loaded(
             kind,
@@ -559,41 +555,32 @@ def gradients(
         seed,
         Path(name_of(data)).stem,
     )
-    about: dict[str, Any] = {"model": name_of(model), "data": name_of(data)}
-    sizes = {"updates": options.updates, "batch": options.batch_size, "steps": options.steps}
-    if is_text:
-        results = gradient_texts.audit_texts(
-            case,
-            combinations,
-            attacks=attacks,
-            optimised=options.optimised,
-            fail_above=fail_above,
-            progress=progress,
-        )
-        about |= {**sizes, "seed": seed}
-    else:
-        snapshots = train_snapshots(module, victims, options.train_steps, seed)
-        results = gradient_audit.audit_gradients(
-            replace(case, stages={f"{n} steps": m for n, m in snapshots.items()}),
-            combinations,
-            attacks=attacks,
-            budget=replace(options.budget, seed=seed),
-            optimised=options.optimised,
-            batches=options.batches,
-            lpips=lpips,
-            pictures=options.gallery,
-            fail_above=fail_above,
-            progress=progress,
-        )
-        about |= {
-            "weights": "random" if options.fresh else "the model's",
-            "clients' images": len(victims),
-            "attacker's images": len(own),
-            **sizes,
-            "rate": options.lr,
-            "seed": seed,
-            "granted": {a.title: a.threat.describe() for a in attacks},
-        }
+    snapshots = {} if is_text else train_snapshots(module, victims, options.train_steps, seed)
+    results = gradient_audit.audit_gradients(
+        replace(case, stages={f"{n} steps": m for n, m in snapshots.items()}),
+        combinations,
+        attacks=attacks,
+        budget=replace(options.budget, seed=seed),
+        optimised=options.optimised,
+        batches=() if is_text else options.batches,
+        lpips=lpips,
+        pictures=options.gallery,
+        fail_above=fail_above,
+        progress=progress,
+    )
+    about: dict[str, Any] = {
+        "model": name_of(model),
+        "weights": "random" if options.fresh else "the model's",
+        "data": name_of(data),
+        f"clients' {kind}": len(victims),
+        f"attacker's {kind}": len(own),
+        "updates": options.updates,
+        "batch": options.batch_size,
+        "steps": options.steps,
+        "lr": options.lr,
+        "seed": seed,
+        "granted": {a.title: a.threat.describe() for a in attacks},
+    }
     results = replace(results, unchecked=(*results.unchecked, *skipped))
     return _report("gradients", results, started, facts, about, tables=1 if is_text else 2)
 

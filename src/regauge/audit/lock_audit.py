@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from regauge.attacks.views import (
     ObservedFeatures,
     part_spec,
 )
+from regauge.audit.engine import Steps
+from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
@@ -54,6 +57,21 @@ LABEL_COUNTS = (50, 200, 1000)
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 RECOVERED = 0.99  # share of the key from which it counts as known
 EXPLAINED = "share explained"  # the measure of a guess without the key
+ATTACKS = (
+    "public edges",
+    "public base",
+    "lineage",
+    "known inputs",
+    "seen features",
+    "vocabulary",
+    "theft",
+    "handling",
+)
+THEFTS = {
+    "new edges": theft.new_edges,
+    "tuned": theft.fine_tune,
+    "scratch": theft.train_from_scratch,
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +114,7 @@ def audit_lock(
     fail_above: float | None = None,
     attacks: Collection[str] | None = None,
     progress: Progress | None = None,
+    store: StateStore | None = None,
 ) -> Results:
     """Run every attack that the case allows, and score it.
 
@@ -108,6 +127,7 @@ def audit_lock(
             to ceiling. None: findings have no verdict.
         attacks: Names of attacks; None: all.
         progress: Progress callback.
+        store: The saved steps of an interrupted run.
 
     Returns:
         One finding for each attack, a table of costs, and the verdict in `facts["verdict"]`.
@@ -127,39 +147,52 @@ def audit_lock(
                 f'{owner} must be finite, got NaN or Inf in "{tensor}"',
                 hint="check that it is the right file",
             )
-    steps: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
-        ("public edges", lambda: _try_public_edges(case)),
-        ("public base", lambda: _try_public_base(case, seed)),
-        ("lineage", lambda: _try_lineage(case, seed)),
-        ("known inputs", lambda: _try_known_inputs(case, seed)),
-        ("seen features", lambda: _try_observed_features(case, seed)),
-        ("vocabulary", lambda: _try_vocabulary(case, seed)),
-        ("theft", lambda: _try_theft(case, labels, budget)),
-        ("handling", lambda: _check_handling(case)),
-    ]
-    chosen = None if attacks is None else items_of(attacks)
-    steps = [step for step in steps if chosen is None or step[0] in chosen]
+    chosen = ATTACKS if attacks is None else [n for n in ATTACKS if n in items_of(attacks)]
+    reasons = {name: _reason_skipped(case, name) for name in chosen}
+    unchecked = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    names = [name for name, reason in reasons.items() if not reason]
+    references = References(case)
+    plan: list[tuple[str, Callable[[Progress], Iterator[Finding]]]] = []
+    for name in names:
+        if name != "theft":
+            plan.append((name, partial(_attack, name, case, references, seed)))
+            continue
+        assert case.train is not None
+        few = [n for n in labels if n > len(case.train)]
+        unchecked += [f"theft with {n} labels: there are {len(case.train)} examples" for n in few]
+        rng = np.random.default_rng(budget.seed)
+        subsets = [np.sort(rng.permutation(len(case.train))[:n]) for n in labels if n not in few]
+        plan += [
+            (f"theft/{way} {len(rows)}", partial(_try_theft, case, references, way, rows, budget))
+            for rows in subsets
+            for way in THEFTS
+        ]
+    needs_scores = case.model is not None and case.test is not None
+    needs_scores = needs_scores and any(
+        n in ("public edges", "public base", "theft") for n in names
+    )
+    kinds = [title.rpartition(" ")[0] if "theft" in title else title for title, _ in plan]
+    steps = Steps([*(["scores"] if needs_scores else []), *kinds], progress, store)
+    if needs_scores:
+        message = "scores of the locked and the owner's model"
+        saved = steps.run("scores", message, lambda within: ({"scores": references.measure()}, {}))
+        references.floor, references.ceiling = saved.values["scores"]
     findings: list[Finding] = []
     costs: list[float] = []
-    unchecked: list[str] = []
-    for i, (name, run) in enumerate(steps):
-        reason = _reason_skipped(case, name)
-        if reason:
-            unchecked.append(f"{name}: {reason}")
-            continue
-        if progress:
-            progress(i, len(steps), name)
-        if name == "theft" and case.train is not None:
-            unchecked += [
-                f"theft with {n} labels: there are {len(case.train)} examples"
-                for n in labels
-                if n > len(case.train)
-            ]
-        started = time.monotonic()
-        for finding in run():  # the time until each finding is its cost
-            findings.append(apply_threshold(finding, fail_above))
-            costs.append(round(time.monotonic() - started, 2))
-            started = time.monotonic()
+    for title, run in plan:
+
+        def compute(
+            within: Progress, run: Callable[[Progress], Iterator[Finding]] = run
+        ) -> tuple[Any, dict[str, torch.Tensor]]:
+            timed, started = [], time.monotonic()
+            for finding in run(within):  # the time until each finding is its cost
+                timed.append((asdict(finding), round(time.monotonic() - started, 2)))
+                started = time.monotonic()
+            return {"findings": timed}, {}
+
+        for values, seconds in steps.run(title, title, compute).values["findings"]:
+            findings.append(apply_threshold(Finding(**values), fail_above))
+            costs.append(seconds)
     if not findings:
         raise AuditError(
             "no attack is applicable to this lock",
@@ -173,15 +206,29 @@ def audit_lock(
             for f, seconds in zip(findings, costs, strict=True)
         ),
     )
-    verdict = build_verdict(findings)
     return Results(
         "What this lock is worth",
         tuple(findings),
         (table,),
         (),
-        {"verdict": verdict, "kind": case.kind},
+        {"verdict": build_verdict(findings), "kind": case.kind},
         tuple(unchecked),
     )
+
+
+class References:
+    """The scores of the locked model and the owner's, between which attacks are scored."""
+
+    def __init__(self, case: LockCase) -> None:
+        self.case = case
+        self.floor: Any = None
+        self.ceiling: Any = None
+
+    def measure(self) -> list[float | None]:
+        """Return the score of the locked model, and of the owner's if the key is available."""
+        truth = self.case.truth
+        owner = None if truth is None else apply(~truth, self.case.state, "backbone")
+        return [_evaluate(self.case, state) for state in (self.case.state, owner)]
 
 
 def build_verdict(findings: Sequence[Finding]) -> list[str]:
@@ -280,7 +327,28 @@ def _reason_skipped(case: LockCase, name: str) -> str:
     return "fewer than two examples were given" if len(case.test) < 2 else ""
 
 
-def _try_public_edges(case: LockCase) -> Iterator[Finding]:
+def _attack(
+    name: str, case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
+    """Run one attack by name."""
+    match name:
+        case "public edges":
+            yield from _try_public_edges(case, references)
+        case "public base":
+            yield from _try_public_base(case, references, seed, within)
+        case "lineage":
+            yield _try_lineage(case, seed)
+        case "known inputs":
+            yield _try_known_inputs(case, seed)
+        case "seen features":
+            yield _try_observed_features(case, seed)
+        case "vocabulary":
+            yield _try_vocabulary(case, seed)
+        case "handling":
+            yield from _check_handling(case)
+
+
+def _try_public_edges(case: LockCase, references: References) -> Iterator[Finding]:
     assert case.truth is not None
     guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind))
     streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
@@ -293,15 +361,16 @@ def _try_public_edges(case: LockCase) -> Iterator[Finding]:
     )
     statement = "the plain embedding and head do not reveal the key of the stream"
     yield _make_finding("lock/public edges", statement, share, floor, 1.0, sentence)
-    if case.model is not None and case.test is not None:
-        yield from _try_unlocked_model(case, guess, "public edges")
+    yield from _try_unlocked_model(case, references, guess, "public edges")
 
 
-def _try_unlocked_model(case: LockCase, guess: weights.Guess, attack: str) -> Iterator[Finding]:
-    value, floor, ceiling = (
-        _evaluate(case, state)
-        for state in (guess.unlock(case.spec, case.state), case.state, _unlock(case))
-    )
+def _try_unlocked_model(
+    case: LockCase, references: References, guess: weights.Guess, attack: str
+) -> Iterator[Finding]:
+    if case.model is None or case.test is None:
+        return
+    floor, ceiling = references.floor, references.ceiling
+    value = _evaluate(case, guess.unlock(case.spec, case.state))
     sentence = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
     yield _make_finding(
@@ -309,7 +378,9 @@ def _try_unlocked_model(case: LockCase, guess: weights.Guess, attack: str) -> It
     )
 
 
-def _try_public_base(case: LockCase, seed: int) -> Iterator[Finding]:
+def _try_public_base(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     assert case.base is not None
     view = LockedFileWithBase(case.spec, case.state, case.kind, base=case.base)
     if case.truth is not None:
@@ -326,7 +397,7 @@ def _try_public_base(case: LockCase, seed: int) -> Iterator[Finding]:
                 1.0,
                 sentence,
             )
-    guess = weights.public_base(view)
+    guess = weights.public_base(view, progress=within)
     if case.truth is not None:
         spaces = part_spec(case.spec, "backbone").spaces
         share = _key_share(
@@ -353,11 +424,10 @@ def _try_public_base(case: LockCase, seed: int) -> Iterator[Finding]:
         sentence,
         measure,
     )
-    if case.model is not None and case.test is not None:
-        yield from _try_unlocked_model(case, guess, "public base")
+    yield from _try_unlocked_model(case, references, guess, "public base")
 
 
-def _try_lineage(case: LockCase, seed: int) -> Iterator[Finding]:
+def _try_lineage(case: LockCase, seed: int) -> Finding:
     candidates = dict(case.candidates)
     if case.base is not None:
         candidates["the base"] = case.base
@@ -372,7 +442,7 @@ def _try_lineage(case: LockCase, seed: int) -> Iterator[Finding]:
         f"{', '.join(f'{n} {d:.3f}' for n, d in distances.items() if n != nearest)}"
     )
     share = max(0.0, 1 - distances[nearest] / baseline) if baseline else 1.0
-    yield _make_finding(
+    return _make_finding(
         "lock/lineage",
         "the model's descent is hidden",
         share,
@@ -394,7 +464,7 @@ def _shuffle_weights(base: State, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _try_known_inputs(case: LockCase, seed: int) -> Iterator[Finding]:
+def _try_known_inputs(case: LockCase, seed: int) -> Finding:
     known, others, member = _sample_features(case, seed)
     observed = _apply_member(known, member)
     needed, share = math.nan, 0.0
@@ -409,7 +479,7 @@ def _try_known_inputs(case: LockCase, seed: int) -> Iterator[Finding]:
         if needed == needed
         else f"{len(known)} tokens give {share:.0%}"
     )
-    finding = _make_finding(
+    return _make_finding(
         "lock/known inputs",
         "known inputs do not give the key of the stream",
         share,
@@ -417,10 +487,9 @@ def _try_known_inputs(case: LockCase, seed: int) -> Iterator[Finding]:
         1.0,
         sentence,
     )
-    yield finding
 
 
-def _try_observed_features(case: LockCase, seed: int) -> Iterator[Finding]:
+def _try_observed_features(case: LockCase, seed: int) -> Finding:
     rows, others, member = _sample_features(case, seed)
     guess = features.feature_statistics(
         ObservedFeatures(_apply_member(rows, member), others, case.kind)
@@ -430,7 +499,7 @@ def _try_observed_features(case: LockCase, seed: int) -> Iterator[Finding]:
         f"{len(rows)} observed tokens, and {len(others)} embedded tokens of other examples, "
         f"give {share:.0%}"
     )
-    yield _make_finding(
+    return _make_finding(
         "lock/seen features",
         "observed features alone do not give the key of the stream",
         share,
@@ -440,7 +509,7 @@ def _try_observed_features(case: LockCase, seed: int) -> Iterator[Finding]:
     )
 
 
-def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[Finding]:
+def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Finding:
     """Recover text from hidden states of the locked model.
 
     Any model would do, if the adversary has its weights and observes its hidden states.
@@ -460,7 +529,7 @@ def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[Fin
         f"{sum(a == b for a, b in zip(recovered, ids[0].tolist(), strict=True))} of "
         f"{ids.shape[1]} tokens, from the states at layer {layer}"
     )
-    yield _make_finding(
+    return _make_finding(
         "lock/vocabulary",
         "hidden states do not give the text",
         share,
@@ -471,39 +540,43 @@ def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Iterator[Fin
     )
 
 
-def _try_theft(case: LockCase, labels: Sequence[int], budget: theft.Budget) -> Iterator[Finding]:
+def _try_theft(
+    case: LockCase,
+    references: References,
+    way: str,
+    rows: np.ndarray,
+    budget: theft.Budget,
+    within: Progress,
+) -> Iterator[Finding]:
+    """Steal with the labels of these examples; the best learning rate counts."""
     assert case.model is not None
     assert case.train is not None
-    owner = _evaluate(case, _unlock(case))
-    floor = _evaluate(case, case.state)
-    rng = np.random.default_rng(budget.seed)
-    for n in (n for n in labels if n <= len(case.train)):
-        examples = case.train.only(np.sort(rng.permutation(len(case.train))[:n]))
-        view = LockedFileWithLabels(
-            case.spec, case.state, case.kind, model=case.model, examples=examples
-        )
-        for name, steal in (
-            ("new edges", theft.new_edges),
-            ("tuned", theft.fine_tune),
-            ("scratch", theft.train_from_scratch),
-        ):
-            trained = (steal(view, variant) for variant in budget.each_lr())
-            value = max(
-                (_evaluate(case, stolen.state_dict(), stolen) for stolen in trained),
-                key=lambda v: -math.inf if math.isnan(v) else v,
-            )
-            sentence = f"{value:.3f} with {n} labels; the locked model {floor:.3f}" + (
-                "" if owner is None else f", the owner's {owner:.3f}"
-            )
-            yield _make_finding(
-                f"lock/theft/{name} {n}",
-                f"{n} labels are of little use to a thief",
-                value,
-                floor,
-                owner,
-                sentence,
-                _metric_name(case),
-            )
+    floor, owner = references.floor, references.ceiling
+    examples, count = case.train.only(rows), len(rows)
+    view = LockedFileWithLabels(
+        case.spec, case.state, case.kind, model=case.model, examples=examples
+    )
+    values = []
+    for i, variant in enumerate(budget.each_lr()):
+
+        def report(done: int, total: int, label: str, i: int = i) -> None:
+            within(i * total + done, len(budget.lrs) * total, label)
+
+        stolen = THEFTS[way](view, variant, report)
+        values.append(_evaluate(case, stolen.state_dict(), stolen))
+    value = max(values, key=lambda v: -math.inf if math.isnan(v) else v)
+    sentence = f"{value:.3f} with {count} labels; the locked model {floor:.3f}" + (
+        "" if owner is None else f", the owner's {owner:.3f}"
+    )
+    yield _make_finding(
+        f"lock/theft/{way} {count}",
+        f"{count} labels are of little use to a thief",
+        value,
+        floor,
+        owner,
+        sentence,
+        _metric_name(case),
+    )
 
 
 def _check_handling(case: LockCase) -> Iterator[Finding]:
@@ -623,11 +696,6 @@ def _embed_tokens(case: LockCase, indices: Any, seed: int) -> torch.Tensor:
 def _apply_member(rows: torch.Tensor, member: Member) -> torch.Tensor:
     """Return the features as an observer sees them, transformed by a member."""
     return rows @ torch.from_numpy(member.matrix()[0]).to(rows).T
-
-
-def _unlock(case: LockCase) -> State | None:
-    """Return the owner's weights; None without the key."""
-    return None if case.truth is None else apply(~case.truth, case.state, "backbone")
 
 
 def _evaluate(case: LockCase, state: Any, model: torch.nn.Module | None = None) -> Any:

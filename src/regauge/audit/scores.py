@@ -1,15 +1,16 @@
 """Scores of reconstructed images: metrics, free baselines, and rows of measurements.
 
 Images are scored in 0..1, whatever the range of the model: reconstructions are clipped to it, and
-the data range of PSNR and SSIM is 1.
+the data range of PSNR and SSIM is 1. Texts have measures of their own (`text_scores`); their rows
+are the same.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import torch
 
@@ -67,6 +68,7 @@ METRICS: tuple[Metric, ...] = (
 )
 # The metric of paper 002, for attacks on gradients.
 SPECTRAL = Metric("FFT2D", lambda a, b, _: spectral_distance(a, b), is_leak=False)
+UPDATE_METRICS = (*(m for m in METRICS if m.name != "F-SIM"), SPECTRAL)  # of attacks on gradients
 BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}
 
 
@@ -98,7 +100,8 @@ def best_assignment(guesses: Tensor, images: Tensor) -> Tensor:
 
 
 MEAN_IMAGE = "the mean image"
-OTHERS = "other images, by the best naming"
+SHUFFLED_PATCHES = "true patches in a random order"
+OTHERS = "other images, by the best assignment"
 
 
 def score_baselines(
@@ -115,7 +118,7 @@ def score_baselines(
     shuffled = torch.stack([p[torch.randperm(len(p), generator=generator)] for p in patches])
     guesses = {
         MEAN_IMAGE: own.mean(0, keepdim=True).expand_as(images),
-        "true patches in a random order": to_images(shuffled, patch, images.shape[1]),
+        SHUFFLED_PATCHES: to_images(shuffled, patch, images.shape[1]),
     }
     guesses[OTHERS] = best_assignment(own[: len(images)], images)
     return {name: score_images(guess, images, lpips) for name, guess in guesses.items()}
@@ -127,20 +130,14 @@ def mean_score(scores: Scores, metric: str) -> float | None:
 
 
 def worst_score(scores: Scores, metric: str) -> float | None:
-    """Return the score of the image that leaked most."""
-    return (
-        None
-        if metric not in scores
-        else max(scores[metric])
-        if BY_NAME[metric].is_leak
-        else min(scores[metric])
-    )
+    """Return the score of the image or text that leaked most."""
+    is_leak = metric not in BY_NAME or BY_NAME[metric].is_leak
+    return None if metric not in scores else (max if is_leak else min)(scores[metric])
 
 
-def metric_columns(floors: Mapping[str, Scores], metrics: Sequence[Metric]) -> list[str]:
+def metric_columns(scores: Scores) -> list[str]:
     """Return the columns of a table of every metric: means, then the worst."""
-    names = [m.name for m in metrics if m.name in floors[MEAN_IMAGE]]
-    return [*names, *(f"worst {name}" for name in names if name != "identified")]
+    return [*scores, *(f"worst {name}" for name in scores if name != "identified")]
 
 
 def metric_cells(scores: Scores, columns: Sequence[str]) -> list[float | None]:
@@ -159,7 +156,7 @@ class AttackScores:
 
     Attributes:
         attack: The name of the attack.
-        scores: The scores of each image.
+        scores: The scores of each image or text.
         losses: The validation loss after each epoch of the attacker's training.
         floor: The loss of the mean image.
         seconds: The run time.
@@ -171,9 +168,9 @@ class AttackScores:
 
     attack: str
     scores: Scores
-    losses: Sequence[float]
-    floor: float
-    seconds: float
+    losses: Sequence[float] = ()
+    floor: float = 0.0
+    seconds: float = 0.0
     images: Tensor | None = None
     seeds: int = 1
     read: Scores | None = None
@@ -182,6 +179,12 @@ class AttackScores:
     def value(self, metric: str, *, read: bool = False) -> float | None:
         """Return the mean score against the originals or, with `read`, the model's inputs."""
         return mean_score(self.read if read and self.read is not None else self.scores, metric)
+
+    def nearer(self, metric: str) -> Scores:
+        """Return the scores against the originals or the model's inputs, whichever leak more."""
+        if self.read is None or (self.value(metric) or 0.0) >= (mean_score(self.read, metric) or 0):
+            return self.scores
+        return self.read
 
     def by_seed(self, metric: str) -> list[float]:
         """Return the mean over images for each seed."""
@@ -204,60 +207,95 @@ class AttackScores:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The accuracy and leakage of one combination of defences; `merge_trials` joins seeds."""
+    """The accuracy and leakage of one combination of defences; `merge_trials` joins seeds.
+
+    Attributes:
+        combination: The defences.
+        by_attack: The scores of each attack that recovers images or texts.
+        accuracy: The accuracy of the model, if it was measured.
+        chance: The accuracy of a guess; 0 if unknown.
+        seconds: The time of the training.
+        accuracies: The accuracy of each seed.
+        shares: What else is recovered, for each update: the AUC of "patches", the share of the
+            "mask", the "labels" and the "words".
+        guesses: The shares of a guess.
+        counts: The number of units behind all shares of a kind, such as labels.
+        epsilon: The privacy loss of one update, with differential privacy.
+        samples: The number of samples in an update.
+        reasons: Why attacks do not apply, by name.
+        inputs: The model's inputs for the gallery, if a puzzle changed them.
+        floor: The scores of a guess on the attacked samples, if those differ between rows.
+    """
 
     combination: str
-    accuracy: float
-    chance: float
-    seconds: float
     by_attack: Mapping[str, AttackScores]
+    accuracy: float = 0.0
+    chance: float = 0.0
+    seconds: float = 0.0
     accuracies: tuple[float, ...] = ()
-    labels: float | None = None  # the share of labels that gradients reveal
+    shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    guesses: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    epsilon: float | None = None
+    samples: int = 1
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    inputs: Tensor | None = None
+    floor: Scores | None = None
 
     def value(self, attack: str, metric: str) -> float | None:
         """Return the mean score of an attack; None if it was not run."""
-        return (
-            mean_score(self.by_attack[attack].scores, metric) if attack in self.by_attack else None
-        )
+        return self.by_attack[attack].value(metric) if attack in self.by_attack else None
 
+    def best(self, metric: str) -> tuple[str, float | None]:
+        """Return the strongest attack and its score, on originals or the model's inputs.
 
-class HasCombination(Protocol):
-    """A row of measurements."""
+        Without an attack they are "" and None.
+        """
+        scores = {n: mean_score(s.nearer(metric), metric) for n, s in self.by_attack.items()}
+        name = max(scores, key=lambda n: scores[n] or 0.0, default="")
+        return name, scores.get(name)
 
-    @property
-    def combination(self) -> str: ...
-
-
-R = TypeVar("R", bound=HasCombination)
+    def share(self, kind: str) -> float | None:
+        """Return the mean share of a kind; None if none was measured."""
+        return statistics.fmean(self.shares[kind]) if self.shares.get(kind) else None
 
 
 @dataclass(frozen=True, eq=False)
-class Case(Generic[R]):
+class Case:
     """All rows of one model on one data set, with the baselines.
 
     Attributes:
         name: The name in tables and findings.
-        rows: One row for each combination.
-        floors: The scores of the baselines.
+        rows: One row for each combination; the first is undefended.
+        floors: The scores of the baselines; the first is that of findings.
+        metric: The metric of leakage.
+        subject: What is recovered: "images" or "texts".
         shown: The true images of the gallery.
         batches: Further rows by batch size, for a curve.
         stages: Further rows by stage of training, for a curve.
     """
 
     name: str
-    rows: tuple[R, ...]
+    rows: tuple[Row, ...]
     floors: Mapping[str, Scores]
+    metric: str = "SSIM"
+    subject: Literal["images", "texts"] = "images"
     shown: Tensor | None = None
-    batches: Mapping[int, R] = field(default_factory=dict)
-    stages: Mapping[str, Sequence[R]] = field(default_factory=dict)
+    batches: Mapping[int, Row] = field(default_factory=dict)
+    stages: Mapping[str, Sequence[Row]] = field(default_factory=dict)
 
-    def row(self, combination: str) -> R:
+    def row(self, combination: str) -> Row:
         """Return the row of a combination."""
         return next(r for r in self.rows if r.combination == combination)
 
-    def floor(self, metric: str) -> float:
-        """Return the score of the mean image."""
-        return mean_score(self.floors[MEAN_IMAGE], metric) or 0.0
+    def floor(self, metric: str, row: Row | None = None) -> float:
+        """Return the score of a guess, of the samples of a row if it has its own."""
+        own = None if row is None else row.floor
+        return mean_score(own or next(iter(self.floors.values())), metric) or 0.0
+
+    def has(self, kind: str) -> bool:
+        """Return whether a share of this kind was measured."""
+        return any(row.shares.get(kind) for row in self.rows)
 
 
 def merge_trials(trials: Sequence[Row]) -> Row:
@@ -266,25 +304,29 @@ def merge_trials(trials: Sequence[Row]) -> Row:
     by_attack = {}
     for name, result in first.by_attack.items():
         results = [trial.by_attack[name] for trial in trials if name in trial.by_attack]
-        scores = {
-            metric: [value for r in results for value in r.scores[metric]]
-            for metric in result.scores
-        }
-        by_attack[name] = AttackScores(
-            name,
-            scores,
-            result.losses,
-            result.floor,
-            statistics.fmean(r.seconds for r in results),
-            result.images,
-            len(results),
+        by_attack[name] = replace(
+            result,
+            scores=merge_scores([r.scores for r in results]),
+            seconds=statistics.fmean(r.seconds for r in results),
+            seeds=len(results),
         )
     accuracies = tuple(trial.accuracy for trial in trials)
     return Row(
         first.combination,
+        by_attack,
         statistics.fmean(accuracies),
         first.chance,
         statistics.fmean(trial.seconds for trial in trials),
-        by_attack,
         accuracies,
     )
+
+
+def merge_scores(parts: Sequence[Mapping[str, Sequence[float]]]) -> Scores:
+    """Concatenate the scores of several groups of images or texts."""
+    return {metric: [value for part in parts for value in part[metric]] for metric in parts[0]}
+
+
+def label_recall(counts: Tensor, labels: Tensor) -> float:
+    """Return the share of a batch's labels that the counts contain: the overlap of two bags."""
+    expected = torch.bincount(labels.cpu(), minlength=len(counts))
+    return float(torch.minimum(counts.cpu(), expected).sum()) / len(labels)

@@ -10,6 +10,7 @@ import numpy as np
 from regauge.core.assignment import best_assignment
 
 TokenIds = Sequence[int]
+ANOTHER_TEXT = "another text"  # the baseline
 MEASURES = ("words", "in place", "ROUGE-1", "ROUGE-2", "ROUGE-L", "exact")
 
 
@@ -63,3 +64,12 @@ def score_texts(
         for measure, value in zip(MEASURES, values, strict=True):
             scores[measure].append(value)
     return scores
+
+
+def words_f1(predicted: Sequence[TokenIds], reference: Sequence[TokenIds]) -> float:
+    """Return the F1 of the distinct tokens of all texts.
+
+    F1 and not recall, so that guessing the whole vocabulary scores low.
+    """
+    guess, truth = ({token for text in texts for token in text} for texts in (predicted, reference))
+    return 2 * len(guess & truth) / max(1, len(guess) + len(truth))

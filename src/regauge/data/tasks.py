@@ -54,6 +54,11 @@ class Examples:
     def __len__(self) -> int:
         return self.count
 
+    @property
+    def classifies(self) -> bool:
+        """Whether labels are of whole examples."""
+        return not (self.causal or self.tokens or self.dense)
+
     def only(self, rows: Any) -> Examples:
         """Return the examples at these indices, in this order."""
         selected = np.asarray(rows)

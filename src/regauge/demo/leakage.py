@@ -26,8 +26,10 @@ def show_leakage(context: DemoContext) -> Results:
         ("torchmetrics", "audit"),
     ):
         need(library, extra)
+    from regauge.audit.engine import select_attacks
     from regauge.audit.split_audit import SplitCase, audit_split
-    from regauge.audit.split_audit.attempts import Budget, select_attacks
+    from regauge.audit.split_audit.attempts import ATTACKS as SPLIT_ATTACKS
+    from regauge.audit.split_audit.attempts import Budget
     from regauge.data.tasks import Examples
     from regauge.models.summary import format_columns
     from regauge.split import OptimizerConfig
@@ -59,7 +61,11 @@ def show_leakage(context: DemoContext) -> Results:
     budget = Budget(hidden=48, depth=1, epochs=DECODER_EPOCHS, patience=4, rate=3e-3, batch=50)
     with context.bar("train split, and attack") as progress:
         audit = audit_split(
-            case, COMBINATIONS, attacks=select_attacks(ATTACKS), budget=budget, progress=progress
+            case,
+            COMBINATIONS,
+            attacks=select_attacks(ATTACKS, SPLIT_ATTACKS),
+            budget=budget,
+            progress=progress,
         )
     table = audit.tables[0]
     rows = [table.columns]

@@ -4,8 +4,9 @@
     results = audit_gradients(case, ("mjp=0.5", "withhold=embedding", "noise=0.1"))
     results.facts["verdict"]
 
-`clients` makes updates, `attempts` has the table of attacks, `scores` the metrics, `report` the
-tables, figures and the verdict. The defences are in `regauge.defences.gradients`.
+`clients` makes updates, `attempts` has the tables of attacks on images and texts, `engine` runs and
+scores them, `report` has tables, figures and the verdict. The defences are in
+`regauge.defences.gradients`.
 """
 
 from regauge.audit.gradient_audit.clients import build_view, contribute, prepare_model

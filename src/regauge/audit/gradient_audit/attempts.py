@@ -1,13 +1,14 @@
-"""The table of attacks on updates: what each is granted, and how it is run.
+"""The tables of attacks on updates of images and of texts: what each is granted, and how it is run.
 
 Adding an attack is one line. Attacks of `kind` "images" return images in any order; "patches" a
-score for each candidate patch; "mask" the masked positions; "labels" counts of classes.
+score for each candidate patch; "mask" the masked positions; "labels" counts of classes; "texts" the
+tokens of each text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,9 +29,12 @@ from regauge.attacks.embeddings import embedding_least_squares
 from regauge.attacks.membership import Calibration, calibrate, calibrated_membership
 from regauge.attacks.regression import RidgeModel, fit_ridge, resemblance, ridge_regression
 from regauge.attacks.spans import mask_leak, span_membership
+from regauge.attacks.subspaces import exact_search, tag, token_membership
+from regauge.attacks.tables import locate_words
 from regauge.attacks.updates import Rehearsal, SentUpdate, Threat
 from regauge.audit import engine
 from regauge.audit.engine import Attack, Attempt
+from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
 from regauge.errors import UpdateError
 
@@ -47,20 +51,20 @@ class Budget:
     lr: float = 0.1
     seed: int = 0
     practice: int = 100  # rehearsals of attacks that learn
+    progress: Progress | None = field(default=None, compare=False, repr=False)
 
 
 Recovered = tuple[Tensor, Mapping[str, Any]]  # what is recovered, and facts such as the rank
 
 
 def _run_least_squares(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
-    images, solution = embedding_least_squares(view)
-    facts = {
-        "rank": solution.rank,
-        "unknowns": solution.unknowns,
-        "condition": solution.condition,
-        "residual": solution.residual,
-    }
-    return images, facts
+    return _describe(*embedding_least_squares(view))
+
+
+def _describe(images: Tensor, solution: Any) -> Recovered:
+    """Return images with the facts of the system that was solved."""
+    names = ("rank", "unknowns", "condition", "residual")
+    return images, {name: getattr(solution, name) for name in names}
 
 
 def _run_span(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
@@ -113,13 +117,7 @@ def _run_april(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> R
             "the first block must have neither norm nor residuals for APRIL's closed form; every "
             "ViT in use has both"
         )
-    images, solution = april(view)
-    return images, {
-        "rank": solution.rank,
-        "unknowns": solution.unknowns,
-        "condition": solution.condition,
-        "residual": solution.residual,
-    }
+    return _describe(*april(view))
 
 
 def _make_descent(
@@ -128,16 +126,15 @@ def _make_descent(
     """Return an attack by gradient descent with these options of `DescentConfig`."""
 
     def run(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Recovered:
-        result = attack(
-            view,
-            DescentConfig(
-                steps=budget.steps,
-                restarts=budget.restarts,
-                lr=budget.lr,
-                seed=budget.seed,
-                **options,
-            ),
+        config = DescentConfig(
+            steps=budget.steps,
+            restarts=budget.restarts,
+            lr=budget.lr,
+            seed=budget.seed,
+            progress=budget.progress,
+            **options,
         )
+        result = attack(view, config)
         return result.images, {"objective": result.objective, "curve": result.curve}
 
     return run
@@ -154,9 +151,19 @@ def _run_refinement(view: SentUpdate, budget: Budget, candidates: Tensor | None)
             seed=budget.seed,
             objective="layers",
             tv_weight=0.02,
+            progress=budget.progress,
         ),
     )
     return result.images, {"objective": result.objective}
+
+
+def _as_texts(attack: Callable[[SentUpdate], Sequence[Tensor]]) -> Callable[..., Any]:
+    """Return an attack on texts in the form of the table."""
+
+    def run(view: SentUpdate, budget: Budget, candidates: Tensor | None) -> Any:
+        return [text.tolist() for text in attack(view)], {}
+
+    return run
 
 
 _OPTIMISED = Threat(batch=True, images=True)
@@ -298,6 +305,42 @@ ATTACKS: tuple[Attack, ...] = (
 )
 # The default of an audit.
 QUICK = tuple(a for a in ATTACKS if not a.is_slow and a.name != "april")
+TEXT_ATTACKS: tuple[Attack, ...] = (
+    Attack(
+        "search",
+        "exact search",
+        "searches the texts whose tokens lie in the spans of the gradients of the first two layers",
+        _as_texts(exact_search),
+        "texts",
+        threat=Threat(batch=True, length=True),
+    ),
+    Attack(
+        "tables",
+        "words in their places",
+        "matches rows of the gradients of the word table and the position table",
+        _as_texts(locate_words),
+        "texts",
+        threat=Threat(batch=True),
+    ),
+    Attack(
+        "words",
+        "words by zero rows",
+        "reads the bag of words from the rows of the word table's gradient that are not zero",
+        _as_texts(lambda view: [token_membership(view).nonzero()[:, 0]]),
+        "texts",
+        is_ordered=False,
+    ),
+    Attack(
+        "tag",
+        "TAG",
+        "optimises embeddings by the distance of gradients, and takes the nearest words",
+        _as_texts(tag),
+        "texts",
+        threat=Threat(batch=True, length=True),
+        is_slow=True,
+    ),
+    next(a for a in ATTACKS if a.name == "labels"),
+)
 
 
 def filter_applicable(
@@ -305,11 +348,13 @@ def filter_applicable(
 ) -> tuple[tuple[Attack, ...], list[str]]:
     """Return the attacks that apply to the examples, and the reasons why others do not.
 
-    Label counts and descents need one label for each image.
+    Label counts and descents need one label for each image. The labels of a language model are its
+    texts.
 
     Raises:
         UpdateError: No attack applies.
     """
+    attacks = [a for a in attacks if a.kind != "labels" or examples.classifies]
     excluded = [a for a in attacks if examples.multi_label and (a.kind == "labels" or a.is_slow)]
     applicable = tuple(a for a in attacks if a not in excluded)
     if excluded and not applicable:
@@ -320,11 +365,6 @@ def filter_applicable(
     return applicable, [
         f"{a.title}: images must have one label each, got several" for a in excluded
     ]
-
-
-def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
-    """Return the attacks with these names, in the order of the table."""
-    return tuple(a for a in ATTACKS if a.name in names)
 
 
 def fit_attack(

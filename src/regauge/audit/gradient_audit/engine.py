@@ -1,22 +1,26 @@
-"""The image audit: make, attack and score updates for each combination of defences."""
+"""The audit of gradients: make, attack and score updates for each combination of defences."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from regauge.attacks.inversion import to_patches
 from regauge.attacks.membership import auc
-from regauge.attacks.updates import SentUpdate, Update
+from regauge.attacks.subspaces import find_text_layers
+from regauge.attacks.updates import Rehearsal, SentUpdate, Update
 from regauge.audit.engine import (
     Attack,
-    Attempt,
+    Measured,
     Steps,
     apply_verdicts,
+    attack_row,
     pixel_values,
     to_pixels,
     with_undefended,
@@ -24,6 +28,7 @@ from regauge.audit.engine import (
 from regauge.audit.gradient_audit import report
 from regauge.audit.gradient_audit.attempts import (
     QUICK,
+    TEXT_ATTACKS,
     Budget,
     attempt,
     filter_applicable,
@@ -31,31 +36,30 @@ from regauge.audit.gradient_audit.attempts import (
 )
 from regauge.audit.gradient_audit.clients import (
     Truth,
-    build_view,
+    build_recorded_view,
     contribute_rows,
     prepare_model,
     rehearse,
     sample_rehearsals,
 )
-from regauge.audit.gradient_audit.scores import (
-    LEAK,
-    Row,
-    extract_patches,
-    label_recall,
-    score_reconstructions,
-)
 from regauge.audit.scores import (
     MEAN_IMAGE,
     OTHERS,
+    UPDATE_METRICS,
     AttackScores,
     Case,
+    Row,
     Scores,
     best_assignment,
-    mean_score,
+    label_recall,
+    merge_scores,
+    score_images,
 )
+from regauge.audit.text_scores import ANOTHER_TEXT, score_texts, words_f1
+from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.gradients import Plan, parse_plan
+from regauge.defences.gradients import Mjp, Plan, parse_plan
 from regauge.errors import AuditError, UpdateError, need
 from regauge.jigsaw.layers import Layers, find_layers
 from regauge.results.findings import Results
@@ -99,12 +103,77 @@ class GradientCase:
     name: str = "gradients"
     stages: Mapping[str, torch.nn.Module] = field(default_factory=dict)
 
+    @property
+    def is_text(self) -> bool:
+        """Whether the model reads texts."""
+        return reads_tokens(self.victims)
+
+    def plan(self, combination: str) -> Plan:
+        """Return the plan of a client under a combination of defences."""
+        return parse_plan(combination, self.batch, self.steps, self.lr)
+
+
+@dataclass(frozen=True, eq=False)
+class AttackedUpdate:
+    """An update, the model that it belongs to, and the truth behind it."""
+
+    model: torch.nn.Module
+    update: Update
+    truth: Truth
+
+
+@dataclass(frozen=True, eq=False)
+class Attacker:
+    """What an attacker has besides an update, and how it is scored.
+
+    Attributes:
+        own: Its examples.
+        budget: The budget of attacks that optimise or learn.
+        mean: Channel means of the normalization; empty for texts.
+        std: Channel deviations of the normalization.
+        seed: The random seed of candidate patches.
+        rehearse: Return the rehearsals that calibrate an attack.
+        practise: Make so many rehearsals, for attacks that learn.
+        lpips: The LPIPS network; None: without LPIPS.
+        pictures: The number of reconstructions to return.
+        fitted: The cache of fitted attacks.
+    """
+
+    own: Examples
+    budget: Budget = field(default_factory=Budget)
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    seed: int = 0
+    rehearse: Callable[[Attack], tuple[Rehearsal, ...]] = lambda attack: ()
+    practise: Callable[[int], Iterable[Rehearsal]] = lambda count: ()
+    lpips: Lpips | None = None
+    pictures: int = 0
+    fitted: dict[Any, Any] = field(default_factory=dict)
+
+    def images(self, most: int = MAX_OWN_IMAGES) -> Tensor | None:
+        """Return the attacker's images, and None if it has texts."""
+        own, _ = split_own_images(self.own)
+        rows = np.arange(min(most, len(own)))
+        return None if reads_tokens(self.own) else pixel_values(own.only(rows))
+
+    def label_counts(self, size: int) -> Tensor:
+        """Return the most likely number of labels of each class among so many samples.
+
+        It is the guess of an attacker that has no update.
+        """
+        labels = self.own.batch(np.arange(min(MAX_OWN_IMAGES, len(self.own))))[1]
+        expected = torch.bincount(labels, minlength=self.own.classes) / len(labels) * size
+        counts = expected.floor()
+        rest = size - int(counts.sum())
+        counts[(expected - counts).topk(rest).indices] += 1
+        return counts.long()
+
 
 def audit_gradients(
     case: GradientCase,
     combinations: Sequence[str],
     *,
-    attacks: Sequence[Attack] = QUICK,
+    attacks: Sequence[Attack] | None = None,
     budget: Budget | None = None,
     optimised: int = 2,
     batches: Sequence[int] = (),
@@ -112,13 +181,14 @@ def audit_gradients(
     pictures: int = 6,
     fail_above: float | None = None,
     progress: Progress | None = None,
+    store: StateStore | None = None,
 ) -> Results:
     """Measure the leakage of updates under each combination of defences.
 
     Args:
         case: The model and its data.
         combinations: Combinations of defences; "none", the ceiling, is always added.
-        attacks: The attacks to run.
+        attacks: The attacks to run; None: all but the slow ones.
         budget: The budget of attacks that optimise or learn.
         optimised: The number of updates on which slow attacks are run.
         batches: Further batch sizes, without a defence, for a curve.
@@ -127,6 +197,7 @@ def audit_gradients(
         fail_above: Fail a finding on defended updates if its attack gets further than this share
             of the way from floor to ceiling.
         progress: Progress callback.
+        store: The saved steps of an interrupted run.
 
     Raises:
         AuditError: The case cannot be audited.
@@ -134,71 +205,78 @@ def audit_gradients(
     budget = budget or Budget(seed=case.seed)
     combinations = with_undefended(combinations)
     check_case(case, [*combinations, *(f"batch={size}" for size in batches)])
-    requested = attacks
+    requested = attacks if attacks is not None else default_attacks(case.is_text)
     attacks, skipped = filter_applicable(requested, case.victims)
     closed = [a for a in attacks if not a.is_slow]  # the attacks of the curves
-    total = (
-        len(combinations) * len(attacks)
-        + len(batches) * len(closed)
-        + len(case.stages) * len(combinations) * len(closed)
-    )
-    notify = Steps(total, progress)
-    rows = tuple(
-        audit_combination(
-            case, case.model, combination, attacks, budget, lpips, pictures, notify, optimised
+    curves = len(batches) + len(case.stages) * len(combinations)
+    kinds = [a.name for a in attacks] * len(combinations) + [a.name for a in closed] * curves
+    steps = Steps(kinds, progress, store)
+
+    def measure(
+        combination: str, used: Sequence[Attack] = closed, stage: str = "", **options: Any
+    ) -> Row:
+        model = case.stages[stage] if stage else case.model
+        return audit_combination(
+            case, model, combination, used, budget, steps=steps, stage=stage, **options
         )
-        for combination in combinations
+
+    rows = tuple(
+        measure(c, attacks, lpips=lpips, pictures=pictures, optimised=optimised)
+        for c in combinations
     )
-    sizes = {
-        size: audit_combination(case, case.model, f"batch={size}", closed, budget, None, 0, notify)
-        for size in batches
-    }
-    stages = {
-        name: [
-            audit_combination(case, stage_model, combination, closed, budget, None, 0, notify)
-            for combination in combinations
-        ]
-        for name, stage_model in case.stages.items()
-    }
-    notify.finish()
-    measured = Case(
-        case.name,
-        rows,
-        score_baselines(case, lpips),
-        to_pixels(case, _first_victims(case, pictures)) if pictures else None,
-        sizes,
-        stages,
-    )
-    unchecked = (
-        [] if lpips is not None else ["LPIPS: the weights of AlexNet were not given (--lpips)"]
-    )
-    unchecked += skipped
+    sizes = {size: measure(f"batch={size}") for size in batches}
+    stages = {name: [measure(c, stage=name) for c in combinations] for name in case.stages}
+    steps.finish()
+    if case.is_text:
+        floors = {ANOTHER_TEXT: score_other_texts(case)}
+        measured = Case(case.name, rows, floors, "ROUGE-L", "texts")
+        return apply_verdicts(report.build_text_results(measured, attacks), fail_above)
+    shown = to_pixels(case, _first_victims(case, pictures)) if pictures else None
+    floors = score_baselines(case, lpips)
+    measured = Case(case.name, rows, floors, report.LEAK, "images", shown, sizes, stages)
+    unchecked = [*skipped]
+    if lpips is None:
+        unchecked = ["LPIPS: the weights of AlexNet were not given (--lpips)", *skipped]
     if not any(a.is_slow for a in requested):
         unchecked.append("attacks by descent: not selected (--attacks inverting, or all)")
     results = report.build_results("What updates give away", [measured], attacks, unchecked)
     return apply_verdicts(results, fail_above)
 
 
+def default_attacks(is_text: bool) -> tuple[Attack, ...]:
+    """Return the attacks of an audit that names none: all but the slow ones."""
+    return tuple(a for a in TEXT_ATTACKS if not a.is_slow) if is_text else QUICK
+
+
+def reads_tokens(examples: Examples) -> bool:
+    """Return whether examples are texts."""
+    return "input_ids" in examples.batch(np.arange(1))[0]
+
+
 def check_case(case: GradientCase, combinations: Sequence[str]) -> None:
     """Check a case before anything is attacked.
 
     Raises:
-        AuditError: There are too few images.
+        AuditError: There are too few images or texts.
     """
-    if len(case.own) < 2:
+    noun = "texts" if case.is_text else "images"
+    if case.is_text:
+        find_text_layers(case.model)
+    elif len(case.own) < 2:
         raise AuditError(
             f"the attacker must have >= 2 images of its own, got {len(case.own)}",
             hint="pass more data",
         )
-    find_layers(case.model, tuple(pixel_values(case.own.only([0])).shape[1:]))
-    if any(_parse_plan(case, c).private for c in combinations):
+    else:
+        find_layers(case.model, tuple(pixel_values(case.own.only([0])).shape[1:]))
+    plans = {c: case.plan(c) for c in combinations}
+    if any(plan.private for plan in plans.values()):
         need("dp_accounting", "privacy")  # for the epsilon of the report
-    for combination in combinations:
-        plan = _parse_plan(case, combination)
+    for combination, plan in plans.items():
         needed = plan.samples * plan.clients
         if needed > len(case.victims):
             raise AuditError(
-                f'clients must have >= {needed} images for an update under "{combination}", got '
+                f'clients must have >= {needed} {noun} for an update under "{combination}", got '
                 f"{len(case.victims)}",
                 hint="pass more data, or a smaller batch",
             )
@@ -210,10 +288,11 @@ def audit_combination(
     combination: str,
     attacks: Sequence[Attack],
     budget: Budget,
-    lpips: Lpips | None,
-    pictures: int,
-    notify: Callable[[str], None],
+    lpips: Lpips | None = None,
+    pictures: int = 0,
     optimised: int = 2,
+    steps: Steps | None = None,
+    stage: str = "",
 ) -> Row:
     """Make updates under one combination, attack each, and score the attacks.
 
@@ -225,185 +304,200 @@ def audit_combination(
         budget: The budget of attacks that optimise or learn.
         lpips: The LPIPS network; None: without LPIPS.
         pictures: The number of images in the gallery.
-        notify: Called with a description before each attack.
         optimised: The number of updates on which slow attacks are run.
+        steps: The steps of the audit.
+        stage: The stage of training, which identifies the steps.
     """
-    plan = _parse_plan(case, combination)
-    updates = list(make_updates(case, model, plan))
-    own_examples, others = split_own_images(case.own)
-    own = pixel_values(own_examples.only(np.arange(min(MAX_OWN_IMAGES, len(own_examples)))))
-    rehearsals = tuple(
-        rehearse(updates[0][0], plan, own_examples, REHEARSALS, case.seed * 1000 + 500)
-    )
-    scores: dict[str, AttackScores] = {}
-    recovered: dict[str, list[float]] = {}
-    reasons: dict[str, str] = {}
-    fitted: dict[Any, Any] = {}
+    plan = case.plan(combination)
+    size = plan.samples * plan.clients
 
-    def fit(attack: Attack) -> Any:
-        view = build_view(
-            updates[0][0], plan, updates[0][1], updates[0][2], attack.threat, own, rehearsals
-        )
-        return fit_attack(
-            fitted,
-            attack,
-            view,
-            budget,
-            lambda n: sample_rehearsals(
-                updates[0][0], plan, own_examples, n, case.seed * 1000 + 700
-            ),
-        )
+    @cache
+    def updates() -> list[AttackedUpdate]:
+        return list(make_updates(case, model, plan))
 
-    for attack in attacks:
-        notify(f"{combination}: {attack.title}")
-        attempts: list[tuple[Attempt, Truth]] = []
-        try:
-            learned = None if attack.learn is None else fit(attack)
-        except UpdateError as error:
-            reasons[attack.name] = str(error)
-            continue
-        for n, (sent_model, update, truth) in enumerate(
-            updates[:optimised] if attack.is_slow else updates
-        ):
-            view = build_view(sent_model, plan, update, truth, attack.threat, own, rehearsals)
-            result, score = attack_update(
-                attack,
-                view,
-                truth,
-                others,
-                replace(budget, seed=budget.seed + n),
-                case.seed + n,
-                learned,
-            )
-            if result.output is None:
-                reasons[attack.name] = result.reason
-                break
-            attempts.append((result, truth))
-            if score is not None:
-                recovered.setdefault(attack.name, []).append(score)
-        if attack.kind == "images" and attempts and attack.name not in reasons:
-            scores[attack.name] = _score_attempts(case, attack.name, attempts, lpips, pictures)
-    read = (
-        torch.cat([truth.read["pixel_values"] for _, _, truth in updates])[:pictures]
-        if pictures and updates[0][2].puzzle is not None
-        else None
-    )
-    patches, mask, labels = (
-        max(
-            (recovered[a.name] for a in attacks if a.kind == kind and a.name in recovered),
-            key=statistics.fmean,
-            default=[],
-        )
-        for kind in ("patches", "mask", "labels")
-    )
-    return Row(
-        combination,
-        scores,
-        patches,
-        mask,
-        labels,
-        plan.private.epsilon() if plan.private is not None else None,
-        plan.samples * plan.clients,
-        reasons,
-        None if read is None else to_pixels(case, read),
-        floor=mean_score(
-            _score_mean_image(case, len(updates) * plan.samples * plan.clients, None), LEAK
-        ),
+    @cache
+    def rehearsals() -> tuple[Rehearsal, ...]:
+        if case.is_text:
+            return ()
+        own, _ = split_own_images(case.own)
+        seed = case.seed * 1000 + 500
+        return tuple(rehearse(updates()[0].model, plan, own, REHEARSALS, seed))
+
+    def practise(count: int) -> Iterator[Rehearsal]:
+        own, _ = split_own_images(case.own)
+        return sample_rehearsals(updates()[0].model, plan, own, count, case.seed * 1000 + 700)
+
+    attacker = Attacker(
+        case.own,
+        budget,
+        case.mean,
+        case.std,
+        case.seed,
+        lambda attack: rehearsals(),
+        practise,
+        lpips,
+        pictures,
     )
 
+    def run(attack: Attack, within: Progress) -> Measured:
+        chosen = updates()[:optimised] if attack.is_slow else updates()
+        return attack_updates(attack, chosen, attacker, within)
 
-def attack_update(
+    row = attack_row(steps or Steps(), f"{stage}/{combination}", combination, attacks, run)
+    floor = None
+    if not case.is_text:
+        floor = _score_mean_image(case, _count_updates(case, size) * size, None)
+    inputs = None
+    if pictures and isinstance(plan.model, Mjp):
+        read = [u.truth.read["pixel_values"] for u in updates() if u.truth.puzzle is not None]
+        inputs = to_pixels(case, torch.cat(read)[:pictures]) if read else None
+    epsilon = plan.private.epsilon() if plan.private is not None else None
+    return replace(row, epsilon=epsilon, samples=size, inputs=inputs, floor=floor)
+
+
+def attack_updates(
     attack: Attack,
-    view: SentUpdate,
-    truth: Truth,
-    others: Tensor,
-    budget: Budget,
-    seed: int,
-    learned: Any = None,
-) -> tuple[Attempt, float | None]:
-    """Run an attack on one update, and score it unless it recovers images.
+    updates: Sequence[AttackedUpdate],
+    attacker: Attacker,
+    within: Progress | None = None,
+) -> Measured:
+    """Run an attack on some updates, and score what it recovers.
 
     Args:
         attack: The attack.
-        view: The update and what is granted.
-        truth: The samples of the client.
-        others: Images that the attacker does not have, for non-members.
-        budget: The budget of attacks that optimise or learn.
-        seed: The random seed of the candidate patches.
-        learned: The result of `fit_attack` for attacks that learn.
-
-    Returns:
-        The attempt, and the AUC of patches, or the recovered share of the mask or the labels.
+        updates: The updates.
+        attacker: What the attacker has.
+        within: Progress callback, in updates.
     """
-    candidates, members = (
-        sample_candidates(view, truth, others, seed) if attack.kind == "patches" else (None, 0)
-    )
-    result = attempt(attack, view, budget, candidates, learned)
-    output, score = result.output, None
-    if output is not None and attack.kind == "patches":
-        score = auc(output[:members], output[members:])
-    elif output is not None and attack.kind == "labels":
-        score = label_recall(output, truth.labels)
-    elif output is not None and attack.kind == "mask" and truth.puzzle is not None:
-        score = float((output == truth.puzzle.mask[0]).double().mean())
-    return result, score
+    images = attacker.images() if attack.threat.images or attack.kind == "patches" else None
+    outputs: list[Any] = []
+    facts: list[Mapping[str, Any]] = []
+    seconds: list[float] = []
+    candidates: list[int] = []
+    reason, learned = "", None
+
+    def report_step(n: int) -> Progress:
+        def report(done: int, total: int, label: str) -> None:
+            if within is not None:
+                within(n * total + done, len(updates) * total, label)
+
+        return report
+
+    for n, sent in enumerate(updates):
+        try:
+            rehearsals = attacker.rehearse(attack)
+            view = build_recorded_view(
+                sent.model, sent.update, sent.truth, attack.threat, images, rehearsals
+            )
+            if attack.learn is not None and learned is None:
+                learned = fit_attack(
+                    attacker.fitted, attack, view, attacker.budget, attacker.practise
+                )
+            patches, members = None, 0
+            if attack.kind == "patches":
+                patches, members = sample_candidates(view, sent.truth, attacker, attacker.seed + n)
+        except UpdateError as error:
+            return Measured(reason=str(error))
+        budget = replace(attacker.budget, seed=attacker.budget.seed + n, progress=report_step(n))
+        tried = attempt(attack, view, budget, patches, learned)
+        report_step(n)(1, 1, "updates")
+        if tried.output is None:
+            reason = tried.reason
+            if attack.kind != "texts":
+                return Measured(reason=reason)
+        outputs.append(tried.output)
+        facts.append(tried.facts)
+        seconds.append(tried.seconds)
+        candidates.append(members)
+    time = statistics.fmean(seconds)
+    truths = [sent.truth for sent in updates]
+    if attack.kind == "images":
+        return Measured(_score_images(attack.name, outputs, truths, attacker, time, facts))
+    if attack.kind == "texts":
+        causal = attacker.own.causal
+        texts = [token_lists(truth, causal) for truth in truths]
+        guesses = [output or [] for output in outputs]
+        scored = [score_texts(guess, text) for guess, text in zip(guesses, texts, strict=True)]
+        f1 = [words_f1(guess, text) for guess, text in zip(guesses, texts, strict=True)]
+        scores = AttackScores(attack.name, merge_scores(scored), seconds=round(time, 1))
+        return Measured(scores, f1, reason=reason)
+    if attack.kind == "patches":
+        shares = [auc(o[:m], o[m:]) for o, m in zip(outputs, candidates, strict=True)]
+        return Measured(share=shares, guess=0.5)
+    if attack.kind == "labels":
+        labels = [truth.labels for truth in truths]
+        counts = attacker.label_counts(len(labels[0]))
+        shares = [label_recall(o, y) for o, y in zip(outputs, labels, strict=True)]
+        guess = statistics.fmean(label_recall(counts, y) for y in labels)
+        return Measured(share=shares, guess=guess, count=sum(map(len, labels)))
+    masks = [truth.puzzle.mask[0] for truth in truths if truth.puzzle is not None]
+    shares = [float((o == m).double().mean()) for o, m in zip(outputs, masks, strict=False)]
+    return Measured(share=shares, count=sum(map(len, masks)))
 
 
 def make_updates(
     case: GradientCase, model: torch.nn.Module, plan: Plan
-) -> Iterator[tuple[torch.nn.Module, Update, Truth]]:
-    """Yield updates of the first victims: the model of both sides, the update, and the truth."""
+) -> Iterator[AttackedUpdate]:
+    """Yield updates of the first victims."""
     prepared, size = prepare_model(model, plan), plan.samples * plan.clients
-    for n in range(max(1, min(case.updates, len(case.victims) // size))):
+    for n in range(_count_updates(case, size)):
         rows = np.arange(n * size, (n + 1) * size)
         seed = case.seed * 1000 + n
-        yield prepared, *contribute_rows(prepared, plan, case.victims, rows, seed)
+        yield AttackedUpdate(prepared, *contribute_rows(prepared, plan, case.victims, rows, seed))
 
 
-def _score_attempts(
-    case: GradientCase,
+def _count_updates(case: GradientCase, size: int) -> int:
+    return max(1, min(case.updates, len(case.victims) // size))
+
+
+def _score_images(
     name: str,
-    attempts: Sequence[tuple[Attempt, Truth]],
-    lpips: Lpips | None,
-    pictures: int,
+    outputs: Sequence[Tensor],
+    truths: Sequence[Truth],
+    attacker: Attacker,
+    seconds: float,
+    facts: Sequence[Mapping[str, Any]],
 ) -> AttackScores:
-    sides: list[list[Tensor]] = [[], [], [], []]
-    for result, truth in attempts:
-        guesses = to_pixels(case, result.output)
-        original, read = (
-            to_pixels(case, inputs["pixel_values"]) for inputs in (truth.original, truth.read)
-        )
-        matched = (best_assignment(guesses, images) for images in (original, read))
-        for side, images in zip(sides, (original, read, *matched), strict=True):
-            side.append(images)
-    originals, inputs_read, by_original, by_read = (torch.cat(side) for side in sides)
+    """Score images against the originals and, if a puzzle changed them, the model's inputs."""
+    guesses = [to_pixels(attacker, output) for output in outputs]
+    originals = [to_pixels(attacker, truth.original["pixel_values"]) for truth in truths]
+    inputs = [to_pixels(attacker, truth.read["pixel_values"]) for truth in truths]
+
+    def score(targets: Sequence[Tensor]) -> tuple[Tensor, Scores]:
+        matched = torch.cat([best_assignment(*pair) for pair in zip(guesses, targets, strict=True)])
+        return matched, score_reconstructions(matched, torch.cat(list(targets)), attacker.lpips)
+
+    matched, scores = score(originals)
+    is_changed = not torch.equal(torch.cat(originals), torch.cat(inputs))
     return AttackScores(
         name,
-        score_reconstructions(by_original, originals, lpips),
-        (),
-        0.0,
-        statistics.fmean(result.seconds for result, _ in attempts),
-        by_original[:pictures],
-        read=None
-        if torch.equal(originals, inputs_read)
-        else score_reconstructions(by_read, inputs_read, lpips),
-        facts=[result.facts for result, _ in attempts],
+        scores,
+        seconds=seconds,
+        images=matched[: attacker.pictures],
+        read=score(inputs)[1] if is_changed else None,
+        facts=facts,
     )
 
 
-def split_own_images(own: Examples) -> tuple[Examples, Tensor]:
+def score_reconstructions(guesses: Tensor, images: Tensor, lpips: Lpips | None) -> Scores:
+    """Return all metrics; identification is left out for a single image, where it is trivial."""
+    single = len(images) == 1
+    metrics = tuple(m for m in UPDATE_METRICS if not (single and m.name == "identified"))
+    return score_images(guesses, images, lpips, metrics)
+
+
+def split_own_images(own: Examples) -> tuple[Examples, Examples]:
     """Return the adversary's images, and held-out images for non-members in membership attacks.
 
     An adversary that had the non-members would recognise them as such.
     """
     count = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
-    return own.only(np.arange(count)), pixel_values(
-        own.only(np.arange(count if count < len(own) else 0, len(own)))
-    )
+    first = count if count < len(own) else 0
+    return own.only(np.arange(count)), own.only(np.arange(first, len(own)))
 
 
 def sample_candidates(
-    view: SentUpdate, truth: Truth, other_images: Tensor, seed: int
+    view: SentUpdate, truth: Truth, attacker: Attacker, seed: int
 ) -> tuple[Tensor, int]:
     """Return candidate patches, and how many of them, the first ones, are members.
 
@@ -413,12 +507,32 @@ def sample_candidates(
     members = extract_patches(truth.read["pixel_values"].cpu(), side)
     generator = torch.Generator().manual_seed(seed)
     members = members[torch.randperm(len(members), generator=generator)[:MAX_CANDIDATES]]
-    others = extract_patches(other_images, side)
+    others = extract_patches(pixel_values(split_own_images(attacker.own)[1]), side)
     others = others[torch.randperm(len(others), generator=generator)[: len(members)]]
     return torch.cat([members, others]), len(members)
 
 
-def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
+def extract_patches(images: Tensor, patch: int) -> Tensor:
+    """Return all patches of images, [count, values]."""
+    return to_patches(images, patch).flatten(0, 1)
+
+
+def token_lists(truth: Truth, causal: bool) -> list[list[int]]:
+    """Return the tokens of each text without padding; a causal model's last token is a label.
+
+    They are the original texts, before any puzzle.
+    """
+    ids = truth.original["input_ids"].cpu()
+    mask = truth.original.get("attention_mask")
+    rows = (
+        [row.tolist() for row in ids]
+        if mask is None
+        else [row[m.bool()].tolist() for row, m in zip(ids, mask.cpu(), strict=True)]
+    )
+    return [row[:-1] if causal else row for row in rows]
+
+
+def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Scores]:
     """Score what costs an attacker nothing, against the victims of "none".
 
     These are the mean of its own images and, if an update has several images and so no order, its
@@ -432,12 +546,19 @@ def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Any]:
         )
         own = own.repeat(-(-len(images) // len(own)), 1, 1, 1)[: len(images)]
         pairs = zip(torch.split(own, case.batch), torch.split(images, case.batch), strict=True)
-        scores[OTHERS] = score_reconstructions(
-            torch.cat([best_assignment(guesses, targets) for guesses, targets in pairs]),
-            images,
-            lpips,
-        )
+        matched = torch.cat([best_assignment(guesses, targets) for guesses, targets in pairs])
+        scores[OTHERS] = score_reconstructions(matched, images, lpips)
     return scores
+
+
+def score_other_texts(case: GradientCase) -> Scores:
+    """Score texts of the attacker as guesses of the attacked ones."""
+    count = min(len(case.own), len(case.victims), max(1, case.updates * case.batch))
+    texts = []
+    for data in (case.own, case.victims):
+        inputs, labels = data.batch(np.arange(count))
+        texts.append(token_lists(Truth(inputs, inputs, labels), data.causal))
+    return merge_scores([score_texts([guess], [text]) for guess, text in zip(*texts, strict=True)])
 
 
 def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:
@@ -448,10 +569,6 @@ def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Sc
 
 def _first_victims(case: GradientCase, count: int) -> Examples:
     return case.victims.only(np.arange(min(count, len(case.victims))))
-
-
-def _parse_plan(case: GradientCase, combination: str) -> Plan:
-    return parse_plan(combination, case.batch, case.steps, case.lr)
 
 
 def _patch_layers(view: SentUpdate) -> Layers:

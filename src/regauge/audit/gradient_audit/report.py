@@ -1,7 +1,8 @@
-"""The report of the image audit: findings, tables, gallery, curves, and a verdict.
+"""The report of audits of gradients: findings, tables, gallery, curves, and a verdict.
 
-Leakage is measured by PSNR in dB: of the mean image (floor), of the attack under this combination
-(value), and of the same attack without a defence (ceiling).
+Leakage of images is measured by PSNR in dB: of the mean image (floor), of the attack under this
+combination (value), and of the same attack without a defence (ceiling). Leakage of texts is
+measured by ROUGE-L.
 """
 
 from __future__ import annotations
@@ -11,20 +12,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from regauge.audit.engine import CAVEAT, Attack, titles_of
-from regauge.audit.gradient_audit.scores import LEAK, METRICS, Row, average
 from regauge.audit.scores import (
     MEAN_IMAGE,
     OTHERS,
+    AttackScores,
     Case,
+    Row,
     mean_score,
-    metric_cells,
-    metric_columns,
     worst_score,
 )
-from regauge.audit.split_audit.report import to_pictures
+from regauge.audit.tables import (
+    build_details,
+    build_findings,
+    build_text_table,
+    format_range,
+    gallery,
+    line_figure,
+    round_rows,
+)
 from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
+LEAK = "PSNR"
 NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: up to chance; clearly more
 GUESS_AUC, CERTAIN_AUC = 0.55, 0.9  # AUC of membership: as good as a guess; certain
 RECOGNISABLE_DB = 20.0  # dB from which a picture is recognised
@@ -37,9 +46,9 @@ ADVICE = (
 
 
 def build_results(
-    title: str, cases: Sequence[Case[Row]], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
-    """Return the results of some cases: findings, tables, figures and the verdict.
+    """Return the results of some cases of images.
 
     Args:
         title: The title of the results.
@@ -47,83 +56,107 @@ def build_results(
         attacks: The attacks of the report.
         unchecked: What was not tried, and why.
     """
-    findings = tuple(f for case in cases for f in build_findings(case, attacks))
+    findings = tuple(f for case in cases for f in image_findings(case, attacks))
+    note = (
+        "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the pixels "
+        "(Parseval). Rank, of as many unknown patches, and condition number of the least squares, "
+        "of the first update."
+    )
+    system = {
+        column: lambda r, key=key: r.facts[0].get(key) if r.facts else None
+        for column, key in (("rank", "rank"), ("of", "unknowns"), ("condition", "condition"))
+    }
+    columns = {**system, "seconds": lambda r: round(r.seconds, 2)}
     tables = tuple(
         t
         for case in cases
-        for t in (build_overview(case), build_table(case, attacks), build_details(case, attacks))
+        for t in (
+            build_overview(case),
+            build_table(case, attacks),
+            build_details(case, attacks, columns, note),
+        )
     )
     figures = tuple(f for case in cases for f in (*gallery_figures(case), *curve_figures(case)))
     verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
-    reasons = [
-        f"{row.combination}, {name}: {text}"
-        for case in cases
-        for row in case.rows
-        for name, text in row.reasons.items()
-        if name != "mask"
-    ]
+    reasons = [text for case in cases for text in _reasons(case) if ", mask: " not in text]
     return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *reasons))
 
 
-def build_findings(case: Case[Row], attacks: Sequence[Attack]) -> list[Finding]:
-    """Return one finding for each combination and attack on images, and for patch membership."""
-    undefended, findings = case.row(NONE), []
-    titles = titles_of(attacks)
+def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
+    """Return the results of a case of texts."""
+    titles, leak = titles_of(attacks), case.metric
+    table = build_text_table(
+        case,
+        attacks,
+        {"texts": lambda row: row.samples},
+        {"labels": lambda row: row.share("labels")},
+        ("floor: another text", None),
+        f"Texts: {case.name}",
+        "Texts: the number of texts in an update. Words by zero rows gives a bag: its order is the "
+        "vocabulary's.",
+    )
+
+    def describe(row: Row, result: AttackScores) -> str:
+        return f"{result.value('exact'):.0%} of the texts exactly"
+
+    verdict = []
     for row in case.rows:
-        for name, result in row.images.items():
-            values = result.scores[LEAK]
-            ceiling = (
-                undefended.images[name].value(LEAK)
-                if name in undefended.images
-                else undefended.best()[1]
+        name, best = row.best(leak)
+        if best is not None:
+            verdict.append(
+                f"{row.combination}: {leak} {best:.2f} by {titles[name]} (another text: "
+                f"{case.floor(leak):.2f}), {row.value(name, 'exact'):.0%} of the texts exactly; "
+                f"{row.best('words')[1]:.0%} of the words."
             )
-            sentence = (
-                f"of one image at most {max(values):.1f} dB; SSIM {result.value('SSIM'):.2f}; "
-                f"{result.seconds:.1f} s for an update"
-            )
-            statement = f'Under "{row.combination}", {titles[name]} gives this much of the images.'
-            spread = statistics.stdev(values) if len(values) > 1 else None
-            findings.append(
-                Finding(
-                    f"{case.name}/{row.combination}/{name}",
-                    statement,
-                    None,
-                    result.value(LEAK),
-                    _baseline(case, row),
-                    ceiling,
-                    sentence,
-                    measure="PSNR",
-                    spread=spread,
-                    trials=len(values),
-                )
-            )
-        if row.patches:
-            statement = (
-                f'Under "{row.combination}", updates reveal whether a patch was in the batch.'
-            )
-            patches_sentence = f"of one update at most {max(row.patches):.3f}"
-            findings.append(
-                Finding(
-                    f"{case.name}/{row.combination}/patches",
-                    statement,
-                    None,
-                    average(row.patches),
-                    0.5,
-                    1.0,
-                    patches_sentence,
-                    measure="AUC",
-                    trials=len(row.patches),
-                )
-            )
-    return findings
+    return Results(
+        "What updates give away",
+        tuple(build_findings(case, attacks, describe)),
+        (table,),
+        facts={"verdict": [*verdict, *label_verdict(case), CAVEAT]},
+        unchecked=tuple(_reasons(case)),
+    )
 
 
-def build_overview(case: Case[Row]) -> Table:
+def _reasons(case: Case) -> list[str]:
+    return [f"{r.combination}, {name}: {why}" for r in case.rows for name, why in r.reasons.items()]
+
+
+def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
+    """Return one finding for each combination and attack on images, and for patch membership."""
+
+    def describe(row: Row, result: AttackScores) -> str:
+        return (
+            f"of one image at most {max(result.scores[LEAK]):.1f} dB; SSIM "
+            f"{result.value('SSIM'):.2f}; {result.seconds:.1f} s for an update"
+        )
+
+    def patches(row: Row) -> list[Finding]:
+        aucs = row.shares.get("patches", ())
+        if not aucs:
+            return []
+        return [
+            Finding(
+                f"{case.name}/{row.combination}/patches",
+                f'Under "{row.combination}", updates reveal whether a patch was in the batch.',
+                None,
+                row.share("patches"),
+                0.5,
+                1.0,
+                f"of one update at most {max(aucs):.3f}",
+                measure="AUC",
+                trials=len(aucs),
+            )
+        ]
+
+    return build_findings(case, attacks, describe, patches)
+
+
+def build_overview(case: Case) -> Table:
     """Return the first table: what each combination hides, in words."""
-    has_labels = any(row.labels for row in case.rows)
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        best, baseline, membership = row.best()[1], _baseline(case, row), average(row.patches)
+        best, baseline = row.best(LEAK)[1], case.floor(LEAK, row)
+        membership, labels = row.share("patches"), row.share("labels")
         images = (
             "not tried"
             if best is None
@@ -142,111 +175,72 @@ def build_overview(case: Case[Row]) -> Table:
             if may_be_chance(row)
             else LEVELS[2 if membership >= CERTAIN_AUC else 1]
         )
-        label_share = average(row.labels)
-        labels = "not tried" if label_share is None else f"{label_share:.0%} revealed"
-        rows.append(
-            (row.combination, images, patches, *([labels] if has_labels else []), row.samples)
-        )
-    columns = (
-        "defences",
-        "images",
-        "patches",
-        *(["labels"] if has_labels else []),
-        "images in an update",
-    )
+        revealed = "not tried" if labels is None else f"{labels:.0%} revealed"
+        cells = (row.combination, images, patches, *((revealed,) if case.has("labels") else ()))
+        rows.append((*cells, row.samples))
+    labels_column = ("labels",) if case.has("labels") else ()
+    columns = ("defences", "images", "patches", *labels_column, "images in an update")
     note = (
         f"Images: hidden is within {NEGLIGIBLE_DB} dB of the mean image, given away "
         f"{RECOGNISABLE_DB:.0f} dB and more, where a picture is recognised. Patches: whether "
-    )
-    note += (
         f"one was in the batch; hidden is an AUC of at most {GUESS_AUC}, given away of "
-        f"{CERTAIN_AUC} and more, unclear if "
+        f"{CERTAIN_AUC} and more, unclear if so few updates may reach it by chance. By the best "
+        "attack that was tried."
     )
-    note += "so few updates may reach it by chance. By the best attack that was tried."
     return Table(f"Which defence hides what: {case.name}", columns, tuple(rows), note)
 
 
-def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     """Return the main table: PSNR of each attack, patch membership, mask and labels."""
-    used = [
-        a for a in attacks if a.kind == "images" and any(a.name in row.images for row in case.rows)
-    ]
-    shown = {
-        field: any(getattr(row, field) for row in case.rows)
-        for field in ("patches", "mask", "labels")
-    }
-    has_epsilon, has_accuracy = (
-        any(row.epsilon is not None for row in case.rows),
-        any(row.accuracy is not None for row in case.rows),
+    used = [a for a in attacks if any(a.name in row.by_attack for row in case.rows)]
+    kinds = {"patches": "patches (AUC)", "mask": "mask", "labels": "labels"}
+    kinds = {kind: title for kind, title in kinds.items() if case.has(kind)}
+    has_epsilon = any(row.epsilon is not None for row in case.rows)
+    rows: list[tuple[Any, ...]] = []
+    for row in case.rows:
+        name, best = row.best(LEAK)
+        scores = row.by_attack[name].nearer(LEAK) if name else {}
+        rows.append(
+            (
+                row.combination,
+                row.samples,
+                best,
+                worst_score(scores, LEAK),
+                *(mean_score(scores, m) for m in ("SSIM", "identified")),
+                *(row.value(a.name, LEAK) for a in used),
+                *(row.share(kind) for kind in kinds),
+                *((row.epsilon,) if has_epsilon else ()),
+            )
+        )
+    mean_image = case.floors[MEAN_IMAGE]
+    rows.append(
+        (
+            "floor: the mean image",
+            None,
+            case.floor(LEAK),
+            worst_score(mean_image, LEAK),
+            mean_score(mean_image, "SSIM"),
+            mean_score(case.floors.get(OTHERS, mean_image), "identified"),
+            *(case.floor(LEAK) for _ in used),
+            *(0.5 if kind == "patches" else None for kind in kinds),
+            *((None,) if has_epsilon else ()),
+        )
     )
-    columns = [
+    columns = (
         "defences",
-        *(["accuracy"] if has_accuracy else []),
         "images",
         "best PSNR",
         "worst",
         "SSIM",
         "re-identified",
         *(a.title for a in used),
-    ]
-    columns += [
-        name
-        for field, name in (("patches", "patches (AUC)"), ("mask", "mask"), ("labels", "labels"))
-        if shown[field]
-    ]
-    columns += ["epsilon"] if has_epsilon else []
-    rows: list[tuple[Any, ...]] = []
-    for row in case.rows:
-        name, best = row.best()
-        result = row.images.get(name)
-        is_read = result is not None and (result.value(LEAK, read=True) or 0) > (
-            result.value(LEAK) or 0
-        )
-        scores = None if result is None else result.read if is_read else result.scores
-        values: list[Any] = [
-            row.combination,
-            *([row.accuracy] if has_accuracy else []),
-            row.samples,
-            best,
-            None if scores is None else worst_score(scores, LEAK),
-        ]
-        values += [
-            None if scores is None else mean_score(scores, m) for m in ("SSIM", "identified")
-        ]
-        values += [row.images[a.name].value(LEAK) if a.name in row.images else None for a in used]
-        values += [average(getattr(row, field)) for field in shown if shown[field]]
-        rows.append(
-            tuple(
-                round(v, 3) if isinstance(v, float) else v
-                for v in [*values, *([row.epsilon] if has_epsilon else [])]
-            )
-        )
-    baseline: list[Any] = [
-        "floor: the mean image",
-        *([None] if has_accuracy else []),
-        None,
-        case.floor(LEAK),
-        worst_score(case.floors[MEAN_IMAGE], LEAK),
-    ]
-    others = case.floors.get(OTHERS, case.floors[MEAN_IMAGE])
-    baseline += [
-        mean_score(case.floors[MEAN_IMAGE], "SSIM"),
-        mean_score(others, "identified"),
-        *(case.floor(LEAK) for _ in used),
-    ]
-    baseline += [{"patches": 0.5}.get(field) for field in shown if shown[field]] + (
-        [None] if has_epsilon else []
+        *kinds.values(),
+        *(("epsilon",) if has_epsilon else ()),
     )
-    rows.append(tuple(round(v, 3) if isinstance(v, float) else v for v in baseline))
     note = (
-        "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that "
-        "leaked most. Best PSNR, worst, SSIM and re-identification are "
-    )
-    note += (
-        "against the original images or the puzzled ones, whichever are nearer; the column of "
-        "each attack is against the original "
-    )
-    note += (
+        "PSNR in dB, of pixels in 0..1, mean over the images; worst is of the image that leaked "
+        "most. Best PSNR, worst, SSIM and re-identification are against the original images or "
+        "the puzzled ones, whichever are nearer; the column of each attack is against the original "
         "images. Images: the number of images in an update. An empty field: the attack does not "
         "apply."
     )
@@ -255,186 +249,115 @@ def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
             " The images of an update have no order: the best assignment counts, and the floor "
             "of re-identification is that of other images."
         )
-    return Table(f"What updates give away: {case.name}", tuple(columns), tuple(rows), note)
+    return Table(f"What updates give away: {case.name}", columns, round_rows(rows), note)
 
 
-def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
-    """Return every metric, against the originals and against the model's inputs."""
-    metrics = metric_columns(case.floors, METRICS)
-    about = ("rank", "unknowns", "condition")
-    columns = (
-        "defences",
-        "attack",
-        "against",
-        *metrics,
-        "rank",
-        "of",
-        "condition",
-        "seconds",
-    )
-    rows: list[tuple[Any, ...]] = []
-    titles = titles_of(attacks)
-    for row in case.rows:
-        for name, result in row.images.items():
-            sides = [("the original", result.scores)] + (
-                [] if result.read is None else [("what was read", result.read)]
-            )
-            facts = result.facts[0] if result.facts else {}
-            end = [*(facts.get(key) for key in about), round(result.seconds, 2)]
-            for against, scores in sides:
-                cells = metric_cells(scores, metrics)
-                rows.append((row.combination, titles[name], against, *cells, *end))
-    floor = metric_cells(case.floors[MEAN_IMAGE], metrics)
-    rows.append(("floor", "the mean image", "the original", *floor, None, None, None, None))
-    note = (
-        "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the "
-        "pixels (Parseval). Rank, of as many unknown patches, and "
-    )
-    note += "condition number of the least squares, of the first update."
-    return Table(f"Every metric: {case.name}", columns, tuple(rows), note)
-
-
-def gallery_figures(case: Case[Row]) -> list[Figure]:
+def gallery_figures(case: Case) -> list[Figure]:
     """Return the images and the best reconstructions under each combination."""
-    if case.shown is None or not len(case.shown):
-        return []
-    rows = [{"label": "the images", "images": to_pictures(case.shown)}]
+    rows = [("the images", case.shown)]
     for row in case.rows:
-        name, best = row.best()
-        result = row.images.get(name)
-        if row.read is not None:
-            rows.append(
-                {
-                    "label": f"{row.combination}: what the model read",
-                    "images": to_pictures(row.read),
-                }
-            )
-        if result is not None and result.images is not None:
-            rows.append(
-                {
-                    "label": f"{row.combination}: {best:.0f} dB ({name})",
-                    "images": to_pictures(result.images),
-                }
-            )
+        name, best = row.best(LEAK)
+        rows.append((f"{row.combination}: the model's input", row.inputs))
+        if name:
+            images = row.by_attack[name].images
+            rows.append((f"{row.combination}: {best:.0f} dB ({name})", images))
     caption = (
         f"The best attack under each combination. The mean image has {case.floor(LEAK):.1f} "
-        "dB; from about 20 dB on, a picture is recognised."
+        f"dB; from about {RECOGNISABLE_DB:.0f} dB on, a picture is recognised."
     )
-    return [
-        Figure(
-            f"{case.name}: what the server sees", "images", {"columns": [], "rows": rows}, caption
-        )
-    ]
+    return gallery(f"{case.name}: what the server recovers", rows, caption)
 
 
-def curve_figures(case: Case[Row]) -> list[Figure]:
+def curve_figures(case: Case) -> list[Figure]:
     """Return leakage against batch size and against training."""
     figures = []
     if case.batches:
         sizes = sorted(case.batches)
-        y: dict[str, Any] = {
-            "the best attack": [case.batches[b].best()[1] for b in sizes],
+        rows = [case.batches[size] for size in sizes]
+        y: dict[str, list[float | None]] = {
+            "the best attack": [row.best(LEAK)[1] for row in rows],
             "the mean image": [case.floor(LEAK)] * len(sizes),
         }
-        data = {"x": sizes, "y": y, "xlabel": "images in an update", "ylabel": "PSNR"}
-        figures.append(
-            Figure(
-                f"{case.name}: leakage against batch size",
-                "lines",
-                data,
-                "Without a defence. In the mean over the images of all updates.",
-            )
-        )
+        title, xlabel = f"{case.name}: leakage against batch size", "images in an update"
+        caption = "Without a defence. In the mean over the images of all updates."
+        figures.append(line_figure(title, sizes, y, xlabel, "PSNR", caption))
         recovered = {
-            name: [average(getattr(case.batches[b], field)) for b in sizes]
-            for field, name in (("patches", "patches, AUC"), ("labels", "labels, share"))
-        }
-        recovered = {
-            name: values for name, values in recovered.items() if all(v is not None for v in values)
+            name: values
+            for kind, name in (("patches", "patches, AUC"), ("labels", "labels, share"))
+            if None not in (values := [row.share(kind) for row in rows])
         }
         if recovered:
-            figures.append(
-                Figure(
-                    f"{case.name}: patches and labels against batch size",
-                    "lines",
-                    {**data, "y": recovered, "ylabel": "AUC, share"},
-                )
-            )
+            title = f"{case.name}: patches and labels against batch size"
+            figures.append(line_figure(title, sizes, recovered, xlabel, "AUC, share"))
     if case.stages:
-        names = list(case.stages)
-        by_combination = {row.combination: [row.best()[1]] for row in case.rows}
-        for rows in case.stages.values():
-            for row in rows:
-                by_combination[row.combination].append(row.best()[1])
-        lines = {
-            c: [None if v is None else v for v in values]
-            for c, values in by_combination.items()
-            if any(v is not None for v in values)
+        stages = [case.rows, *case.stages.values()]
+        curves = {
+            row.combination: [stage[i].best(LEAK)[1] for stage in stages]
+            for i, row in enumerate(case.rows)
         }
-        caption = f"0 is the given model; then: {', '.join(names)}."
-        data = {
-            "x": list(range(len(names) + 1)),
-            "y": lines,
-            "xlabel": "stage of training",
-            "ylabel": "PSNR of the best attack",
-        }
-        figures.append(Figure(f"{case.name}: leakage against training", "lines", data, caption))
+        figures.append(
+            line_figure(
+                f"{case.name}: leakage against training",
+                range(len(stages)),
+                {c: values for c, values in curves.items() if any(v is not None for v in values)},
+                "stage of training",
+                "PSNR of the best attack",
+                f"0 is the given model; then: {', '.join(case.stages)}.",
+            )
+        )
     return figures
 
 
-def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
-    """Return the conclusions of a case, one sentence each."""
-    undefended, floor = case.row(NONE), case.floor(LEAK)
-    name, ceiling = undefended.best()
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
+    """Return the conclusions of a case of images, one sentence each."""
+    undefended, floor, titles = case.rows[0], case.floor(LEAK), titles_of(attacks)
+    name, ceiling = undefended.best(LEAK)
+
+    def gain(row: Row) -> float:
+        return (row.best(LEAK)[1] or 0.0) - case.floor(LEAK, row)
+
     sentences = []
     if ceiling is None:
         sentences.append(f"{case.name}: no attack on images applies to an undefended update.")
     elif ceiling > floor + CLEAR_DB:
         sentences.append(
             f"{case.name}: an undefended update reveals its images to {ceiling:.0f} dB "
-            f"({_attack_title(name, attacks)}; the mean image has {floor:.0f})."
+            f"({titles[name]}; the mean image has {floor:.0f})."
         )
     else:
         sentences.append(
             f"{case.name}: of an undefended update (images: {undefended.samples}) the best attack "
             f"gets {ceiling:.1f} dB; the mean image has {floor:.1f}."
         )
-    hidden = [
-        row for row in case.rows if row.combination != NONE and is_hidden(row, _baseline(case, row))
-    ]
-    attacked = [row for row in case.rows if row.combination != NONE and row.images]
-    images_only = [
-        row
-        for row in attacked
-        if row not in hidden and (row.best()[1] or 0) <= _baseline(case, row) + NEGLIGIBLE_DB
-    ]
+    defended = [row for row in case.rows if row.combination != NONE]
+    attacked = [row for row in defended if row.by_attack]
+    leaking = [row for row in attacked if gain(row) > NEGLIGIBLE_DB]
     useless = [
         row
-        for row in case.rows
-        if row.combination != NONE
-        and ceiling is not None
+        for row in attacked
+        if ceiling is not None
         and ceiling > floor + NEGLIGIBLE_DB
-        and (row.best()[1] or 0) >= ceiling - 1
+        and (row.best(LEAK)[1] or 0) >= ceiling - 1
     ]
+    hidden = [
+        row for row in attacked if row not in leaking and (row.share("patches") or 0.5) <= GUESS_AUC
+    ]
+    images_only = [row for row in attacked if row not in leaking and row not in hidden]
     if useless:
         sentences.append(
             f"Buys nothing against images: {', '.join(r.combination for r in useless)}."
         )
-    for row in case.rows:
-        if (
-            row.combination != NONE
-            and row not in useless
-            and (row.best()[1] or 0) > _baseline(case, row) + NEGLIGIBLE_DB
-        ):
-            gained = (row.best()[1] or 0) - _baseline(case, row)
+    for row in leaking:
+        if row not in useless:
+            best, value = row.best(LEAK)
             sentences.append(
-                f"{row.combination}: leaves {row.best()[1]:.1f} dB "
-                f"({_attack_title(row.best()[0], attacks)}), {gained:.1f} above the mean image."
+                f"{row.combination}: leaves {value:.1f} dB ({titles[best]}), {gain(row):.1f} "
+                "above the mean image."
             )
     if images_only:
         remaining = ", ".join(
             f"{r.combination} (AUC "
-            f"{average(r.patches) or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})"
+            f"{r.share('patches') or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})"
             for r in images_only
         )
         sentences.append(f"Images are at the floor, patches are still revealed: {remaining}.")
@@ -443,36 +366,26 @@ def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
             f"Within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of the floor: "
             f"{', '.join(r.combination for r in hidden)}."
         )
-    elif len(case.rows) > 1:
+    elif defended:
         sentences.append(
             f"No combination that was tried is within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of "
             f"the floor. {ADVICE}"
         )
-    untried = [row for row in case.rows if not row.images and row.combination != NONE]
+    untried = [row for row in defended if not row.by_attack]
     if untried:
         names = ", ".join(
-            r.combination + (f" (patches: AUC {average(r.patches):.2f})" if r.patches else "")
+            r.combination
+            + (f" (patches: AUC {r.share('patches'):.2f})" if r.shares.get("patches") else "")
             for r in untried
         )
         sentences.append(
             f"None of the selected attacks on images applies: {names}. A descent might "
             "(--attacks inverting)."
         )
-    leaked = [r for r in case.rows if r.mask]
-    if leaked:
-        sentences.append(
-            "The update reveals MJP's mask: "
-            f"{', '.join(f'{r.combination} {average(r.mask):.0%}' for r in leaked)}."
-        )
-    labelled = [r for r in case.rows if r.labels]
-    if labelled:
-        shares = [average(r.labels) or 0.0 for r in labelled]
-        share_text = (
-            f"{min(shares):.0%}"
-            if round(min(shares), 2) == round(max(shares), 2)
-            else f"{min(shares):.0%} to {max(shares):.0%}"
-        )
-        sentences.append(f"The gradient of the head reveals {share_text} of the labels.")
+    masks = [f"{r.combination} {share:.0%}" for r in case.rows if (share := r.share("mask"))]
+    if masks:
+        sentences.append(f"The update reveals MJP's mask: {', '.join(masks)}.")
+    sentences += label_verdict(case)
     for row in case.rows:
         if row.epsilon is not None:
             sentences.append(
@@ -482,30 +395,21 @@ def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
     return sentences
 
 
-def _baseline(case: Case[Row], row: Row) -> float:
-    """Return the score of the mean image on the images of a row."""
-    return case.floor(LEAK) if row.floor is None else row.floor
+def label_verdict(case: Case) -> list[str]:
+    """Return what the gradient of the head reveals of the labels."""
+    shares = [share for row in case.rows if (share := row.share("labels")) is not None]
+    if not shares:
+        return []
+    return [f"The gradient of the head reveals {format_range(shares)} of the labels."]
 
 
 def may_be_chance(row: Row) -> bool:
     """Return whether the 95 % interval of the AUC over updates contains a guess."""
     from scipy.stats import t
 
-    count = len(row.patches)
+    aucs = row.shares.get("patches") or [0.5]
+    mean, count = statistics.fmean(aucs), len(aucs)
     if count < 2:
-        return statistics.fmean(row.patches or [0.5]) < CERTAIN_AUC
-    margin = float(t.ppf(0.975, count - 1)) * statistics.stdev(row.patches) / count**0.5
-    return bool(statistics.fmean(row.patches) - margin <= 0.5)
-
-
-def is_hidden(row: Row, floor: float) -> bool:
-    """Return whether every attack is as good as a guess."""
-    return (
-        bool(row.images)
-        and (row.best()[1] or 0.0) <= floor + NEGLIGIBLE_DB
-        and (average(row.patches) or 0.5) <= GUESS_AUC
-    )
-
-
-def _attack_title(name: str, attacks: Sequence[Attack]) -> str:
-    return next((a.title for a in attacks if a.name == name), name)
+        return mean < CERTAIN_AUC
+    margin = float(t.ppf(0.975, count - 1)) * statistics.stdev(aucs) / count**0.5
+    return bool(mean - margin <= 0.5)

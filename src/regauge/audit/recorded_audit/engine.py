@@ -3,15 +3,15 @@
 The attacker is the server. It has the state that it sent out, each contribution, its own test
 examples, the settings of the run and the code of its clients, so that it can rehearse: make updates
 of its own examples as a client would. Attacks are scored by the client's examples, which are read
-again from the data and are not part of any view. `image_audit` has the attacks on images,
-`text_audit` those on texts.
+again from the data and are not part of any view. `report` has tables, figures and the verdict.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,42 @@ import numpy as np
 import torch
 
 from regauge.attacks.updates import Rehearsal, Update, average_updates
-from regauge.audit.engine import Attack, Steps
-from regauge.audit.gradient_audit.attempts import Budget
+from regauge.audit.engine import Attack, Measured, Steps, attack_row, resolve_attacks, to_pixels
+from regauge.audit.gradient_audit.attempts import ATTACKS, TEXT_ATTACKS, Budget, filter_applicable
 from regauge.audit.gradient_audit.clients import Truth, concat_inputs, concat_truths, to_rehearsal
-from regauge.audit.gradient_audit.scores import average
+from regauge.audit.gradient_audit.engine import (
+    REHEARSALS,
+    AttackedUpdate,
+    Attacker,
+    attack_updates,
+    default_attacks,
+    score_reconstructions,
+    split_own_images,
+    token_lists,
+)
+from regauge.audit.recorded_audit import report
+from regauge.audit.recorded_audit.report import Target
+from regauge.audit.scores import Row, Scores
+from regauge.audit.text_scores import score_texts
+from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
 from regauge.errors import FederatedError
 from regauge.federated import state_store
-from regauge.federated.client import contribute, set_puzzle_seed
+from regauge.federated.client import contribute, set_puzzle_seed, unwrap
 from regauge.federated.defences import apply_defences, frozen_names, read_defences
 from regauge.federated.partitions import partition_examples
 from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds
 from regauge.federated.rounds import completed_rounds
 from regauge.federated.runs import Source
 from regauge.federated.settings import Settings, read_settings
+from regauge.federated.states import load_state
 from regauge.jigsaw import MaskedJigsaw
-from regauge.results.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Results
 
 Tensor = torch.Tensor
-# The scores of one update: "round", "client", "leak", "floor", further scores, and "why ..." with
-# the reason of each attack that does not apply.
-Row = dict[str, Any]
+MAX_OWN = 300  # of the server's test examples
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,14 +82,6 @@ class RecordedRun:
     targets: Sequence[tuple[int, tuple[int, ...]]]
     task: dict[str, Any]
 
-    def iterate(self, progress: Progress | None) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the targets one by one, and report progress."""
-        steps = Steps(len(self.targets), progress)
-        for number, clients in self.targets:
-            steps(f"round {number + 1}, client {', '.join(map(str, clients))}")
-            yield number, clients
-        steps.finish()
-
     def load_update(self, number: int, clients: Sequence[int]) -> RecordedUpdate:
         """Return the contribution of these clients; under secure sums it is the mean of all."""
         return load_update(self.folder, number, clients[0])
@@ -95,27 +100,6 @@ class RecordedRun:
             for c in clients
         ]
         return truths[0] if len(truths) == 1 else concat_truths(truths)
-
-
-@dataclass(frozen=True)
-class LeakFormat:
-    """The presentation of leakage in the report.
-
-    Attributes:
-        subject: What is recovered: "images", "texts".
-        measure: The measure of leakage.
-        floor: The title of the baseline.
-        columns: Titles of further columns, by key of a row.
-        verdict: Describe a round by its mean scores.
-        is_plain: Whether a round reveals the subject plainly, by leak and floor.
-    """
-
-    subject: str
-    measure: str
-    floor: str
-    columns: dict[str, str]
-    verdict: Callable[[Callable[[str], float | None]], str]
-    is_plain: Callable[[float, float], bool]
 
 
 def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = ()) -> RecordedRun:
@@ -152,6 +136,165 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     return RecordedRun(
         folder, settings, source, model, partition_examples(shared, settings), test, targets, task
     )
+
+
+def audit_recorded(
+    run: RecordedRun,
+    *,
+    attacks: Sequence[str] | None = None,
+    budget: Budget | None = None,
+    pictures: int = 4,
+    progress: Progress | None = None,
+    store: StateStore | None = None,
+) -> Results:
+    """Attack the contributions of an open run.
+
+    Args:
+        run: The recorded run.
+        attacks: Names of attacks; None for all but the slow ones.
+        budget: The budget of attacks that optimise or learn.
+        pictures: The number of images of an update in the gallery.
+        progress: Progress callback.
+        store: The saved steps of an interrupted run.
+
+    Returns:
+        Accuracy and leakage over rounds.
+    """
+    is_text = run.task["kind"] != "images"
+    table = TEXT_ATTACKS if is_text else ATTACKS
+    requested = resolve_attacks(
+        attacks, table, default_attacks(is_text), "texts" if is_text else "images"
+    )
+    chosen, skipped = filter_applicable(requested, run.test)
+    own = run.test.only(np.arange(min(MAX_OWN, len(run.test))))
+    base = Attacker(
+        own,
+        budget or Budget(seed=run.settings.seed),
+        () if is_text else run.task["mean"],
+        () if is_text else run.task["std"],
+        pictures=pictures,
+    )
+    steps = Steps([a.name for a in chosen] * len(run.targets), progress, store)
+    targets: list[Target] = []
+    practice: dict[int, Attacker] = {}
+    for number, clients in run.targets:
+        if number not in practice:
+            practice[number] = practise_like(
+                base, run.model, run.load_update(number, clients), run.settings, len(clients)
+            )
+        truth = run.load_truth(number, clients)
+        row = attack_recorded(
+            run.model, run.load_update(number, clients), truth, practice[number], chosen, steps
+        )
+        shown = None
+        if not is_text and pictures and (number, clients) in (run.targets[0], run.targets[-1]):
+            shown = to_pixels(base, truth.original["pixel_values"])[:pictures]
+        targets.append(Target(number, clients[0], row, shown))
+    steps.finish()
+    run_state = state_store.load(run.folder)
+    history = completed_rounds(run_state.history) if run_state else []
+    accuracy = {past.number: past.measures.get("accuracy") for past in history}
+    results = report.build_results(targets, accuracy, chosen, is_text)
+    facts = {
+        **results.facts,
+        "run": str(run.folder),
+        "settings": run.settings.to_dict(),
+        "attacks": [attack.title for attack in chosen],
+        "source": run.source.to_dict(),
+    }
+    return replace(results, facts=facts, unchecked=tuple(skipped))
+
+
+def practise_like(
+    attacker: Attacker,
+    model: torch.nn.Module,
+    update: RecordedUpdate,
+    settings: Settings,
+    clients: int = 1,
+) -> Attacker:
+    """Return an attacker that rehearses a round, as its first recorded update was made."""
+    own, _ = split_own_images(attacker.own)
+
+    def make(count: int, seed: int) -> Iterator[Rehearsal]:
+        return rehearse_recorded(
+            copy.deepcopy(model),
+            update,
+            own,
+            settings,
+            count,
+            settings.seed * 1000 + seed + update.round,
+            clients,
+        )
+
+    @cache
+    def rehearsals() -> tuple[Rehearsal, ...]:
+        return tuple(make(REHEARSALS, 500))
+
+    return replace(
+        attacker,
+        seed=update.round,
+        rehearse=lambda attack: rehearsals() if attack.learn is not None else (),
+        practise=lambda count: make(count, 700),
+        fitted={},
+    )
+
+
+def attack_recorded(
+    model: torch.nn.Module,
+    recorded: RecordedUpdate,
+    truth: Truth,
+    attacker: Attacker,
+    attacks: Sequence[Attack],
+    steps: Steps | None = None,
+) -> Row:
+    """Run all attacks on one recorded update, and score them by the original examples.
+
+    Args:
+        model: The model of both sides; its weights are overwritten.
+        recorded: The recorded update.
+        truth: The examples of the client.
+        attacker: What the server has.
+        attacks: The attacks.
+        steps: The steps of the audit.
+    """
+
+    @cache
+    def sent() -> list[AttackedUpdate]:
+        load_state(model, recorded.state)
+        model.eval()
+        update, inner = to_update(recorded), unwrap(model)
+        if "input_ids" not in truth.original:
+            return [AttackedUpdate(model, update, truth)]
+        if inner is not model:  # without the parameters that a puzzle adds
+            own = {n.removeprefix("model."): t for n, t in update.tensors.items() if n != "unknown"}
+            update = replace(update, tensors=own)
+        length = max(map(len, token_lists(truth, causal=False)))
+        read = {n: t[:, :length] if t.ndim > 1 else t for n, t in truth.read.items()}
+        return [AttackedUpdate(inner, update, replace(truth, read=read))]
+
+    def run(attack: Attack, within: Progress) -> Measured:
+        return attack_updates(attack, sent(), attacker, within)
+
+    label = f"round {recorded.round + 1}, client {recorded.client}"
+    row = attack_row(steps or Steps(), label, label, attacks, run)
+    return replace(row, samples=len(truth.labels), floor=score_guess(truth, attacker))
+
+
+def score_guess(truth: Truth, attacker: Attacker) -> Scores:
+    """Score the mean image of the attacker, or its own texts, against the truth."""
+    images = attacker.images()
+    if images is not None:
+        originals = to_pixels(attacker, truth.original["pixel_values"])
+        mean = to_pixels(attacker, images).mean(0, keepdim=True)
+        return score_reconstructions(mean.expand_as(originals), originals, None)
+    causal, texts = attacker.own.causal, token_lists(truth, attacker.own.causal)
+    inputs, labels = attacker.own.batch(np.arange(len(texts)) % len(attacker.own))
+    return score_texts(token_lists(Truth(inputs, inputs, labels), causal), texts)
+
+
+def to_update(record: RecordedUpdate) -> Update:
+    """Return a recorded update as an attack gets it."""
+    return Update(record.tensors, "change", record.steps, record.lr)
 
 
 def rebuild_truth(
@@ -244,159 +387,3 @@ def rehearse_recorded(
             updates[0] if clients == 1 else average_updates(updates),
             truths[0] if clients == 1 else concat_truths(truths),
         )
-
-
-def build_results(
-    run: RecordedRun,
-    rows: Sequence[Row],
-    leak: LeakFormat,
-    attacks: Sequence[Attack],
-    pictures: Sequence[Figure] = (),
-) -> Results:
-    """Return accuracy and leakage over rounds.
-
-    Args:
-        run: The recorded run.
-        rows: The scores of the attacked updates.
-        leak: How leakage is presented.
-        attacks: The attacks.
-        pictures: Further figures.
-    """
-    run_state = state_store.load(run.folder)
-    history = completed_rounds(run_state.history) if run_state else []
-    accuracy = {past.number: past.measures.get("accuracy") for past in history}
-    numbers = sorted({row["round"] for row in rows})
-
-    def mean_at(number: int, name: str) -> float | None:
-        return average(
-            [row[name] for row in rows if row["round"] == number and row.get(name) is not None]
-        )
-
-    leaks, floors = ([mean_at(number, name) for number in numbers] for name in ("leak", "floor"))
-    columns = (
-        "round",
-        "accuracy",
-        f"the best attack, {leak.measure}",
-        leak.floor,
-        *leak.columns.values(),
-        "updates attacked",
-    )
-    body = tuple(
-        (
-            number + 1,
-            accuracy.get(number),
-            leaks[i],
-            floors[i],
-            *(mean_at(number, key) for key in leak.columns),
-            sum(row["round"] == number for row in rows),
-        )
-        for i, number in enumerate(numbers)
-    )
-    reasons = sorted({str(row[key]) for row in rows for key in row if key.startswith("why ")})
-    note = "Each update is attacked as it was sent. " + " ".join(
-        f"{text[:1].upper()}{text[1:]}." for text in reasons
-    )
-    x = [number + 1 for number in numbers]
-    figures = [
-        Figure(
-            "Accuracy over rounds",
-            "lines",
-            {
-                "x": [past.number + 1 for past in history],
-                "y": {"accuracy": list(accuracy.values())},
-                "xlabel": "round",
-                "ylabel": "accuracy",
-                "log": False,
-            },
-        ),
-        Figure(
-            "Leakage over rounds",
-            "lines",
-            {
-                "x": x,
-                "y": {"the best attack": leaks, leak.floor: floors},
-                "xlabel": "round",
-                "ylabel": leak.measure,
-                "log": False,
-            },
-            f"The server's best attack against the {leak.subject} of a client. At the floor it "
-            "recovers nothing.",
-        ),
-        *pictures,
-    ]
-    plain_rounds = sum(
-        value is not None and baseline is not None and leak.is_plain(value, baseline)
-        for value, baseline in zip(leaks, floors, strict=True)
-    )
-    sentences = [leak.verdict(partial(mean_at, number)) for number in numbers]
-    summary = (
-        f"{leak.subject.capitalize()} come back from contributions in {plain_rounds} of "
-        f"{len(numbers)} attacked rounds."
-    )
-    width = len(str(max(x)))  # so that ids sort by round
-    findings = [
-        Finding(
-            f"round-{round_number:0{width}}/leak",
-            f"Leakage of the updates of round {round_number}",
-            None,
-            value,
-            floors[i],
-            None,
-            text,
-            measure=leak.measure,
-        )
-        for i, (round_number, value, text) in enumerate(zip(x, leaks, sentences, strict=True))
-        if value is not None
-    ]
-    facts: dict[str, Any] = {
-        "verdict": [
-            summary,
-            *(
-                f"round {round_number}: {text}"
-                for round_number, text in zip(x, sentences, strict=True)
-            ),
-        ],
-        "run": str(run.folder),
-    }
-    facts |= {
-        "settings": run.settings.to_dict(),
-        "attacks": [attack.title for attack in attacks],
-        "source": run.source.to_dict(),
-    }
-    return Results(
-        "What a server sees of a federated run",
-        tuple(findings),
-        (Table("Rounds", columns, body, note),),
-        tuple(figures),
-        facts,
-    )
-
-
-def audit_recorded(
-    run: RecordedRun,
-    *,
-    attacks: Sequence[str] | None = None,
-    budget: Budget | None = None,
-    pictures: int = 4,
-    progress: Progress | None = None,
-) -> Results:
-    """Attack the contributions of an open run.
-
-    Args:
-        run: The recorded run.
-        attacks: Names of attacks; None for all but the slow ones.
-        budget: The budget of attacks that optimise or learn.
-        pictures: The number of images of an update in the gallery.
-        progress: Progress callback.
-
-    Returns:
-        Accuracy and leakage over rounds.
-    """
-    from regauge.audit.recorded_audit.image_audit import audit_images
-    from regauge.audit.recorded_audit.text_audit import audit_texts
-
-    if run.task["kind"] == "images":
-        return audit_images(
-            run, attacks, budget or Budget(seed=run.settings.seed), pictures, progress
-        )
-    return audit_texts(run, attacks, progress)

@@ -4,11 +4,13 @@
     results = audit_split(case, ("none", "rows", "noise=0.5+rows"))
     results.facts["verdict"]
 
-`victims` trains and records, `attempts` has the table of attacks, `scores` the metrics, `report`
-the findings, tables, figures and the verdict. `text_audit` is the same for texts.
+`engine` has the loop, `victims` trains and records, `attempts` has the table of attacks on images,
+`image_audit` and `text_audit` what the two do not share, `report` findings, tables, figures and the
+verdict.
 """
 
-from regauge.audit.split_audit.engine import SplitCase, audit_split
+from regauge.audit.split_audit.engine import SplitCase
+from regauge.audit.split_audit.image_audit import audit_split
 from regauge.audit.split_audit.text_audit import audit_texts
 from regauge.errors import AuditError
 

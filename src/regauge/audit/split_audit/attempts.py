@@ -6,8 +6,9 @@ which are public. Scores against the truth are computed elsewhere (`scores`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from regauge.audit.split_audit.victims import (
     parse_combination,
     split_batches,
 )
+from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
@@ -75,6 +77,7 @@ class Setting:
     budget: Budget = field(default_factory=Budget)
     batch: int = 50
     seed: int = 0
+    progress: Progress | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,26 +98,19 @@ class Views:
     repeated: Callable[[], PairedImages] | None = None
 
 
-def _decode_ordered(view: PairedImages, setting: Setting) -> InversionResult:
+def _decode(view: PairedImages, setting: Setting, in_order: bool = True) -> InversionResult:
     return decoder_inversion(
-        view, in_order=True, seed=setting.seed, **setting.budget.decoder_options()
-    )
-
-
-def _decode_any_order(view: PairedImages, setting: Setting) -> InversionResult:
-    return decoder_inversion(
-        view, in_order=False, seed=setting.seed, **setting.budget.decoder_options()
+        view,
+        in_order=in_order,
+        seed=setting.seed,
+        progress=setting.progress,
+        **setting.budget.decoder_options(),
     )
 
 
 def _decode_placed(view: PairedImages, setting: Setting) -> InversionResult:
     positions = position_probe(view, seed=setting.seed)
-    return decoder_inversion(
-        replace(view, observed=restore_order(view.observed, positions)),
-        in_order=True,
-        seed=setting.seed,
-        **setting.budget.decoder_options(),
-    )
+    return _decode(replace(view, observed=restore_order(view.observed, positions)), setting)
 
 
 def _invert_public_embedding(view: PublicPatches, setting: Setting) -> InversionResult:
@@ -164,14 +160,14 @@ ATTACKS: tuple[Attack, ...] = (
         "the paper's decoder",
         "a Transformer trained on the attacker's own images to reconstruct images from features, "
         "each token at its position",
-        _decode_ordered,
+        _decode,
         view="paired",
     ),
     Attack(
         "any order",
         "any-order decoder",
         "the same, but each position of the image attends to all tokens, in any order",
-        _decode_any_order,
+        partial(_decode, in_order=False),
         view="paired",
     ),
     Attack(
@@ -227,11 +223,6 @@ ATTACKS: tuple[Attack, ...] = (
         fits=_has_fresh_noise,
     ),
 )
-
-
-def select_attacks(names: Sequence[str]) -> tuple[Attack, ...]:
-    """Return the attacks with these names, in the order of the table."""
-    return tuple(a for a in ATTACKS if a.name in names)
 
 
 def attempt(attack: Attack, views: Views, setting: Setting) -> Attempt | None:

@@ -1,40 +1,39 @@
-"""The report of the image audit: findings, tables, trade-off, gallery, training curves, verdict.
+"""The report of split learning: findings, tables, trade-off, gallery, training curves, verdict.
 
-Leakage is measured by SSIM: of the mean image (floor), of the attack on this combination (value),
-and of the same attack without a defence (ceiling).
+Leakage of images is measured by SSIM: of the mean image (floor), of the attack on this combination
+(value), and of the same attack without a defence (ceiling). Leakage of texts is measured by
+ROUGE-L.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from regauge.audit.engine import CAVEAT, Attack
-from regauge.audit.scores import (
-    METRICS,
-    OTHERS,
-    Case,
-    Row,
-    mean_score,
-    metric_cells,
-    metric_columns,
+from regauge.audit.engine import CAVEAT, Attack, titles_of
+from regauge.audit.scores import OTHERS, SHUFFLED_PATCHES, AttackScores, Case, Row, mean_score
+from regauge.audit.tables import (
+    build_details,
+    build_findings,
+    build_text_table,
+    format_range,
+    gallery,
+    line_figure,
+    round_rows,
 )
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import DEFENCES
-from regauge.results.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Figure, Results, Table
 
 LEAK = "SSIM"
 REIDENTIFIED = 0.5  # a server that re-identifies half of the images has them
-MAX_SIDE = 64  # pixels of an image in the gallery, at most
+READ_THRESHOLD = 0.5  # ROUGE-L from which a text counts as read
 
 
 def build_results(
-    title: str, cases: Sequence[Case[Row]], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
+    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
 ) -> Results:
-    """Return the results of some cases: findings, tables, figures and the verdict.
+    """Return the results of some cases of images.
 
     Args:
         title: The title of the results.
@@ -42,31 +41,56 @@ def build_results(
         attacks: The attacks of the report.
         unchecked: What was not tried, and why.
     """
-    findings = tuple(f for case in cases for f in build_findings(case, attacks))
+    findings = tuple(f for case in cases for f in image_findings(case, attacks))
+    details_note = (
+        "Pixels in 0..1, the data range of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
+        "AlexNet's last features (weights of LPIPS). Worst: of the image that leaked most."
+    )
+    training = {
+        "epochs": lambda r: len(r.losses) or None,
+        "stopped falling": lambda r: r.has_stopped if r.losses else None,
+        "seconds": lambda r: round(r.seconds, 1),
+    }
     tables = (
         *(build_table(case, attacks) for case in cases),
         build_glossary([row.combination for case in cases for row in case.rows], attacks),
-        *(build_details(case, attacks) for case in cases),
+        *(build_details(case, attacks, training, details_note) for case in cases),
     )
     figures = tuple(
         f
         for case in cases
-        for f in (
-            *tradeoff_figures(case, attacks),
-            *gallery_figures(case, attacks),
-            *training_figures(case, attacks),
-        )
+        for build in (tradeoff_figures, gallery_figures, training_figures)
+        for f in build(case, attacks)
     )
     verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
     return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
 
 
-def best_attack(row: Row, attacks: Sequence[Attack] | None = None) -> tuple[str, float]:
-    """Return the name of the strongest attack on a row, and its SSIM."""
-    names = [a.name for a in attacks] if attacks is not None else list(row.by_attack)
-    scores = {n: row.value(n, LEAK) or 0.0 for n in names if n in row.by_attack}
-    name = max(scores, key=lambda n: scores[n])
-    return name, scores[name]
+def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
+    """Return the results of a case of texts."""
+    chance = case.rows[0].chance
+    labels = {"labels": lambda row: row.share("labels")} if case.has("labels") else {}
+    table = build_text_table(
+        case,
+        attacks,
+        {"accuracy": lambda row: row.accuracy, **labels},
+        {},
+        ("a guess, another text", chance or None, *(None for _ in labels)),
+        f"Utility and privacy: {case.name}",
+        "",
+    )
+
+    def describe(row: Row, result: AttackScores) -> str:
+        words, places = (result.value(name) or 0.0 for name in ("words", "in place"))
+        return f"{words:.0%} of the tokens, {places:.0%} in their places"
+
+    glossary = build_glossary([r.combination for r in case.rows], attacks)
+    return Results(
+        "What the server reads",
+        tuple(build_findings(case, attacks, describe)),
+        (table, glossary),
+        facts={"verdict": [*build_text_verdict(case, attacks), CAVEAT]},
+    )
 
 
 def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
@@ -74,68 +98,32 @@ def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
 
     Others are left out: the best assignment re-identifies some of any images.
     """
-    return max(
-        (
-            mean_score(row.by_attack[a.name].scores, "identified") or 0.0
-            for a in attacks
-            if a.is_ordered and a.name in row.by_attack
-        ),
-        default=0.0,
-    )
+    ordered = (a.name for a in attacks if a.is_ordered)
+    return max((row.value(name, "identified") or 0.0 for name in ordered), default=0.0)
 
 
-def build_findings(case: Case[Row], attacks: Sequence[Attack]) -> list[Finding]:
-    """Return one finding for each combination and attack."""
-    undefended, findings = case.row(NONE), []
-    for row in case.rows:
-        for attack in attacks:
-            value = row.value(attack.name, LEAK)
-            if value is None:
-                continue
-            result = row.by_attack[attack.name]
-            scores = result.scores[LEAK]
-            identified = mean_score(result.scores, "identified") or 0.0
-            sentence = (
-                f"of one image at most {max(scores):.3f}; "
-                f"{_describe_identification(case, attack, identified)}; {result.seconds:.0f} s"
-            )
-            means = result.by_seed(LEAK)
-            if len(means) > 1:
-                sentence += f"; spread over {len(means)} seeds"
-            findings.append(
-                Finding(
-                    f"{case.name}/{row.combination}/{attack.name}",
-                    f'Under "{row.combination}", {attack.title} gives this much of the images.',
-                    None,
-                    value,
-                    case.floor(LEAK),
-                    undefended.value(attack.name, LEAK)
-                    # an attack on shuffles has no undefended case
-                    or best_attack(undefended)[1],
-                    sentence,
-                    measure=LEAK,
-                    spread=statistics.stdev(means if len(means) > 1 else scores)
-                    if len(scores) > 1
-                    else None,
-                    trials=len(scores),
-                )
-            )
-    return findings
+def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Any]:
+    """Return one finding for each combination and attack on images."""
+    ordered = {a.name: a.is_ordered for a in attacks}
+
+    def describe(row: Row, result: AttackScores) -> str:
+        share = f"{result.value('identified') or 0.0:.0%} re-identified"
+        if not ordered[result.attack]:
+            share += " by the best assignment"
+            if OTHERS in case.floors:
+                others = mean_score(case.floors[OTHERS], "identified")
+                share += f", as are {others:.0%} of other images"
+        seeds = f"; spread over {result.seeds} seeds" if result.seeds > 1 else ""
+        most = max(result.scores[LEAK])
+        return f"of one image at most {most:.3f}; {share}; {result.seconds:.0f} s{seeds}"
+
+    return build_findings(case, attacks, describe)
 
 
-def _describe_identification(case: Case[Row], attack: Attack, share: float) -> str:
-    if attack.is_ordered:
-        return f"{share:.0%} re-identified"
-    baseline = mean_score(case.floors[OTHERS], "identified") if OTHERS in case.floors else None
-    return f"{share:.0%} re-identified by the best assignment" + (
-        "" if baseline is None else f", as are {baseline:.0%} of other images"
-    )
-
-
-def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
+def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     """Return the main table: accuracy, re-identified images, and SSIM under each attack."""
     used = [a for a in attacks if any(a.name in row.by_attack for row in case.rows)]
-    has_labels = any(row.labels is not None for row in case.rows)
+    has_labels = case.has("labels")
     columns = (
         "defences",
         "accuracy",
@@ -144,53 +132,43 @@ def build_table(case: Case[Row], attacks: Sequence[Attack]) -> Table:
         *(("labels",) if has_labels else ()),
         *(a.title for a in used),
     )
-    rows: list[tuple[Any, ...]] = []
-    for row in case.rows:
-        values = (
+    rows: list[tuple[Any, ...]] = [
+        (
+            row.combination,
             row.accuracy,
-            best_attack(row, attacks)[1],
+            row.best(LEAK)[1],
             identification_rate(row, attacks),
-            *((row.labels,) if has_labels else ()),
+            *((row.share("labels"),) if has_labels else ()),
             *(row.value(a.name, LEAK) for a in used),
         )
-        rows.append((row.combination, *(None if v is None else round(v, 3) for v in values)))
-    chance = case.rows[0].chance
-    baseline = (
-        chance,
-        case.floor(LEAK),
-        0.0,
-        *((chance,) if has_labels else ()),
-        *(case.floor(LEAK) for _ in used),
-    )
-    rows.append(
-        ("a guess, the mean image", *(None if v is None else round(v, 3) for v in baseline))
-    )
-    shuffled = mean_score(case.floors["true patches in a random order"], LEAK)
+        for row in case.rows
+    ]
+    chance, floor = case.rows[0].chance, case.floor(LEAK)
+    labels = (chance,) if has_labels else ()
+    rows.append(("a guess, the mean image", chance, floor, 0.0, *labels, *(floor for _ in used)))
+    shuffled = mean_score(case.floors[SHUFFLED_PATCHES], LEAK)
     note = (
         "Under each attack: the SSIM of its reconstructions, in the mean over the attacked "
-        "images; 1 is the image itself, less is better. "
+        "images; 1 is the image itself, less is better. Re-identified (the fourth column) are "
+        "images that are nearest to their own reconstruction, by attacks whose images have an "
+        f"order. The true patches in a random order have an SSIM of {shuffled:.3f}."
     )
-    note += (
-        "Re-identified (the fourth column) are images that are nearest to their own "
-        "reconstruction, by attacks whose images have an order. "
-    )
-    note += f"The true patches in a random order have an SSIM of {shuffled:.3f}."
     if has_labels:
         note += (
             " Labels: the share that the gradients of the first steps reveal to a server that "
             "knows a few."
         )
-    return Table(f"Utility and privacy: {case.name}", columns, tuple(rows), note)
+    return Table(f"Utility and privacy: {case.name}", columns, round_rows(rows), note)
 
 
 def build_glossary(combinations: Sequence[str], attacks: Sequence[Attack]) -> Table:
     """Return a table that describes the defences and attacks of the other tables."""
-    parts = dict.fromkeys(
-        p.partition("=")[0] for combination in combinations for p in split_combination(combination)
+    names = dict.fromkeys(
+        part.partition("=")[0] for c in combinations for part in split_combination(c)
     )
     rows = [
         (name, " ".join((DEFENCES[name].__doc__ or "").split("\n\n")[0].split()))
-        for name in parts
+        for name in names
         if name != NONE
     ]
     rows += [(a.title, a.about) for a in attacks]
@@ -202,37 +180,6 @@ def build_glossary(combinations: Sequence[str], attacks: Sequence[Attack]) -> Ta
     )
 
 
-def build_details(case: Case[Row], attacks: Sequence[Attack]) -> Table:
-    """Return every metric, in the mean and of the worst image, and how the training ended."""
-    metrics = metric_columns(case.floors, METRICS)
-    columns = ("defences", "attack", *metrics, "epochs", "stopped falling", "seconds")
-    rows: list[tuple[Any, ...]] = []
-    for row in case.rows:
-        for attack in attacks:
-            result = row.by_attack.get(attack.name)
-            if result is not None:
-                cells = metric_cells(result.scores, metrics)
-                training = (
-                    (len(result.losses), result.has_stopped) if result.losses else (None, None)
-                )
-                seconds = round(result.seconds, 1)
-                rows.append((row.combination, attack.title, *cells, *training, seconds))
-    rows += [
-        ("floor", name, *metric_cells(scores, metrics), None, None, None)
-        for name, scores in case.floors.items()
-    ]
-    note = (
-        "Pixels in 0..1, the data range of PSNR and SSIM is 1. F-SIM: the absolute cosine of "
-        "AlexNet's last features (weights of LPIPS). "
-    )
-    return Table(
-        f"Every metric: {case.name}",
-        columns,
-        tuple(rows),
-        note + "Worst: of the image that leaked most.",
-    )
-
-
 def series_key(combination: str) -> tuple[str, str]:
     """Return the curve of a combination and the label of its point: ("low-pass, rows", "0.1")."""
     parts = split_combination(combination)
@@ -240,10 +187,9 @@ def series_key(combination: str) -> tuple[str, str]:
     return ", ".join(p.partition("=")[0] for p in parts), level
 
 
-def tradeoff_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
+def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     """Return accuracy against leakage, under the paper's decoder and under the best attack."""
-    undefended = case.row(NONE)
-    measures: dict[str, Any] = {"the best of all attacks": lambda row: best_attack(row, attacks)[1]}
+    measures: dict[str, Any] = {"the best of all attacks": lambda row: row.best(LEAK)[1]}
     if any("decoder" in row.by_attack for row in case.rows) and len(attacks) > 1:
         measures = {"the paper's decoder alone": lambda row: row.value("decoder", LEAK), **measures}
     figures = []
@@ -252,159 +198,139 @@ def tradeoff_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]
         for row in case.rows:
             name, level = series_key(row.combination)
             series.setdefault(name, []).append([leaked(row), row.accuracy, level])
-        curves = {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()}
         data = {
-            "series": curves,
+            "series": {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()},
             "xlabel": "SSIM of the reconstructions: less is more private",
             "ylabel": "accuracy",
         }
         caption = (
             f"Up and to the left is better. The mean image has {case.floor(LEAK):.3f}; "
-            f"without a defence it is {leaked(undefended):.3f}."
+            f"without a defence it is {leaked(case.rows[0]):.3f}."
         )
         figures.append(Figure(f"{case.name}: accuracy against {title}", "points", data, caption))
     return figures
 
 
-def training_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
+def gallery_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
+    """Return one gallery for each attack: the images and their reconstructions."""
+    figures = []
+    for attack in attacks:
+        rows = [("the images", case.shown)]
+        for row in case.rows:
+            result = row.by_attack.get(attack.name)
+            if result is not None:
+                label = f"{row.combination} (SSIM {result.value(LEAK):.2f})"
+                rows.append((label, result.images))
+        title = f"{case.name}: what {attack.title} recovers"
+        figures += gallery(title, rows, "The first images of the test.")
+    return figures
+
+
+def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     """Return the held-out loss of each attacker's training, relative to the mean image's."""
     figures = []
     for attack in attacks:
-        by_combination = {
-            row.combination: row.by_attack[attack.name]
+        trained = {
+            row.combination: result
             for row in case.rows
-            if attack.name in row.by_attack
+            if (result := row.by_attack.get(attack.name)) and result.losses and result.floor
         }
-        y = {
-            name: [round(v / result.floor, 5) for v in result.losses]
-            for name, result in by_combination.items()
-            if result.losses and result.floor
-        }
+        y = {name: [round(v / r.floor, 5) for v in r.losses] for name, r in trained.items()}
         if not y:
             continue
-        data = {
-            "x": list(range(1, max(map(len, y.values())) + 1)),
-            "y": y,
-            "xlabel": "epoch",
-            "ylabel": "loss, share of the mean image's",
-            "log": True,
-        }
-        falling = [name for name, result in by_combination.items() if not result.has_stopped]
+        falling = [name for name, result in trained.items() if not result.has_stopped]
         caption = "On held-out pairs of the attacker. " + (
             f"Still falling at the last epoch: {', '.join(falling)}."
             if falling
             else "All had stopped falling."
         )
-        figures.append(Figure(f"{case.name}: how {attack.title} learned", "lines", data, caption))
-    return figures
-
-
-def gallery_figures(case: Case[Row], attacks: Sequence[Attack]) -> list[Figure]:
-    """Return one gallery for each attack: the images and their reconstructions."""
-    if case.shown is None or not len(case.shown):
-        return []
-    figures = []
-    for attack in attacks:
-        rows = [{"label": "the images", "images": to_pictures(case.shown)}]
-        for row in case.rows:
-            result = row.by_attack.get(attack.name)
-            if result is not None and result.images is not None:
-                rows.append(
-                    {
-                        "label": f"{row.combination} (SSIM {row.value(attack.name, LEAK):.2f})",
-                        "images": to_pictures(result.images),
-                    }
-                )
-        if len(rows) > 1:
-            figures.append(
-                Figure(
-                    f"{case.name}: what {attack.title} sees",
-                    "images",
-                    {"columns": [], "rows": rows},
-                    "The first images of the test.",
-                )
+        figures.append(
+            line_figure(
+                f"{case.name}: how {attack.title} learned",
+                range(1, max(map(len, y.values())) + 1),
+                y,
+                "epoch",
+                "loss, share of the mean image's",
+                caption,
+                log=True,
             )
+        )
     return figures
 
 
-def to_pictures(images: torch.Tensor) -> list[Any]:
-    """Return images as nested lists for a figure, at most `MAX_SIDE` pixels wide."""
-    if images.shape[-1] > MAX_SIDE:
-        images = torch.nn.functional.interpolate(images, (MAX_SIDE, MAX_SIDE), mode="area")
-    return [
-        [
-            [round(float(v), 2) for v in line] if images.shape[1] == 1 else line.tolist()
-            for line in image
-        ]
-        for image in _channels_last(images)
-    ]
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
+    """Return the conclusions of a case of images, one sentence each."""
+    undefended, floor, titles = case.rows[0], case.floor(LEAK), titles_of(attacks)
+    ceiling = undefended.best(LEAK)[1] or 0.0
 
-
-def _channels_last(images: torch.Tensor) -> Any:
-    return (
-        images[:, 0] if images.shape[1] == 1 else (images.permute(0, 2, 3, 1) * 100).round() / 100
-    )
-
-
-def build_verdict(case: Case[Row], attacks: Sequence[Attack]) -> list[str]:
-    """Return the conclusions of a case, one sentence each."""
-    undefended, floor = case.row(NONE), case.floor(LEAK)
-    ceiling = best_attack(undefended, attacks)[1]
-
-    def share(value: float) -> float:
-        return max(0.0, (value - floor) / max(ceiling - floor, 1e-9))
+    def best(row: Row) -> float:
+        return row.best(LEAK)[1] or 0.0
 
     leaking = [row for row in case.rows if identification_rate(row, attacks) >= REIDENTIFIED]
     sentences = [
         (
             f"{case.name}: the server has the images under {len(leaking)} of {len(case.rows)} "
             "combinations."
-        )
+        ),
+        (
+            f"Without a defence its best attack comes to an SSIM of {ceiling:.2f} (the mean image: "
+            f"{floor:.2f}) and re-identifies {identification_rate(undefended, attacks):.0%} "
+            "of the images."
+        ),
     ]
-    sentences.append(
-        f"Without a defence its best attack comes to an SSIM of {ceiling:.2f} (the mean image: "
-        f"{floor:.2f}) and re-identifies {identification_rate(undefended, attacks):.0%} "
-        "of the images."
-    )
     for row in case.rows:
         base = without_rows(row.combination)
         if base is None or base not in {r.combination for r in case.rows}:
             continue
         before = case.row(base)
-        (_, value_before), (name, value) = best_attack(before, attacks), best_attack(row, attacks)
         subject = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
         sentence = (
-            f"{subject}: against the best attack SSIM goes from {value_before:.2f} to {value:.2f} "
-            f"({_attack_title(name, attacks)})"
+            f"{subject}: against the best attack SSIM goes from {best(before):.2f} to "
+            f"{best(row):.2f} ({titles[row.best(LEAK)[0]]})"
         )
         if "decoder" in row.by_attack and "decoder" in before.by_attack:
-            by_decoder = [r.value("decoder", LEAK) or 0.0 for r in (before, row)]
-            sentence += (
-                f"; against the paper's decoder alone from {by_decoder[0]:.2f} to "
-                f"{by_decoder[1]:.2f}"
-            )
+            old, new = (r.value("decoder", LEAK) or 0.0 for r in (before, row))
+            sentence += f"; against the paper's decoder alone from {old:.2f} to {new:.2f}"
         sentences.append(sentence + ".")
-    defended = [row for row in case.rows if row.combination != NONE]
-    if defended:
-        safest = min(defended, key=lambda r: best_attack(r, attacks)[1])
+    if len(case.rows) > 1:
+        safest = min(case.rows[1:], key=best)
+        share = max(0.0, (best(safest) - floor) / max(ceiling - floor, 1e-9))
         sentences.append(
-            f"The least leaks under {safest.combination}: the best attack goes "
-            f"{share(best_attack(safest, attacks)[1]):.0%} of the way from the mean image to "
-            f"the undefended reconstruction, at an accuracy of {safest.accuracy:.3f} (undefended: "
-            f"{undefended.accuracy:.3f}, a guess: {undefended.chance:.3f})."
+            f"The least leaks under {safest.combination}: the best attack goes {share:.0%} of the "
+            "way from the mean image to the undefended reconstruction, at an accuracy of "
+            f"{safest.accuracy:.3f} (undefended: {undefended.accuracy:.3f}, a guess: "
+            f"{undefended.chance:.3f})."
         )
-    label_shares = [row.labels for row in case.rows if row.labels is not None]
-    if label_shares:
-        share_text = (
-            f"{min(label_shares):.0%}"
-            if round(min(label_shares), 2) == round(max(label_shares), 2)
-            else f"{min(label_shares):.0%} to {max(label_shares):.0%}"
+    return [*sentences, *label_verdict(case)]
+
+
+def build_text_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
+    """Return the conclusions of a case of texts, one sentence each."""
+    leak, undefended, titles = case.metric, case.rows[0], titles_of(attacks)
+    leaking = [row for row in case.rows if (row.best(leak)[1] or 0.0) >= READ_THRESHOLD]
+    sentences = [
+        (
+            f"{case.name}: the server reads the texts under {len(leaking)} of {len(case.rows)} "
+            f"combinations ({leak} of {READ_THRESHOLD:g} and more)."
         )
+    ]
+    for row in case.rows:
+        attack, value = row.best(leak)
         sentences.append(
-            f"Labels are not sent, but the gradients reveal {share_text} of them (a guess: "
-            f"{undefended.chance:.0%})."
+            f"{row.combination}: {leak} {value:.2f} by {titles[attack]} (another text: "
+            f"{case.floor(leak):.2f}), {row.best('words')[1]:.0%} of the tokens; accuracy "
+            f"{row.accuracy:.3f} (undefended: {undefended.accuracy:.3f})."
         )
-    return sentences
+    return [*sentences, *label_verdict(case)]
+
+
+def label_verdict(case: Case) -> list[str]:
+    """Return what the gradients reveal of the labels, which are not sent."""
+    shares = [share for row in case.rows if (share := row.share("labels")) is not None]
+    if not shares:
+        return []
+    sentence = f"Labels are not sent, but the gradients reveal {format_range(shares)} of them"
+    return [f"{sentence} (a guess: {case.rows[0].chance:.0%})."]
 
 
 def without_rows(combination: str) -> str | None:
@@ -412,7 +338,3 @@ def without_rows(combination: str) -> str | None:
     parts = split_combination(combination)
     others = [p for p in parts if p.partition("=")[0] != "rows"]
     return None if len(others) == len(parts) else "+".join(others) or NONE
-
-
-def _attack_title(name: str, attacks: Sequence[Attack]) -> str:
-    return next(a.title for a in attacks if a.name == name)

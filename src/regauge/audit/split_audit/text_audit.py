@@ -1,4 +1,4 @@
-"""The text audit: train a split language model for each combination of defences, and attack it.
+"""The text audit of split learning: every token tried, and a learned map, scored by ROUGE.
 
 Texts are truncated to one length, so that none is padded; the mask would reveal padding anyway.
 """
@@ -6,10 +6,8 @@ Texts are truncated to one length, so that none is padded; the mask would reveal
 from __future__ import annotations
 
 import copy
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -17,34 +15,28 @@ import torch
 
 from regauge.attacks.texts import embedding_search, order_leak, text_regression
 from regauge.attacks.views import EmbeddedText, PairedTexts, ServerPass
-from regauge.audit.engine import (
-    CAVEAT,
-    Attack,
-    Steps,
-    apply_verdicts,
-    attempt,
-    titles_of,
-    with_undefended,
-)
-from regauge.audit.split_audit.engine import SplitCase, chance_accuracy, measure_label_leak
-from regauge.audit.split_audit.report import build_glossary
+from regauge.audit.engine import Attack, Measured, attempt
+from regauge.audit.scores import AttackScores, Case, Row, merge_scores
+from regauge.audit.split_audit import engine, report
+from regauge.audit.split_audit.engine import SplitCase
 from regauge.audit.split_audit.victims import (
     Pair,
     drop_shuffles,
     is_shuffled,
     make_split_pair,
     parse_combination,
+    split_batches,
 )
-from regauge.audit.text_report import LEAK, TextRow, build_text_results, merge_scores
-from regauge.audit.text_scores import score_texts
+from regauge.audit.text_scores import ANOTHER_TEXT, score_texts
+from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
+from regauge.data.tasks import Examples
 from regauge.defences.split import BatchShuffle
 from regauge.errors import AuditError
-from regauge.results.findings import Results, Table
+from regauge.results.findings import Results
 
 Tensor = torch.Tensor
-MAX_LENGTH, MIN_TEXTS, LABEL_STEPS = 32, 20, 20
-READ_THRESHOLD = 0.5  # ROUGE-L from which a text counts as read
+MAX_LENGTH, MIN_TEXTS = 32, 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,128 +97,134 @@ def audit_texts(
     fail_above: float | None = None,
     length: int = MAX_LENGTH,
     progress: Progress | None = None,
+    store: StateStore | None = None,
 ) -> Results:
-    """Measure accuracy and the leakage of texts under each combination of defences.
+    """Measure accuracy and the leakage of texts, see `engine.audit`.
 
     Args:
         case: The model and its data.
         combinations: Combinations of defences; "none", the ceiling, is always added.
         attacks: The attacks to run.
-        fail_above: Fail a finding on defended features if its attack gets further than this share
-            of the way from floor to ceiling.
+        fail_above: The threshold of findings.
         length: The maximum number of tokens of a text.
         progress: Progress callback.
-
-    Raises:
-        AuditError: The case cannot be audited.
+        store: The saved steps of an interrupted run.
     """
-    combinations = with_undefended(combinations)
-    texts, own = (
-        _truncate_texts(part, length)
-        for part in (case.test.only(np.arange(min(case.attacked, len(case.test)))), case.own)
-    )
-    shared_length = min(texts.shape[1], own.shape[1])
-    texts, own = texts[:, :shared_length], own[:, :shared_length]
-    _check_case(case, combinations, texts, own)
-    steps = Steps(len(combinations) * (1 + len(attacks)), progress)
-    rows = [
-        _audit_combination(case, combination, attacks, texts, own, steps)
-        for combination in combinations
-    ]
-    steps.finish()
-    floor = merge_scores(
-        [
-            score_texts([own_text.tolist()], [text.tolist()])
-            for own_text, text in zip(own, texts, strict=False)
-        ]
-    )
-    return apply_verdicts(_build_results(case.name, rows, floor, attacks), fail_above)
+    texts, own = (_truncate_texts(part, length) for part in (case.attacked_examples, case.own))
+    shared = min(texts.shape[1], own.shape[1])
+    medium = Texts(case, texts[:, :shared], own[:, :shared])
+    return engine.audit(case, medium, combinations, attacks, fail_above, progress, store)
 
 
-def _audit_combination(
-    case: SplitCase,
-    combination: str,
-    attacks: Sequence[Attack],
-    texts: Tensor,
-    own: Tensor,
-    notify: Steps,
-) -> TextRow:
-    notify(f"{combination}: train through the split")
-    seed, batch = case.run.seed, max(2, case.run.batch_size)
-    public = copy.deepcopy(case.model).eval()
-    pair = make_split_pair(
-        _copy_client_model(case.model, combination), combination, case.training, seed=seed
-    )
-    passes = pair.train(case.train, case.run, record_first=min(case.run.steps, LABEL_STEPS))
-    accuracy = pair.measure(case.test, batch)["accuracy"]
-    served = pair.record_passes(_make_batches(texts, batch), "seen")
-    view = SentTexts(
-        served, public, _embed_own_texts(pair, own, batch, seed), own, is_shuffled(combination)
-    )
-    scores, seconds = {}, {}
-    for attack in attacks:
-        notify(f"{combination}: {attack.title}")
-        tried = attempt(partial(_recover, attack, view))
-        scores[attack.name] = score_texts(tried.output, texts.tolist())
-        seconds[attack.name] = round(tried.seconds, 1)
-    is_classifier = not (case.train.causal or case.train.tokens or case.train.dense)
-    label_leak = measure_label_leak(passes, case.train, case.run) if is_classifier else None
-    return TextRow(
-        combination,
-        scores,
-        seconds,
-        [] if label_leak is None else [label_leak],
-        accuracy=accuracy,
-        chance=chance_accuracy(case.test) if is_classifier else 0.0,
-    )
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """How texts are attacked.
+
+    Attributes:
+        case: The model and its data.
+        texts: The attacked texts.
+        own: The attacker's own texts.
+    """
+
+    case: SplitCase
+    texts: Tensor
+    own: Tensor
+
+    def check(self, combinations: Sequence[str], attacks: Sequence[Attack]) -> None:
+        """Check the case: run each combination on two texts."""
+        if len(self.own) < MIN_TEXTS:
+            raise AuditError(
+                f"the attacker must have >= {MIN_TEXTS} texts, got {len(self.own)}",
+                hint="pass more data, or longer texts",
+            )
+        if self.texts.shape[1] < 2 or len(self.texts) < 2:
+            raise AuditError(
+                "the attacked texts must be >= 2, of >= 2 tokens each, got "
+                f"{len(self.texts)} of {self.texts.shape[1]} tokens",
+                hint="pass more data, or longer texts",
+            )
+        defences = [d for c in combinations for d in parse_combination(c)]
+        if any(isinstance(d, BatchShuffle) for d in defences):
+            raise AuditError(
+                "defences of texts must not contain batch-shuffle: it moves tokens between texts, "
+                "and masks belong to one text",
+                hint="use rows",
+            )
+        on_pixels = next((d for d in defences if d.stage == 0), None)
+        if on_pixels is not None:
+            raise AuditError(
+                f"defences of texts must act on features, got {type(on_pixels).__name__}, which "
+                "acts on images",
+                hint="use noise, round, bottleneck or rows",
+            )
+        for combination in combinations:
+            pair = make_split_pair(self.copy_model(combination), combination)
+            pair.record_passes(_make_batches(self.texts[:2], 2), "check")
+
+    def copy_model(self, combination: str) -> torch.nn.Module:
+        """Return a copy of the model.
+
+        With shuffled rows it uses eager attention, which gets the causal mask as an input; fused
+        kernels build their own.
+        """
+        copied: Any = copy.deepcopy(self.case.model)
+        if is_shuffled(combination) and hasattr(copied, "set_attn_implementation"):
+            copied.set_attn_implementation("eager")
+        return cast(torch.nn.Module, copied)
+
+    def collect_views(self, pair: Pair) -> SentTexts:
+        """Return the view of the attackers of a trained victim."""
+        case = self.case
+        served = pair.record_passes(_make_batches(self.texts, case.batch), "seen")
+        unshuffled = pair
+        if is_shuffled(pair.combination):
+            pair.link.close()
+            unshuffled = make_split_pair(
+                pair.model, drop_shuffles(pair.combination), seed=case.run.seed + 1
+            )
+        passes = unshuffled.record_passes(_make_batches(self.own, case.batch), "own")
+        features = torch.cat([p.stream for p in passes]).float()
+        if unshuffled is not pair:
+            unshuffled.link.close()
+        public = copy.deepcopy(case.model).eval()
+        return SentTexts(served, public, features, self.own, is_shuffled(pair.combination))
+
+    def attack(
+        self, attack: Attack, views: SentTexts, combination: str, within: Progress
+    ) -> Measured:
+        """Run an attack, and score its texts."""
+        tried = attempt(lambda: (_recover(attack, views), {}))
+        scores = score_texts(tried.output, self.texts.tolist())
+        return Measured(AttackScores(attack.name, scores, seconds=round(tried.seconds, 1)))
+
+    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> tuple[Case, Results]:
+        """Return the measurements with their baselines, and the results."""
+        pairs = zip(self.own.tolist(), self.texts.tolist(), strict=False)
+        floor = merge_scores([score_texts([own], [text]) for own, text in pairs])
+        measured = Case(self.case.name, tuple(rows), {ANOTHER_TEXT: floor}, "ROUGE-L", "texts")
+        return measured, report.build_text_results(measured, attacks)
 
 
-def _recover(attack: Attack, view: SentTexts) -> tuple[list[list[int]], dict[str, Any]]:
+def _recover(attack: Attack, view: SentTexts) -> list[list[int]]:
     """Return the tokens of each text, in the order that masks reveal if tokens are shuffled."""
     tokens, positions = attack.run(view)
     orders = [order_leak(served_pass) for served_pass in view.served] if view.shuffled else [None]
     if all(order is not None for order in orders):
         positions = torch.cat([order for order in orders if order is not None])
-    return torch.zeros_like(tokens).scatter(1, positions, tokens).tolist(), {}
+    recovered: list[list[int]] = torch.zeros_like(tokens).scatter(1, positions, tokens).tolist()
+    return recovered
 
 
-def _copy_client_model(model: torch.nn.Module, combination: str) -> torch.nn.Module:
-    """Return a copy of the model.
-
-    With shuffled rows it uses eager attention, which gets the causal mask as an input; fused
-    kernels build their own.
-    """
-    copied: Any = copy.deepcopy(model)
-    if is_shuffled(combination) and hasattr(copied, "set_attn_implementation"):
-        copied.set_attn_implementation("eager")
-    return cast(torch.nn.Module, copied)
+def _make_batches(ids: Tensor, batch: int) -> list[Mapping[str, Tensor]]:
+    return [
+        {"input_ids": part, "attention_mask": torch.ones_like(part)}
+        for part in split_batches(ids, batch)
+    ]
 
 
-def _embed_own_texts(pair: Pair, own: Tensor, batch: int, seed: int) -> Tensor:
-    """Return the features of the attacker's own texts, under all defences but the shuffles."""
-    if not is_shuffled(pair.combination):
-        return torch.cat(
-            [p.stream for p in pair.record_passes(_make_batches(own, batch), "own")]
-        ).float()
-    pair.link.close()
-    unshuffled = make_split_pair(pair.model, drop_shuffles(pair.combination), seed=seed + 1)
-    features = torch.cat(
-        [p.stream for p in unshuffled.record_passes(_make_batches(own, batch), "own")]
-    ).float()
-    unshuffled.link.close()
-    return features
-
-
-def _make_batches(ids: Tensor, batch: int) -> list[dict[str, Tensor]]:
-    parts = list(torch.split(ids, batch))
-    if len(parts) > 1 and len(parts[-1]) == 1:
-        parts = [*parts[:-2], torch.cat(parts[-2:])]
-    return [{"input_ids": part, "attention_mask": torch.ones_like(part)} for part in parts]
-
-
-def _truncate_texts(examples: object, length: int) -> Tensor:
+def _truncate_texts(examples: Examples, length: int) -> Tensor:
     """Remove padding, drop texts below half the length, and truncate the others to the shortest."""
-    inputs, _ = examples.batch(np.arange(len(examples)))  # type: ignore[attr-defined,arg-type]
+    inputs, _ = examples.batch(np.arange(len(examples)))
     mask = inputs.get("attention_mask")
     rows = [
         row if mask is None else row[row_mask.bool()]
@@ -237,107 +235,3 @@ def _truncate_texts(examples: object, length: int) -> Tensor:
     long_rows = [row[:length] for row in rows if len(row) >= min(length, max(map(len, rows))) // 2]
     shortest = min(map(len, long_rows))
     return torch.stack([row[:shortest] for row in long_rows])
-
-
-def _check_case(case: SplitCase, combinations: Sequence[str], texts: Tensor, own: Tensor) -> None:
-    """Check a case before anything is trained, on two texts for each combination."""
-    if len(own) < MIN_TEXTS:
-        raise AuditError(
-            f"the attacker must have >= {MIN_TEXTS} texts, got {len(own)}",
-            hint="pass more data, or longer texts",
-        )
-    if texts.shape[1] < 2 or len(texts) < 2:
-        raise AuditError(
-            "the attacked texts must be >= 2, of >= 2 tokens each, got "
-            f"{len(texts)} of {texts.shape[1]} tokens",
-            hint="pass more data, or longer texts",
-        )
-    if any(isinstance(d, BatchShuffle) for c in combinations for d in parse_combination(c)):
-        raise AuditError(
-            "defences of texts must not contain batch-shuffle: it moves tokens between texts, and "
-            "masks belong to one text",
-            hint="use rows",
-        )
-    on_pixels = next((d for c in combinations for d in parse_combination(c) if d.stage == 0), None)
-    if on_pixels is not None:
-        raise AuditError(
-            f"defences of texts must act on features, got {type(on_pixels).__name__}, which acts "
-            "on images",
-            hint="use noise, round, bottleneck or rows",
-        )
-    for combination in combinations:
-        make_split_pair(_copy_client_model(case.model, combination), combination).record_passes(
-            _make_batches(texts[:2], 2), "check"
-        )
-
-
-def _build_results(
-    name: str,
-    rows: Sequence[TextRow],
-    floor: Mapping[str, list[float]],
-    attacks: Sequence[Attack],
-) -> Results:
-    has_labels = any(row.labels for row in rows)
-    note = (
-        "Shares of each text, in the mean over texts: tokens as a bag, tokens in their "
-        "places, ROUGE on tokens (F1), texts that are exactly right. "
-    )
-    results = build_text_results(
-        "What the server reads",
-        Table(f"Utility and privacy: {name}", (), (), note),
-        rows,
-        floor,
-        attacks,
-        name=name,
-        before={
-            "accuracy": lambda row: round(row.accuracy, 3),
-            **(
-                {"labels": lambda row: round(row.labels[0], 3) if row.labels else None}
-                if has_labels
-                else {}
-            ),
-        },
-        after={},
-        guess=(
-            "a guess, another text",
-            round(rows[0].chance, 3) or None,
-            *((None,) if has_labels else ()),
-        ),
-        describe=lambda row, attack: (
-            f"{row.value(attack, 'words'):.0%} of the tokens, "
-            f"{row.value(attack, 'in place'):.0%} in their places"
-        ),
-        has_spread=True,
-    )
-    return replace(
-        results,
-        tables=(*results.tables, build_glossary([r.combination for r in rows], attacks)),
-        facts={"verdict": _build_verdict(name, rows, statistics.fmean(floor[LEAK]), attacks)},
-    )
-
-
-def _build_verdict(
-    name: str, rows: Sequence[TextRow], baseline: float, attacks: Sequence[Attack]
-) -> list[str]:
-    undefended, titles = rows[0], titles_of(attacks)
-    leaking = [row for row in rows if row.best()[1] >= READ_THRESHOLD]
-    sentences = [
-        (
-            f"{name}: the server reads the texts under {len(leaking)} of {len(rows)} combinations "
-            f"(ROUGE-L of {READ_THRESHOLD:g} and more)."
-        )
-    ]
-    for row in rows:
-        attack, value = row.best()
-        sentences.append(
-            f"{row.combination}: ROUGE-L {value:.2f} by {titles[attack]} (another text: "
-            f"{baseline:.2f}), {row.best('words')[1]:.0%} of the tokens; accuracy "
-            f"{row.accuracy:.3f} (undefended: {undefended.accuracy:.3f})."
-        )
-    shares = [share for row in rows for share in row.labels]
-    if shares:
-        sentences.append(
-            f"Labels are not sent, but the gradients reveal {min(shares):.0%} to "
-            f"{max(shares):.0%} of them (a guess: {undefended.chance:.0%})."
-        )
-    return [*sentences, CAVEAT]

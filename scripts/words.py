@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SUFFIXES = {".py", ".md", ".html"}
+SUFFIXES = {".py", ".md", ".html", ".ipynb"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", help="check these instead of the enforced files")
     parser.add_argument(
-        "--all", action="store_true", help="check docs too; only enforced files fail"
+        "--all", action="store_true", help="check experiments too; only enforced files fail"
     )
     args = parser.parse_args(argv)
     rules = load_rules()

@@ -185,8 +185,8 @@ def test_anchors_are_what_a_space_is_found_by_at_first() -> None:
 
 
 def _paper(a: State, b: State, layers: int, heads: int) -> tuple[float, float]:
-    """Paper 003 on a GPT-2, written down independently: distances after its rotations and its
-    assignment, without and with rescaling.
+    """Rotation symmetry on a GPT-2, written down independently: distances after its
+    rotations and its assignment, without and with rescaling.
     """
     plain = {n: t.numpy().copy() for n, t in a.items()}
     scaled = {n: t.numpy().copy() for n, t in a.items()}

@@ -678,8 +678,8 @@ def test_timm_heads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_papers_element_is_one_special_element() -> None:
-    """Paper 000's W -> P^-1 W P with one head-restricted P on both sides: P = (head permutation) x
-    (one inner permutation), stream and heads tied.
+    """W -> P^-1 W P of permutation equivariance with one head-restricted P on both sides: P = (head
+    permutation) x (one inner permutation), stream and heads tied.
     """
     model = build("vit")
     spec = spec_of(model)

@@ -190,7 +190,7 @@ class SplitOptions(SampleOptions):
         require_at_least(AuditError, 1, **sizes)
 
     def combinations(self, is_text: bool = False) -> list[str]:
-        """Return the default combinations: rows of paper 000's Table 6, without and with rows."""
+        """Return the defaults: Table 6 of permutation equivariance, without and with rows."""
         images = [*(f"low-pass={r:g}" for r in self.radii), "batch-shuffle=0.5"]
         levels = ["none", *(f"noise={s:g}" for s in self.noises), *([] if is_text else images)]
         return [text for c in levels for text in (c, "rows" if c == "none" else f"{c}+rows")]

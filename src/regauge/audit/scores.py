@@ -66,7 +66,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("MSE", lambda a, b, _: mse(a, b), is_leak=False),
     Metric("identified", lambda a, b, _: is_identified(a, b).float()),
 )
-# The metric of paper 002, for attacks on gradients.
+# The metric of masked jigsaw, for attacks on gradients.
 SPECTRAL = Metric("FFT2D", lambda a, b, _: spectral_distance(a, b), is_leak=False)
 UPDATE_METRICS = (*(m for m in METRICS if m.name != "F-SIM"), SPECTRAL)  # of attacks on gradients
 BY_NAME = {m.name: m for m in (*METRICS, SPECTRAL)}

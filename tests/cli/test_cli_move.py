@@ -4,7 +4,9 @@ bad input alike.
 
 from __future__ import annotations
 
+import ast
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -25,8 +27,9 @@ from safetensors.torch import load_file, save_file
 
 import regauge
 from regauge.checkpoints.reader import open_checkpoint
+from regauge.cli import main
 from regauge.demo.move import GPT2, LLAMA, make_checkpoint
-from regauge.results.findings import Figure, Table, from_json
+from regauge.results.findings import Claim, Finding, Results, from_json
 from support.cli_runs import Run, contents, reconfigure, shard
 
 HERE = Path(__file__).parents[1]
@@ -753,39 +756,52 @@ def test_convert_runs_no_code(run: Run, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every chapter as it is, with fewer epochs, images, updates and optimizers; then the text
-    output, of the chapters on checkpoints.
-    """
-    from regauge import demo
-    from regauge.demo import gradients, jigsaw, leakage, lock, merge, show_training, split
-    from regauge.verification import general
+    """Every chapter as it is, with fewer epochs, images and updates."""
+    from regauge.demo import basis, digits, gradients, jigsaw, leakage, lock, merge, split
 
     monkeypatch.chdir(tmp_path)
     for module, smaller in (
-        (sys.modules[show_training.__module__], {"EPOCHS": 3, "LAYERS": 2}),
-        (merge, {"STEPS": 10, "GRID": 3}),
-        (lock, {"STEPS": 10}),
-        (split, {"EPOCHS": 1}),
+        (digits, {"EPOCHS": 3, "LAYERS": 2}),
+        (basis, {"SHORT": 200}),
+        (merge, {"STEPS": 10, "POINTS": 3}),
+        (lock, {"STEPS": 10, "TUNING_EPOCHS": 1, "FURTHER": 100}),
+        (split, {"DIGITS": 100}),
         (leakage, {"TRAIN": 300, "PUBLIC": 200, "ATTACKED": 10}),
         (leakage, {"EPOCHS": 1, "DECODER_EPOCHS": 1}),
         (gradients, {"UPDATES": 2, "PUBLIC": 100, "PRACTICE": 10}),
-        (jigsaw, {"BASE_EPOCHS": 2, "TUNING_EPOCHS": 2}),
+        (jigsaw, {"EPOCHS": 2}),
     ):
         for name, value in smaller.items():
             monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(
-        general,
-        "optimizer_matrix",
-        lambda seed: (
-            [],
-            Table("t", ("a",), ()),
-            Figure("f", "lines", {"x": [0], "y": {"a": [1]}}),
-        ),
-    )
     result = run("demo", "--output", tmp_path / "demo", "--json")
     assert result.code == 0, result.err
-    assert "moved, but given plain features" in result.err
-    assert "the server has the images under 3 of 3" in result.err
+    results = from_json(result.out)
+    claims = [chapter.headline for chapter in results.chapters]
+    assert len(claims) == 6
+    for number, claim in enumerate(claims, 1):
+        assert f"{number}. {claim.text}\n" in result.err
+        assert f"{claim.number.replace('→', 'to')} {claim.label}\n" in result.err
+    assert claims[0].tone == "good"
+    assert [claim.tone for claim in claims[2:5]] == ["bad", "bad", "bad"]
+    html = (tmp_path / "regauge-demo.html").read_text()
+    assert [html.index(claim.text) for claim in claims] == sorted(
+        html.index(claim.text) for claim in claims
+    )
+    findings = {f.id: f for f in results.all_findings}
+    assert {f.id for f in findings.values() if f.holds} >= {
+        "digits/adaptive",
+        "digits/noise",
+        "digits/one",
+        "split/trained",
+        "locked/authorised",
+        "jigsaw/consistency",
+    }
+    moves = [f for f in findings.values() if f.id.startswith("moving/")]
+    assert len(moves) == 6
+    for move in moves:
+        assert move.holds
+        assert move.value < 1e-4 < 0.1 < move.ceiling
+        assert ("bit for bit" in move.sentence) == ("permutation" in move.id)
     assert sorted(p.name for p in (tmp_path / "demo").iterdir()) == [
         "BASE",
         "IMAGES",
@@ -796,37 +812,58 @@ def test_demo(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "gpt2",
         "llama",
     ]
-    for name in ("MODEL", "BASE", "VIT", "OTHER"):
-        assert run("inspect", tmp_path / "demo" / name).code == 0
-    accuracy = run(
-        "jigsaw",
-        "evaluate",
-        tmp_path / "demo" / "VIT",
-        "--data",
-        tmp_path / "demo" / "IMAGES",
-        "--json",
-        "-",
+    monkeypatch.chdir(tmp_path / "demo")
+    for command in claims[0].command.splitlines():
+        tried = run(*command.split()[1:])
+        assert tried.code == 0, tried.err
+
+
+def test_the_demo_prints_its_claims_and_what_to_do_next(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regauge import demo
+
+    claims = (
+        Claim(
+            "This lock gives nothing", "bad", "100 %", "of the key", command="regauge a\nregauge b"
+        ),
+        Claim("It works"),
     )
-    assert accuracy.code == 0, accuracy.err
-    assert "checks pass" in (tmp_path / "regauge-demo.html").read_text()
-    results = from_json(result.out)
-    assert {f.id for f in results.findings if f.holds} >= {
-        "watched/adaptive",
-        "watched/noise",
-        "puzzled/consistency",
-    }
-    moves = [f for f in results.findings if f.id.startswith("moving/")]
-    assert len(moves) == 6
-    for move in moves:
-        assert move.holds
-        assert move.value < 1e-4 < 0.1 < move.ceiling
-        assert ("bit for bit" in move.sentence) == ("permutation" in move.id)
-    checkpoints = demo.CHAPTERS[:2]
-    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, chapters=checkpoints))
-    again = run("demo", "--report", "other.html")
-    assert again.code == 0, again.err
-    assert "bit for bit" in again.out
-    assert "checks pass" in (tmp_path / "other.html").read_text()
+    chapters = [lambda _, claim=claim: Results("t", claim=claim) for claim in claims]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "run_demo", partial(demo.run_demo, chapters=chapters))
+    result = run("demo", "--output", "models")
+    assert result.code == 0, result.err
+    assert result.out == (
+        "1. This lock gives nothing\n   1 to 2 of the key\n   try: regauge a\n        regauge b\n\n"
+        "2. It works\n\n"
+        "Page: regauge-demo.html (open it in a browser)\n"
+        "Models and images: models (cd models to run the commands above)\n"
+    )
+    assert "This lock gives nothing" in (tmp_path / "regauge-demo.html").read_text()
+    chapters[0] = lambda _: Results("t", (Finding("a/b", "c", False),), claim=claims[1])
+    failed = run("demo", "--report", "other.html")
+    assert failed.code == 3
+    assert "1. 1 check fails\n" in failed.out
+    assert failed.out.endswith("regauge demo -o DIR saves them\n")
+
+
+def test_commands_of_the_demo_are_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options of every command that the demo suggests exist; models are not needed for that."""
+    from regauge.demo import CHAPTERS
+
+    sources = [Path(inspect.getfile(chapter)).read_text() for chapter in CHAPTERS]
+    texts = [
+        node.value
+        for source in sources
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    commands = [line for text in texts for line in text.splitlines() if line.startswith("regauge ")]
+    assert len(commands) >= 8
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert main(command.split()[1:]) != 2, command
 
 
 def test_the_demo_takes_no_place_that_is_taken(run: Run, tmp_path: Path) -> None:

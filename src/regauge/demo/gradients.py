@@ -1,6 +1,4 @@
-"""A chapter on federated learning: how much one gradient of a ViT reveals of its digit, and which
-defences hide it.
-"""
+"""The fifth chapter: digits that an attacker reads from gradients, and defences that hide them."""
 
 from __future__ import annotations
 
@@ -8,86 +6,90 @@ from dataclasses import replace
 from typing import Any
 
 from regauge.demo.context import DemoContext
-from regauge.demo.digits import load_images, make_vit
-from regauge.errors import need
-from regauge.results.findings import Finding, Results
+from regauge.demo.digits import digits, make_vit
+from regauge.results.findings import Claim, Figure, Finding, Results
 
 UPDATES, PUBLIC = 8, 400
-COMBINATIONS = (
-    "rows",
-    "mjp=0.5,shuffle=false",
-    "mjp=0.5",
-    "batch=8",
-    "private=1.0",
-    "freeze=embedding,first",
-)
+COMBINATIONS = ("rows", "mjp=0.5", "batch=8", "private=1.0", "freeze=embedding,first")
 EXACT_PSNR = 40.0  # dB
 PRACTICE = 60  # training updates of attacks that learn
+SHOWN = 8  # images of the gallery
+LABELS = {
+    "none": "read from one gradient, no defence",
+    "rows": "tokens shuffled",
+    "batch=8": "gradient averaged over 8 images",
+}
 
 
 def show_gradients(context: DemoContext) -> Results:
     """Reconstruct digits from the gradients of a federated client, with and without defences."""
-    for library, extra in (
-        ("transformers", "experiments"),
-        ("sklearn", "experiments"),
-        ("torchmetrics", "audit"),
-        ("dp_accounting", "privacy"),
-    ):
-        need(library, extra)
     from regauge.audit.gradient_audit import GradientCase, audit_gradients
     from regauge.audit.gradient_audit.attempts import Budget
-    from regauge.data.tasks import Examples
-    from regauge.models.summary import format_columns
-
-    images, labels = load_images()
-    images = images.float()
-
-    def part(first: int, last: int) -> Examples:
-        return Examples(
-            last - first,
-            10,
-            lambda i: ({"pixel_values": images[first:last][i]}, labels[first:last][i]),
-        )
 
     case = GradientCase(
         _make_vit(context.seed + 60),
-        part(0, 200),
-        part(200, 200 + PUBLIC),
+        digits(0, 200),
+        digits(200, 200 + PUBLIC),
         [0.5],
         [0.5],
         updates=UPDATES,
         seed=context.seed,
-        name="given",
+        name="digits",
     )
-    with context.bar("compute updates, and attack them") as progress:
+    with context.bar("compute gradients, and attack them") as progress:
         audit = audit_gradients(
             case,
             COMBINATIONS,
             budget=Budget(practice=PRACTICE, seed=context.seed),
             progress=progress,
         )
-    table = audit.tables[0]
-    rows = [table.columns]
-    rows += [
-        tuple(
-            ""
-            if c is None
-            else c
-            if isinstance(c, str)
-            else f"{c:.2f}"
-            if isinstance(c, float)
-            else str(c)
-            for c in row
-        )
-        for row in table.rows
-    ]
-    context.echo(format_columns(rows, right=tuple(range(1, len(rows[0])))) + "\n")
-    context.echo("\n".join(audit.facts["verdict"]))
     return replace(
         audit,
+        title="Gradients",
         findings=(*_check_claims(audit), *audit.findings),
         tables=audit.tables[:2],
-        facts={"what gradients give away": audit.facts["verdict"]},
+        figures=(_choose_gallery(audit), *audit.figures[1:]),
+        facts={"verdict": audit.facts["verdict"]},
+        claim=_conclude(audit),
+    )
+
+
+def _conclude(audit: Results) -> Claim:
+    by_id = {f.id.removeprefix("digits/"): f for f in audit.findings}
+    plain, batch = by_id["none/least squares"], by_id["batch=8/least squares"]
+    is_exact = (plain.value or 0.0) > EXACT_PSNR
+    is_hidden = (batch.value or 0.0) < (batch.floor or 0.0) + 1
+    return Claim(
+        "One gradient gives its image away exactly"
+        + ("; an average over eight images hides it" if is_hidden else "")
+        if is_exact
+        else "One gradient gives its image away in part",
+        "bad" if is_exact else "mixed",
+        f"{plain.value:.0f} dB",
+        "PSNR of the image read from one gradient (above 40 dB it looks like the original; a guess "
+        f"has {plain.floor:.0f} dB)",
+        "A federated client sends gradients instead of images, and the gradient of the embedding "
+        "determines the image by least squares. Larger batches and differential privacy hide it; "
+        "shuffled tokens do not.",
+        "regauge audit gradients VIT --data IMAGES --defence batch=8 --report gradients.html",
+    )
+
+
+def _choose_gallery(audit: Results) -> Figure:
+    """Return the images and their reconstructions under some combinations."""
+    gallery = next(f for f in audit.figures if f.kind == "images")
+    rows = [{"label": "the images", "images": gallery.data["rows"][0]["images"][:SHOWN]}]
+    for combination, label in LABELS.items():
+        for row in gallery.data["rows"][1:]:
+            name, _, score = row["label"].partition(": ")
+            if name == combination and " dB" in score:
+                score = score.partition(" (")[0]
+                rows.append({"label": f"{label} ({score})", "images": row["images"][:SHOWN]})
+    return Figure(
+        "Images, and what an attacker reads from their gradients",
+        "images",
+        {"columns": [], "rows": rows},
+        gallery.caption,
     )
 
 
@@ -105,13 +107,13 @@ def _make_vit(seed: int) -> Any:
 
 
 def _check_claims(audit: Results) -> tuple[Finding, ...]:
-    by_id: dict[str, Any] = {f.id.removeprefix("given/"): f for f in audit.findings}
+    by_id: dict[str, Any] = {f.id.removeprefix("digits/"): f for f in audit.findings}
     plain, floor = by_id["none/least squares"].value, by_id["none/least squares"].floor
 
     def claim(name: str, combination: str, statement: str, holds: bool) -> Finding:
         value = by_id[f"{combination}/least squares"].value
         return Finding(
-            f"given/{name}",
+            f"digits/{name}",
             statement,
             holds,
             value,

@@ -1,5 +1,4 @@
-"""Two chapters on small checkpoints: the symmetry of a model, and transforms by valid and invalid
-elements.
+"""Small checkpoints, and their transforms by valid and invalid elements.
 
 The checkpoints have the shapes of Llama and GPT-2, and random weights, norm gains and biases.
 """
@@ -9,13 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from regauge.core.rng import Stream, seed_key
-from regauge.demo.context import DemoContext
-from regauge.results.findings import Finding, Results, Table
+from regauge.results.findings import Table
+
+if TYPE_CHECKING:
+    import torch
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -45,9 +46,6 @@ GPT2: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-
-
-TOLERANCE = 1e-4  # of float32 logits, relative to the largest one
 
 
 def make_checkpoint(folder: Path, config: Mapping[str, Any], seed: int) -> Path:
@@ -134,72 +132,34 @@ def _shapes(c: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return out | {"transformer.ln_f.weight": (d,), "transformer.ln_f.bias": (d,)}
 
 
-def show_symmetry(context: DemoContext) -> Results:
-    """Show the symmetry of a small Llama: its spaces and groups."""
+def describe_spaces(folder: Path) -> Table:
+    """Return the symmetry of a small Llama: its spaces and their groups."""
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.models.families import spec_from
-    from regauge.models.summary import format_summary, summarize
+    from regauge.models.summary import summarize
 
-    checkpoint = open_checkpoint(make_checkpoint(context.folder / "llama", LLAMA, context.seed))
+    checkpoint = open_checkpoint(folder)
     facts = summarize(checkpoint, spec_from(LLAMA, checkpoint.names))
-    context.echo(format_summary(facts, []))
-    rows = tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"])
-    note = (
+    return Table(
+        "Which parts of a small Llama can change basis",
+        ("space", "size", "group", "why it is not larger"),
+        tuple((s["name"], s["size"], s["group"], s["why"]) for s in facts["spaces"]),
         f"about 10^{facts['bits'] * np.log10(2):.0f} equivalent weights, and "
-        f"{facts['dimensions']} continuous directions"
-    )
-    return Results(
-        "symmetry",
-        tables=(
-            Table(
-                "The spaces of a small Llama",
-                ("space", "size", "group", "why not more"),
-                rows,
-                note,
-            ),
-        ),
+        f"{facts['dimensions']} continuous directions",
     )
 
 
-def show_transforms(context: DemoContext) -> Results:
-    """Transform models: other weights, the same function; an invalid element breaks it."""
-    from regauge.models.summary import format_columns
+def try_elements(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Transform a checkpoint by several elements and back; the last element is invalid.
 
-    rows = [("model", "element", "weights moved", "moved back", "logits differ by")]
-    findings = []
-    for name, config in (("llama", LLAMA), ("gpt2", GPT2)):
-        cases = _try_elements(context, make_checkpoint(context.folder / name, config, context.seed))
-        wrong = cases[-1]["logits"]
-        for case in cases:
-            logits = "(needs transformers)" if case["logits"] is None else f"{case['logits']:.1e}"
-            back = "bit for bit" if case["back"] == 0 else f"to {case['back']:.1e}"
-            rows.append((name, case["element"], f"{100 * case['moved']:.0f} %", back, logits))
-        for case in cases[:-1]:
-            holds = None if case["logits"] is None else case["logits"] <= TOLERANCE < wrong
-            sentence = (
-                f"{100 * case['moved']:.0f} % of the weights changed; restored "
-                f"{'bit for bit' if case['back'] == 0 else 'to rounding'}"
-            )
-            statement = (
-                f"A small {name} transformed by {case['element']}: other weights, the same logits."
-            )
-            key = f"moving/{name}/{case['element'].split(',')[0]}"
-            findings.append(
-                Finding(
-                    key, statement, holds, case["logits"], TOLERANCE, wrong, sentence, "THEORY 1"
-                )
-            )
-    context.echo(format_columns(rows, right=(2,)))
-    context.echo(
-        "\nThe difference is the largest one, relative to the largest logit. The wrong element "
-        "rotates the stream under norms that are not folded:"
-    )
-    context.echo("regauge rejects it, and here it is forced.")
-    return Results("moving", tuple(findings))
+    Args:
+        folder: The checkpoint.
+        seed: The seed of the elements.
 
-
-def _try_elements(context: DemoContext, folder: Path) -> list[dict[str, Any]]:
-    """Transform a checkpoint by several elements and back; the last element is invalid."""
+    Returns:
+        For each element its name, whether it is valid, the share of the weights that it changed,
+        the error of moving back, the relative difference of the logits, and the logits.
+    """
     from dataclasses import replace
 
     from regauge.checkpoints.reader import open_checkpoint
@@ -218,20 +178,20 @@ def _try_elements(context: DemoContext, folder: Path) -> list[dict[str, Any]]:
         spec, spaces={**spec.spaces, "stream": replace(spec.spaces["stream"], group=Orthogonal())}
     )
     cases = [
-        ("permutation", spec, state, element(spec, context.seed, within="permutation"), False),
-        ("full", spec, state, element(spec, context.seed), False),
+        ("permutation", spec, state, element(spec, seed, within="permutation"), False),
+        ("full", spec, state, element(spec, seed), False),
         (
             "rotation, norms folded",
             folded_spec,
             folded,
-            element(folded_spec, context.seed, within="orthogonal"),
+            element(folded_spec, seed, within="orthogonal"),
             False,
         ),
         (
             "wrong, forced",
             spec,
             state,
-            Element(spec, element(free, context.seed, spaces=["stream"]).members),
+            Element(spec, element(free, seed, spaces=["stream"]).members),
             True,
         ),
     ]
@@ -241,12 +201,17 @@ def _try_elements(context: DemoContext, folder: Path) -> list[dict[str, Any]]:
         after = apply(g, before, force=force)
         back = apply(~g, after, force=force)
         total = sum(t.numel() for t in before.values())
+        pairs = _compute_logits(checkpoint.config, state, after, case_spec.config)
         out.append(
             {
                 "element": label,
+                "valid": not force,
                 "moved": sum(int((after[n] != t).sum()) for n, t in before.items()) / total,
                 "back": max(float((back[n] - t).abs().max()) for n, t in before.items()),
-                "logits": _logit_difference(checkpoint.config, state, after, case_spec.config),
+                "logits": None
+                if pairs is None
+                else float((pairs[0] - pairs[1]).abs().max() / pairs[0].abs().max()),
+                "pairs": None if pairs is None else [p.flatten().tolist() for p in pairs],
             }
         )
     return out
@@ -262,16 +227,13 @@ def _ignore_norm_gains(spec: Any) -> Any:
     )
 
 
-def _logit_difference(
+def _compute_logits(
     config: Mapping[str, Any],
     before: Mapping[str, Any],
     after: Mapping[str, Any],
     changes: Mapping[str, Any],
-) -> float | None:
-    """Return the largest relative difference of the logits of two states.
-
-    It is None if transformers is not installed.
-    """
+) -> list[torch.Tensor] | None:
+    """Return the logits of two states, or None if transformers is not installed."""
     import torch
 
     try:
@@ -287,4 +249,4 @@ def _logit_difference(
         model.tie_weights()
         with torch.no_grad():
             logits.append(model(torch.arange(48).view(2, 24) * 5 % 256).logits)
-    return float((logits[0] - logits[1]).abs().max() / logits[0].abs().max())
+    return logits

@@ -15,7 +15,8 @@ def headline_of(results: Results) -> Claim:
     """
     claim = results.claim or _first_verdict(results)
     if results.failed and (claim is None or claim.tone != "bad"):
-        return Claim(count_checks(results), "bad")
+        command = "" if claim is None else claim.command
+        return Claim(count_checks(results), "bad", command=command)
     if claim is None:
         return Claim(count_checks(results), _tone_of_checks(results))
     if results.inconclusive and claim.tone == "good":

@@ -825,7 +825,7 @@ def test_the_demo_prints_its_claims_and_what_to_do_next(
 
     claims = (
         Claim(
-            "This lock gives nothing", "bad", "100 %", "of the key", command="regauge a\nregauge b"
+            "This lock gives nothing", "bad", "1 → 2", "of the key", command="regauge a\nregauge b"
         ),
         Claim("It works"),
     )

@@ -33,14 +33,6 @@ CHAPTERS: tuple[Chapter, ...] = (
     show_gradients,
     show_jigsaw,
 )
-_LIBRARIES = (
-    ("jinja2", "experiments"),
-    ("matplotlib", "experiments"),
-    ("transformers", "experiments"),
-    ("sklearn", "experiments"),
-    ("torchmetrics", "audit"),
-    ("dp_accounting", "privacy"),
-)
 
 
 def run_demo(
@@ -68,7 +60,14 @@ def run_demo(
         The results of the chapters, as `chapters` of one result.
     """
     started = time.monotonic()
-    for library, extra in _LIBRARIES:
+    for library, extra in (
+        ("jinja2", "experiments"),
+        ("matplotlib", "experiments"),
+        ("transformers", "experiments"),
+        ("sklearn", "experiments"),
+        ("torchmetrics", "audit"),
+        ("dp_accounting", "privacy"),
+    ):
         need(library, extra)
     if out is not None:
         check_new(out)

@@ -75,3 +75,42 @@ def test_bad_input(models: Path, run: Run, tmp_path: Path) -> None:
         found = run("evaluate", *arguments)
         assert (found.code, found.out) == (code, "")
         assert message in found.err
+
+
+def test_lock_and_unlock_report_what_the_model_is_worth(
+    models: Path, run: Run, tmp_path: Path
+) -> None:
+    locked, key = tmp_path / "locked", models / "KEY"
+    code, out, err = run("lock", models / "vit", "-k", key, "-o", locked, *DATA)
+    assert code == 0
+    assert f"wrote {locked}" in err
+    assert [line.split("  ")[0] for line in out.splitlines()[3:6]] == [
+        "plain",
+        "locked",
+        "locked, without its key",
+    ]
+    code, out, _ = run("unlock", locked, "-k", key, "-o", tmp_path / "plain", *DATA, "--json")
+    assert code == 0
+    (table,) = json.loads(out)["evaluation"]["tables"]
+    losses = {row[0]: row[1] for row in table["rows"]}
+    assert losses["unlocked"] == pytest.approx(losses["locked"], abs=1e-5)
+    assert abs(losses["locked, without its key"] - losses["locked"]) > 1e-4
+
+
+def test_data_are_read_before_anything_is_written(models: Path, run: Run, tmp_path: Path) -> None:
+    for command in (("lock", models / "vit"), ("unlock", models / "locked")):
+        out = tmp_path / command[0]
+        options = ("-k", models / "KEY", "-o", out, "--data", tmp_path / "none.npz")
+        found = run(*command, *options)
+        assert found.code == 1
+        assert "none.npz does not exist" in found.err
+        assert not out.exists()
+    dry = run(
+        "lock", models / "vit", "-k", models / "KEY", "-o", tmp_path / "dry", *DATA, "--dry-run"
+    )
+    assert dry.code == 0
+    assert dry.out.splitlines()[3].startswith("plain")
+    assert "locked" not in dry.out
+    resealed = run("lock", models / "locked", "-k", models / "KEY", "--reseal", *DATA)
+    assert resealed.code == 2
+    assert "--data applies to a new lock" in resealed.err

@@ -104,10 +104,11 @@ def test_training_lowers_the_loss_and_says_so(
         )
         == 0
     )
-    assert "The loss on the way" in page.read_text()
+    assert "The training loss" in page.read_text()
     report = json.loads(capsys.readouterr().out)
     assert report["variant"] == "JP"
     assert report["last_loss"] < report["first_loss"] - 0.1
+    assert report["end"]["loss"] < report["start"]["loss"]
     assert main(["jigsaw", "train", str(start), *HOW, "-o", str(tmp_path / "out")]) == 1
     assert "exists already" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ import transformers
 import regauge
 from regauge import jigsaw
 from regauge.data.sources import DataSource
-from regauge.errors import CheckpointError, JigsawError
+from regauge.errors import CheckpointError, JigsawError, QualityWarning
 from regauge.jigsaw.api import JigsawTraining
 from regauge.jigsaw.folder import load_wrapped
 
@@ -71,7 +71,26 @@ def test_a_live_module_is_trained_as_a_copy() -> None:
     assert summary["steps"] == len(trained.losses) == 44
     assert "JP + UNK + DAL" in repr(trained)
     assert trained.to_dict()["facts"]["data"] == "digits"
-    assert "The loss on the way" in trained._repr_html_()
+    assert "The training loss" in trained._repr_html_()
+
+
+def test_a_training_reports_the_model_before_and_after(trained: JigsawTraining) -> None:
+    """On data of its own, with the one evaluation of the library."""
+    assert trained.evaluation is not None
+    same = replace(TRAIN, samples=1000)
+    expected = regauge.evaluate({"start": make_vit(), "end": trained}, same)
+    for name, score in trained.evaluation.scores.items():
+        assert score.loss == pytest.approx(expected.scores[name].loss, abs=1e-5)
+        assert trained.summary()[name]["accuracy"] == score.accuracy
+    assert "digits" not in str(trained)
+    assert "training images: " in str(trained)
+    tested = jigsaw.train(make_vit(), TRAIN, 0.5, options=OPTIONS, test=TEST)
+    assert tested.evaluation is not None
+    assert "digits: " in str(tested)
+    assert len(tested.evaluation.scores["end"]) != len(trained.evaluation.scores["end"])
+    assert tested.losses == trained.losses
+    with pytest.warns(QualityWarning, match="the model is worse than before training"):
+        jigsaw.train(trained.model, TRAIN, 0.5, options=replace(OPTIONS, lr=1.0), test=TEST)
 
 
 def test_a_folder_and_a_module_train_alike(folder: Path, trained: JigsawTraining) -> None:
@@ -211,7 +230,7 @@ def test_weights_that_are_not_finite_are_named() -> None:
 
 
 def test_a_training_without_steps_can_be_shown(trained: JigsawTraining) -> None:
-    empty = replace(trained, losses=[])
+    empty = replace(trained, losses=[], evaluation=None)
     assert repr(empty).endswith(", 0 steps>")
     assert empty.summary()["last_loss"] is None
     assert "<table>" not in empty._repr_html_()

@@ -28,10 +28,7 @@ def evaluate(
     control: Annotated[
         bool, typer.Option("--control", help="Also evaluate locked models without the key.")
     ] = False,
-    samples: Annotated[
-        int | None,
-        typer.Option("--samples", min=1, metavar="N", help="Examples to sample. Default: all."),
-    ] = None,
+    samples: sample.Samples = None,
     field: sample.Field = None,
     split: sample.Split = "test",
     tokenizer: sample.Tokenizer = None,

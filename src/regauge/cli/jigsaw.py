@@ -209,6 +209,15 @@ def train(
             rich_help_panel=options.ADVANCED,
         ),
     ] = None,
+    test: Annotated[
+        str | None,
+        typer.Option(
+            "--test",
+            metavar="URI",
+            help="Images to evaluate on before and after. Default: at most 1,000 training images.",
+            rich_help_panel=options.DATA,
+        ),
+    ] = None,
     field: sample.Field = None,
     split: sample.Split = "train",
     mean: sample.Mean = None,
@@ -257,6 +266,7 @@ def train(
             sample.read_options(data, field, split, mean=mean, std=std),
             ratio,
             out=out,
+            test=None if test is None else sample.read_options(test, field, mean=mean, std=std),
             options=chosen,
             seed=seed,
             device=device,

@@ -5,18 +5,21 @@ change the key.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regauge.cli import options
-from regauge.cli.console import info, print_json
+from regauge.cli import options, sample
+from regauge.cli.console import info, print_json, step_bar
 from regauge.cli.keygen import read_key
 from regauge.cli.write import VERSION, write_job
 
 if TYPE_CHECKING:
+    from regauge.data.sources import DataSource
+    from regauge.evaluation.report import Evaluation
     from regauge.locking.api import ResealOutput
 
 _NOT_ENCRYPTION = (
@@ -74,6 +77,14 @@ def lock(
             "OUT.",
         ),
     ] = False,
+    data: sample.Evaluated = None,
+    samples: sample.Samples = None,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
+    mean: sample.Mean = None,
+    std: sample.Std = None,
     passphrase_file: options.PassphraseFile = None,
     spec: options.SpecFile = None,
     resume: Resume = False,
@@ -93,7 +104,10 @@ def lock(
         raise typer.BadParameter("pass -o OUT, the new locked model")
     if out is None and resume:
         raise typer.BadParameter("--resume requires -o OUT")
+    if reseal and data is not None:
+        raise typer.BadParameter("--data applies to a new lock, not to --reseal")
     started = time.monotonic()
+    source = _source(data, field, split, tokenizer, length, mean, std, samples)
     from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
@@ -109,14 +123,20 @@ def lock(
         spaces=options.split_names(spaces),
         spec=spec,
     )
+    plan = locked.plan(out, threads=threads)
+    before = _evaluate({"plain": model}, source)
+    started = started if source is None else time.monotonic()
     code = write_job(
-        locked.plan(out, threads=threads),
+        plan,
         "lock",
         started=started,
         resume=resume,
         dry_run=dry_run,
         json=json,
         threads=threads,
+        evaluate=_joined(
+            before, lambda: _evaluate({"locked": out}, source, key=secret, control=True), dry_run
+        ),
     )
     info(_NOT_ENCRYPTION)
     return code
@@ -157,6 +177,14 @@ def unlock(
     key: options.KeyFile,
     out: options.Out,
     retrained: Retrained = False,
+    data: sample.Evaluated = None,
+    samples: sample.Samples = None,
+    field: sample.Field = None,
+    split: sample.Split = "test",
+    tokenizer: sample.Tokenizer = None,
+    length: sample.Length = None,
+    mean: sample.Mean = None,
+    std: sample.Std = None,
     passphrase_file: options.PassphraseFile = None,
     spec: options.SpecFile = None,
     resume: Resume = False,
@@ -170,19 +198,57 @@ def unlock(
     Checks the key and the whole file before writing anything.
     """
     started = time.monotonic()
+    source = _source(data, field, split, tokenizer, length, mean, std, samples)
     from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
     plain = api.unlock(model, secret, retrained=retrained, spec=spec)
+    plan = plain.plan(out, threads=threads)
+    before = _evaluate({"locked": model}, source, key=secret, control=True, retrained=retrained)
+    started = started if source is None else time.monotonic()
     return write_job(
-        plain.plan(out, threads=threads),
+        plan,
         "unlock",
         started=started,
         resume=resume,
         dry_run=dry_run,
         json=json,
         threads=threads,
+        evaluate=_joined(before, lambda: _evaluate({"unlocked": out}, source), dry_run),
     )
+
+
+def _source(data: str | None, *reading: Any) -> DataSource | None:
+    """Return the data to evaluate on, if they are named."""
+    return None if data is None else sample.read_options(data, *reading)
+
+
+def _evaluate(
+    models: Mapping[str, str | Path], source: DataSource | None, **keyed: Any
+) -> Evaluation | None:
+    """Evaluate models, if data are named."""
+    if source is None:
+        return None
+    import regauge
+
+    with step_bar("evaluate") as progress:
+        return regauge.evaluate(models, source, progress=progress, **keyed)
+
+
+def _joined(
+    before: Evaluation | None, after: Callable[[], Evaluation | None], dry_run: bool
+) -> Callable[[], Evaluation] | None:
+    """Return the function that evaluates the output and adds it to the evaluation before."""
+    if before is None:
+        return None
+    if dry_run:
+        return lambda: before
+
+    def join() -> Evaluation:
+        later = after()
+        return before if later is None else before.joined(later)
+
+    return join
 
 
 def rekey(

@@ -135,7 +135,9 @@ FUNCTIONS = {
 # Another public function, for a mode of the command.
 MODES = {
     "audit gradients --from": "regauge.audit.recorded",
+    "lock --data": "regauge.evaluate",
     "lock --reseal": "regauge.locking.reseal",
+    "unlock --data": "regauge.evaluate",
 }
 
 

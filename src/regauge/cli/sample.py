@@ -19,6 +19,25 @@ Data = Annotated[
         help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.",
     ),
 ]
+Evaluated = Annotated[
+    str | None,
+    typer.Option(
+        "--data",
+        metavar="URI",
+        help="Labelled data, or a text, on which to evaluate the model before and after.",
+        rich_help_panel=options.DATA,
+    ),
+]
+Samples = Annotated[
+    int | None,
+    typer.Option(
+        "--samples",
+        min=1,
+        metavar="N",
+        help="Examples to sample. Default: all.",
+        rich_help_panel=options.DATA,
+    ),
+]
 Field = Annotated[
     list[str] | None,
     typer.Option(

@@ -8,13 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.cli.console import info, output_progress, print_json, warn
+from regauge.cli.console import info, output_progress, print_json, print_result, warn
 
 if TYPE_CHECKING:
     from regauge.checkpoints.outputs import Job
     from regauge.checkpoints.plan import Plan
     from regauge.checkpoints.writer import WriteResult
     from regauge.core.element import Element
+    from regauge.evaluation.report import Evaluation
 
 VERSION = 1
 
@@ -31,6 +32,7 @@ def write_job(
     fields: Sequence[str] = ("bytes", "files", "left", "seconds"),
     extra: Mapping[str, Any] = MappingProxyType({}),
     place: str = "",
+    evaluate: Callable[[], Evaluation] | None = None,
 ) -> int:
     """Write what a public function planned, and print its remarks and what was written.
 
@@ -45,6 +47,7 @@ def write_job(
         fields: Fields of the JSON document about the written files.
         extra: Further fields of it.
         place: Further places that were written, for the last message.
+        evaluate: Evaluate the output and the input, after writing.
     """
     from regauge.checkpoints.files import format_bytes
 
@@ -77,8 +80,11 @@ def write_job(
             "seconds": round(seconds, 3),
         }
         report |= {name: facts[name] for name in facts if name in fields or name in extra}
+    evaluation = evaluate() if evaluate is not None else None
     if json:
-        print_json(report)
+        print_json(report | ({"evaluation": evaluation.to_dict()} if evaluation else {}))
+    elif evaluation is not None:
+        print_result(str(evaluation))
     return 0
 
 

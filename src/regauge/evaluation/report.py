@@ -67,6 +67,16 @@ class Evaluation(ResultView):
         score, reference = self.scores[name], self.scores[than or next(iter(self.scores))]
         return is_worse(score, reference)
 
+    def joined(self, other: Evaluation) -> Evaluation:
+        """Return the scores of both; the first model of this one remains the reference.
+
+        Args:
+            other: An evaluation of other models on the same data.
+        """
+        notes = (*self.notes, *(note for note in other.notes if note not in self.notes))
+        scores = {**self.scores, **other.scores}
+        return Evaluation(scores, {**other.facts, **self.facts, "models": list(scores)}, notes)
+
     @cached_property
     def results(self) -> Results:
         """Findings between guess and reference, one table, and a figure."""

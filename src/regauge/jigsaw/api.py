@@ -9,7 +9,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -27,7 +27,9 @@ from regauge.data.augment import DEIT_AUGMENTATION
 from regauge.data.sources import DataSource, sample_examples, source_of
 from regauge.data.tasks import Examples
 from regauge.data.train import count_steps, train_model
-from regauge.errors import JigsawError
+from regauge.errors import JigsawError, QualityWarning
+from regauge.evaluation.models import evaluate_modules
+from regauge.evaluation.report import Evaluation as ModelEvaluation
 from regauge.jigsaw import figures
 from regauge.jigsaw.corruptions import CORRUPTIONS
 from regauge.jigsaw.folder import FOLDER, folder_of, load_together, rewrap_plain, save_wrapped
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     ModelInput: TypeAlias = Source | "JigsawTraining"
 
 RATIOS = (0.1, 0.3, 0.5, 0.7, 0.9)
+EVALUATED = 1000  # training images that a model is evaluated on, without test data
 SHOWN = 6  # images with attention maps
 CORRUPTED = 100  # images that are corrupted, by default
 DataInput = str | Path | DataSource | Examples
@@ -153,12 +156,14 @@ class JigsawTraining(ResultView):
         losses: The loss of every step.
         facts: Facts of the run, for the report.
         source: The path of the original model, if it is on disk.
+        evaluation: The plain model before training ("start") and after ("end").
     """
 
     wrapped: MaskedJigsaw
     losses: Sequence[float]
     facts: Mapping[str, Any]
     source: Path | None = None
+    evaluation: ModelEvaluation | None = None
 
     @property
     def model(self) -> torch.nn.Module:
@@ -166,8 +171,8 @@ class JigsawTraining(ResultView):
         return self.wrapped.unwrap()
 
     def summary(self) -> dict[str, Any]:
-        """Return the variant, the number of steps, and the loss at the start and at the end (the
-        mean of the last tenth). Both losses default to None.
+        """Return the variant, the number of steps, the training loss at the start and at the end
+        (the mean of the last tenth; None without steps), and the scores before and after.
         """
         recent = self.losses[-max(1, len(self.losses) // 10) :]
         return {
@@ -175,12 +180,13 @@ class JigsawTraining(ResultView):
             "steps": len(self.losses),
             "first_loss": self.losses[0] if recent else None,
             "last_loss": sum(recent) / len(recent) if recent else None,
+            **({} if self.evaluation is None else _scores_of(self.evaluation)),
         }
 
     @cached_property
     def results(self) -> Results:
         """The losses as a table and a figure."""
-        return figures.report_training(self.losses, self.facts)
+        return figures.report_training(self.losses, self.facts, self.evaluation)
 
     def save(self, out: str | Path) -> None:
         """Write the plain checkpoint and the puzzles' parameters to a new folder, atomically.
@@ -190,17 +196,22 @@ class JigsawTraining(ResultView):
         """
         save_wrapped(self.wrapped, Path(out), self.source)
 
-    def __str__(self) -> str:
+    @property
+    def line(self) -> str:
+        """The variant, the number of steps and the training losses, in one line."""
         values = self.summary()
         if not self.losses:
             return f"{values['variant']}, 0 steps"
         return (
-            f"{values['variant']}, {values['steps']} steps, loss {values['first_loss']:.4f} at the "
-            f"start, {values['last_loss']:.4f} at the end"
+            f"{values['variant']}, {values['steps']} steps, training loss with puzzles "
+            f"{values['first_loss']:.4f} at the start, {values['last_loss']:.4f} at the end"
         )
 
+    def __str__(self) -> str:
+        return self.line if self.evaluation is None else f"{self.line}\n\n{self.evaluation}"
+
     def __repr__(self) -> str:
-        return f"<training with puzzles: {self}>"
+        return f"<training with puzzles: {self.line}>"
 
 
 @dataclass(frozen=True, eq=False)
@@ -264,6 +275,7 @@ def train(
     ratio: float = 0.1,
     *,
     out: str | Path | None = None,
+    test: DataInput | None = None,
     options: JigsawOptions | None = None,
     seed: int = 0,
     device: str = "cpu",
@@ -279,6 +291,8 @@ def train(
         ratio: The share of patches to shuffle.
         out: A new folder to save the model to. The state of an interrupted training is saved beside
             it, from which the same call resumes.
+        test: Labelled images to evaluate the model on, before training and after; by default at
+            most 1,000 of the training images.
         options: Options of puzzles and training.
         seed: The random seed.
         device: The device that computes.
@@ -322,6 +336,7 @@ def train(
     examples, task = _read(data, module, folder_of(model), split="train")
     examples = sample_examples(examples, data, seed)
     recipe, settings = options.recipe(task), options.wrapping(ratio)
+    held, tested_on = _read_test(test, examples, module, folder_of(model), seed)
     total = count_steps(recipe, len(examples))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # wrap warns about what is noted next
@@ -334,6 +349,8 @@ def train(
     place = Path("unsaved") if out is None else Path(out)
     every = math.inf if out is None else resume.SAVE_INTERVAL
     state = resume.ResumeState(place.with_name(f".{place.name}.training"), every, device, label)
+
+    start = evaluate_modules({"start": wrapped}, held, batch_size=options.batch_size)
 
     def on_step(step: int, total: int, loss: float) -> None:
         if not math.isfinite(loss):
@@ -355,7 +372,16 @@ def train(
         "seconds": round(time.monotonic() - started, 1),
     }
     source = checkpoint.path if live is None else None
-    result = JigsawTraining(wrapped, losses, {**(facts or {}), **about}, source)
+    end = evaluate_modules({"end": wrapped}, held, batch_size=options.batch_size)
+    evaluation = replace(start.joined(end), facts={"data": tested_on})
+    if evaluation.is_worse("end"):
+        warnings.warn(
+            f"the model is worse than before training: {evaluation.describe('start')}; "
+            f"{evaluation.describe('end')}. Lower lr ({options.lr:g}), or train longer",
+            QualityWarning,
+            stacklevel=2,
+        )
+    result = JigsawTraining(wrapped, losses, {**(facts or {}), **about}, source, evaluation)
     if out is not None:
         result.save(out)
         state.path.unlink(missing_ok=True)
@@ -593,6 +619,11 @@ def study(
     return JigsawStudy(Results("Positions", (), tables, plots, facts, tuple(unchecked)))
 
 
+def _scores_of(evaluation: ModelEvaluation) -> dict[str, dict[str, float]]:
+    """Return the scores of each model as plain numbers."""
+    return {name: score.to_dict() for name, score in evaluation.scores.items()}
+
+
 class _Parts:
     """One progress callback over parts of equal weight."""
 
@@ -632,6 +663,20 @@ def _read(
     if isinstance(data, Examples):
         return data, {}
     return source_of(data, split).read(module, folder, labelled=labelled)
+
+
+def _read_test(
+    test: DataInput | None,
+    examples: Examples,
+    module: torch.nn.Module,
+    folder: Path | None,
+    seed: int,
+) -> tuple[Examples, str]:
+    """Return the examples to evaluate on, and their name."""
+    if test is not None:
+        return sample_examples(_read(test, module, folder)[0], test, seed), _name_of(test)
+    rows = np.random.default_rng(seed).permutation(len(examples))[:EVALUATED]
+    return examples.only(np.sort(rows)), "training images"
 
 
 def _name_of(data: DataInput) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from regauge.errors import JigsawError
+from regauge.evaluation.report import Evaluation as ModelEvaluation
 from regauge.jigsaw.masks import Grid
 from regauge.jigsaw.metrics import Evaluation
 from regauge.jigsaw.robustness import Errors, mean_corruption_error, mean_error
@@ -52,11 +53,26 @@ def _format_pair(pair: Grid) -> str:
     return f"{pair[0]} x {pair[1]}"
 
 
-def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Results:
-    """Report the loss of a training, of each step and averaged over fifty steps."""
+def report_training(
+    losses: Sequence[float],
+    facts: Mapping[str, Any],
+    evaluation: ModelEvaluation | None = None,
+) -> Results:
+    """Report the model before and after, and the training loss of each step and averaged over
+    fifty steps.
+
+    Args:
+        losses: The training loss of each step.
+        facts: Facts of the run.
+        evaluation: The model before training and after.
+    """
     title = "A training with masked jigsaw puzzles"
+    tables: tuple[Table, ...] = ()
+    if evaluation is not None:
+        scored = evaluation.results
+        tables, facts = scored.tables, {**facts, "verdict": scored.facts["verdict"]}
     if not losses:
-        return Results(title, facts=facts)
+        return Results(title, (), tables, facts=facts)
     span = min(50, len(losses))
     means: list[float | None] = [
         None if i + 1 < span else float(np.mean(losses[i + 1 - span : i + 1]))
@@ -64,21 +80,26 @@ def report_training(losses: Sequence[float], facts: Mapping[str, Any]) -> Result
     ]
     series = {"each step": list(losses), f"mean of {span} steps": means}
     figure = Figure(
-        "The loss on the way",
+        "The training loss",
         "lines",
-        {"x": list(range(1, len(losses) + 1)), "y": series, "xlabel": "step", "ylabel": "loss"},
+        {
+            "x": list(range(1, len(losses) + 1)),
+            "y": series,
+            "xlabel": "step",
+            "ylabel": "training loss",
+        },
     )
     marks = sorted({round(i * (len(losses) - 1) / 10) for i in range(11)})
     rows = tuple(
         (i + 1, losses[i], float(np.mean(losses[max(0, i + 1 - span) : i + 1]))) for i in marks
     )
     table = Table(
-        "The loss on the way",
-        ("step", "loss", f"mean of the last {span}"),
+        "The training loss",
+        ("step", "training loss", f"mean of the last {span}"),
         rows,
         "With the weighted regression of positions in it.",
     )
-    return Results(title, (), (table,), (figure,), facts)
+    return Results(title, (), (*tables, table), (figure,), facts)
 
 
 def report_evaluations(

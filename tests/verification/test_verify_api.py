@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import regauge
-from regauge.errors import CheckpointError, UnknownModelError
+from regauge.errors import CheckpointError, SpecError, UnknownModelError
 from support.picos import build
 
 
@@ -45,11 +45,35 @@ def test_a_module_without_a_family_is_discovered() -> None:
     inputs = {"x": torch.randn(2, 4, 5, dtype=torch.float64)}
     verification = regauge.verify(Own().double(), inputs, steps=1)
     assert verification.failed == ()
-    assert any("inferred from its graph" in note for note in verification.notes)
+    source, spaces, backbone = verification.notes
+    assert "inferred from its graph" in source
+    assert spaces.startswith("discovered spaces: stream (")
+    assert backbone == "discovered backbone: blocks"
+    assert spaces in str(verification)
     held = {f.id for f in verification.findings if f.holds}
     assert {"spec/fits", "column/forward", "column/weights"} <= held
-    with pytest.raises(UnknownModelError, match="neither a config nor a pretrained_cfg"):
+    with pytest.raises(UnknownModelError, match="neither a config nor a pretrained_cfg") as raised:
         regauge.verify(Own().double(), steps=1)
+    assert raised.value.hint is not None
+    assert 'regauge.verify(module, {"x": tensor})' in raised.value.hint
+
+
+@pytest.mark.parametrize("form", ["tensor", "tuple"])
+def test_inputs_of_a_module_by_position(form: str) -> None:
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    verification = regauge.verify(Own(), x if form == "tensor" else (x,), steps=0)
+    assert verification.failed == ()
+    assert len(verification.notes) == 3
+
+
+def test_an_own_class_with_the_config_of_a_family_is_discovered() -> None:
+    """The config names a family, whose tensors the class does not have."""
+    own = Own()
+    own.config = {"model_type": "gpt2"}  # type: ignore[assignment]
+    x = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
+    assert regauge.verify(own, {"x": x}, steps=0).failed == ()
+    with pytest.raises(SpecError, match="n_embd"):
+        regauge.verify(own, steps=0)
 
 
 def test_a_path_and_its_result(tmp_path: Path) -> None:

@@ -114,6 +114,4 @@ def verify(
             facts=facts_of_run(),
             progress=progress,
         )
-    for note in verification.notes:
-        info(note)
     return deliver(verification.results, verification.format(verbose=verbose > 0), json, report)

@@ -11,6 +11,7 @@ deliberate mistake, which must fail by far.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from regauge.core.spec import Spec, stored_tensors
 from regauge.core.threads import is_set, limited_threads
 from regauge.errors import CutError, RegaugeError, SpecError, UnknownModelError
 from regauge.models.cut import Cut, cut
+from regauge.models.discovery import to_kwargs
 from regauge.models.families import Boundary
 from regauge.models.load import load_model
 from regauge.models.resolve import discover_unknown, spec_of
@@ -40,7 +42,7 @@ from regauge.verification.report import Verification, summarize
 from regauge.verification.subject import Subject, run
 
 if TYPE_CHECKING:
-    from regauge.models.discovery import Discovery
+    from regauge.models.discovery import Discovery, Inputs
     from regauge.models.sources import Source
 
 DRAWS = 3
@@ -64,7 +66,7 @@ CHECKS: tuple[tuple[Callable[[checks.Case], list[Finding]], bool, bool], ...] = 
 
 def verify(
     model: Source,
-    inputs: Mapping[str, Any] | str | Path | None = None,
+    inputs: Inputs | str | Path | None = None,
     *,
     spec: Spec | str | Path | None = None,
     boundaries: Sequence[Boundary] | None = None,
@@ -85,8 +87,8 @@ def verify(
     Args:
         model: A live module, which is checked as it is, or a path, a hub id or a checkpoint, which
             is loaded.
-        inputs: Keyword arguments of its forward, or a file of them (.npz or .safetensors); random
-            ones of the right shape if None.
+        inputs: Inputs of its forward: a dict by name, a tensor, a tuple, or a file (.npz or
+            .safetensors). Default: random ones by its config; a custom module requires them.
         spec: A spec or spec file. Default: that of the family.
         boundaries: The cuts of a custom module. Default: those of the family, or discovered.
         steps: Training steps to verify; 0 skips training.
@@ -112,7 +114,7 @@ def verify(
     """
     started = time.monotonic()
     if inputs is not None:
-        require_type(inputs, (Mapping, str, Path), "inputs")
+        require_type(inputs, (Mapping, torch.Tensor, tuple, str, Path), "inputs")
     if device is not None:
         require_device(device)
     name = str(model) if isinstance(model, str | Path) else None
@@ -124,6 +126,8 @@ def verify(
     with limited_threads(1 if parameters < SMALL_MODEL and not is_set() else None):
         if isinstance(inputs, str | Path):
             inputs = read_inputs(inputs, module)
+        elif inputs is not None:
+            inputs = to_kwargs(module, inputs)
         known, discovery = _describe(module, inputs, spec)
         if boundaries is None and discovery is not None:
             boundaries = discovery.boundaries or None
@@ -154,7 +158,8 @@ def verify(
         "training": f"{steps} steps of {optimizer}",
         "seconds": round(time.monotonic() - started, 1),
     }
-    return Verification(summarize(replace(results, facts=facts)), describe_discovery(discovery))
+    notes = (*describe_discovery(discovery), *_describe_symmetry(discovery))
+    return Verification(summarize(replace(results, facts=facts)), notes)
 
 
 def _describe(
@@ -165,16 +170,55 @@ def _describe(
         return load_spec_file(spec), None
     try:
         return spec_of(module, discover=False), None
+    except SpecError:  # the name of a family in the config of a class that is not the family's
+        if inputs is None or _is_of_library(module):
+            raise
     except UnknownModelError as unknown:
-        try:
-            discovery = discover_unknown(module, unknown)
-        except UnknownModelError:  # without a config, its inputs are unknown
-            if inputs is None:
-                raise
-            from regauge.models.discovery import discovery_of
+        if inputs is None:
+            try:
+                discovery = discover_unknown(module, unknown)
+            except UnknownModelError as failed:
+                raise UnknownModelError(
+                    str(failed),
+                    hint="pass inputs, with which its symmetry is discovered: regauge.verify("
+                    f'module, {{"{_first_argument(module)}": tensor}})',
+                ) from failed
+            return discovery.spec, discovery
+        if _is_of_library(module):
+            with contextlib.suppress(UnknownModelError):  # else with the inputs that are given
+                discovery = discover_unknown(module, unknown)
+                return discovery.spec, discovery
+    from regauge.models.discovery import discovery_of
 
-            discovery = discovery_of(module, dict(inputs))
+    discovery = discovery_of(module, inputs)
     return discovery.spec, discovery
+
+
+def _is_of_library(module: torch.nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] in ("transformers", "timm")
+
+
+def _first_argument(module: torch.nn.Module) -> str:
+    return next(iter(inspect.signature(module.forward).parameters), "x")
+
+
+def _describe_symmetry(discovery: Discovery | None) -> tuple[str, ...]:
+    """Return what was discovered: the spaces by their roots, with group, size and number."""
+    if discovery is None:
+        return ()
+    kinds: dict[tuple[str, str, int], int] = {}
+    for name, space in discovery.spec.spaces.items():
+        kind = (name.split(".")[0], str(space.group), space.size)
+        kinds[kind] = kinds.get(kind, 0) + 1
+    spaces = ", ".join(
+        f"{root} ({group} of {size}{f', {count} times' if count > 1 else ''})"
+        for (root, group, size), count in kinds.items()
+    )
+    cuts = ", ".join(b.blocks for b in discovery.boundaries)
+    return (
+        f"discovered spaces: {spaces or 'none'}",
+        f"discovered backbone: {cuts}" if cuts else "discovered no backbone to cut at",
+    )
 
 
 def verify_module(

@@ -125,7 +125,8 @@ class Verification(ResultView):
             rows.append(("holds", f"{len(general)} general checks (-v lists them)", "", "", "", ""))
         passed = sum(f.holds is True for f in results.findings)
         decided = sum(f.holds is not None for f in results.findings)
-        lines = [results.title, "", format_columns(rows, right=(2, 3, 4)), ""]
+        notes = [*self.notes, ""] if self.notes else []
+        lines = [results.title, "", *notes, format_columns(rows, right=(2, 3, 4)), ""]
         lines += [f"not checked: {text}" for text in results.unchecked]
         last = f"{passed} of {decided} checks hold"
         last += f"; {len(results.inconclusive)} inconclusive" if results.inconclusive else ""

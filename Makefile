@@ -36,6 +36,9 @@ demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks sm
 	rm -rf regauge-demo
 	$(BIN)/regauge demo --output regauge-demo
 
+# Where it is set, every process would compile all sources, and pytest rewrite all tests, anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about a quarter of an hour on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(FEDERATED)/bin/python -m pytest tests/federated/test_flower.py

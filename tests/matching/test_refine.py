@@ -23,7 +23,7 @@ from regauge.matching import MatchError, tangents
 from regauge.matching.activations import generate_text
 from regauge.matching.refine import LearningRates, refine
 from regauge.testing import symmetry_error
-from support.picos import PICOS, build, late, spec_of
+from support.picos import PICOS, build, of_each_family, spec_of
 
 State = dict[str, torch.Tensor]
 N, K = 6, 3
@@ -329,7 +329,7 @@ def test_a_wrong_assignment_is_put_right(name: str, space: str) -> None:
     assert result.loss == result.initial_loss  # without votes nothing discrete moves
 
 
-@pytest.mark.parametrize("name", [late(name) for name in PICOS])
+@pytest.mark.parametrize("name", [of_each_family(name) for name in PICOS])
 def test_every_family_takes_a_step(name: str) -> None:
     model = build(name)
     spec = spec_of(model)

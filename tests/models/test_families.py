@@ -35,7 +35,7 @@ from regauge.testing import (
     symmetry_error,
 )
 from support.models import _load, _twin
-from support.picos import PICOS, build, config_of, late, spec_of
+from support.picos import PICOS, build, config_of, late, of_each_family, spec_of
 
 ALL = pytest.mark.parametrize("name", PICOS)
 BACKBONES = pytest.mark.parametrize("name", [late(name) for name in PICOS])
@@ -73,7 +73,7 @@ def test_a_random_element_moves_the_weights_and_keeps_the_function(name: str) ->
     check_random_element(name, "full")
 
 
-@BACKBONES
+@pytest.mark.parametrize("name", [of_each_family(name) for name in PICOS])
 @pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal"])
 def test_a_random_element_of_a_smaller_group_does_too(name: str, kind: str) -> None:
     check_random_element(name, kind)
@@ -161,7 +161,7 @@ def _gradients(
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@ALL
+@BACKBONES
 def test_folding_keeps_the_function_and_enlarges_the_group(name: str) -> None:
     model = build(name)
     spec = spec_of(model)
@@ -507,7 +507,7 @@ def test_a_checkpoint_may_carry_a_head_that_its_class_leaves_out() -> None:
     ).outputs == {"logits": "_ _ _"}
 
 
-@pytest.mark.parametrize("name", [n for n, pico in PICOS.items() if pico.config is None])
+@pytest.mark.parametrize("name", [late(n) for n, pico in PICOS.items() if pico.config is None])
 def test_stored_names(name: str, tmp_path: Path) -> None:
     """A checkpoint's own names: moved and folded on disk, it loads with from_pretrained and is what
     the live model becomes. Names differ where transformers converts on loading (DINOv2, Mixtral's

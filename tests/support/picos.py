@@ -490,6 +490,37 @@ _HEADS = (
 )
 
 
+# One of each family; the others are its variants.
+FAMILIES = (
+    "vit",
+    "deit",
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "mixtral",
+    "bert",
+    "roberta",
+    "distilbert",
+    "deberta-v3",
+    "dinov2",
+    "bart",
+    "clip",
+    "timm-vit",
+    "timm-deit-distilled",
+    "timm-swin",
+    "t5",
+    "swin",
+)
+
+
+def of_each_family(name: str) -> Any:
+    """A parameter of a test of what families share: their variants wait for `make soak`."""
+    return name if name in FAMILIES else pytest.param(name, marks=pytest.mark.slow)
+
+
 def late(name: str) -> Any:
     """A parameter of a law that the backbone decides: the same backbone under one more head, or
     none, waits for `make soak`.

@@ -12,7 +12,6 @@ import inspect
 import pkgutil
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,25 @@ SECTIONS = (
     "References",
     "Cost",
 )
+
+
+# Modules of `regauge.attacks` by what the adversary holds; an unlisted one comes under "Others".
+ATTACKS = {
+    "On locked models": ("weights", "edges", "features", "theft"),
+    "On gradients and updates": (
+        *("embeddings", "april", "descents", "regression", "spans", "membership"),
+        *("classes", "subspaces", "tables"),
+    ),
+    "On features of split learning": ("linear", "inversion", "served", "texts", "labels"),
+}
+NAMES = {
+    "april": "APRIL",
+    "april_descent": "APRIL by descent",
+    "dlg": "DLG",
+    "gradvit": "GradViT",
+    "idlg": "iDLG",
+    "tag": "TAG",
+}
 
 
 def render_families() -> str:
@@ -165,40 +183,49 @@ def render_attacks() -> dict[str, str]:
         GENERATED,
         "# Attacks",
         "",
-        *textwrap.dedent(package.__doc__ or "").strip().splitlines(),
-        "",
-    ]
-    index += [
         (
-            "Each page is the attack's docstring: what it sees, what it recovers, why it works, "
-            "what stops it, and the floor and ceiling of its score."
+            "Every attack that an audit runs, by what the adversary holds. An attack receives "
+            "exactly that and nothing else: never a key, and never the data that it is scored by."
+        ),
+        (
+            "Each page states what the attack sees and recovers, why it works, and what stops it. "
+            "*Floor* is the score of a guess, *ceiling* the score without protection."
         ),
         "",
     ]
-    for info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{info.name}")
-        functions = [
-            f for f in vars(module).values() if is_attack(f) and f.__module__ == module.__name__
-        ]
-        if not functions:
-            continue
-        index += [
-            f"## {(module.__doc__ or '').strip().splitlines()[0]}",
-            "",
-            "| attack | sees | recovers |",
-            "| --- | --- | --- |",
-        ]
-        for function in sorted(functions, key=lambda f: f.__code__.co_firstlineno):
-            name = f"{info.name}-{function.__name__}"
-            first, sections = parse_docstring(function)
-            pages[f"attacks/{name}.md"] = render_attack(info.name, function, first, sections)
-            index.append(
-                f"| [{spaced(function.__name__)}]({name}.md) | {sections.get('Sees', '')} | "
-                f"{sections.get('Recovers', '')} |"
-            )
-        index.append("")
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    grouped = [name for group in ATTACKS.values() for name in group]
+    sections = ATTACKS | {"Others": tuple(n for n in names if n not in grouped)}
+    for title, group in sections.items():
+        tables = [line for name in group for line in render_module(name, pages)]
+        index += [f"## {title}", "", *tables] if tables else []
     pages["attacks/index.md"] = "\n".join(index)
     return pages
+
+
+def render_module(name: str, pages: dict[str, str]) -> list[str]:
+    """Add the pages of a module's attacks, and return its table for the index."""
+    module = importlib.import_module(f"regauge.attacks.{name}")
+    functions = [
+        f for f in vars(module).values() if is_attack(f) and f.__module__ == module.__name__
+    ]
+    if not functions:
+        return []
+    lines = [
+        f"### {(module.__doc__ or '').strip().splitlines()[0].rstrip('.')}",
+        "",
+        "| attack | sees | recovers |",
+        "| --- | --- | --- |",
+    ]
+    for function in sorted(functions, key=lambda f: f.__code__.co_firstlineno):
+        page = f"{name}-{function.__name__}"
+        first, sections = parse_docstring(function)
+        pages[f"attacks/{page}.md"] = render_attack(name, function, first, sections)
+        lines.append(
+            f"| [{title_of(function.__name__)}]({page}.md) | {sections.get('Sees', '')} | "
+            f"{sections.get('Recovers', '')} |"
+        )
+    return [*lines, ""]
 
 
 def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
@@ -215,16 +242,16 @@ def parse_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
     }
 
 
-def spaced(name: str) -> str:
-    """Return a name with spaces for underscores."""
-    return name.replace("_", " ")
+def title_of(name: str) -> str:
+    """Return the title of an attack."""
+    return NAMES.get(name, name.replace("_", " ").capitalize())
 
 
 def render_attack(
     module: str, function: Callable[..., Any], first: str, sections: dict[str, str]
 ) -> str:
     """Return the page of one attack."""
-    title = spaced(function.__name__).capitalize()
+    title = title_of(function.__name__)
     lines = [
         GENERATED,
         f"# {title}",

@@ -87,7 +87,7 @@ def test_the_order() -> None:
     """One sentence, the picture, two commands, then the use cases in the order of need."""
     assert tuple(re.findall(r"^## (.*)$", README, re.M)) == SECTIONS
     head = README.split("## ")[0]
-    assert head.index("**The same Transformer") < head.index("](docs/idea.svg)")
+    assert head.index("**Many different weights") < head.index("](docs/idea.svg)")
     cases = re.findall(r"^### \d\. (.*)$", README, re.M)
     assert [case.startswith(use) for case, use in zip(cases, USE_CASES, strict=True)] == [True] * 5
     assert len(README.splitlines()) <= 150

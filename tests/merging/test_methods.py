@@ -103,6 +103,41 @@ def test_slerp_from_zero() -> None:
     )  # a vector without direction counts as orthogonal
 
 
+def arc(t: float, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """The point of the arc between two vectors, one vector at a time."""
+    angle = math.acos(float(x @ y) / math.sqrt(float(x @ x) * float(y @ y)))
+    return (math.sin((1 - t) * angle) * x + math.sin(t * angle) * y) / math.sin(angle)
+
+
+def test_nuslerp() -> None:
+    a, b = random_tensor(BIG, seed=1), random_tensor(BIG, seed=2) * 3
+    wanted = arc(0.75, a.double().numpy(), b.double().numpy())
+    same(merge_tensors("nuslerp", [a, b], weight=[0.5, 1.5]), torch.from_numpy(wanted))
+    base, c, d = three(30, 40)
+    x, y = (z.double().numpy() - base.double().numpy() for z in (c, d))
+    flat = base.double() + torch.from_numpy(arc(0.25, x.ravel(), y.ravel()).reshape(x.shape))
+    same(merge_tensors("nuslerp", [c, d], base=base, weight=[3, 1]), flat)
+    rows = np.stack([arc(0.25, p, q) for p, q in zip(x, y, strict=True)])
+    by_row = merge_tensors("nuslerp", [c, d], base=base, weight=[3, 1], nuslerp_flatten=False)
+    same(by_row, base.double() + torch.from_numpy(rows))
+    assert (by_row - flat).abs().max() > 1e-3
+    columns = np.stack([arc(0.25, p, q) for p, q in zip(x.T, y.T, strict=True)]).T
+    options = {"nuslerp_flatten": False, "nuslerp_row_wise": True}
+    by_column = merge_tensors("nuslerp", [c, d], base=base, weight=[3, 1], **options)
+    same(by_column, base.double() + torch.from_numpy(columns))
+
+
+def test_nuslerp_of_parallel_and_of_empty_vectors() -> None:
+    a, zero = random_tensor(4, 6, seed=1), torch.zeros(4, 6)
+    for flatten in (True, False):
+        same(merge_tensors("nuslerp", [a, 2 * a], weight=[1, 1], nuslerp_flatten=flatten), 1.5 * a)
+        half = merge_tensors("nuslerp", [a, zero], weight=[1, 1], nuslerp_flatten=flatten)
+        same(half, math.sin(math.pi / 4) * a)  # a vector without direction counts as orthogonal
+    same(merge_tensors("nuslerp", [a, 3 * a], weight=[1, -1]), 2 * a)  # no share: the middle
+    with pytest.raises(MergeError, match="takes two models"):
+        merge_tensors("nuslerp", [a, a, a])
+
+
 def test_task_arithmetic() -> None:
     base, a, b = three(40, 50)
     same(

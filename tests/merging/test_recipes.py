@@ -132,7 +132,7 @@ LINEAR = (
         ("models: [{model: a}]", 1, "merge_method: is missing"),
         (LINEAR.replace("merge_method", "merge_methd"), 1, 'has no "merge_methd"'),
         (LINEAR.replace("linear", "liner"), 1, 'known method, got "liner"'),
-        (LINEAR.replace("linear", "nuslerp"), 1, '"nuslerp" of mergekit is not supported'),
+        (LINEAR.replace("linear", "multislerp"), 1, '"multislerp" of mergekit is not supported'),
         (LINEAR + "out_dtyp: float16", 7, 'has no "out_dtyp"'),
         (LINEAR + "dtype: int8", 7, 'float64, got "int8"'),
         (LINEAR + "modules: {}", 7, '"modules" is not supported'),

@@ -208,7 +208,7 @@ def merge_tensors(
             )
     if chosen.needs_base and base is None:
         raise MergeError(f"{method} needs a base", hint="pass base=")
-    if not chosen.needs_base and base is not None:
+    if not chosen.uses_base and base is not None:
         raise MergeError(
             f"{method} takes no base", hint="pass the base as one of the models, or leave it out"
         )

@@ -323,7 +323,7 @@ def build_recipe(
     if has_weights:
         for entry, weight in zip(entries, each, strict=True):
             entry["parameters"] = {"weight": weight}
-        if METHODS[method].needs_base or base not in models:
+        if METHODS[method].uses_base or base not in models:
             entries = [entry for entry in entries if entry["model"] != base]
     document: dict[str, Any] = {"merge_method": method, "models": entries}
     document |= {

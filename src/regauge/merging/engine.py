@@ -302,7 +302,7 @@ def _resolve_parameters(
     }
     per_model = []
     for i, (source, name) in enumerate(output.inputs):
-        is_base = method.needs_base and i == output.base
+        is_base = method.uses_base and i == output.base
         per_model.append(
             {
                 parameter: None
@@ -333,7 +333,7 @@ def _merge_output(merge: Merge, output: OutputTensor) -> TensorOrBlocks:
     if merge.tables is not None and output.is_table:
         tensors = merge.tables.remap([source.model for source, _ in output.inputs], tensors)
     shared, per_model = _resolve_parameters(merge, output)
-    base = output.base if METHODS[merge.recipe.method].needs_base else None
+    base = output.base if METHODS[merge.recipe.method].uses_base else None
     # Statistics were computed from the original rows.
     is_remapped = merge.tables is not None and output.is_table
     statistics = (

@@ -98,6 +98,7 @@ class Method:
     Attributes:
         merge: the function.
         needs_base: whether it needs a base model.
+        takes_base: whether it merges differences from a base model, if there is one.
         shared: the parameters of the merge, with their defaults.
         per_model: the parameters of each model, with their defaults.
         description: one line about it.
@@ -114,6 +115,12 @@ class Method:
     description: str = ""
     statistic: str = ""
     is_transport: bool = False
+    takes_base: bool = False
+
+    @property
+    def uses_base(self) -> bool:
+        """Whether a base model is not one of the models that are merged."""
+        return self.needs_base or self.takes_base
 
 
 def blockwise(
@@ -345,6 +352,54 @@ def slerp(inputs: MergeInput) -> TensorOrBlocks:
     )
 
 
+def nuslerp(inputs: MergeInput) -> TensorOrBlocks:
+    """Interpolate along the arc between two models, at the share of the second one's weight.
+
+    With a base, between their differences from it. Unless `nuslerp_flatten`, row by row of the last
+    axis, or with `nuslerp_row_wise` along the first one.
+    """
+    if len(inputs.tensors) == 1:
+        return inputs.tensors[0].to(inputs.out_dtype)
+    if len(inputs.others) != 2:
+        raise MergeError(
+            f"nuslerp takes two models, and a base if there is one, got {len(inputs.others)}",
+            hint="use karcher for more than two models",
+        )
+    pair = [inputs.tensors[i] for i in inputs.others]
+    base = None if inputs.base is None else inputs.base_tensor
+    first, second = (float(inputs.per_model[i]["weight"]) for i in inputs.others)
+    t = 0.5 if abs(first + second) < 1e-6 else second / (first + second)
+    work = working_dtype(inputs.tensors)
+    if inputs.shared["nuslerp_flatten"]:
+        inner = torch.from_numpy(inner_products(pair, work, minus=base))
+        a, b = (float(f) for f in _arc(t, inner[0, 0], inner[1, 1], inner[0, 1]))
+        whole = pair if base is None else [*pair, base]
+        return combine(whole, (a, b, 1 - a - b)[: len(whole)], inputs.out_dtype)
+    axis = 0 if inputs.shared["nuslerp_row_wise"] else -1
+    u, v = (x.to(work) if base is None else x.to(work) - base.to(work) for x in pair)
+    x, y = (z.transpose(axis, -1) if z.dim() else z.reshape(1) for z in (u, v))
+    factors = _arc(
+        t, *((p * q).sum(-1, keepdim=True).double() for p, q in ((x, x), (y, y), (x, y)))
+    )
+    mixed = factors[0].to(work) * x + factors[1].to(work) * y
+    merged = (mixed.transpose(axis, -1) if u.dim() else mixed.reshape(())).contiguous()
+    return (merged if base is None else merged.add_(base)).to(inputs.out_dtype)
+
+
+def _arc(t: float, xx: Tensor, yy: Tensor, xy: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of two vectors at `t` of the arc between them, from their inner products.
+
+    Of parallel vectors, those of the line.
+    """
+    lengths = xx.sqrt().clamp(min=1e-7) * yy.sqrt().clamp(min=1e-7)
+    angle = (xy / lengths).clamp(-1, 1).acos()
+    sine = angle.sin()
+    is_line = sine.abs() < 1e-8
+    divisor = torch.where(is_line, 1.0, sine)
+    first = torch.where(is_line, 1 - t, ((1 - t) * angle).sin() / divisor)
+    return first, torch.where(is_line, t, (t * angle).sin() / divisor)
+
+
 def karcher(inputs: MergeInput) -> TensorOrBlocks:
     """Return the Karcher mean of the directions on the sphere, with the mean of the lengths.
 
@@ -550,6 +605,14 @@ METHODS: dict[str, Method] = {
     "slerp": Method(
         slerp, True, {"t": REQUIRED}, description="along the great circle between two models"
     ),
+    "nuslerp": Method(
+        nuslerp,
+        False,
+        {"nuslerp_flatten": True, "nuslerp_row_wise": False},
+        {"weight": REQUIRED},
+        "along the arc between two models, or between their differences from a base",
+        takes_base=True,
+    ),
     "task_arithmetic": _task_method(
         keep_all, False, False, False, "the base plus weighted task vectors"
     ),
@@ -615,7 +678,6 @@ METHODS: dict[str, Method] = {
 
 # Methods of mergekit that are not supported: the error names them as such, not as a typo.
 UNSUPPORTED = (
-    "nuslerp",
     "multislerp",
     "breadcrumbs",
     "breadcrumbs_ties",

@@ -66,7 +66,14 @@ _ALIGN_KEYS = ("to", "spaces", "layers", "stream", "group", "fold", "sweeps", "n
 _DATA_KEYS = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
 _MAX_CHARS = 10_000  # in one value
 _MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
-_BOOLEANS = ("normalize", "rescale", "int8_mask", "filter_wise")
+_BOOLEANS = (
+    "normalize",
+    "rescale",
+    "int8_mask",
+    "filter_wise",
+    "nuslerp_flatten",
+    "nuslerp_row_wise",
+)
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -206,7 +213,12 @@ class _Parser:
                     f"{recipe.method} needs a base model",
                     "write base_model: MODEL (on the command line: --base)",
                 )
-            if METHODS[recipe.method].needs_base and recipe.is_sliced and base not in names:
+            if (
+                METHODS[recipe.method].uses_base
+                and recipe.is_sliced
+                and base is not None
+                and base not in names
+            ):
                 raise RecipeError(
                     f"{self.origin}, line {part.line}: the sources of a slice must include the "
                     f"base {base}",
@@ -225,9 +237,15 @@ class _Parser:
                     f"slerp takes the base and one other model, got {others} others",
                     "list the base and one more under models:",
                 )
+            if recipe.method == "nuslerp" and others != 2:
+                raise self.error(
+                    node,
+                    f"nuslerp takes two models besides the base, got {others}",
+                    "list two models under models:, and base_model: if there is one",
+                )
             method = METHODS[recipe.method]
             if (
-                not method.needs_base
+                not method.uses_base
                 and "weight" in method.per_model
                 and base is not None
                 and base not in names

@@ -176,6 +176,14 @@ def unlock(
     model: options.LockedModel,
     key: options.KeyFile,
     out: options.Out,
+    adapter: Annotated[
+        str | None,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="LoRA adapter trained on LOCKED (PEFT folder or file) to unlock instead of it.",
+        ),
+    ] = None,
     retrained: Retrained = False,
     data: sample.Evaluated = None,
     samples: sample.Samples = None,
@@ -197,11 +205,24 @@ def unlock(
 
     Checks the key and the whole file before writing anything.
     """
+    if adapter is not None and (data is not None or retrained):
+        raise typer.BadParameter("--data and --retrained do not apply to --adapter")
     started = time.monotonic()
     source = _source(data, field, split, tokenizer, length, mean, std, samples)
     from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
+    if adapter is not None:
+        moved = api.unlock(model, secret, adapter=adapter, spec=spec)
+        return write_job(
+            moved.plan(out, threads=threads),
+            "unlock --adapter",
+            started=started,
+            resume=resume,
+            dry_run=dry_run,
+            json=json,
+            threads=threads,
+        )
     plain = api.unlock(model, secret, retrained=retrained, spec=spec)
     plan = plain.plan(out, threads=threads)
     before = _evaluate({"locked": model}, source, key=secret, control=True, retrained=retrained)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from regauge.checkpoints.outputs import Output, format_spaces
+from regauge.checkpoints.transform import prepare_adapter
 from regauge.core.threads import within_threads
 from regauge.locking import locked_checkpoints
 from regauge.locking.keys import KeySource, require_outside, resolve_key
@@ -24,6 +25,7 @@ from regauge.locking.lock import (
     unlock_state,
 )
 from regauge.models.sources import resolve
+from regauge.models.transforms import TransformedModel
 
 if TYPE_CHECKING:
     import torch
@@ -193,36 +195,68 @@ def lock(
     return LockStateOutput("lock", model, secret, make, (secret,), compute)
 
 
+@overload
+def unlock(
+    source: Source,
+    key: KeySource,
+    *,
+    retrained: bool = False,
+    adapter: None = None,
+    spec: Spec | str | Path | None = None,
+) -> LockStateOutput: ...
+
+
+@overload
+def unlock(
+    source: Source,
+    key: KeySource,
+    *,
+    retrained: bool = False,
+    adapter: str | Path,
+    spec: Spec | str | Path | None = None,
+) -> TransformedModel: ...
+
+
 @within_threads
 def unlock(
     source: Source,
     key: KeySource,
     *,
     retrained: bool = False,
+    adapter: str | Path | None = None,
     spec: Spec | str | Path | None = None,
-) -> LockStateOutput:
-    """Unlock a model. The key and the whole model are checked before anything is written.
+) -> LockStateOutput | TransformedModel:
+    """Unlock a model, or a LoRA adapter that was trained on it.
+
+    The key and the whole model are checked before anything is written. Of an adapter's model, only
+    the key and the lock record are checked.
 
     Args:
         source: The locked model: a path, a checkpoint, or a module.
         key: The key that locked it, or its file.
         retrained: Accept weights that training has changed, and other files beside them.
+        adapter: A LoRA adapter that was trained on the locked model (a folder of PEFT, or a file),
+            which is brought to the basis of the plain model instead of the model.
         spec: A spec or spec file. Default: that of the model's family.
 
     Returns:
-        The plain model, with `save(out)` and `state()`.
+        The plain model or adapter, with `save(out)` and `state()`.
 
     Raises:
         WrongKeyError: Another key locked the model.
         TamperedModelError: The model was changed since it was locked; raised by `save` if only the
             data were.
+        SpecError: The adapter does not fit the model, or is not a LoRA adapter.
 
     Example:
         >>> key = regauge.generate_key()
         >>> _ = regauge.lock("model", key).save("locked")
         >>> _ = regauge.unlock("locked", key).save("plain")
+        >>> # regauge.unlock("locked", key, adapter="adapter").save("plain-adapter")
     """
     model, secret, record = _open_locked(source, key, spec)
+    if adapter is not None:
+        return _unlock_adapter(model, secret, record, str(adapter))
     make = partial(
         locked_checkpoints.plan_unlock,
         model.checkpoint,
@@ -304,6 +338,21 @@ def reseal(
     require_outside(secret, model.checkpoint.path)
     make = partial(locked_checkpoints.plan_reseal, model.checkpoint, model.spec, key=secret)
     return ResealOutput("lock --reseal", model, secret, make, (secret,))
+
+
+def _unlock_adapter(model: Model, key: Key, record: Record, adapter: str) -> TransformedModel:
+    """Return an adapter of a locked model in the basis of the plain one."""
+    g = ~locked_element(model.spec, record, key)
+    prepared, h = prepare_adapter(adapter, g)
+    mode = model.checkpoint.mode & prepared.checkpoint.mode
+    unlocked = TransformedModel(prepared, h, "backbone", model.checkpoint, mode, adapter=adapter)
+    notes = [*model.notes, str(unlocked)]
+    if record.folded:
+        notes.append(
+            "locked with folded norms: the adapter fits the output of regauge unlock, but not the "
+            "original model, whose norms are not folded"
+        )
+    return replace(unlocked, notes=tuple(notes))
 
 
 def _open_locked(

@@ -345,7 +345,25 @@ def test_unrelated_models_are_refused_and_aligned_under_protest(
     assert "does not share a basis" in result.err
     result = run("merge", a, z, "--align", "-o", tmp_path / "out")
     assert result.code == 0
-    assert "still far: the two were trained independently" in result.err
+    assert "after alignment: models so far apart average to one that is usually worse" in result.err
+
+
+def test_what_match_has_aligned_is_merged_with_a_warning(run: Run, tmp_path: Path) -> None:
+    """The head of one is tied, and the other's has become a tensor of its own."""
+    tied = {**GPT2, "tie_word_embeddings": True}
+    a, z = (make_checkpoint(tmp_path / name, tied, seed) for name, seed in (("a", 0), ("z", 9)))
+    assert run("merge", a, z, "-o", tmp_path / "out").code == 1
+    assert run("match", a, z, "-o", tmp_path / "aligned").code == 0
+    result = run("merge", tmp_path / "aligned", z, "-o", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "are aligned, though trained apart" in result.err
+    assert "models so far apart average to one that is usually worse" in result.err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    aligned, there, out = (state_of(tmp_path / n) for n in ("aligned", "z", "out"))
+    head = next(n for n in out if n not in there)
+    table = next(n for n in there if there[n].shape == out[head].shape)
+    assert near(out[head], (aligned[head] + there[table]) / 2, 1e-6)
 
 
 def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> None:
@@ -354,9 +372,9 @@ def test_much_noise_is_not_another_basis(run: Run, a: Path, tmp_path: Path) -> N
     )  # half as much noise as weight
     result = run(
         "merge", a, finetune(a, tmp_path / "c", 1, 0.5), "-o", tmp_path / "no"
-    )  # in between: the comparison decides
-    assert result.code == 1
-    assert "cosine" in result.err
+    )  # one basis, but far apart
+    assert result.code == 0
+    assert "models so far apart average to one that is usually worse" in result.err
 
 
 def test_a_different_head_is_not_a_different_basis(run: Run, tmp_path: Path) -> None:

@@ -350,7 +350,10 @@ def test_what_is_missing_or_wrong_is_one_error(
         assert run("merge", *arguments, "-o", tmp_path / "out").code == 2, arguments
     result = run("merge", a, b, "--data", text, "-o", tmp_path / "out")
     assert result.code == 0
-    assert "linear needs no data" in result.err
+    assert "linear needs no data: data: only measures the result" in result.err
+    lines = [line.split() for line in result.out.splitlines()]
+    measured = [line[0] for line in lines if line and Path(line[0]) in (a, b, tmp_path / "out")]
+    assert measured[:3] == [str(a), str(b), str(tmp_path / "out")], result.out
 
 
 def test_a_model_without_a_head_has_no_fisher(run: Run, text: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, output_progress, print_json, step_bar, warn
+from regauge.cli.console import info, output_progress, print_json, print_result, step_bar, warn
 
 if TYPE_CHECKING:
     from regauge.merging.api import MergeResult
@@ -80,7 +80,11 @@ def merge(
     ] = False,
     data: Annotated[
         str | None,
-        typer.Option("--data", metavar="URI", help="Data for fisher, regmean and ot_acts."),
+        typer.Option(
+            "--data",
+            metavar="URI",
+            help="Data for fisher, regmean and ot_acts. Labelled data also measure the result.",
+        ),
     ] = None,
     samples: Annotated[
         int | None,
@@ -239,9 +243,31 @@ def merge(
             "resumed": sorted(written.resumed),
             "seconds": round(seconds, 3),
         }
+        report |= _measure(result, out, json)
+    for warning in result.warnings:  # last, so that nobody misses them
+        warn(warning)
     if json:
         print_json(report)
     return 0
+
+
+def _measure(result: MergeResult, out: Path, json: bool) -> dict[str, Any]:
+    """Measure the output beside its inputs, if there are labelled data, and print the table."""
+    from regauge.errors import DataError
+
+    if result.recipe.data is None:
+        return {}
+    with step_bar("evaluate") as progress:
+        try:
+            evaluation = result.evaluate(out, progress=progress)
+        except DataError as error:
+            warn(f"the result was not measured: {error}")
+            return {}
+    if not json:
+        print_result(str(evaluation))
+    if all(evaluation.is_worse(str(out), name) for name in result.job.models):
+        warn(f"{out} is worse than each of the models that it was merged from")
+    return {"evaluation": {name: score.to_dict() for name, score in evaluation.scores.items()}}
 
 
 def _report_verdicts(result: MergeResult) -> None:
@@ -257,7 +283,7 @@ def _report_verdicts(result: MergeResult) -> None:
         info(note)
     for v in result.verdicts:
         if v.moved:
-            (warn if "still far" in v.moved else info)(f"{v.model} was {v.moved}")
+            info(f"{v.model} was {v.moved}")
 
 
 def _parse_settings(pairs: list[str] | None) -> dict[str, Any]:

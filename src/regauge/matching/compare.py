@@ -155,6 +155,26 @@ def fixed_shares(g: Element) -> dict[str, float]:
     return shares
 
 
+def matrix_cosine(
+    spec: Spec,
+    a: State,
+    b: State,
+    g: Element | None = None,
+    rows: Mapping[str, SharedRows] | None = None,
+) -> float:
+    """Return the cosine of all matrices of b together with those of a transformed by g.
+
+    Args:
+        spec: the spec of both models.
+        a: the first state.
+        b: the second state.
+        g: the element that moves a; by default a stays as it is.
+        rows: the rows that two tables have in common, for models with different vocabularies.
+    """
+    costs = Costs(spec, a, b, rows=rows)
+    return _total_cosine(_inner_products(costs, identity(spec) if g is None else g))
+
+
 def _inner_products(costs: Costs, g: Element) -> dict[str, tuple[float, float, float]]:
     """Return <b, g a>, |b|^2 and |g a|^2 of every matrix."""
     products = {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from regauge.core.element import Element
 from regauge.core.progress import Progress
+from regauge.core.spec import Spec, stored_tensors
 from regauge.data.sources import DataSource
 from regauge.errors import MatchError
 from regauge.matching.pairs import Pair
@@ -58,10 +60,46 @@ class LivePair:
         ]
 
     @cached_property
+    def names(self) -> dict[str, str]:
+        """The name in the modules of every tensor pattern of the pair's spec. Libraries rename
+        tensors when they load a file; spaces, axes and order stay.
+        """
+        from regauge.core.fold import folded_spec
+        from regauge.models.resolve import spec_of
+
+        stored = self.pair.spec.tensors
+        spec = spec_of(self.models[0])
+        live = (folded_spec(spec) if self.pair.is_folded else spec).tensors
+        if stored.keys() == live.keys():
+            return {name: name for name in stored}
+        if list(stored.values()) != list(live.values()):
+            raise MatchError(
+                f"{self.pair.a.checkpoint.path.name} and its module must have the same tensors",
+                hint="pass modules in place of paths",
+            )
+        return dict(zip(stored, live, strict=True))
+
+    @cached_property
+    def spec(self) -> Spec:
+        """The spec of the pair, with the names of the modules."""
+        spec, names = self.pair.spec, self.names
+        return replace(
+            spec,
+            tensors={names[n]: text for n, text in spec.tensors.items()},
+            parts={names.get(n, n): part for n, part in spec.parts.items()},
+            ties={names[n]: names[target] for n, target in spec.ties.items()},
+            untied={names[n]: factor for n, factor in spec.untied.items()},
+            fixed={names[n]: value for n, value in spec.fixed.items()},
+            norms=(),
+            scales=(),
+        )
+
+    @cached_property
     def states(self) -> list[dict[str, torch.Tensor]]:
-        """The weights that are matched, in float32."""
+        """The weights that are matched, in float32, with the names of the modules."""
+        names = dict(zip(stored_tensors(self.pair.spec), stored_tensors(self.spec), strict=True))
         return [
-            {n: v.float() if v.is_floating_point() else v for n, v in state.items()}
+            {names.get(n, n): v.float() if v.is_floating_point() else v for n, v in state.items()}
             for state in self.pair.states
         ]
 
@@ -113,11 +151,16 @@ class LivePair:
         from regauge.matching.activations import record
 
         inputs = self.inputs(batches)
+        stored = {live: name for name, live in self.names.items()}
         of_a, of_b = (
-            record(model, state, self.pair.spec, inputs)
+            record(model, state, self.spec, inputs)
             for model, state in zip(self.models, self.states, strict=True)
         )
-        return of_a, of_b
+        first, second = (
+            replace(x, moments={stored.get(n, n): m for n, m in x.moments.items()})
+            for x in (of_a, of_b)
+        )
+        return first, second
 
     def refine(
         self, g: Element, batches: Batches, steps: int, progress: Progress | None
@@ -131,8 +174,8 @@ class LivePair:
                 progress(mark.step, steps, message if mark.step < steps else "")
 
         a, b = self.states
-        return refine(
-            self.pair.spec,
+        refined = refine(
+            self.spec,
             a,
             b,
             g,
@@ -142,6 +185,7 @@ class LivePair:
             seed=self.seed,
             on_mark=report,
         )
+        return replace(refined, g=refined.g.to(self.pair.spec), h=refined.h.to(self.pair.spec))
 
 
 def describe_inputs(inputs: Inputs | None) -> str:

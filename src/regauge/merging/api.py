@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from regauge.checkpoints.plan import Plan
     from regauge.checkpoints.writer import WriteResult
     from regauge.core.spec import Spec
+    from regauge.evaluation.models import DataInput
+    from regauge.evaluation.report import Evaluation
     from regauge.merging.basis import Verdict
     from regauge.models.sources import Source
 
@@ -100,6 +102,41 @@ class MergeResult(ResultView):
         """Whether each model shares a basis with the base or the first model."""
         return tuple(self.job.verdicts.values())
 
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Warnings about models whose average is unlikely to keep their quality."""
+        if METHODS[self.recipe.method].is_transport:
+            return ()
+        return tuple(v.warning for v in self.verdicts if v.warning)
+
+    def evaluate(
+        self,
+        folder: str | Path,
+        data: DataInput | None = None,
+        *,
+        batch_size: int = 32,
+        progress: Progress | None = None,
+    ) -> Evaluation:
+        """Measure the inputs and the merged model on the same labelled data.
+
+        Args:
+            folder: the folder that `save` wrote.
+            data: the data; by default those of the merge.
+            batch_size: examples per forward pass.
+            progress: the progress callback, in examples of all models.
+
+        Raises:
+            DataError: the data cannot be read, do not fit, or have no labels.
+        """
+        from regauge.evaluation.models import evaluate_sources
+
+        chosen = self.recipe.data if data is None else data
+        if chosen is None:
+            raise MergeError("data must be passed to measure a merge, got none")
+        models: dict[str, Source] = {k: model.checkpoint for k, model in self.job.models.items()}
+        models[str(folder)] = Path(folder)  # an output is none of its inputs
+        return evaluate_sources(models, chosen, batch_size=batch_size, progress=progress)
+
     @cached_property
     def plan(self) -> Plan | None:
         """The files of the checked output, if there is one."""
@@ -130,6 +167,7 @@ class MergeResult(ResultView):
             "bytes": None if plan is None else plan.size,
             "files": None if plan is None else [f.name for f in plan.files],
             "basis": [v.to_dict() for v in self.verdicts],
+            "warnings": list(self.warnings),
             "seed": self.options.seed,
         }
         return {name: value for name, value in about.items() if value is not None or name == "base"}
@@ -189,6 +227,7 @@ class MergeResult(ResultView):
             *(f"{v.model} and {v.anchor}: {v.words}" for v in self.verdicts),
         ]
         lines += [f"{v.model} was {v.moved}" for v in self.verdicts if v.moved]
+        lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -220,7 +259,7 @@ def merge(
         base: the base model, for methods that add differences from one.
         weights: the weight of each model, or one for all; 1 by default.
         align: align every model with the base, or with the first, before merging.
-        data: data for methods that need it: fisher, regmean, ot_acts.
+        data: data for methods that need it (fisher, regmean, ot_acts), and for `evaluate`.
         spec: the spec of all models; by default that of their family.
         options: further options.
         out: the output that `save` will write. It is checked first, and alignments and statistics
@@ -281,6 +320,8 @@ def merge(
 
         opened = open_samples(job)
         job = replace(job, digests=tuple(dataset.digest for _, dataset in opened.values()))
+    elif recipe.data is not None:
+        recipe.data.open()  # so that unreadable data fail before anything is merged
     store = None
     if target is not None and not dry_run:
         store = StateStore.beside(target, serialize_inputs(job))

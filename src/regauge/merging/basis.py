@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional
 
 from regauge.checkpoints.headers import FLOATS, Entry
 from regauge.checkpoints.reader import LazyState
@@ -26,7 +27,7 @@ from regauge.core.progress import Progress
 from regauge.core.ties import untie_lazily
 from regauge.errors import MergeError, RegaugeError
 from regauge.matching import MatchError, SharedRows
-from regauge.matching.compare import MIN_COSINE, compare_states
+from regauge.matching.compare import MIN_COSINE, compare_states, matrix_cosine
 from regauge.matching.paired import match_pair
 from regauge.matching.pairs import Pair, prepare_pair
 from regauge.matching.saved_parts import SavedParts
@@ -35,11 +36,16 @@ from regauge.merging.recipes import AlignConfig
 
 SAMPLE_ROWS = 48  # rows of a matrix that are compared
 MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have nothing in common
-# The distance after matching, as a share of the norm, above which models have little in common: a
-# cosine of a half.
-MAX_RELATIVE_DISTANCE = 1.0
+ALIGNED = "aligned"  # the verdict on models that were trained apart and then aligned
 _FOLDED = "folded"  # of a saved alignment that was found with folded norms
 MIN_ALIGNED_SHARE = 0.9  # the share of rows, and of columns, that must be similar
+# Standard errors by which a row of a matrix resembles the other model's row at the same place more
+# than its other rows: of every matrix, and of the median one, if two models were aligned.
+MIN_SIGMAS, MIN_MEDIAN_SIGMAS = 1.5, 5.0
+# The cosine of two models, after alignment if any, above which averages of them keep their quality.
+# A fine-tune that changes weights by 20 % has 0.98. Models trained apart have 0.3 to 0.5 once they
+# are aligned, and their averages lose accuracy: ViTs on digits 76 % of 92 %, GPT-2s 0.15 nats.
+MIN_MERGED_COSINE = 0.8
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ class Verdict:
         cosine: the cosine of their matrices.
         seen: what was compared: "a sample" or "a comparison".
         moved: how the model was aligned, if it was.
+        merged_cosine: the cosine of their matrices as they are merged, after an alignment.
         element: the element that a comparison found, to start a match from.
     """
 
@@ -66,7 +73,20 @@ class Verdict:
     cosine: float | None
     seen: str
     moved: str = ""
+    merged_cosine: float | None = None
     element: Element | None = None
+
+    @property
+    def warning(self) -> str:
+        """A warning if an average of the two is unlikely to keep their quality, or nothing."""
+        cosine = self.cosine if self.merged_cosine is None else self.merged_cosine
+        if cosine is None or cosine >= MIN_MERGED_COSINE:
+            return ""
+        return (
+            f"the cosine of the matrices of {self.model} and {self.anchor} is {cosine:.2f}"
+            f"{' after alignment' if self.moved else ''}: models so far apart average to one that "
+            "is usually worse than both, and may be useless. Measure it with labelled --data"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the verdict as JSON values."""
@@ -98,6 +118,10 @@ def check_basis(
         return verdict(None, "inconclusive", "cannot be compared: they have no matrix in common")
     if sample.min_cosine >= MIN_COSINE and sample.is_aligned:
         return verdict(True, "same basis", f"share a basis {evidence}")
+    if sample.is_matched:
+        return verdict(
+            True, ALIGNED, f"are aligned, though trained apart (cosine {sample.cosine:.3f})"
+        )
     if sample.min_cosine < MAX_UNRELATED_COSINE:
         return verdict(False, "different bases", f"do not share a basis {evidence}")
     if model.spec is None or anchor.spec is None or not compare_if_unclear:
@@ -153,17 +177,20 @@ class _SampleCosines:
         min_cosine: the smallest of one matrix.
         min_tensor: the name of that matrix; empty if there is none.
         is_aligned: whether most rows and columns of every matrix are similar.
+        is_matched: whether rows of every matrix resemble those at the same place more than others.
     """
 
     cosine: float
     min_cosine: float
     min_tensor: str
     is_aligned: bool
+    is_matched: bool
 
 
 def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
     """Compare sampled rows of every matrix that both models have."""
     totals, min_cosine, min_tensor, is_aligned = np.zeros(3), 1.0, "", True
+    sigmas: list[float] = []
     for name, entry in anchor.checkpoint.entries.items():
         if (
             len(entry.shape) < 2
@@ -188,6 +215,8 @@ def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
             for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1]))
             if n >= 16
         )
+        if min(x.shape) >= 16:
+            sigmas.append(_sigmas_at_place(x, y))
         if cosine < min_cosine or not min_tensor:
             min_cosine, min_tensor = cosine, name
     return _SampleCosines(
@@ -195,7 +224,21 @@ def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
         min_cosine,
         min_tensor,
         is_aligned,
+        bool(sigmas)
+        and min(sigmas) >= MIN_SIGMAS
+        and float(np.median(sigmas)) >= MIN_MEDIAN_SIGMAS,
     )
+
+
+def _sigmas_at_place(x: torch.Tensor, y: torch.Tensor) -> float:
+    """Return by how many standard errors rows of x resemble the rows of y at their own places more
+    than those at others, on average.
+    """
+    cosines = functional.normalize(x, dim=1) @ functional.normalize(y, dim=1).T
+    same = cosines.diag()
+    others = cosines[~torch.eye(len(cosines), dtype=torch.bool)]
+    error = float(others.std()) / math.sqrt(len(same))
+    return float(same.mean() - others.mean()) / max(error, 1e-300)
 
 
 def _to_float(x: torch.Tensor) -> torch.Tensor:
@@ -296,14 +339,17 @@ def align_models(
         )
     aligned, noted = dict(models), dict(verdicts)
     for key, model in models.items():
-        if key == anchor.key or noted[key].shared:
+        # models that were aligned before may come closer, such as by rotations
+        if key == anchor.key or (noted[key].shared and noted[key].verdict != ALIGNED):
             continue
         if model.spec is None:
             raise MatchError(
                 f"{key} must be of a known family to be aligned", hint="merge with --force"
             )
-        aligned[key], note = _align_model(model, anchor, config, noted[key], store, progress)
-        noted[key] = replace(noted[key], moved=note)
+        aligned[key], note, cosine = _align_model(
+            model, anchor, config, noted[key], store, progress
+        )
+        noted[key] = replace(noted[key], moved=note, merged_cosine=cosine)
     return untie_alike(aligned), noted
 
 
@@ -314,8 +360,8 @@ def _align_model(
     verdict: Verdict,
     store: StateStore | None,
     progress: Progress | None,
-) -> tuple[Model, str]:
-    """Return a model aligned with the anchor, and a note on the alignment."""
+) -> tuple[Model, str, float]:
+    """Return a model aligned with the anchor, a note on the alignment, and the cosine of both."""
     assert model.file_spec is not None
     assert anchor.file_spec is not None
     options = {"sweeps": 10, **config.options}
@@ -330,9 +376,9 @@ def _align_model(
     name = f"aligned {model.key}"
     saved = SavedParts(pair.spec, store).load(name)
     if saved is not None:
-        (note, gauge), members = saved
+        (note, gauge, cosine), members = saved
         pair = pair if gauge == _FOLDED else pair.unfolded()
-        return _transform(model, pair, Element(pair.spec, members)), note
+        return _transform(model, pair, Element(pair.spec, members)), note, float(cosine)
     start = None if pair.is_folded or config.options else verdict.element
     pair, result = match_pair(
         pair,
@@ -345,12 +391,11 @@ def _align_model(
         f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
         f"{result.distance:.4g} after"
     )
-    if result.relative_distance > MAX_RELATIVE_DISTANCE:
-        note += ", which is still far: the two were trained independently"
     note = "; ".join((note, *pair.notes, *pair.output[1]))
-    labels = [note, _FOLDED if pair.is_folded else ""]
+    merged_cosine = matrix_cosine(pair.spec, *pair.states, result.element, pair.rows)
+    labels = [note, _FOLDED if pair.is_folded else "", repr(merged_cosine)]
     SavedParts(pair.spec, store).save(name, labels, result.element.members)
-    return _transform(model, pair, result.element), note
+    return _transform(model, pair, result.element), note, merged_cosine
 
 
 def _transform(model: Model, pair: Pair, g: Element) -> Model:

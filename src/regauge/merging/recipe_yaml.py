@@ -516,7 +516,9 @@ class _Parser:
         if node is None or _is_null(node):
             return None
         if not METHODS[self.method].statistic:
-            self.notes.append(f"line {_line(node)}: {self.method} needs no data: data: is ignored")
+            self.notes.append(
+                f"line {_line(node)}: {self.method} needs no data: data: only measures the result"
+            )
         if isinstance(node, yaml.ScalarNode):
             return DataSource(str(self.scalar(node, "data")), split="test")
         keys = self.mapping(node, _DATA_KEYS, "data")

@@ -244,7 +244,7 @@ def merge(
             "seconds": round(seconds, 3),
         }
         report |= _measure(result, out, json)
-    for warning in result.warnings:  # last, so that nobody misses them
+    for warning in result.warnings:  # last, to be seen
         warn(warning)
     if json:
         print_json(report)

@@ -68,30 +68,34 @@ NAMES = {
 }
 
 
-def render_families() -> str:
-    """Return the page of all families: spaces, groups, and why these are not larger."""
+def render_families() -> dict[str, str]:
+    """Return a page per family: spaces, groups, and why these are not larger; and an index."""
     sys.path.insert(0, str(ROOT / "tests"))
     import support.picos as picos
     from regauge.models.families import FAMILIES
 
-    lines = [
+    pages: dict[str, str] = {}
+    index = [
         GENERATED,
-        "# Families, and what holds for each",
+        "# Supported models",
         "",
         (
-            "For each family: its models, the spaces of a model, the group that acts on each, and "
-            "the reason why it is not larger. *Folded* is the group after the norms' gains"
+            "Each family has a page with the spaces of its models, the group of each space, and "
+            "what keeps the group from being larger. `regauge inspect MODEL` prints the same for "
+            "your model, with sizes."
         ),
         (
-            "are folded into the next layers (`fold_norms`, `--fold`). `ffn.*` is one space per "
-            "layer; *over* another space means one member for each of its positions. `regauge "
-            "inspect MODEL`"
+            "Models of other architectures: [discover](guides/discover.md), or "
+            "[add a model](guides/adding-a-model.md)."
         ),
-        (
-            "prints the same for your model, with sizes. [The notation](concepts.md#notation) "
-            "defines how groups act; [adding a model](guides/adding-a-model.md) explains how to "
-            "describe a new one."
-        ),
+        "",
+        "| family | model types |",
+        "| --- | --- |",
+        *(f"| [{f.name}](families/{f.name}.md) | {', '.join(kinds_of(f))} |" for f in FAMILIES),
+        "",
+        "## Groups",
+        "",
+        "The groups that occur ([all groups](concepts.md#groups)):",
         "",
         "| group | elements | limited by |",
         "| --- | --- | --- |",
@@ -116,17 +120,21 @@ def render_families() -> str:
     for family in FAMILIES:
         module = importlib.import_module(family.spec.__module__)
         summary = " ".join((module.__doc__ or "").split())
-        kinds = [f"`{t}`" for t in family.model_types] + [
-            f"timm's `{a}*`" for a in family.architectures
-        ]
-        lines += [
-            f"## {family.name}",
+        lines = [
+            GENERATED,
+            f"# {family.name}",
             "",
             summary,
             "",
             (
-                f"For {', '.join(kinds)}. Defined in "
-                f"`families/{module.__name__.rpartition('.')[2]}.py`."
+                f"Model types: {', '.join(kinds_of(family))}. Defined in "
+                f"`src/regauge/models/families/{module.__name__.rpartition('.')[2]}.py`."
+            ),
+            "",
+            (
+                "*Folded* is the group after the gains of norms are folded into the next layers "
+                "(`fold_norms`). `ffn.*` is one space per layer. A space *over* another has one "
+                "member for each of its positions. [All models](../families.md)"
             ),
             "",
         ]
@@ -146,7 +154,13 @@ def render_families() -> str:
             ]
             lines += ["| " + " | ".join(row) + " |" for row in rows] + [""]
             lines += [f"- {note}" for note in spec.notes] + [""] * bool(spec.notes)
-    return "\n".join(lines)
+        pages[f"families/{family.name}.md"] = "\n".join(lines)
+    return {"families.md": "\n".join(index), **pages}
+
+
+def kinds_of(family: Any) -> list[str]:
+    """Return the model types of a family, as code."""
+    return [f"`{t}`" for t in family.model_types] + [f"timm's `{a}*`" for a in family.architectures]
 
 
 def space_rows(spec: Any) -> Iterator[tuple[str, ...]]:
@@ -423,14 +437,14 @@ def build_pages(*, only_quick: bool = False) -> dict[str, str]:
     """Return all pages, by their path below docs/.
 
     Args:
-        only_quick: leave out the page of families, which builds models.
+        only_quick: leave out the pages of families, which build models.
     """
     pages = {
         **render_attacks(),
         **render_commands(),
         "reference.md": render_reference(),
     }
-    return pages if only_quick else {**pages, "families.md": render_families()}
+    return pages if only_quick else {**pages, **render_families()}
 
 
 def find_stale(pages: dict[str, str]) -> list[str]:

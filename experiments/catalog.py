@@ -206,6 +206,12 @@ PAGES: dict[str, Page] = {
                 "gaussian noise: error {gaussian_noise|1:.1f} → {gaussian_noise|2:.1f}",
                 verdict="not reproduced",
             ),
+        },
+    ),
+    "masked-jigsaw-beyond": Page(
+        "Masked jigsaw: longer trainings, other puzzles, text",
+        f"Beyond the tables of {JIGSAW}.",
+        {
             "002-epochs": Entry(
                 "The accuracy that puzzles cost in short trainings is a matter of their length.",
                 "",
@@ -352,6 +358,7 @@ PAGES: dict[str, Page] = {
                 "Two models are matched in part or in whole, and averaged. The paper leaves out "
                 "attention, FFN or rescaling. Beyond it come heads, the residual stream, and "
                 "everything with folded norms.",
+                verdict="in part: rescaling adds nothing, the stream and folded norms most",
             ),
         },
     ),
@@ -377,6 +384,7 @@ PAGES: dict[str, Page] = {
                 "(everything)",
                 "The loss on the straight line between two models, and on the plane through "
                 "both and the aligned one.",
+                verdict="holds; two fine-tunes of one base have nothing to gain",
             ),
         },
     ),

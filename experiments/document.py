@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.catalog import PAGES, Entry
+from experiments.former_words import renamed
 from experiments.lock_report import render_lock_report
 from regauge.checkpoints.files import write_bytes
 from regauge.results.findings import Finding, Results, Table, load_results
@@ -58,50 +59,6 @@ python -m experiments 000/table2 --preset paper --device cuda  # the paper's mod
 - "No better than a guess" means at most a fifth of the way from a guess to the plain model.
 """
 
-# Stored results keep the words with which they were computed; pages show today's.
-RENAMED = (
-    (r"\btold apart\b", "re-identified"),
-    (r"\bTold apart\b", "Re-identified"),
-    (r"\btells (\d+%) of the images apart", r"re-identifies \1 of the images"),
-    (r"\bstream, as they stand\b", "stream, norms not folded"),
-    (r"\bas they stand\b", "unmatched"),
-    (r"\bas the clients stand\b", "unmatched"),
-    (r"\blocked, as it stands\b", "locked, unchanged"),
-    (r"\bas it stands\b", "unchanged"),
-    (r"\blabels told\b", "labels recovered"),
-    (r"\bspreads stand with the findings\b", "spreads are listed with the findings"),
-    (r"What they do not get, a better one may\.", "A stronger attack may recover more."),
-    (r"\bmoved model, normal input\b", "permuted weights, plain input"),
-    (r"\bmoved model, wrong key\b", "permuted weights, wrong key"),
-    (r"\bMoved features\b", "Transformed features"),
-    (r"\bNothing but the locked file\b", "The locked file alone"),
-    (r"\bedges kept\b", "embedding and head kept"),
-    (r"\bnew edges\b", "new embedding and head"),
-    (r"\bthe control is who has no key\b", "the control has no key"),
-    (r"\bwhoever has the base recovers\b", "an adversary with the base recovers"),
-    (r"\bin what no key changes\b", "in the invariants under every key"),
-    (
-        r", which anybody can have; and how surely what no key changes tells that base",
-        ", which is public; and how surely the invariants identify that base",
-    ),
-    (r"\bWhoever says the middle for every place is\b", "Guessing the middle for every place is"),
-    (r"\b(model|them) is told which\b", r"\1 knows which"),
-    (
-        r"\bis no element: the moved model is another function",
-        "is not an element: the transformed model computes another function",
-    ),
-    (r"\bwhich is not told\b", "which does not know"),
-    (r"\bk = 0 is no matching\b", "k = 0 means unmatched"),
-    (r"\b(which )?nobody had( seen)?\b", "unseen"),
-    (r"\bBeyond paper 00[023]: ", "Beyond the paper: "),
-    (r"\bPaper 00[023]: w", "W"),
-    (r"\b[Pp]aper 00[023]\b", "the paper"),
-    (r"\bin 000\b", "in the paper"),
-    (r"\b(?:as )?00[023] had it\b", "as in the paper"),
-    (r"\b00[023]'s\b", "the paper's"),
-    (r"\b00[023] (\(its ViT\)|without|\+)", r"paper \1"),
-    (r"\b00[023]: ", "paper: "),
-)
 REFERENCE = re.compile(r"\{(#?)([^{}|:]+(?::[^{}|]*)?)((?:\|\d+){0,2}):([^{}:|]*)\}")
 
 
@@ -160,13 +117,6 @@ def fill(template: str, results: Results) -> str:
     return REFERENCE.sub(number, template)
 
 
-def renamed(text: str) -> str:
-    """Replace former words of stored results."""
-    for pattern, new in RENAMED:
-        text = re.sub(pattern, new, text)
-    return text
-
-
 def _row_of(table: Table, name: str) -> tuple[Any, ...]:
     for row in table.rows:
         for count in range(1, len(row) + 1):
@@ -190,12 +140,14 @@ def _verdict(entry: Entry, results: Results) -> str:
 
 
 def _section(name: str, entry: Entry, results: Results) -> str:
-    lines = [f"## {results.title}", "", f"{entry.claim} {entry.about}".strip(), ""]
+    verdict = _verdict(entry, results)
+    lines = [f"## {results.title}", "", f"**Claim:** {entry.claim} **Verdict:** {verdict}.", ""]
+    lines += [entry.about, ""] if entry.about else []
     lines += [f"- {line}" for line in results.facts.get("verdict", ())]
     for table in results.tables:
         if table.title.startswith("Every metric"):
             continue  # in the JSON and in the HTML report
-        if len(results.tables) > 1:
+        if table.title != results.title and len(results.tables) > 1:
             lines += ["", f"### {table.title}", ""]
         lines += [*_markdown(table), ""]
         lines += [table.note, ""] if table.note else []
@@ -208,11 +160,7 @@ def _findings(name: str, findings: tuple[Finding, ...]) -> list[str]:
     judged = [f for f in findings if f.holds is not None]
     failed = [f for f in judged if not f.holds]
     shown = next((list(some) for some in (findings, judged) if len(some) <= SHOWN_FINDINGS), failed)
-    held = (
-        f"{len(judged) - len(failed)} of {len(judged)} findings hold" if judged else "No verdicts"
-    )
-    which = "all findings" if len(shown) == len(findings) else f"all {len(findings)} findings"
-    lines = [f"**{held}** ({which}: [`{name}.json`](../results/{name}.json)).", ""]
+    lines = [f"All {len(findings)} findings: [`{name}.json`](../results/{name}.json).", ""]
     if not shown:
         return lines
     return [

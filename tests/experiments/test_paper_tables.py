@@ -24,6 +24,7 @@ from experiments import EXPERIMENTS
 from experiments.__main__ import main
 from experiments.catalog import PAGES
 from experiments.document import build_pages, fill
+from experiments.former_words import renamed
 from experiments.paper_000 import locked_finetune
 from experiments.paper_000.claims import distance, outputs_of
 from experiments.paper_000.permutation import PAPER
@@ -605,6 +606,10 @@ def test_the_overview_reads_its_numbers_from_the_results() -> None:
     assert fill(f"{{#{finding.id}:.3f}} {{#{finding.id}|1:.0%}}", results) == (
         f"{finding.value:.3f} {100 * (finding.floor or 0):.0f} %"
     )
+    assert renamed("moved model, normal input, as they stand") == (
+        "permuted weights, plain input, unmatched"
+    )
+    assert renamed("1,000: 46,524 of 003: rotations") == "1,000: 46,524 of paper: rotations"
     with pytest.raises(KeyError, match="no row"):
         fill("{Test with nothing|1:.1f}", results)
     for page in PAGES.values():

@@ -69,8 +69,8 @@ RENAMED: tuple[tuple[str, str], ...] = (
             r"divide the images otherwise, came after it\."
         ),
         (
-            "The recipes were chosen with seed 0; the other seeds divide the images differently and "
-            "were run afterwards."
+            "The recipes were chosen with seed 0; the other seeds divide the images differently "
+            "and were run afterwards."
         ),
     ),
     (r"Random weights stand where the paper has ViT-S\.", "Random weights replace its ViT-S."),

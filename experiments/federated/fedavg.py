@@ -31,7 +31,7 @@ from regauge.audit.recorded_audit.engine import (
     practise_like,
     rebuild_truth,
 )
-from regauge.audit.recorded_audit.report import IMAGES, measure
+from regauge.audit.recorded_audit.report import IMAGE_FORMAT, measure
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, prepare
@@ -234,7 +234,7 @@ def _leaks(
             if name not in practice:
                 practice[name] = practise_like(attacker, model, seen, way)
             row = attack_recorded(model, seen, truth, practice[name], QUICK)
-            scores = measure(row, IMAGES, {a.name for a in QUICK})
+            scores = measure(row, IMAGE_FORMAT, {a.name for a in QUICK})
             scores["AUC"] = scores.pop("patches")
             out[name].append({"images": row.samples, "steps": seen.steps, **scores})
     return out

@@ -160,18 +160,22 @@ def test_a_thief_is_measured_between_the_locked_model_and_the_owners() -> None:
     assert both == {i: max(slow[i] or 0.0, quick[i] or 0.0) for i in slow}
 
 
+def texts(*findings: Finding) -> list[str]:
+    return [verdict.text for verdict in build_verdict(findings)]
+
+
 def test_verdicts() -> None:
-    verdict = build_verdict([Finding("lock/public base", "", None, 1.0, 0.0, 1.0)])
+    verdict = texts(Finding("lock/public base", "", None, 1.0, 0.0, 1.0))
     assert verdict == [
         "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
     ]
     edges = [Finding("lock/public edges", "", None, share, 0.004, 1.0) for share in (1.0, 0.3)]
-    assert "The file alone undoes this lock" in build_verdict(edges[:1])[0]
-    assert not any("The file alone" in line for line in build_verdict(edges[1:]))
+    assert "The file alone undoes this lock" in texts(edges[0])[0]
+    assert not any("The file alone" in line for line in texts(edges[1]))
     assert (
-        "gives 30% of the lock away"
-        in build_verdict([Finding("lock/public base", "", None, 0.3, 0.0, 1.0)])[0]
+        "reveals 30% of the key." in texts(Finding("lock/public base", "", None, 0.3, 0.0, 1.0))[0]
     )
+    assert "about as a guess" in texts(Finding("lock/public base", "", None, 0.02, 0.0, 1.0))[0]
     scored = [Finding("lock/theft/tuned 40", "", None, value, 0.1, 0.9) for value in (0.3, 0.6)]
     scored = [
         scored[0],
@@ -179,10 +183,18 @@ def test_verdicts() -> None:
         replace(scored[0], id="lock/theft/scratch 40", value=0.2),
     ]
     assert (
-        build_verdict(scored)[1]
+        texts(*scored)[1]
         == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
         "alone give 0.20."
     )
+    levels = {
+        interval: build_verdict([scored[0], replace(scored[1], interval=interval), scored[2]])
+        for interval in ((0.5, 0.7), (0.1, 0.9))
+    }
+    assert [next(v.level for v in found if "40 labels" in v.text) for found in levels.values()] == [
+        "partial",
+        "none",
+    ]
 
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:

@@ -387,12 +387,16 @@ def test_the_verdict_is_in_words() -> None:
         Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}),
         ATTACKS,
     )
-    assert verdict[0] == "faces: the server has the images under 2 of 3 combinations."
+    assert [v.level for v in verdict] == ["leak", "none", "note", "note"]
+    assert verdict[0].text.startswith(
+        "Images are revealed under none, rows: SSIM 1.00 by public embedding (a guess: 0.40)"
+    )
+    assert verdict[1].text.startswith("Images are not revealed under noise=1: SSIM")
     assert (
         "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from "
-        "0.90 to 0.45" in verdict[2]
+        "0.90 to 0.45" in verdict[2].text
     )
-    assert "The least leaks under noise=1: the best attack goes 17% of the way" in verdict[3]
+    assert "The least leaks under noise=1: the best attack goes 17% of the way" in verdict[3].text
     together = merge_trials([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
     assert together.accuracy == pytest.approx(0.7)
     assert together.value("decoder", "SSIM") == pytest.approx(0.3)
@@ -449,7 +453,7 @@ def test_the_command_says_what_it_comes_to(
     )
     assert audit(folder, *QUICKLY, *options, "--json", str(out), "--report", str(page)) == 0
     captured = capsys.readouterr()
-    assert "the server has the images under" in captured.out
+    assert "Images are revealed under none, rows" in captured.out
     assert "not measured: LPIPS and F-SIM" in captured.out
     assert "75 client images, 45 attacker images, 30 test images; 10 to attack" in captured.err
     results = load_results(out)
@@ -472,7 +476,7 @@ def test_the_command_says_what_it_comes_to(
     gallery = next(f for f in results.figures if f.kind == "images")
     assert [len(r["images"]) for r in gallery.data["rows"]] == [2] * 4
     text = page.read_text()
-    assert "the server has the images under" in text.split("<h2>")[0], "the verdict comes first"
+    assert "Images are revealed under none, rows" in text.split("<h2")[0], "the verdict comes first"
     assert text.count("data:image/png") >= 8
     assert json.loads(out.read_text())["facts"]["weights"] == "random"
 

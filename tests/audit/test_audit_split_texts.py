@@ -95,9 +95,10 @@ def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
         "an attacker sees which channels are sent"
     )
     assert all(f.floor is not None and f.floor < 0.2 for f in results.findings)
-    assert results.facts["verdict"][0].startswith(
-        "texts: the server reads the texts under 3 of 4 combinations"
+    assert results.headline.text.startswith(
+        "Texts are revealed under none, rows, bottleneck=6: ROUGE-L"
     )
+    assert results.headline.tone == "bad"
     rows = {row[0]: row for row in results.tables[0].rows}
     assert rows["rows"][2] is not None, "gradients reveal the labels"
 
@@ -179,10 +180,10 @@ def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str
         == 0
     )
     captured = capsys.readouterr()
-    assert "the server reads the texts under 2 of 2 combinations" in captured.out
+    assert "Texts are revealed under none, rows" in captured.out
     assert "60 client texts, 36 attacker texts, 24 test texts; 6 to attack" in captured.err
     assert leaked_of(out, "texts/rows/vocabulary") > 0.9
-    assert "the server reads the texts" in (folder / "page.html").read_text()
+    assert "Texts are revealed under none, rows" in (folder / "page.html").read_text()
     assert json.loads(out.read_text())["facts"]["client's texts"] == 60
     assert main([*command, "--defence", "rows", "--attacks", "decoder"]) == 2
     assert "use vocabulary, regression; or all" in capsys.readouterr().err

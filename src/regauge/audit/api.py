@@ -28,9 +28,11 @@ from regauge.audit.inputs import (
     reads_texts,
 )
 from regauge.audit.report import AuditReport
+from regauge.audit.resume import open_store
 from regauge.audit.split_audit import attempts as split_attempts
 from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
 from regauge.audit.split_audit.victims import parse_combination
+from regauge.checkpoints.resume import StateStore
 from regauge.core.fold import fold_norms
 from regauge.core.names import items_of
 from regauge.core.options import require_at_least, require_device, resolve_options
@@ -263,6 +265,8 @@ def lock(
     seed: int = 0,
     facts: Mapping[str, Any] | None = None,
     on_loaded: OnLoaded | None = None,
+    state: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Measure what a lock is worth: run every applicable attack, and score it.
@@ -278,7 +282,9 @@ def lock(
         seed: The random seed of samples and training.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with their sizes.
-        progress: Progress callback.
+        state: The folder in which finished steps are saved until the audit ends.
+        resume: Whether to go on from what an interrupted audit has saved there.
+        progress: Progress callback, in steps; its message estimates the time left.
 
     Returns:
         The score of each attack, and the verdict.
@@ -300,7 +306,7 @@ def lock(
     record = require_locked(model.checkpoint, name_of(locked))
     if model.module is None:
         check_files(model.checkpoint)
-    module, spec, state = _load_weights(model, with_module=data is not None)
+    module, spec, weights = _load_weights(model, with_module=data is not None)
     plain_spec = element_spec(spec, record.folded)
     base_state = None
     if base is not None:
@@ -322,7 +328,7 @@ def lock(
             on_loaded(task["kind"], sizes)
     case = lock_audit.LockCase(
         plain_spec,
-        state,
+        weights,
         LOCKS[record.group].within,
         None if secret is None else locked_element(spec, record, secret),
         base_state,
@@ -332,6 +338,20 @@ def lock(
         record=record,
         key=secret,
     )
+    store = open_store(
+        state,
+        resume,
+        "lock",
+        weights,
+        base_state,
+        module,
+        train,
+        test,
+        record,
+        options,
+        seed,
+        secret is not None,
+    )
     results = lock_audit.audit_lock(
         case,
         labels=options.labels,
@@ -340,6 +360,7 @@ def lock(
         fail_above=fail_above,
         attacks=options.attacks,
         progress=progress,
+        store=store,
     )
     about = {
         "model": name_of(locked),
@@ -350,7 +371,7 @@ def lock(
         "key": record.key,
         "scored by the key": key is not None,
     }
-    return _report("lock", results, started, facts, about, {"seed": seed})
+    return _report("lock", results, started, facts, about, store, {"seed": seed})
 
 
 @within_threads
@@ -364,6 +385,8 @@ def split(
     seed: int = 0,
     facts: Mapping[str, Any] | None = None,
     on_loaded: OnLoaded | None = None,
+    state: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Measure what the server of split learning learns about a client's images or texts.
@@ -383,7 +406,9 @@ def split(
         seed: The random seed of samples, training and noise.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
-        progress: Progress callback.
+        state: The folder in which finished steps are saved until the audit ends.
+        resume: Whether to go on from what an interrupted audit has saved there.
+        progress: Progress callback, in steps; its message estimates the time left.
 
     Returns:
         The score of each attack on each combination, and the verdict.
@@ -444,9 +469,15 @@ def split(
         Path(name_of(data)).stem,
     )
     combinations = chosen or options.combinations(is_text)
+    store = open_store(state, resume, "split", module, examples, options, combinations, seed)
     if is_text:
         results = split_audit.audit_texts(
-            case, combinations, attacks=attacks, fail_above=fail_above, progress=progress
+            case,
+            combinations,
+            attacks=attacks,
+            fail_above=fail_above,
+            progress=progress,
+            store=store,
         )
     else:
         results = split_audit.audit_split(
@@ -458,6 +489,7 @@ def split(
             pictures=options.gallery,
             fail_above=fail_above,
             progress=progress,
+            store=store,
         )
     about = {
         "model": name_of(model),
@@ -472,7 +504,7 @@ def split(
         **({} if is_text else {"attacker": options.budget.to_dict()}),
         "seed": seed,
     }
-    return _report("split learning", results, started, facts, about)
+    return _report("split learning", results, started, facts, about, store)
 
 
 @within_threads
@@ -486,6 +518,8 @@ def gradients(
     seed: int = 0,
     facts: Mapping[str, Any] | None = None,
     on_loaded: OnLoaded | None = None,
+    state: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Measure what the updates of federated training leak about the samples behind them.
@@ -503,7 +537,9 @@ def gradients(
         seed: The random seed of samples, random numbers and attacks.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
-        progress: Progress callback.
+        state: The folder in which finished steps are saved until the audit ends.
+        resume: Whether to go on from what an interrupted audit has saved there.
+        progress: Progress callback, in steps; its message estimates the time left.
 
     Returns:
         The score of each attack on each combination, and the verdict.
@@ -555,6 +591,7 @@ def gradients(
         seed,
         Path(name_of(data)).stem,
     )
+    store = open_store(state, resume, "gradients", module, examples, options, combinations, seed)
     snapshots = {} if is_text else train_snapshots(module, victims, options.train_steps, seed)
     results = gradient_audit.audit_gradients(
         replace(case, stages={f"{n} steps": m for n, m in snapshots.items()}),
@@ -567,6 +604,7 @@ def gradients(
         pictures=options.gallery,
         fail_above=fail_above,
         progress=progress,
+        store=store,
     )
     about: dict[str, Any] = {
         "model": name_of(model),
@@ -582,7 +620,7 @@ def gradients(
         "granted": {a.title: a.threat.describe() for a in attacks},
     }
     results = replace(results, unchecked=(*results.unchecked, *skipped))
-    return _report("gradients", results, started, facts, about, tables=1 if is_text else 2)
+    return _report("gradients", results, started, facts, about, store, tables=1 if is_text else 2)
 
 
 @within_threads
@@ -596,6 +634,8 @@ def recorded(
     gallery: int = 4,
     facts: Mapping[str, Any] | None = None,
     on_loaded: OnLoaded | None = None,
+    state: str | Path | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
 ) -> AuditReport:
     """Attack the contributions of a recorded federated run, round by round.
@@ -609,7 +649,9 @@ def recorded(
         gallery: The number of images of an update in the gallery.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts".
-        progress: Progress callback.
+        state: The folder in which finished steps are saved until the audit ends.
+        resume: Whether to go on from what an interrupted audit has saved there.
+        progress: Progress callback, in steps; its message estimates the time left.
 
     Returns:
         Accuracy and leakage over rounds.
@@ -630,10 +672,12 @@ def recorded(
     opened = engine.open_run(Path(run), [n - 1 for n in rounds], clients)
     if on_loaded is not None:
         on_loaded("images" if opened.task["kind"] == "images" else "texts", "")
+    inputs = [Path(run).resolve(), opened.settings, opened.targets, opened.test]
+    store = open_store(state, resume, "recorded", *inputs, list(attacks), budget, gallery)
     results = engine.audit_recorded(
-        opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress
+        opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress, store=store
     )
-    return _report("recorded run", results, started, facts, {})
+    return _report("recorded run", results, started, facts, {}, store)
 
 
 def _load_weights(
@@ -661,10 +705,13 @@ def _report(
     started: float,
     facts: Mapping[str, Any] | None,
     about: Mapping[str, Any],
+    store: StateStore | None,
     after: Mapping[str, Any] | None = None,
     tables: int = 1,
 ) -> AuditReport:
-    """Return the report of an audit, with the facts of its run."""
+    """Return the report of an audit, with the facts of its run, and delete its saved steps."""
+    if store is not None:
+        store.delete()
     seconds = round(time.monotonic() - started, 1)
     every = {**(facts or {}), **about, **results.facts, **(after or {}), "seconds": seconds}
     return AuditReport(subject, replace(results, facts=every), tables)

@@ -33,6 +33,7 @@ from regauge.attacks.views import (
     part_spec,
 )
 from regauge.audit.engine import Steps
+from regauge.audit.verdicts import Verdict, evidence_of_share, order_verdicts, with_verdicts
 from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State, apply
 from regauge.core.element import Element
@@ -56,6 +57,8 @@ if TYPE_CHECKING:
 LABEL_COUNTS = (50, 200, 1000)
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
 RECOVERED = 0.99  # share of the key from which it counts as known
+GUESSED = 0.05  # share of the key up to which a base counts as unrelated
+MARGIN = 0.05  # of accuracy: a stolen model this near to the owner's is as good
 EXPLAINED = "share explained"  # the measure of a guess without the key
 ATTACKS = (
     "public edges",
@@ -206,14 +209,14 @@ def audit_lock(
             for f, seconds in zip(findings, costs, strict=True)
         ),
     )
-    return Results(
+    results = Results(
         "What this lock is worth",
         tuple(findings),
         (table,),
-        (),
-        {"verdict": build_verdict(findings), "kind": case.kind},
-        tuple(unchecked),
+        facts={"kind": case.kind},
+        unchecked=tuple(unchecked),
     )
+    return with_verdicts(results, build_verdict(findings))
 
 
 class References:
@@ -231,70 +234,103 @@ class References:
         return [_evaluate(self.case, state) for state in (self.case.state, owner)]
 
 
-def build_verdict(findings: Sequence[Finding]) -> list[str]:
-    """Return the consequences for the owner of the lock, one sentence each."""
+def build_verdict(findings: Sequence[Finding]) -> list[Verdict]:
+    """Return the consequences for the owner of the lock, the worst first."""
     by_id = {f.id: f for f in findings}
     recovered = {f.id for f in findings if f.value is not None and f.value >= RECOVERED}
-    sentences = []
+    verdicts = []
     if "lock/public edges" in recovered:
-        sentences.append(
-            "The file alone undoes this lock: its embedding and head are not locked and reveal "
-            "the order of the stream."
+        verdicts.append(
+            Verdict(
+                "The file alone undoes this lock: its embedding and head are not locked and reveal "
+                "the order of the stream.",
+                "leak",
+            )
         )
     base = by_id.get("lock/public base")
-    if base is not None and base.value is not None:
-        if base.id in recovered:
-            sentences.append(
-                "The base is public: this lock gives nothing. Anyone with the base undoes the lock."
+    if base is None or base.value is None:
+        verdicts.append(
+            Verdict(
+                "No base was tried: if this model was tuned from a public one, run the audit "
+                "against it; the lock then gives nothing.",
+                "unclear",
             )
-        elif base.measure == EXPLAINED:
-            # Not a share of the key: unrelated weights explain some of any weights.
-            sentences.append(
+        )
+    elif base.id in recovered:
+        verdicts.append(
+            Verdict(
+                "The base is public: this lock gives nothing. Anyone with the base undoes the "
+                "lock.",
+                "leak",
+            )
+        )
+    elif base.measure == EXPLAINED:
+        # Not a share of the key: unrelated weights explain some of any weights.
+        verdicts.append(
+            Verdict(
                 f"The base that was tried, transformed by the guess, explains {base.value:.0%} of "
-                "the weights; with -k KEY the audit reports the share of the key."
+                f"the weights (shuffled weights: {base.floor or 0.0:.0%}); with -k KEY the audit "
+                "reports the share of the key.",
+                "unclear",
             )
-        else:
-            sentences.append(f"The base that was tried gives {base.value:.0%} of the lock away.")
+        )
     else:
-        sentences.append(
-            "No base was tried: if this model was tuned from a public one, run the audit "
-            "against it; the lock then gives nothing."
+        guessed = base.value <= GUESSED
+        verdicts.append(
+            Verdict(
+                f"The base that was tried reveals {base.value:.0%} of the key"
+                f"{', about as a guess' if guessed else ''}.",
+                "none" if guessed else "partial",
+            )
         )
-    thefts = [
-        f
-        for f in findings
-        if f.id.startswith("lock/theft/") and "scratch" not in f.id and f.value is not None
-    ]
-    if thefts:
-        labels = max(int(f.id.rsplit(" ", 1)[1]) for f in thefts)
-        best = max((f for f in thefts if f.id.endswith(f" {labels}")), key=lambda f: f.value or 0.0)
-        scratch = by_id.get(f"lock/theft/scratch {labels}")
-        ceiling = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
-        addition = (
-            f"; the labels alone give {scratch.value:.2f}"
-            if scratch is not None and scratch.value is not None
-            else ""
-        )
-        situation = "No relative known" if base is None else "Without a base"
-        sentences.append(
-            f"{situation}: an attacker with {labels} labels reaches "
-            f"{best.value:.2f}{ceiling}{addition}."
-        )
+    verdicts += _theft_verdicts(by_id, "No relative known" if base is None else "Without a base")
     if "lock/known inputs" in recovered:
-        sentences.append(
-            "An observer of the features of known inputs has the key of the stream: "
-            + by_id["lock/known inputs"].sentence
+        verdicts.append(
+            Verdict(
+                "An observer of the features of known inputs has the key of the stream: "
+                f"{by_id['lock/known inputs'].sentence}.",
+                "leak",
+            )
         )
     if "lock/seen features" in recovered:
-        sentences.append(
-            "An observer of the features of enough unknown inputs, with the embedding, has it "
-            "too: do not use one key for many batches."
+        verdicts.append(
+            Verdict(
+                "An observer of the features of enough unknown inputs, with the embedding, has it "
+                "too: do not use one key for many batches.",
+                "leak",
+            )
         )
     if "lock/vocabulary" in recovered:
-        sentences.append(
-            "Hidden states of an open language model reveal the text itself, whatever the key."
+        verdicts.append(
+            Verdict(
+                "Hidden states of an open language model reveal the text itself, whatever the key.",
+                "leak",
+            )
         )
-    return sentences
+    return order_verdicts(verdicts)
+
+
+def _theft_verdicts(by_id: Mapping[str, Finding], situation: str) -> list[Verdict]:
+    """Judge the best theft with most labels against a model trained on the labels alone."""
+    thefts = [f for i, f in by_id.items() if i.startswith("lock/theft/") and f.value is not None]
+    stolen = [f for f in thefts if "scratch" not in f.id]
+    if not stolen:
+        return []
+    labels = max(int(f.id.rsplit(" ", 1)[1]) for f in stolen)
+    best = max((f for f in stolen if f.id.endswith(f" {labels}")), key=lambda f: f.value or 0.0)
+    scratch = by_id.get(f"lock/theft/scratch {labels}")
+    ceiling = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
+    sentence = f"{situation}: an attacker with {labels} labels reaches {best.value:.2f}{ceiling}"
+    if scratch is None or scratch.value is None or best.value is None:
+        return [Verdict(f"{sentence}.")]
+    sentence += f"; the labels alone give {scratch.value:.2f}"
+    if best.interval is None:
+        return [Verdict(f"{sentence}.")]
+    gains = best.interval[0] > scratch.value
+    usable = best.ceiling is not None and best.value >= best.ceiling - MARGIN
+    if gains:
+        return [Verdict(f"{sentence}.", "leak" if usable else "partial")]
+    return [Verdict(f"{sentence}: the locked weights do not help it measurably.", "none")]
 
 
 def _reason_skipped(case: LockCase, name: str) -> str:
@@ -374,7 +410,14 @@ def _try_unlocked_model(
     sentence = "the model that the guess unlocks, the locked one and the owner's"
     statement = "the unlocked guess is not worth the owner's model"
     yield _make_finding(
-        f"lock/{attack}, used", statement, value, floor, ceiling, sentence, _metric_name(case)
+        f"lock/{attack}, used",
+        statement,
+        value,
+        floor,
+        ceiling,
+        sentence,
+        _metric_name(case),
+        _count_of(case),
     )
 
 
@@ -576,6 +619,7 @@ def _try_theft(
         owner,
         sentence,
         _metric_name(case),
+        _count_of(case),
     )
 
 
@@ -717,6 +761,11 @@ def _metric_name(case: LockCase) -> str:
     )
 
 
+def _count_of(case: LockCase) -> int:
+    """Return the number of examples behind an accuracy; 0 for the loss of a language model."""
+    return 0 if case.test is None or case.test.causal else len(case.test)
+
+
 def _make_finding(
     name: str,
     statement: str,
@@ -725,8 +774,21 @@ def _make_finding(
     ceiling: float | None,
     sentence: str,
     measure: str = "share of the key",
+    count: int = 0,
 ) -> Finding:
-    return Finding(name, statement, None, float(value), floor, ceiling, sentence, measure=measure)
+    """Return a finding; with the exact interval of a share of `count` examples."""
+    interval = evidence_of_share(value, floor or 0.0, count).interval if count else None
+    return Finding(
+        name,
+        statement,
+        None,
+        float(value),
+        floor,
+        ceiling,
+        sentence,
+        measure=measure,
+        interval=interval,
+    )
 
 
 def _restored_share(guess: Member, member: Member, rows: torch.Tensor) -> float:

@@ -49,9 +49,9 @@ class AuditReport(ResultView):
 
 
 def format_audit(report: AuditReport) -> str:
-    """Format an audit as text: the first tables, what was not measured, and the verdict."""
+    """Format an audit as text: the verdict, the first tables, and what was not measured."""
     results = report.results
-    lines = [results.title, ""]
+    lines = [results.title, "", *report.verdict, ""]
     for table in results.tables[: report.tables]:
         rows = [
             table.columns,
@@ -61,19 +61,21 @@ def format_audit(report: AuditReport) -> str:
         lines += [columns, "", table.note, ""]
     lines += [f"not measured: {u}" for u in results.unchecked]
     lines += [
-        f"FAILS  {f.id}: {f.measure} {f.value:.3f}, floor {f.floor:.3f}, undefended {f.ceiling:.3f}"
+        f"FAILS  {f.id}: {f.measure} {f.value:.3f}, a guess {f.floor:.3f}, undefended "
+        f"{f.ceiling:.3f}"
         for f in results.failed
     ]
-    return "\n".join([*lines, "", *report.verdict])
+    return "\n".join(lines).rstrip()
 
 
 def format_lock(results: Results) -> str:
-    """Format the audit of a lock: a line for each attack, those not tried, and the verdict."""
-    rows: list[tuple[str, ...]] = [("attack", "floor", "value", "ceiling", "seconds")]
+    """Format the audit of a lock: the verdict, a line for each attack, and those not tried."""
+    rows: list[tuple[str, ...]] = [("attack", "guess", "value", "control", "seconds")]
     for name, floor, value, ceiling, _, seconds in results.tables[0].rows:
         numbers = (format_number(cell) for cell in (floor, value, ceiling, seconds))
         rows.append((str(name).removeprefix("lock/"), *numbers))
-    lines = [results.title, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
+    verdict = results.facts["verdict"]
+    lines = [results.title, "", *verdict, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
     lines += [f"not tried: {u}" for u in results.unchecked]
     lines += [
         f"holds  {f.id.removeprefix('lock/')}: {f.statement}"
@@ -81,4 +83,4 @@ def format_lock(results: Results) -> str:
         if f.holds and "/handling/" in f.id
     ]
     lines += [f"FAILS  {f.id.removeprefix('lock/')}: {f.sentence}" for f in results.failed]
-    return "\n".join([*lines, "", *results.facts["verdict"]])
+    return "\n".join(lines).rstrip()

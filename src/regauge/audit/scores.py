@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from regauge.attacks.inversion import to_images, to_patches
+from regauge.audit.verdicts import Evidence, evidence_of_mean, evidence_of_share
 from regauge.core.assignment import best_assignment as assign_rows
 from regauge.results.metrics import (
     Lpips,
@@ -259,6 +260,15 @@ class Row:
         """Return the mean share of a kind; None if none was measured."""
         return statistics.fmean(self.shares[kind]) if self.shares.get(kind) else None
 
+    def evidence(self, kind: str) -> Evidence | None:
+        """Return the evidence of the shares of a kind; None if none was measured."""
+        share, guess = self.share(kind), self.guesses.get(kind, 0.0)
+        if share is None:
+            return None
+        if kind in self.counts:
+            return evidence_of_share(share, guess, self.counts[kind])
+        return evidence_of_mean(self.shares[kind], guess)
+
 
 @dataclass(frozen=True, eq=False)
 class Case:
@@ -292,6 +302,39 @@ class Case:
         """Return the score of a guess, of the samples of a row if it has its own."""
         own = None if row is None else row.floor
         return mean_score(own or next(iter(self.floors.values())), metric) or 0.0
+
+    def evidence(self, row: Row, attack: str, *, inputs: bool = False) -> Evidence:
+        """Return the evidence of an attack on whole images or texts.
+
+        Args:
+            row: The row.
+            attack: The attack.
+            inputs: Whether to score against the model's inputs, where they are nearer.
+        """
+        result = row.by_attack[attack]
+        values = (result.nearer(self.metric) if inputs else result.scores)[self.metric]
+        guesses = (row.floor or next(iter(self.floors.values())))[self.metric] * result.seeds
+        paired = len(guesses) >= len(values)
+        return evidence_of_mean(
+            values, guesses if paired else statistics.fmean(guesses), max(1, row.samples)
+        )
+
+    def best_evidence(self) -> list[tuple[str, Evidence, str]]:
+        """Return each row that was attacked, the evidence of its best attack, and its name."""
+        best = {row.combination: (row, row.best(self.metric)[0]) for row in self.rows}
+        return [
+            (name, self.evidence(row, attack, inputs=True), attack)
+            for name, (row, attack) in best.items()
+            if attack
+        ]
+
+    def share_evidence(self, kind: str) -> list[tuple[str, Evidence, str]]:
+        """Return each row with shares of a kind, and their evidence."""
+        return [
+            (row.combination, evidence, "")
+            for row in self.rows
+            if (evidence := row.evidence(kind)) is not None
+        ]
 
     def has(self, kind: str) -> bool:
         """Return whether a share of this kind was measured."""

@@ -44,6 +44,7 @@ def build_findings(
     for row in case.rows:
         for name, result in row.by_attack.items():
             values, means = result.scores[case.metric], result.by_seed(case.metric)
+            evidence = case.evidence(row, name)
             findings.append(
                 Finding(
                     f"{case.name}/{row.combination}/{name}",
@@ -60,6 +61,7 @@ def build_findings(
                     measure=case.metric,
                     spread=spread_of(means if len(means) > 1 else values),
                     trials=len(values),
+                    interval=evidence.interval,
                 )
             )
         findings += further(row)
@@ -187,9 +189,3 @@ def to_pictures(images: Tensor) -> list[Any]:
     images = images[:, 0] if images.shape[1] == 1 else images.permute(0, 2, 3, 1)
     pictures: list[Any] = (images.double() * 100).round().div(100).tolist()
     return pictures
-
-
-def format_range(shares: Sequence[float]) -> str:
-    """Format the range of shares: "40%", or "40% to 60%"."""
-    low, high = f"{min(shares):.0%}", f"{max(shares):.0%}"
-    return low if low == high else f"{low} to {high}"

@@ -19,7 +19,9 @@ from regauge.cli.run import (
     deliver,
     facts_of_run,
     parse_counts,
+    saved_steps,
     set_threads,
+    state_of,
 )
 from regauge.core.options import require_device
 
@@ -43,6 +45,7 @@ RUN_OPTIONS = (
     "practice",
     "gallery",
     "seed",
+    "resume",
     "json",
     "report",
     "threads",
@@ -217,6 +220,7 @@ def gradients(
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed_option("Seed of samples, random numbers and attacks.")] = 0,
+    resume: options.Resume = False,
     json: options.JsonFile = None,
     report: options.ImageReport = None,
     device: options.Device = "cpu",
@@ -253,6 +257,7 @@ def gradients(
             parse_names(attacks),
             (*restarts, practice, seed),
             gallery,
+            resume,
             json,
             report,
             passed,
@@ -291,7 +296,8 @@ def gradients(
         reject_options(passed, foreign, f"only for models of {other}; {model} reads {kind}")
         info(sizes)
 
-    with step_bar("audit") as progress, unknown_attacks():
+    state = state_of("audit-gradients", json, report)
+    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
         result = audit.gradients(
             model,
             source,
@@ -301,6 +307,8 @@ def gradients(
             seed=seed,
             facts=facts_of_run(),
             on_loaded=check,
+            state=state,
+            resume=resume,
             progress=progress,
         )
     return deliver(result.results, str(result), json, report)

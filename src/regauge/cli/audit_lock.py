@@ -14,7 +14,15 @@ from regauge.cli import options, sample
 from regauge.cli.audit_gradients import gradients
 from regauge.cli.audit_split import split
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, parse_counts, set_threads
+from regauge.cli.run import (
+    check_outputs,
+    deliver,
+    facts_of_run,
+    parse_counts,
+    saved_steps,
+    set_threads,
+    state_of,
+)
 
 _THIEF = "Theft"
 app = typer.Typer(
@@ -97,6 +105,7 @@ def lock(
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed_option("Seed of samples and training.")] = 0,
     passphrase_file: options.PassphraseFile = None,
+    resume: options.Resume = False,
     json: options.JsonFile = None,
     report: options.Report = None,
     threads: options.Threads = None,
@@ -118,7 +127,8 @@ def lock(
     from regauge.attacks.theft import Budget
     from regauge.cli.keygen import read_key
 
-    with step_bar("audit") as progress:
+    state = state_of("audit-lock", json, report)
+    with saved_steps(state), step_bar("audit") as progress:
         result = audit.lock(
             model,
             key=None if key is None else read_key(key, "lock", passphrase_file),
@@ -131,6 +141,8 @@ def lock(
             seed=seed,
             facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
+            state=state,
+            resume=resume,
             progress=progress,
         )
     return deliver(result.results, str(result), json, report)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from regauge.cli.console import step_bar
 from regauge.cli.option_guard import reject_options
-from regauge.cli.run import deliver, facts_of_run
+from regauge.cli.run import deliver, facts_of_run, saved_steps, state_of
 
 IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
@@ -18,6 +18,7 @@ def audit_recorded(
     attacks: Sequence[str],
     budget: tuple[int, int, int, int],
     gallery: int,
+    resume: bool,
     json: Path | None,
     report: Path | None,
     passed: Mapping[str, str],
@@ -30,6 +31,7 @@ def audit_recorded(
         attacks: names of the attacks.
         budget: steps and restarts of attacks by optimisation, rehearsals, and the seed.
         gallery: how many images to show.
+        resume: whether to resume an interrupted audit.
         json: where to write the results.
         report: where to write the page.
         passed: the options that were passed, by parameter.
@@ -45,7 +47,8 @@ def audit_recorded(
         if kind != "images":
             reject_options(passed, IMAGE_OPTIONS, f"only for runs on images; {run} is on texts")
 
-    with step_bar("audit") as progress:
+    state = state_of("audit-recorded", json, report)
+    with saved_steps(state), step_bar("audit") as progress:
         result = audit.recorded(
             run,
             rounds=rounds,
@@ -54,6 +57,8 @@ def audit_recorded(
             gallery=gallery,
             facts=facts_of_run(),
             on_loaded=check,
+            state=state,
+            resume=resume,
             progress=progress,
         )
     return deliver(result.results, str(result), json, report)

@@ -8,17 +8,21 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import (
+    check_outputs,
+    deliver,
+    facts_of_run,
+    saved_steps,
+    set_threads,
+    state_of,
+)
 from regauge.core.options import require_device
-
-if TYPE_CHECKING:
-    pass
 
 
 def split(
@@ -158,6 +162,7 @@ def split(
     gallery: options.Gallery = 6,
     fail_above: options.FailAbove = None,
     seed: Annotated[int, options.seed_option("Seed of samples, training and noise.")] = 0,
+    resume: options.Resume = False,
     json: options.JsonFile = None,
     report: options.ImageReport = None,
     device: options.Device = "cpu",
@@ -210,7 +215,8 @@ def split(
         noises=noise_levels,
         radii=radius_levels,
     )
-    with step_bar("audit") as progress, unknown_attacks():
+    state = state_of("audit-split", json, report)
+    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
         result = audit.split(
             model,
             source,
@@ -220,6 +226,8 @@ def split(
             seed=seed,
             facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
+            state=state,
+            resume=resume,
             progress=progress,
         )
     return deliver(result.results, str(result), json, report)

@@ -91,6 +91,12 @@ JsonFile = Annotated[
         rich_help_panel=GENERAL,
     ),
 ]
+Resume = Annotated[
+    bool,
+    typer.Option(
+        "--resume", help="Resume an interrupted run of the same command.", rich_help_panel=GENERAL
+    ),
+]
 Report = Annotated[
     Path | None,
     typer.Option(

@@ -4,8 +4,11 @@ exit code.
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,7 @@ import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import info, print_result
-from regauge.errors import need
+from regauge.errors import StoppedError, need
 
 if TYPE_CHECKING:
     from regauge.results.findings import Results
@@ -64,6 +67,31 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
     for out in (json, report):
         if out is not None and str(out) != "-":
             check_writable(out)
+
+
+def state_of(subject: str, json: Path | None, report: Path | None) -> Path | None:
+    """Return the folder for the saved steps of an audit: beside its first output, or in the working
+    folder. None if that cannot be written.
+    """
+    outs = [out for out in (json, report) if out is not None and str(out) != "-"]
+    folder = outs[0].with_name(f".{outs[0].name}.state") if outs else Path(f".{subject}.state")
+    return folder if os.access(folder.absolute().parent, os.W_OK) else None
+
+
+@contextmanager
+def saved_steps(folder: Path | None) -> Iterator[None]:
+    """Report on an interrupt what is saved in the folder of an audit, and how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        count = 0 if folder is None else len(list(folder.glob("*.safetensors")))
+        if not count:
+            raise
+        raise StoppedError(
+            f"interrupted; {count} finished {'step is' if count == 1 else 'steps are'} saved in "
+            f"{folder}",
+            hint="to continue, repeat the command with --resume",
+        ) from stop
 
 
 def deliver(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from regauge.cli.console import info, output_progress, print_json, print_result,
 
 if TYPE_CHECKING:
     from regauge.checkpoints.outputs import Job
-    from regauge.checkpoints.plan import Plan
     from regauge.checkpoints.writer import WriteResult
     from regauge.core.element import Element
     from regauge.evaluation.report import Evaluation
@@ -86,23 +84,6 @@ def write_job(
     elif evaluation is not None:
         print_result(str(evaluation))
     return 0
-
-
-def write_moved(
-    out: Path,
-    plan: Plan,
-    thunks: Mapping[str, Callable[[], Any]],
-    action: str,
-    resume: bool,
-    threads: int | None,
-) -> WriteResult:
-    """Write a plan under a progress bar, and report on it."""
-    from regauge.checkpoints.writer import write_plan
-
-    with output_progress(out, action) as progress:
-        written = write_plan(out, plan, thunks, progress=progress, resume=resume, threads=threads)
-    report_written(written)
-    return written
 
 
 def report_written(written: WriteResult) -> None:

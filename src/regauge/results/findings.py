@@ -43,6 +43,7 @@ class Finding:
         where: The module or tensor that decides.
         spread: The standard deviation over `trials`.
         trials: The number of repeated measurements.
+        interval: The 99 % interval of the value, given the baseline; None if it was not computed.
     """
 
     id: str
@@ -57,6 +58,7 @@ class Finding:
     where: str = ""
     spread: float | None = None
     trials: int = 1
+    interval: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,9 @@ def spread_of(values: Sequence[float]) -> float | None:
 def apply_threshold(f: Finding, threshold: float | None) -> Finding:
     """Return a finding with a verdict by a threshold.
 
-    It fails if its value exceeds this share of the distance from its floor to its ceiling. Findings
-    with a verdict, without one of these numbers, or without a threshold are returned unchanged.
+    It fails if its value exceeds this share of the distance from its floor to its ceiling, unless
+    its interval contains the floor. Findings with a verdict, without one of these numbers, or
+    without a threshold are returned unchanged.
     """
     if (
         f.holds is not None
@@ -204,7 +207,9 @@ def apply_threshold(f: Finding, threshold: float | None) -> Finding:
         or f.ceiling == f.floor
     ):
         return f
-    return replace(f, holds=(f.value - f.floor) / (f.ceiling - f.floor) <= threshold)
+    gain, range_ = f.value - f.floor, f.ceiling - f.floor
+    is_chance = f.interval is not None and f.interval[0] <= f.floor
+    return replace(f, holds=is_chance or gain <= 0 or (range_ > 0 and gain / range_ <= threshold))
 
 
 def to_json(results: Results) -> str:
@@ -296,6 +301,9 @@ def _build(kind: Any, values: Mapping[str, Any]) -> Any:
     unknown = values.keys() - {f.name for f in fields(kind)}
     if unknown:
         raise ValueError(f'unknown field "{min(unknown)}" of a {kind.__name__}')
+    if values.get("interval") is not None:
+        low, high = values["interval"]
+        values = {**values, "interval": (float(low), float(high))}
     return kind(
         **{k: float(v) if k in _NUMBERS and v is not None else v for k, v in values.items()}
     )

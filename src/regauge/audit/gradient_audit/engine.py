@@ -156,6 +156,11 @@ class Attacker:
         rows = np.arange(min(most, len(own)))
         return None if reads_tokens(self.own) else pixel_values(own.only(rows))
 
+    def texts(self, count: int) -> list[list[int]]:
+        """Return so many of the attacker's own texts, repeated if there are fewer."""
+        inputs, labels = self.own.batch(np.arange(count) % len(self.own))
+        return token_lists(Truth(inputs, inputs, labels), self.own.causal)
+
     def label_counts(self, size: int) -> Tensor:
         """Return the most likely number of labels of each class among so many samples.
 
@@ -239,7 +244,7 @@ def audit_gradients(
         unchecked = ["LPIPS: the weights of AlexNet were not given (--lpips)", *skipped]
     if not any(a.is_slow for a in requested):
         unchecked.append("attacks by descent: not selected (--attacks inverting, or all)")
-    results = report.build_results("What updates give away", [measured], attacks, unchecked)
+    results = report.build_results(report.TITLE, [measured], attacks, unchecked)
     return apply_verdicts(results, fail_above)
 
 
@@ -409,6 +414,8 @@ def attack_updates(
         facts.append(tried.facts)
         seconds.append(tried.seconds)
         candidates.append(members)
+    if all(output is None for output in outputs):
+        return Measured(reason=reason)
     time = statistics.fmean(seconds)
     truths = [sent.truth for sent in updates]
     if attack.kind == "images":
@@ -419,8 +426,9 @@ def attack_updates(
         guesses = [output or [] for output in outputs]
         scored = [score_texts(guess, text) for guess, text in zip(guesses, texts, strict=True)]
         f1 = [words_f1(guess, text) for guess, text in zip(guesses, texts, strict=True)]
+        own = statistics.fmean(words_f1(attacker.texts(len(text)), text) for text in texts)
         scores = AttackScores(attack.name, merge_scores(scored), seconds=round(time, 1))
-        return Measured(scores, f1, reason=reason)
+        return Measured(scores, f1, own, reason=reason)
     if attack.kind == "patches":
         shares = [auc(o[:m], o[m:]) for o, m in zip(outputs, candidates, strict=True)]
         return Measured(share=shares, guess=0.5)
@@ -432,7 +440,12 @@ def attack_updates(
         return Measured(share=shares, guess=guess, count=sum(map(len, labels)))
     masks = [truth.puzzle.mask[0] for truth in truths if truth.puzzle is not None]
     shares = [float((o == m).double().mean()) for o, m in zip(outputs, masks, strict=False)]
-    return Measured(share=shares, count=sum(map(len, masks)))
+    guess = (
+        statistics.fmean(max(float(m.double().mean()), 1 - float(m.double().mean())) for m in masks)
+        if masks
+        else None
+    )
+    return Measured(share=shares, guess=guess, count=sum(map(len, masks)))
 
 
 def make_updates(

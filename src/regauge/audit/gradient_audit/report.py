@@ -7,7 +7,6 @@ measured by ROUGE-L.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,19 +24,31 @@ from regauge.audit.tables import (
     build_details,
     build_findings,
     build_text_table,
-    format_range,
     gallery,
     line_figure,
     round_rows,
+)
+from regauge.audit.verdicts import (
+    WORDS,
+    Level,
+    Quantity,
+    Verdict,
+    with_verdicts,
+    write_verdicts,
 )
 from regauge.defences.parser import NONE
 from regauge.results.findings import Figure, Finding, Results, Table
 
 LEAK = "PSNR"
-NEGLIGIBLE_DB, CLEAR_DB = 0.5, 3.0  # dB above the mean image: up to chance; clearly more
-GUESS_AUC, CERTAIN_AUC = 0.55, 0.9  # AUC of membership: as good as a guess; certain
-RECOGNISABLE_DB = 20.0  # dB from which a picture is recognised
-LEVELS = ("hidden", "in part", "given away")
+TITLE = "What updates reveal"
+IMAGES = Quantity("images", "PSNR", 0.5, 20.0, "dB", "updates", 1)
+TEXTS = Quantity("texts", "ROUGE-L", 0.05, 0.5, units="texts")
+SHARES = {  # what else is recovered; of texts, the distinct words
+    "patches": Quantity("patches of the batch", "AUC", 0.05, 0.9, units="updates"),
+    "mask": Quantity("masked positions", "", 0.05, 0.9, "%", "positions"),
+    "labels": Quantity("labels", "", 0.05, 0.9, "%", "labels"),
+    "texts": Quantity("words", "F1", 0.05, 0.9, units="updates"),
+}
 ADVICE = (
     "The best defence without a loss of accuracy in our experiments: sums over at least 128 "
     "images and no single update (secure aggregation, clients=128), with freeze=embedding,first. "
@@ -77,14 +88,14 @@ def build_results(
         )
     )
     figures = tuple(f for case in cases for f in (*gallery_figures(case), *curve_figures(case)))
-    verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
     reasons = [text for case in cases for text in _reasons(case) if ", mask: " not in text]
-    return Results(title, findings, tables, figures, {"verdict": verdict}, (*unchecked, *reasons))
+    results = Results(title, findings, tables, figures, unchecked=(*unchecked, *reasons))
+    verdicts = [verdict for case in cases for verdict in build_verdict(case, attacks)]
+    return with_verdicts(results, [*verdicts, Verdict(CAVEAT)])
 
 
 def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
     """Return the results of a case of texts."""
-    titles, leak = titles_of(attacks), case.metric
     table = build_text_table(
         case,
         attacks,
@@ -99,22 +110,9 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
     def describe(row: Row, result: AttackScores) -> str:
         return f"{result.value('exact'):.0%} of the texts exactly"
 
-    verdict = []
-    for row in case.rows:
-        name, best = row.best(leak)
-        if best is not None:
-            verdict.append(
-                f"{row.combination}: {leak} {best:.2f} by {titles[name]} (another text: "
-                f"{case.floor(leak):.2f}), {row.value(name, 'exact'):.0%} of the texts exactly; "
-                f"{row.best('words')[1]:.0%} of the words."
-            )
-    return Results(
-        "What updates give away",
-        tuple(build_findings(case, attacks, describe)),
-        (table,),
-        facts={"verdict": [*verdict, *label_verdict(case), CAVEAT]},
-        unchecked=tuple(_reasons(case)),
-    )
+    findings = tuple(build_findings(case, attacks, describe))
+    results = Results(TITLE, findings, (table,), unchecked=tuple(_reasons(case)))
+    return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
 
 def _reasons(case: Case) -> list[str]:
@@ -131,8 +129,8 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
         )
 
     def patches(row: Row) -> list[Finding]:
-        aucs = row.shares.get("patches", ())
-        if not aucs:
+        aucs, evidence = row.shares.get("patches", ()), row.evidence("patches")
+        if evidence is None:
             return []
         return [
             Finding(
@@ -140,11 +138,12 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                 f'Under "{row.combination}", updates reveal whether a patch was in the batch.',
                 None,
                 row.share("patches"),
-                0.5,
+                evidence.guess,
                 1.0,
                 f"of one update at most {max(aucs):.3f}",
                 measure="AUC",
                 trials=len(aucs),
+                interval=evidence.interval,
             )
         ]
 
@@ -153,39 +152,25 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
 
 def build_overview(case: Case) -> Table:
     """Return the first table: what each combination hides, in words."""
+    has_labels = case.has("labels")
     rows: list[tuple[Any, ...]] = []
     for row in case.rows:
-        best, baseline = row.best(LEAK)[1], case.floor(LEAK, row)
-        membership, labels = row.share("patches"), row.share("labels")
-        images = (
-            "not tried"
-            if best is None
-            else LEVELS[0]
-            if best <= baseline + NEGLIGIBLE_DB
-            else LEVELS[1]
-            if best < max(RECOGNISABLE_DB, baseline + CLEAR_DB)
-            else LEVELS[2]
-        )
-        patches = (
-            "not tried"
-            if membership is None
-            else LEVELS[0]
-            if membership <= GUESS_AUC
-            else "unclear"
-            if may_be_chance(row)
-            else LEVELS[2 if membership >= CERTAIN_AUC else 1]
-        )
-        revealed = "not tried" if labels is None else f"{labels:.0%} revealed"
-        cells = (row.combination, images, patches, *((revealed,) if case.has("labels") else ()))
-        rows.append((*cells, row.samples))
-    labels_column = ("labels",) if case.has("labels") else ()
-    columns = ("defences", "images", "patches", *labels_column, "images in an update")
+        membership, quantity = row.evidence("patches"), SHARES["patches"]
+        images = level(case, row)
+        patches = membership and membership.level(quantity.margin, quantity.certain)
+        cells = [WORDS[name] if name else "not tried" for name in (images, patches)]
+        if has_labels:
+            share = row.share("labels")
+            cells.append("not tried" if share is None else f"{share:.0%}")
+        rows.append((row.combination, *cells, row.samples))
+    labels = ("labels revealed",) if has_labels else ()
+    columns = ("defences", "images", "patches", *labels, "images in an update")
     note = (
-        f"Images: hidden is within {NEGLIGIBLE_DB} dB of the mean image, given away "
-        f"{RECOGNISABLE_DB:.0f} dB and more, where a picture is recognised. Patches: whether "
-        f"one was in the batch; hidden is an AUC of at most {GUESS_AUC}, given away of "
-        f"{CERTAIN_AUC} and more, unclear if so few updates may reach it by chance. By the best "
-        "attack that was tried."
+        f"By the best attack that was tried. Images: revealed from {IMAGES.certain:.0f} dB on, "
+        f"where a picture is recognised; not revealed within {IMAGES.margin} dB of the mean image. "
+        f"Patches: whether one was in the batch; revealed from an AUC of "
+        f"{SHARES['patches'].certain} on, not revealed up to {0.5 + SHARES['patches'].margin}. "
+        "Inconclusive: too few updates to distinguish the attack from a guess at 99 % confidence."
     )
     return Table(f"Which defence hides what: {case.name}", columns, tuple(rows), note)
 
@@ -249,7 +234,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
             " The images of an update have no order: the best assignment counts, and the floor "
             "of re-identification is that of other images."
         )
-    return Table(f"What updates give away: {case.name}", columns, round_rows(rows), note)
+    return Table(f"{TITLE}: {case.name}", columns, round_rows(rows), note)
 
 
 def gallery_figures(case: Case) -> list[Figure]:
@@ -263,7 +248,7 @@ def gallery_figures(case: Case) -> list[Figure]:
             rows.append((f"{row.combination}: {best:.0f} dB ({name})", images))
     caption = (
         f"The best attack under each combination. The mean image has {case.floor(LEAK):.1f} "
-        f"dB; from about {RECOGNISABLE_DB:.0f} dB on, a picture is recognised."
+        f"dB; from about {IMAGES.certain:.0f} dB on, a picture is recognised."
     )
     return gallery(f"{case.name}: what the server recovers", rows, caption)
 
@@ -308,108 +293,43 @@ def curve_figures(case: Case) -> list[Figure]:
     return figures
 
 
-def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
-    """Return the conclusions of a case of images, one sentence each."""
-    undefended, floor, titles = case.rows[0], case.floor(LEAK), titles_of(attacks)
-    name, ceiling = undefended.best(LEAK)
-
-    def gain(row: Row) -> float:
-        return (row.best(LEAK)[1] or 0.0) - case.floor(LEAK, row)
-
-    sentences = []
-    if ceiling is None:
-        sentences.append(f"{case.name}: no attack on images applies to an undefended update.")
-    elif ceiling > floor + CLEAR_DB:
-        sentences.append(
-            f"{case.name}: an undefended update reveals its images to {ceiling:.0f} dB "
-            f"({titles[name]}; the mean image has {floor:.0f})."
-        )
-    else:
-        sentences.append(
-            f"{case.name}: of an undefended update (images: {undefended.samples}) the best attack "
-            f"gets {ceiling:.1f} dB; the mean image has {floor:.1f}."
-        )
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
+    """Return the conclusions of a case, of images or of texts."""
+    titles, is_text = titles_of(attacks), case.subject == "texts"
+    found = [(name, e, titles[attack]) for name, e, attack in case.best_evidence()]
+    verdicts = write_verdicts(TEXTS if is_text else IMAGES, found)
+    for kind, quantity in SHARES.items():
+        verdicts += write_verdicts(quantity, case.share_evidence(kind))
     defended = [row for row in case.rows if row.combination != NONE]
-    attacked = [row for row in defended if row.by_attack]
-    leaking = [row for row in attacked if gain(row) > NEGLIGIBLE_DB]
-    useless = [
-        row
-        for row in attacked
-        if ceiling is not None
-        and ceiling > floor + NEGLIGIBLE_DB
-        and (row.best(LEAK)[1] or 0) >= ceiling - 1
-    ]
-    hidden = [
-        row for row in attacked if row not in leaking and (row.share("patches") or 0.5) <= GUESS_AUC
-    ]
-    images_only = [row for row in attacked if row not in leaking and row not in hidden]
-    if useless:
-        sentences.append(
-            f"Buys nothing against images: {', '.join(r.combination for r in useless)}."
-        )
-    for row in leaking:
-        if row not in useless:
-            best, value = row.best(LEAK)
-            sentences.append(
-                f"{row.combination}: leaves {value:.1f} dB ({titles[best]}), {gain(row):.1f} "
-                "above the mean image."
-            )
-    if images_only:
-        remaining = ", ".join(
-            f"{r.combination} (AUC "
-            f"{r.share('patches') or 0.5:.2f}{', maybe by chance' if may_be_chance(r) else ''})"
-            for r in images_only
-        )
-        sentences.append(f"Images are at the floor, patches are still revealed: {remaining}.")
-    if hidden:
-        sentences.append(
-            f"Within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of the floor: "
-            f"{', '.join(r.combination for r in hidden)}."
-        )
-    elif defended:
-        sentences.append(
-            f"No combination that was tried is within {NEGLIGIBLE_DB} dB and AUC {GUESS_AUC} of "
-            f"the floor. {ADVICE}"
-        )
-    untried = [row for row in defended if not row.by_attack]
+    untried = [row.combination for row in defended if not row.by_attack]
     if untried:
-        names = ", ".join(
-            r.combination
-            + (f" (patches: AUC {r.share('patches'):.2f})" if r.shares.get("patches") else "")
-            for r in untried
-        )
-        sentences.append(
-            f"None of the selected attacks on images applies: {names}. A descent might "
-            "(--attacks inverting)."
-        )
-    masks = [f"{r.combination} {share:.0%}" for r in case.rows if (share := r.share("mask"))]
-    if masks:
-        sentences.append(f"The update reveals MJP's mask: {', '.join(masks)}.")
-    sentences += label_verdict(case)
-    for row in case.rows:
-        if row.epsilon is not None:
-            sentences.append(
-                f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; "
-                "every further update of the same sample adds to it."
+        verdicts.append(
+            Verdict(
+                f"No verdict on {case.subject} under {', '.join(untried)}: none of the selected "
+                "attacks applies. A descent might (--attacks inverting).",
+                "unclear",
             )
-    return sentences
+        )
+    is_hidden = any(level(case, row) == "none" for row in defended)
+    if defended and not is_hidden and not is_text:
+        verdicts.append(Verdict(f"No combination that was tried hides the images. {ADVICE}"))
+    verdicts += [
+        Verdict(
+            f"{row.combination}: epsilon {row.epsilon:.2f} for one update, at delta 1e-5; every "
+            "further update of the same sample adds to it."
+        )
+        for row in case.rows
+        if row.epsilon is not None
+    ]
+    return verdicts
 
 
-def label_verdict(case: Case) -> list[str]:
-    """Return what the gradient of the head reveals of the labels."""
-    shares = [share for row in case.rows if (share := row.share("labels")) is not None]
-    if not shares:
-        return []
-    return [f"The gradient of the head reveals {format_range(shares)} of the labels."]
-
-
-def may_be_chance(row: Row) -> bool:
-    """Return whether the 95 % interval of the AUC over updates contains a guess."""
-    from scipy.stats import t
-
-    aucs = row.shares.get("patches") or [0.5]
-    mean, count = statistics.fmean(aucs), len(aucs)
-    if count < 2:
-        return mean < CERTAIN_AUC
-    margin = float(t.ppf(0.975, count - 1)) * statistics.stdev(aucs) / count**0.5
-    return bool(mean - margin <= 0.5)
+def level(case: Case, row: Row) -> Level | None:
+    """Return the level of the best attack on images; None if none was tried."""
+    name, _ = row.best(case.metric)
+    quantity = IMAGES
+    return (
+        case.evidence(row, name, inputs=True).level(quantity.margin, quantity.certain)
+        if name
+        else None
+    )

@@ -287,9 +287,8 @@ def score_guess(truth: Truth, attacker: Attacker) -> Scores:
         originals = to_pixels(attacker, truth.original["pixel_values"])
         mean = to_pixels(attacker, images).mean(0, keepdim=True)
         return score_reconstructions(mean.expand_as(originals), originals, None)
-    causal, texts = attacker.own.causal, token_lists(truth, attacker.own.causal)
-    inputs, labels = attacker.own.batch(np.arange(len(texts)) % len(attacker.own))
-    return score_texts(token_lists(Truth(inputs, inputs, labels), causal), texts)
+    texts = token_lists(truth, attacker.own.causal)
+    return score_texts(attacker.texts(len(texts)), texts)
 
 
 def to_update(record: RecordedUpdate) -> Update:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from regauge.audit.engine import Attack
+from regauge.audit.engine import CAVEAT, Attack
+from regauge.audit.gradient_audit.report import IMAGES, SHARES, TEXTS
 from regauge.audit.scores import Row, mean_score
 from regauge.audit.tables import gallery, line_figure
+from regauge.audit.verdicts import (
+    Evidence,
+    Quantity,
+    Verdict,
+    evidence_of_mean,
+    with_verdicts,
+    write_verdicts,
+)
 from regauge.results.findings import Finding, Results, Table
 
 Means = Mapping[str, float | None]
@@ -43,8 +52,7 @@ class LeakFormat:
         measure: Its name with its unit.
         floor: The title of the baseline.
         columns: Titles of further columns, by kind of share or metric.
-        plain: Whether a round reveals the subject plainly, by leak and floor.
-        describe: Describe a round by its mean scores.
+        quantity: How a verdict on the subject is written.
     """
 
     subject: str
@@ -52,8 +60,7 @@ class LeakFormat:
     measure: str
     floor: str
     columns: Mapping[str, str]
-    plain: Callable[[float, float], bool]
-    describe: Callable[[Means], str]
+    quantity: Quantity
 
 
 def build_results(
@@ -70,7 +77,7 @@ def build_results(
         attacks: The attacks.
         is_text: Whether they recover texts.
     """
-    leak = TEXTS if is_text else IMAGES
+    leak = TEXT_FORMAT if is_text else IMAGE_FORMAT
     ordered = {a.name for a in attacks if a.is_ordered}
     numbers = sorted({target.round for target in targets})
     scores = [{"round": t.round, **measure(t.row, leak, ordered)} for t in targets]
@@ -120,38 +127,68 @@ def build_results(
         y: dict[str, list[float | None]] = {"the best attack": aucs, "a guess": [0.5] * len(x)}
         figures.append(line_figure("Was this patch in the batch?", x, y, "round", "AUC", log=False))
     figures += gallery("First and last", [pair for t in targets for pair in _pictures(t, leak)])
-    sentences = [leak.describe(means[n]) for n in numbers]
-    plain = sum(
-        a is not None and b is not None and leak.plain(a, b)
-        for a, b in zip(leaks, floors, strict=True)
-    )
-    summary = (
-        f"{leak.subject.capitalize()} come back from contributions in {plain} of {len(numbers)} "
-        "attacked rounds."
-    )
+    evidence = {n: gather_evidence(n, scores, targets) for n in numbers}
+    verdicts = []
+    for kind, quantity in {"leak": leak.quantity, **SHARES}.items():
+        found = [(str(n + 1), e[kind], "") for n, e in evidence.items() if kind in e]
+        verdicts += write_verdicts(quantity, found, _in_rounds)
+    if not any("leak" in e for e in evidence.values()):
+        none = f"No verdict on whole {leak.subject}: none of the selected attacks applies."
+        verdicts.append(Verdict(none, "unclear"))
     width = len(str(max(x)))  # so that ids sort by round
     findings = tuple(
         Finding(
-            f"round-{number:0{width}}/leak",
-            f"Leakage of the updates of round {number}",
+            f"round-{n + 1:0{width}}/leak",
+            f"Leakage of the updates of round {n + 1}",
             None,
-            value,
-            floor,
+            means[n]["leak"],
+            means[n]["floor"],
             None,
-            text,
+            " ".join(
+                v.text for v in write_verdicts(leak.quantity, [(str(n + 1), e, "")], _in_rounds)
+            ),
             measure=leak.measure,
+            trials=e.count,
+            interval=e.interval,
         )
-        for number, value, floor, text in zip(x, leaks, floors, sentences, strict=True)
-        if value is not None
+        for n in numbers
+        if (e := evidence[n].get("leak")) is not None
     )
-    lines = [f"round {n}: {text}" for n, text in zip(x, sentences, strict=True)]
-    return Results(
+    results = Results(
         "What a server recovers from a federated run",
         findings,
         (Table("Rounds", columns, body, note),),
         tuple(figures),
-        {"verdict": [summary, *lines]},
     )
+    return with_verdicts(results, [*verdicts, Verdict(CAVEAT)])
+
+
+def gather_evidence(
+    number: int, scores: Sequence[Means], targets: Sequence[Target]
+) -> dict[str, Evidence]:
+    """Return the evidence of a round, over its updates, by kind."""
+    chosen = [(s, t.row) for s, t in zip(scores, targets, strict=True) if t.round == number]
+    evidence = {}
+    pairs = [(s["leak"], s["floor"]) for s, _ in chosen]
+    leaks = [(leak, floor) for leak, floor in pairs if leak is not None and floor is not None]
+    if leaks:
+        evidence["leak"] = evidence_of_mean(*map(list, zip(*leaks, strict=True)))
+    for kind in SHARES:
+        rows = [row for _, row in chosen if row.shares.get(kind)]
+        if rows:
+            merged = Row(
+                "",
+                {},
+                shares={kind: [share for row in rows for share in row.shares[kind]]},
+                guesses={kind: statistics.fmean(row.guesses.get(kind, 0.0) for row in rows)},
+                counts={kind: n} if (n := sum(row.counts.get(kind, 0) for row in rows)) else {},
+            )
+            evidence[kind] = merged.evidence(kind)
+    return {kind: e for kind, e in evidence.items() if e is not None}
+
+
+def _in_rounds(names: Sequence[str]) -> str:
+    return f"in round{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
 def measure(row: Row, leak: LeakFormat, ordered: set[str]) -> dict[str, float | None]:
@@ -180,63 +217,19 @@ def _pictures(target: Target, leak: LeakFormat) -> list[tuple[str, torch.Tensor 
     return [(label, target.shown), ("the server's reconstruction", best.images)]
 
 
-PLAIN_DB, PARTIAL_DB = 10.0, 1.0  # dB above the mean image
-PLAIN_ROUGE, PARTIAL_ROUGE = 0.9, 0.1  # ROUGE-L: of recovered texts; above the floor, in part
-
-
-def _describe_images(means: Means) -> str:
-    leak, floor, membership, labels = (means[key] for key in ("leak", "floor", "patches", "labels"))
-    if leak is None or floor is None:
-        images = "none of the attacks on images applies"
-    else:
-        head = (
-            "images come back"
-            if leak > floor + PLAIN_DB
-            else "something of the images comes back"
-            if leak > floor + PARTIAL_DB
-            else "images do not come back"
-        )
-        images = f"{head} ({leak:.1f} dB, the mean image {floor:.1f})"
-    if membership is not None:
-        hardly = "" if membership > 0.75 else "hardly "
-        images += f"; patches can {hardly}be recognised (AUC {membership:.2f})"
-    return images + ("" if labels is None else f"; {labels:.0%} of the labels are revealed")
-
-
-def _describe_texts(means: Means) -> str:
-    leak, floor, bag, labels, exact = (
-        means[key] for key in ("leak", "floor", "texts", "labels", "exact")
-    )
-    if leak is None or floor is None:
-        texts = "none of the attacks on whole texts applies"
-    else:
-        head = (
-            "texts come back"
-            if leak >= PLAIN_ROUGE
-            else "something of the texts comes back"
-            if leak > floor + PARTIAL_ROUGE
-            else "texts do not come back"
-        )
-        texts = f"{head} (ROUGE-L {leak:.2f}, another text {floor:.2f}; {exact or 0.0:.0%} exactly)"
-    words = "" if bag is None else f"; {bag:.0%} of the words are revealed"
-    return texts + words + ("" if labels is None else f"; {labels:.0%} of the labels are revealed")
-
-
-IMAGES = LeakFormat(
+IMAGE_FORMAT = LeakFormat(
     "images",
     "PSNR",
     "PSNR, dB",
     "the mean image, dB",
     {"patches": "patches, AUC", "labels": "labels recovered", "mask": "mask recovered"},
-    lambda leak, floor: leak > floor + PLAIN_DB,
-    _describe_images,
+    IMAGES,
 )
-TEXTS = LeakFormat(
+TEXT_FORMAT = LeakFormat(
     "texts",
     "ROUGE-L",
     "ROUGE-L",
     "another text",
     {"exact": "texts exactly", "texts": "words recovered", "labels": "labels recovered"},
-    lambda leak, floor: leak >= PLAIN_ROUGE,
-    _describe_texts,
+    TEXTS,
 )

@@ -182,7 +182,13 @@ def audit_combination(
     shares = {} if leak is None else {"labels": [leak[0]]}
     counts = {} if leak is None else {"labels": leak[1]}
     return replace(
-        row, accuracy=accuracy, chance=chance, accuracies=(accuracy,), shares=shares, counts=counts
+        row,
+        accuracy=accuracy,
+        chance=chance,
+        accuracies=(accuracy,),
+        shares=shares,
+        guesses={"labels": chance},
+        counts=counts,
     )
 
 

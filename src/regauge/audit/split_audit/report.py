@@ -16,18 +16,19 @@ from regauge.audit.tables import (
     build_details,
     build_findings,
     build_text_table,
-    format_range,
     gallery,
     line_figure,
     round_rows,
 )
+from regauge.audit.verdicts import Quantity, Verdict, with_verdicts, write_verdicts
 from regauge.defences.parser import NONE, split_combination
 from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Results, Table
 
 LEAK = "SSIM"
-REIDENTIFIED = 0.5  # a server that re-identifies half of the images has them
-READ_THRESHOLD = 0.5  # ROUGE-L from which a text counts as read
+IMAGES = Quantity("images", "SSIM", 0.05, 0.6)
+TEXTS = Quantity("texts", "ROUGE-L", 0.05, 0.5, units="texts")
+LABELS = Quantity("labels", "", 0.05, 0.9, "%", "labels")
 
 
 def build_results(
@@ -62,8 +63,9 @@ def build_results(
         for build in (tradeoff_figures, gallery_figures, training_figures)
         for f in build(case, attacks)
     )
-    verdict = [*(line for case in cases for line in build_verdict(case, attacks)), CAVEAT]
-    return Results(title, findings, tables, figures, {"verdict": verdict}, tuple(unchecked))
+    results = Results(title, findings, tables, figures, unchecked=tuple(unchecked))
+    verdicts = [verdict for case in cases for verdict in build_verdict(case, attacks)]
+    return with_verdicts(results, [*verdicts, Verdict(CAVEAT)])
 
 
 def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
@@ -85,12 +87,9 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
         return f"{words:.0%} of the tokens, {places:.0%} in their places"
 
     glossary = build_glossary([r.combination for r in case.rows], attacks)
-    return Results(
-        "What the server reads",
-        tuple(build_findings(case, attacks, describe)),
-        (table, glossary),
-        facts={"verdict": [*build_text_verdict(case, attacks), CAVEAT]},
-    )
+    findings = tuple(build_findings(case, attacks, describe))
+    results = Results("What the server reads", findings, (table, glossary))
+    return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
 
 def identification_rate(row: Row, attacks: Sequence[Attack]) -> float:
@@ -258,26 +257,20 @@ def training_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
     return figures
 
 
-def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
-    """Return the conclusions of a case of images, one sentence each."""
-    undefended, floor, titles = case.rows[0], case.floor(LEAK), titles_of(attacks)
-    ceiling = undefended.best(LEAK)[1] or 0.0
+def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
+    """Return the conclusions of a case, of images or of texts."""
+    leak, undefended = case.metric, case.rows[0]
+    titles = titles_of(attacks)
+    quantity = IMAGES if case.subject == "images" else TEXTS
+    found = [(name, e, titles[attack]) for name, e, attack in case.best_evidence()]
+    verdicts = [
+        *write_verdicts(quantity, found),
+        *write_verdicts(LABELS, case.share_evidence("labels")),
+    ]
 
     def best(row: Row) -> float:
-        return row.best(LEAK)[1] or 0.0
+        return row.best(leak)[1] or 0.0
 
-    leaking = [row for row in case.rows if identification_rate(row, attacks) >= REIDENTIFIED]
-    sentences = [
-        (
-            f"{case.name}: the server has the images under {len(leaking)} of {len(case.rows)} "
-            "combinations."
-        ),
-        (
-            f"Without a defence its best attack comes to an SSIM of {ceiling:.2f} (the mean image: "
-            f"{floor:.2f}) and re-identifies {identification_rate(undefended, attacks):.0%} "
-            "of the images."
-        ),
-    ]
     for row in case.rows:
         base = without_rows(row.combination)
         if base is None or base not in {r.combination for r in case.rows}:
@@ -285,52 +278,26 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
         before = case.row(base)
         subject = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
         sentence = (
-            f"{subject}: against the best attack SSIM goes from {best(before):.2f} to "
-            f"{best(row):.2f} ({titles[row.best(LEAK)[0]]})"
+            f"{subject}: against the best attack {leak} goes from {best(before):.2f} to "
+            f"{best(row):.2f} ({titles[row.best(leak)[0]]})"
         )
         if "decoder" in row.by_attack and "decoder" in before.by_attack:
-            old, new = (r.value("decoder", LEAK) or 0.0 for r in (before, row))
+            old, new = (r.value("decoder", leak) or 0.0 for r in (before, row))
             sentence += f"; against the paper's decoder alone from {old:.2f} to {new:.2f}"
-        sentences.append(sentence + ".")
+        verdicts.append(Verdict(f"{sentence}."))
     if len(case.rows) > 1:
         safest = min(case.rows[1:], key=best)
+        floor, ceiling = case.floor(leak), best(undefended)
         share = max(0.0, (best(safest) - floor) / max(ceiling - floor, 1e-9))
-        sentences.append(
-            f"The least leaks under {safest.combination}: the best attack goes {share:.0%} of the "
-            "way from the mean image to the undefended reconstruction, at an accuracy of "
-            f"{safest.accuracy:.3f} (undefended: {undefended.accuracy:.3f}, a guess: "
-            f"{undefended.chance:.3f})."
+        chance = f", a guess: {undefended.chance:.3f}" if undefended.chance else ""
+        verdicts.append(
+            Verdict(
+                f"The least leaks under {safest.combination}: the best attack goes {share:.0%} of "
+                "the way from a guess to the undefended reconstruction, at an accuracy of "
+                f"{safest.accuracy:.3f} (undefended: {undefended.accuracy:.3f}{chance})."
+            )
         )
-    return [*sentences, *label_verdict(case)]
-
-
-def build_text_verdict(case: Case, attacks: Sequence[Attack]) -> list[str]:
-    """Return the conclusions of a case of texts, one sentence each."""
-    leak, undefended, titles = case.metric, case.rows[0], titles_of(attacks)
-    leaking = [row for row in case.rows if (row.best(leak)[1] or 0.0) >= READ_THRESHOLD]
-    sentences = [
-        (
-            f"{case.name}: the server reads the texts under {len(leaking)} of {len(case.rows)} "
-            f"combinations ({leak} of {READ_THRESHOLD:g} and more)."
-        )
-    ]
-    for row in case.rows:
-        attack, value = row.best(leak)
-        sentences.append(
-            f"{row.combination}: {leak} {value:.2f} by {titles[attack]} (another text: "
-            f"{case.floor(leak):.2f}), {row.best('words')[1]:.0%} of the tokens; accuracy "
-            f"{row.accuracy:.3f} (undefended: {undefended.accuracy:.3f})."
-        )
-    return [*sentences, *label_verdict(case)]
-
-
-def label_verdict(case: Case) -> list[str]:
-    """Return what the gradients reveal of the labels, which are not sent."""
-    shares = [share for row in case.rows if (share := row.share("labels")) is not None]
-    if not shares:
-        return []
-    sentence = f"Labels are not sent, but the gradients reveal {format_range(shares)} of them"
-    return [f"{sentence} (a guess: {case.rows[0].chance:.0%})."]
+    return verdicts
 
 
 def without_rows(combination: str) -> str | None:

@@ -1,0 +1,101 @@
+"""Verdicts agree with their numbers: what chance explains is not called a leak."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from regauge.audit.verdicts import (
+    Quantity,
+    Verdict,
+    evidence_of_mean,
+    evidence_of_share,
+    order_verdicts,
+    with_verdicts,
+    write_verdicts,
+)
+from regauge.results.findings import Finding, Results, apply_threshold, from_json, to_json
+
+LABELS = Quantity("labels", "", 0.05, 0.9, "%", "labels")
+IMAGES = Quantity("images", "PSNR", 0.5, 20.0, "dB", "updates", 1)
+
+
+@pytest.mark.parametrize(
+    ("share", "guess", "count", "level"),
+    [
+        (0.23, 0.20, 100, "unclear"),
+        (0.23, 0.20, 100_000, "none"),  # significant, and of no use
+        (0.60, 0.20, 100, "partial"),
+        (1.00, 0.20, 100, "leak"),
+        (1.00, 0.20, 2, "unclear"),
+        (0.20, 0.20, 10_000, "none"),
+        (0.00, 0.33, 3, "unclear"),
+    ],
+)
+def test_shares_are_judged_against_a_guess(
+    share: float, guess: float, count: int, level: str
+) -> None:
+    assert evidence_of_share(share, guess, count).level(0.05, 0.9) == level
+
+
+def test_a_guess_is_rarely_called_a_leak() -> None:
+    rng = np.random.default_rng(0)
+    hits = rng.binomial(200, 0.3, 400) / 200
+    false = [evidence_of_share(float(h), 0.3, 200).level(0.0, 0.9) != "unclear" for h in hits]
+    assert sum(false) <= 0.02 * len(hits)
+    noise = rng.normal(12, 2, (200, 10))
+    judged = [evidence_of_mean(list(row), 12.0).level(0.0, 20.0) for row in noise]
+    assert judged.count("partial") <= 4
+
+
+def test_means_are_paired_with_the_guess_on_the_same_example() -> None:
+    guesses = [float(g) for g in np.linspace(5, 25, 12)]
+    better = [g + 2 + 0.1 * (i % 3) for i, g in enumerate(guesses)]
+    assert evidence_of_mean(better, guesses).level(0.5, 20.0) == "partial"
+    assert evidence_of_mean(better, float(np.mean(guesses))).level(0.5, 20.0) == "unclear"
+    many = evidence_of_mean(better * 3, guesses * 3)
+    assert many.interval is not None
+    assert many.interval[0] < many.value < many.interval[1]
+    four = evidence_of_mean(better, guesses, group=4)
+    assert four.count == 3, "the images of an update are one trial"
+    assert evidence_of_mean([60.0], 13.0).level(0.5, 20.0) == "leak"
+    assert evidence_of_mean([15.0], 13.0).level(0.5, 20.0) == "unclear"
+    assert evidence_of_mean([60.0, 40.0], 13.0).level(0.5, 20.0) == "leak"
+    assert evidence_of_mean([60.0, 13.0], 13.0).level(0.5, 20.0) == "unclear"
+
+
+def test_a_sentence_says_what_its_numbers_do() -> None:
+    measured = [
+        ("none", evidence_of_share(1.0, 0.2, 50), "labels and counts"),
+        ("noise=1", evidence_of_share(0.23, 0.2, 50), ""),
+    ]
+    leak, unclear = write_verdicts(LABELS, measured)
+    assert leak.text == "Labels are revealed under none: 100% by labels and counts (a guess: 20%)."
+    assert unclear.text == (
+        "Inconclusive for labels under noise=1: 23% (a guess: 20%); 50 labels are too few to "
+        "distinguish it from a guess."
+    )
+    (hidden,) = write_verdicts(IMAGES, [("private=1", evidence_of_mean([12.0] * 8, 12.1), "DLG")])
+    assert hidden.text == (
+        "Images are not revealed under private=1: PSNR 12.0 dB, about as a guess "
+        "(a guess: 12.1 dB)."
+    )
+
+
+def test_leaks_come_first_and_decide_the_headline() -> None:
+    verdicts = [Verdict("a note"), Verdict("hidden", "none"), Verdict("a leak", "leak")]
+    assert [v.level for v in order_verdicts(verdicts)] == ["leak", "none", "note"]
+    results = with_verdicts(Results("t", facts={"kind": "x"}), verdicts)
+    assert (results.headline.text, results.headline.tone) == ("a leak", "bad")
+    assert results.facts == {"kind": "x", "verdict": ["a leak", "hidden", "a note"]}
+    assert with_verdicts(Results("t"), verdicts[:2]).headline.tone == "good"
+
+
+def test_a_threshold_does_not_fail_what_chance_explains() -> None:
+    weak = Finding("x/rows/dlg", "", None, 8.1, 13.2, 8.0)  # less than a guess, and its ceiling too
+    assert apply_threshold(weak, 0.5).holds is True
+    noisy = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.1, 1.1))
+    assert apply_threshold(noisy, 0.5).holds is True
+    sure = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.5, 0.7))
+    assert apply_threshold(sure, 0.5).holds is False
+    assert from_json(to_json(Results("t", (sure,)))).findings == (sure,)

@@ -112,6 +112,26 @@ def test_a_run_that_ruins_its_model_is_loud(
     assert "warning" not in capsys.readouterr().err
 
 
+def test_an_interrupt_says_what_is_saved(
+    start: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, saved = state_store.save, [0]
+
+    def save_one(*args: object) -> None:
+        if saved[0] == 1:
+            raise KeyboardInterrupt
+        save(*args)  # type: ignore[arg-type]
+        saved[0] += 1
+
+    out = tmp_path / "run"
+    monkeypatch.setattr(state_store, "save", save_one)
+    command = ["federate", str(start), *HOW, "--clients", "2", "--rounds", "3", "-o", str(out)]
+    assert main(command) == 130
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"error: interrupted; 1 of 3 rounds is saved in {out}" in err
+    assert "hint: to continue, repeat the same command" in err
+
+
 @pytest.mark.parametrize(
     ("options", "output"),
     [

@@ -12,7 +12,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import check_outputs, deliver, facts_of_run, saved_rounds, set_threads
 from regauge.core.options import require_device
 
 _AGGREGATION = "Aggregation"
@@ -440,7 +440,8 @@ def federate(
     )
     flower = FlowerOptions(workers, wait, gather, superlink, authority)
     # Flower prints the rounds of a deployment itself.
-    with nullcontext() if deployed else step_bar("round") as progress:
+    bar = nullcontext() if deployed else step_bar("round")
+    with saved_rounds(out, rounds), bar as progress:
         finished = run(
             model,
             data,

@@ -7,8 +7,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,19 +79,43 @@ def state_of(subject: str, json: Path | None, report: Path | None) -> Path | Non
 
 
 @contextmanager
-def saved_steps(folder: Path | None) -> Iterator[None]:
-    """Report on an interrupt what is saved in the folder of an audit, and how to continue."""
+def report_saved(describe: Callable[[], str], hint: str) -> Iterator[None]:
+    """Report on an interrupt what is saved, and how to continue.
+
+    Args:
+        describe: Return what is saved; empty for nothing.
+        hint: How to continue.
+    """
     try:
         yield
     except KeyboardInterrupt as stop:
-        count = 0 if folder is None else len(list(folder.glob("*.safetensors")))
-        if not count:
+        saved = describe()
+        if not saved:
             raise
-        raise StoppedError(
-            f"interrupted; {count} finished {'step is' if count == 1 else 'steps are'} saved in "
-            f"{folder}",
-            hint="to continue, repeat the command with --resume",
-        ) from stop
+        raise StoppedError(f"interrupted; {saved}", hint=hint) from stop
+
+
+def saved_steps(folder: Path | None) -> AbstractContextManager[None]:
+    """Report on an interrupt how many steps of an audit are saved in a folder."""
+
+    def describe() -> str:
+        count = 0 if folder is None else len(list(folder.glob("*.safetensors")))
+        noun = "finished step is" if count == 1 else "finished steps are"
+        return f"{count} {noun} saved in {folder}" if count else ""
+
+    return report_saved(describe, "to continue, repeat the command with --resume")
+
+
+def saved_rounds(folder: Path, rounds: int) -> AbstractContextManager[None]:
+    """Report on an interrupt how many rounds of a federated run are saved in its folder."""
+    history = folder / "history.jsonl"
+
+    def describe() -> str:
+        count = len(history.read_bytes().splitlines()) if history.is_file() else 0
+        verb = "is" if count == 1 else "are"
+        return f"{count} of {rounds} rounds {verb} saved in {folder}" if count else ""
+
+    return report_saved(describe, "to continue, repeat the same command")
 
 
 def deliver(

@@ -277,8 +277,8 @@ def lock(
         base: A public model that it may descend from.
         data: Examples of its task, for theft, features and accuracies.
         options: Labels and budget of a thief, and the names of the attacks.
-        fail_above: Fail a finding if its attack gets further than this share of the way from floor
-            to ceiling.
+        fail_above: Fail a finding if its attack gets further than this share of the way from
+            baseline to upper bound.
         seed: The random seed of samples and training.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with their sizes.
@@ -402,7 +402,7 @@ def split(
             undefended features.
         options: Options of model, training and attacks.
         fail_above: Fail a finding on defended features if its attack gets further than this share
-            of the way from floor to ceiling.
+            of the way from baseline to upper bound.
         seed: The random seed of samples, training and noise.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
@@ -500,7 +500,7 @@ def split(
         f"attacker's {kind}": len(own),
         "epochs": options.epochs,
         "batch": options.batch_size,
-        "rate": options.lr,
+        "lr": options.lr,
         **({} if is_text else {"attacker": options.budget.to_dict()}),
         "seed": seed,
     }
@@ -533,7 +533,7 @@ def gradients(
             empty list attacks only undefended updates.
         options: Options of model, updates and attacks.
         fail_above: Fail a finding on defended updates if its attack gets further than this share
-            of the way from floor to ceiling.
+            of the way from baseline to upper bound.
         seed: The random seed of samples, random numbers and attacks.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.

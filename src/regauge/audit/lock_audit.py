@@ -126,8 +126,8 @@ def audit_lock(
         labels: Numbers of labels that a thief has; one theft for each.
         budget: The training budget of a thief.
         seed: The random seed of samples and shuffles.
-        fail_above: Fail a finding if its attack gets further than this share of the way from floor
-            to ceiling. None: findings have no verdict.
+        fail_above: Fail a finding if its attack gets further than this share of the way from
+            baseline to upper bound. None: findings have no verdict.
         attacks: Names of attacks; None: all.
         progress: Progress callback.
         store: The saved steps of an interrupted run.
@@ -202,8 +202,8 @@ def audit_lock(
             hint="pass --against BASE, or --data with examples of its task",
         )
     table = Table(
-        "What each attack gets",
-        ("attack", "floor", "value", "ceiling", "measure", "seconds"),
+        "What each attack recovers",
+        ("attack", "baseline", "value", "control", "measure", "seconds"),
         tuple(
             (f.id, f.floor, f.value, f.ceiling, f.measure, seconds)
             for f, seconds in zip(findings, costs, strict=True)

@@ -48,7 +48,7 @@ def build_findings(
             findings.append(
                 Finding(
                     f"{case.name}/{row.combination}/{name}",
-                    f'Under "{row.combination}", {titles[name]} gives this much of the '
+                    f'Under "{row.combination}", {titles[name]} does not recover the '
                     f"{case.subject}.",
                     None,
                     result.value(case.metric),
@@ -97,7 +97,7 @@ def build_details(
     blank = (None,) * len(columns)
     side = ("the original",) if has_inputs else ()
     rows += [
-        ("floor", name, *side, *metric_cells(scores, metrics), *blank)
+        ("baseline", name, *side, *metric_cells(scores, metrics), *blank)
         for name, scores in case.floors.items()
     ]
     heads = ("defences", "attack", *(("against",) if has_inputs else ()), *metrics, *columns)

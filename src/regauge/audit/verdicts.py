@@ -176,25 +176,23 @@ def write_verdicts(
         under: Describe some cases.
     """
     by_level: dict[Level, list[tuple[str, Evidence, str]]] = {}
-    for name, evidence, attack in measured:
-        level = evidence.level(quantity.margin, quantity.certain)
-        by_level.setdefault(level, []).append((name, evidence, attack))
+    for case in measured:
+        level = case[1].level(quantity.margin, quantity.certain)
+        by_level.setdefault(level, []).append(case)
     verdicts = []
     for level in ORDER:
         cases = by_level.get(level, [])
         if not cases:
             continue
-        evidence = [e for _, e, _ in cases]
+        found = [e for _, e, _ in cases]
         attacks = [a for a in dict.fromkeys(a for _, _, a in cases) if a]
         subject = quantity.name[:1].upper() + quantity.name[1:]
         values = " ".join(
-            part
-            for part in (quantity.measure, quantity.format(*(e.value for e in evidence)))
-            if part
+            part for part in (quantity.measure, quantity.format(*(e.value for e in found))) if part
         )
         by = f" by {'; '.join(attacks)}" if attacks and level in ("leak", "partial") else ""
-        guess = f"a guess: {quantity.format(*(e.guess for e in evidence))}"
-        fewest = min(e.count for e in evidence)
+        guess = f"a guess: {quantity.format(*(e.guess for e in found))}"
+        fewest = min(e.count for e in found)
         where = under([name for name, _, _ in cases])
         if level == "unclear":
             few = f"{fewest} {quantity.units} are" if fewest > 1 else f"1 {quantity.units[:-1]} is"

@@ -192,7 +192,7 @@ def audit_gradients(
 
     Args:
         case: The model and its data.
-        combinations: Combinations of defences; "none", the ceiling, is always added.
+        combinations: Combinations of defences; "none", the upper bound, is always added.
         attacks: The attacks to run; None: all but the slow ones.
         budget: The budget of attacks that optimise or learn.
         optimised: The number of updates on which slow attacks are run.
@@ -200,7 +200,7 @@ def audit_gradients(
         lpips: The LPIPS network; without it LPIPS is skipped.
         pictures: The number of images in the gallery.
         fail_above: Fail a finding on defended updates if its attack gets further than this share
-            of the way from floor to ceiling.
+            of the way from baseline to upper bound.
         progress: Progress callback.
         store: The saved steps of an interrupted run.
 
@@ -440,11 +440,8 @@ def attack_updates(
         return Measured(share=shares, guess=guess, count=sum(map(len, labels)))
     masks = [truth.puzzle.mask[0] for truth in truths if truth.puzzle is not None]
     shares = [float((o == m).double().mean()) for o, m in zip(outputs, masks, strict=False)]
-    guess = (
-        statistics.fmean(max(float(m.double().mean()), 1 - float(m.double().mean())) for m in masks)
-        if masks
-        else None
-    )
+    ratios = [float(m.double().mean()) for m in masks] or [0.5]
+    guess = statistics.fmean(max(ratio, 1 - ratio) for ratio in ratios)
     return Measured(share=shares, guess=guess, count=sum(map(len, masks)))
 
 

@@ -42,7 +42,7 @@ from regauge.results.findings import Figure, Finding, Results, Table
 LEAK = "PSNR"
 TITLE = "What updates reveal"
 IMAGES = Quantity("images", "PSNR", 0.5, 20.0, "dB", "updates", 1)
-TEXTS = Quantity("texts", "ROUGE-L", 0.05, 0.5, units="texts")
+TEXTS = Quantity("texts", "ROUGE-L", 0.05, 0.5, units="updates")
 SHARES = {  # what else is recovered; of texts, the distinct words
     "patches": Quantity("patches of the batch", "AUC", 0.05, 0.9, units="updates"),
     "mask": Quantity("masked positions", "", 0.05, 0.9, "%", "positions"),
@@ -101,7 +101,7 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
         attacks,
         {"texts": lambda row: row.samples},
         {"labels": lambda row: row.share("labels")},
-        ("floor: another text", None),
+        ("baseline: another text", None),
         f"Texts: {case.name}",
         "Texts: the number of texts in an update. Words by zero rows gives a bag: its order is the "
         "vocabulary's.",
@@ -135,7 +135,7 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
         return [
             Finding(
                 f"{case.name}/{row.combination}/patches",
-                f'Under "{row.combination}", updates reveal whether a patch was in the batch.',
+                f'Under "{row.combination}", updates do not reveal if a patch was in the batch.',
                 None,
                 row.share("patches"),
                 evidence.guess,
@@ -200,7 +200,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     mean_image = case.floors[MEAN_IMAGE]
     rows.append(
         (
-            "floor: the mean image",
+            "baseline: the mean image",
             None,
             case.floor(LEAK),
             worst_score(mean_image, LEAK),
@@ -231,8 +231,8 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     )
     if OTHERS in case.floors:
         note += (
-            " The images of an update have no order: the best assignment counts, and the floor "
-            "of re-identification is that of other images."
+            " The images of an update have no order: the best assignment counts, and the "
+            "baseline of re-identification is that of other images."
         )
     return Table(f"{TITLE}: {case.name}", columns, round_rows(rows), note)
 

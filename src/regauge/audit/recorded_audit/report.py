@@ -117,8 +117,8 @@ def build_results(
             {"the best attack": leaks, leak.floor: floors},
             "round",
             leak.measure,
-            f"The server's best attack against the {leak.subject} of a client. At the floor it "
-            "recovers nothing.",
+            f"The server's best attack against the {leak.subject} of a client. At the "
+            "baseline it recovers nothing.",
             log=False,
         ),
     ]
@@ -139,7 +139,7 @@ def build_results(
     findings = tuple(
         Finding(
             f"round-{n + 1:0{width}}/leak",
-            f"Leakage of the updates of round {n + 1}",
+            f"The updates of round {n + 1} do not reveal their {leak.subject}.",
             None,
             means[n]["leak"],
             means[n]["floor"],
@@ -168,11 +168,12 @@ def gather_evidence(
 ) -> dict[str, Evidence]:
     """Return the evidence of a round, over its updates, by kind."""
     chosen = [(s, t.row) for s, t in zip(scores, targets, strict=True) if t.round == number]
-    evidence = {}
+    evidence: dict[str, Evidence | None] = {}
     pairs = [(s["leak"], s["floor"]) for s, _ in chosen]
-    leaks = [(leak, floor) for leak, floor in pairs if leak is not None and floor is not None]
-    if leaks:
-        evidence["leak"] = evidence_of_mean(*map(list, zip(*leaks, strict=True)))
+    known = [(leak, floor) for leak, floor in pairs if leak is not None and floor is not None]
+    if known:
+        leaks, floors = ([pair[i] for pair in known] for i in (0, 1))
+        evidence["leak"] = evidence_of_mean(leaks, floors)
     for kind in SHARES:
         rows = [row for _, row in chosen if row.shares.get(kind)]
         if rows:

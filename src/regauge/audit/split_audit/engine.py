@@ -113,10 +113,10 @@ def audit(
     Args:
         case: The model and its data.
         medium: How its examples are attacked.
-        combinations: Combinations of defences; "none", the ceiling, is always added.
+        combinations: Combinations of defences; "none", the upper bound, is always added.
         attacks: The attacks to run.
         fail_above: Fail a finding on defended features if its attack gets further than this share
-            of the way from floor to ceiling.
+            of the way from baseline to upper bound.
         progress: Progress callback.
         store: The saved steps of an interrupted run.
 

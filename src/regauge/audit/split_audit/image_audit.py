@@ -57,7 +57,7 @@ def audit_split(
 
     Args:
         case: The model and its data.
-        combinations: Combinations of defences; "none", the ceiling, is always added.
+        combinations: Combinations of defences; "none", the upper bound, is always added.
         attacks: The attacks to run.
         budget: The training budget of the attacker's decoder.
         lpips: The LPIPS network; without it LPIPS and F-SIM are skipped.
@@ -91,8 +91,8 @@ class Images:
         case, count = self.case, len(self.case.attacked_examples)
         if not any(a.fits(NONE) for a in attacks):
             raise AuditError(
-                "attacks must contain one that applies to an undefended victim, the ceiling, got "
-                f"{', '.join(a.name for a in attacks) or 'none'}",
+                "attacks must contain one that applies to an undefended victim, the upper bound, "
+                f"got {', '.join(a.name for a in attacks) or 'none'}",
                 hint="add least squares or decoder",
             )
         if len(case.own) < MIN_IMAGES:
@@ -167,9 +167,7 @@ class Images:
             unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
         elif not any("LPIPS" in s.scores for s in rows[0].by_attack.values()):
             unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
-        return measured, report.build_results(
-            "What the server learns", [measured], attacks, unchecked
-        )
+        return measured, report.build_results(report.TITLE, [measured], attacks, unchecked)
 
 
 def _shuffles_batches(combination: str) -> bool:

@@ -26,6 +26,7 @@ from regauge.defences.split import DEFENCES
 from regauge.results.findings import Figure, Results, Table
 
 LEAK = "SSIM"
+TITLE = "What a split server recovers"
 IMAGES = Quantity("images", "SSIM", 0.05, 0.6)
 TEXTS = Quantity("texts", "ROUGE-L", 0.05, 0.5, units="texts")
 LABELS = Quantity("labels", "", 0.05, 0.9, "%", "labels")
@@ -88,7 +89,7 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
 
     glossary = build_glossary([r.combination for r in case.rows], attacks)
     findings = tuple(build_findings(case, attacks, describe))
-    results = Results("What the server reads", findings, (table, glossary))
+    results = Results(TITLE, findings, (table, glossary))
     return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
 

@@ -103,7 +103,7 @@ def audit_texts(
 
     Args:
         case: The model and its data.
-        combinations: Combinations of defences; "none", the ceiling, is always added.
+        combinations: Combinations of defences; "none", the upper bound, is always added.
         attacks: The attacks to run.
         fail_above: The threshold of findings.
         length: The maximum number of tokens of a text.

@@ -262,7 +262,8 @@ def test_an_unrelated_model_is_not_reported_as_a_leak() -> None:
     results = audit_lock(LockCase(spec, locked, "permutation", base=stranger))
     assert results.findings[0].measure == "share explained"
     assert 0.01 < (results.findings[0].value or 0) < 0.99
-    assert "the weights; with -k KEY" in results.facts["verdict"][0]
+    assert "of the weights (shuffled weights: " in results.headline.text
+    assert results.headline.tone == "none"
     assert not any("of the lock away" in line for line in results.facts["verdict"])
     assert (results.findings[0].floor or 0) > 0.01  # nor does the floor forget it
     own = audit_lock(LockCase(spec, locked, "permutation", base=state), fail_above=0.5).findings[0]

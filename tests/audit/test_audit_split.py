@@ -387,11 +387,11 @@ def test_the_verdict_is_in_words() -> None:
         Case("faces", rows, {"the mean image": floor, "true patches in a random order": floor}),
         ATTACKS,
     )
-    assert [v.level for v in verdict] == ["leak", "none", "note", "note"]
+    assert [v.level for v in verdict] == ["leak", "partial", "note", "note"]
     assert verdict[0].text.startswith(
         "Images are revealed under none, rows: SSIM 1.00 by public embedding (a guess: 0.40)"
     )
-    assert verdict[1].text.startswith("Images are not revealed under noise=1: SSIM")
+    assert verdict[1].text.startswith("Images are partly revealed under noise=1: SSIM")
     assert (
         "SSIM goes from 1.00 to 1.00 (public embedding); against the paper's decoder alone from "
         "0.90 to 0.45" in verdict[2].text

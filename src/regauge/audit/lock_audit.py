@@ -266,12 +266,14 @@ def build_verdict(findings: Sequence[Finding]) -> list[Verdict]:
         )
     elif base.measure == EXPLAINED:
         # Not a share of the key: unrelated weights explain some of any weights.
+        shuffled = base.floor or 0.0
+        is_relative = base.value - shuffled > (1 - shuffled) / 2
         verdicts.append(
             Verdict(
                 f"The base that was tried, transformed by the guess, explains {base.value:.0%} of "
-                f"the weights (shuffled weights: {base.floor or 0.0:.0%}); with -k KEY the audit "
+                f"the weights (shuffled weights: {shuffled:.0%}); with -k KEY the audit "
                 "reports the share of the key.",
-                "unclear",
+                "leak" if is_relative else "unclear",
             )
         )
     else:

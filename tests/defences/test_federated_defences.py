@@ -412,7 +412,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert (number, count) == (2, 2)
     assert leak == exact == words == labels == 1.0
     assert floor < 0.5
-    assert results.headline.text.startswith("Texts are revealed in round 1: ROUGE-L")
+    assert results.headline.text.startswith("Texts are revealed in round 2: ROUGE-L 1.00")
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'unknown attack "least squares" on texts' in capsys.readouterr().err

@@ -69,6 +69,7 @@ Tensor = torch.Tensor
 MAX_CANDIDATES = 400  # candidate patches of the batch for membership, and as many of other images
 MAX_OWN_IMAGES = 500  # of the attacker, for statistics
 REHEARSALS = 4  # for the calibration of attacks
+GUESSES = 1000  # random batches behind the share of a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,17 +162,19 @@ class Attacker:
         inputs, labels = self.own.batch(np.arange(count) % len(self.own))
         return token_lists(Truth(inputs, inputs, labels), self.own.causal)
 
-    def label_counts(self, size: int) -> Tensor:
-        """Return the most likely number of labels of each class among so many samples.
+    def guess_labels(self, size: int) -> float:
+        """Return the share of the labels of an update that a guess by their frequencies gets.
 
-        It is the guess of an attacker that has no update.
+        It is the mean over random batches of its own labels, of this size.
         """
-        labels = self.own.batch(np.arange(min(MAX_OWN_IMAGES, len(self.own))))[1]
+        labels = self.own.batch(np.arange(min(MAX_OWN_IMAGES, len(self.own))))[1].cpu()
         expected = torch.bincount(labels, minlength=self.own.classes) / len(labels) * size
         counts = expected.floor()
         rest = size - int(counts.sum())
         counts[(expected - counts).topk(rest).indices] += 1
-        return counts.long()
+        rng = np.random.default_rng(0)
+        batches = (labels[rng.integers(0, len(labels), size)] for _ in range(GUESSES))
+        return statistics.fmean(label_recall(counts.long(), batch) for batch in batches)
 
 
 def audit_gradients(
@@ -434,9 +437,8 @@ def attack_updates(
         return Measured(share=shares, guess=0.5)
     if attack.kind == "labels":
         labels = [truth.labels for truth in truths]
-        counts = attacker.label_counts(len(labels[0]))
         shares = [label_recall(o, y) for o, y in zip(outputs, labels, strict=True)]
-        guess = statistics.fmean(label_recall(counts, y) for y in labels)
+        guess = attacker.guess_labels(len(labels[0]))
         return Measured(share=shares, guess=guess, count=sum(map(len, labels)))
     masks = [truth.puzzle.mask[0] for truth in truths if truth.puzzle is not None]
     shares = [float((o == m).double().mean()) for o, m in zip(outputs, masks, strict=False)]

@@ -46,7 +46,7 @@ from regauge.federated.states import digest_of, layout_of, load_state
 from regauge.models.resolve import spec_of
 from regauge.results.findings import load_results
 
-SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, lr=0.1)
+SETTINGS = Settings(clients=3, rounds=2, batch=4, steps=1, lr=0.1, optimizer="sgd", clip=0.0)
 KEY = bytes(32)
 
 
@@ -174,7 +174,12 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     start, run = tmp_path / "start", tmp_path / "run"
     fed.vit(num_labels=10).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
-    run_federated(source, Settings(clients=2, rounds=2, batch=1, steps=1, lr=0.1), run, record=True)
+    run_federated(
+        source,
+        Settings(clients=2, rounds=2, batch=1, steps=1, lr=0.1, optimizer="sgd"),
+        run,
+        record=True,
+    )
     out = tmp_path / "r.json"
     assert (
         main(
@@ -206,7 +211,15 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     hidden = tmp_path / "hidden"
     run_federated(
         source,
-        Settings(clients=2, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding",)),
+        Settings(
+            clients=2,
+            rounds=1,
+            batch=1,
+            steps=1,
+            lr=0.1,
+            optimizer="sgd",
+            defences=("freeze=embedding",),
+        ),
         hidden,
         record=True,
     )
@@ -303,7 +316,7 @@ def test_a_run_on_images_with_several_answers_is_attacked_by_what_needs_no_label
     source = Source(str(tmp_path / "start"), str(tmp_path / "data.npz"), mean=[0.3], std=[0.38])
     run_federated(
         source,
-        Settings(clients=2, rounds=1, batch=1, steps=1, lr=0.1),
+        Settings(clients=2, rounds=1, batch=1, steps=1, lr=0.1, optimizer="sgd"),
         tmp_path / "run",
         record=True,
     )
@@ -320,7 +333,13 @@ def test_a_server_practises_and_gets_past_frozen_layers(tmp_path: Path) -> None:
     fed.vit(num_labels=10, num_hidden_layers=2).save_pretrained(start)  # type: ignore[operator]
     source = Source(str(start), "digits", mean=[0.3], std=[0.38], test="digits")
     settings = Settings(
-        clients=6, rounds=1, batch=1, steps=1, lr=0.1, defences=("freeze=embedding,first",)
+        clients=6,
+        rounds=1,
+        batch=1,
+        steps=1,
+        lr=0.1,
+        optimizer="sgd",
+        defences=("freeze=embedding,first",),
     )
     run_federated(source, settings, run, record=True)
     closed = recorded(run, attacks=["least squares", "span"]).results.tables[0]
@@ -386,7 +405,16 @@ def test_an_audit_reads_the_texts_that_were_sent(
     run, out = tmp_path / "run", tmp_path / "r.json"
     run_federated(
         source,
-        Settings(clients=2, rounds=2, batch=1, steps=1, lr=0.1, jigsaw=jigsaw, probability=0.0),
+        Settings(
+            clients=2,
+            rounds=2,
+            batch=1,
+            steps=1,
+            lr=0.1,
+            optimizer="sgd",
+            jigsaw=jigsaw,
+            probability=0.0,
+        ),
         run,
         record=True,
     )
@@ -420,7 +448,10 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert "--gallery: only for runs on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
     run_federated(
-        source, Settings(clients=2, rounds=1, batch=8, steps=1, lr=0.1), many, record=True
+        source,
+        Settings(clients=2, rounds=1, batch=8, steps=1, lr=0.1, optimizer="sgd"),
+        many,
+        record=True,
     )
     table = recorded(many).results.tables[0]
     assert "fewer tokens than the model has channels" in table.note

@@ -489,6 +489,7 @@ def poisoned(value: Any, poison: str) -> Any:
             "ceiling",
             "spread",
             "trials",
+            "interval",
         }
         return {
             k if k in allowed else k + poison: v

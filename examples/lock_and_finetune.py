@@ -1,7 +1,7 @@
 """Fine-tune a locked model with PEFT. The weights stay locked, and the adapter is trained in the
 locked basis: neither is usable without the key.
 
-pip install 'regauge[models]' peft && python examples/lock_and_finetune.py       # some seconds
+pip install '.[models]' peft && python examples/lock_and_finetune.py       # some seconds
 """
 
 import tempfile

@@ -1,7 +1,7 @@
 """Split training with transformers' Trainer: the backbone is on a server; data, labels, embedding
 and head stay with the client. The Trainer needs no changes.
 
-    pip install 'regauge[models]' accelerate && python examples/split_trainer.py
+    pip install '.[models]' accelerate && python examples/split_trainer.py
 
 In this example the server runs in the same process, over the same wire format. Over a network:
 Server(host, "0.0.0.0:7000", tls=...) on the server, and connect(model, Grpc("server.example:7000",

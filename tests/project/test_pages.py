@@ -124,6 +124,28 @@ def test_the_code_of_the_concepts_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == "(kv.0 rep.0 qk.0) stream*\n"
 
 
+def test_options_in_the_guides_exist() -> None:
+    import typer
+
+    from regauge.cli.app import build_app, leaves_of
+
+    leaves = leaves_of(typer.main.get_command(build_app([])))
+    options = {
+        option
+        for _, command in leaves
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
+    assert {"--align", "--data"} <= options
+    options |= {"--database"}  # Flower's
+    for path in [*(DOCS / "guides").glob("*.md"), DOCS / "faq.md"]:
+        for line in path.read_text().splitlines():
+            if line.startswith((" ", "flower-", "python ")):  # other programs' commands
+                continue
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", line))
+            assert named <= options, (path.name, named - options)
+
+
 def test_nothing_of_the_machine_is_in_the_pages() -> None:
     places = [str(Path.home()), str(DOCS.parent), tempfile.gettempdir()]
     for path in [*PAGES, *DOCS.rglob("*.svg")]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import regauge
@@ -114,3 +115,22 @@ def test_data_are_read_before_anything_is_written(models: Path, run: Run, tmp_pa
     resealed = run("lock", models / "locked", "-k", models / "KEY", "--reseal", *DATA)
     assert resealed.code == 2
     assert "--data applies to a new lock" in resealed.err
+
+
+def test_a_multi_label_model(run: Run, tmp_path: Path) -> None:
+    """Attributes are columns of 0 and 1; the guess knows how frequent each is."""
+    model = fed.vit(num_labels=2, problem_type="multi_label_classification")
+    model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    generator = np.random.default_rng(0)
+    smiles, hats = np.arange(20) % 2, np.arange(20) % 5 == 0
+    images = generator.integers(0, 255, (20, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "faces.npz", image=images, smile=smiles, hat=hats.astype(np.int64))
+    data = ("--data", tmp_path / "faces.npz", "--mean", "0.5", "--std", "0.5")
+    code, out, _ = run("evaluate", tmp_path / "model", *data, "--attributes", "smile,hat")
+    assert code == 0
+    assert out.startswith(f"{tmp_path / 'faces.npz'}: 20 examples, 40 labels")
+    assert "guess: label frequencies" in out
+    assert "65.0 %" in out  # half of the smiles, and four of five without a hat
+    wrong = run("evaluate", tmp_path / "model", *data, "--attributes", "smile")
+    assert wrong.code == 1
+    assert "attributes must name the 2 outputs of the model, got 1 names" in wrong.err

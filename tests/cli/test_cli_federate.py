@@ -96,9 +96,11 @@ def test_a_run_that_ruins_its_model_is_loud(
     pixels = (60 * (inputs["pixel_values"][:, 0] + 1)).clip(0, 255).byte()
     np.savez(tmp_path / "bars.npz", image=pixels.numpy(), label=labels.numpy())
     data = regauge.DataSource(str(tmp_path / "bars.npz"), mean=(0.25,), std=(0.25,))
-    learning = regauge.federated.Settings(clients=1, rounds=1, epochs=30, lr=3e-3, batch=16)
+    learning = regauge.federated.Settings(clients=1, rounds=1, epochs=12, lr=5e-3, batch=16)
     model = fed.vit()
-    regauge.federated.run(model, data, settings=learning, test=data).save(tmp_path / "trained")
+    trained = regauge.federated.run(model, data, settings=learning, test=data)
+    assert trained.results.headline.text == "Training improved the model"
+    trained.save(tmp_path / "trained")
     command = ["federate", str(tmp_path / "trained"), "--data", data.uri, "--test", data.uri]
     command += ["--mean", "0.25", "--std", "0.25", "--clients", "2", "--rounds", "2"]
     ruin = ["--optimizer", "sgd", "--lr", "3", "--clip", "0"]
@@ -106,8 +108,9 @@ def test_a_run_that_ruins_its_model_is_loud(
     captured = capsys.readouterr()
     assert "warning: the model is worse than before training: start: accuracy" in captured.err
     assert "end is worse than start" in captured.out
-    (finding,) = load_results(tmp_path / "ruined" / "results.json").findings
-    assert finding.holds is False
+    results = load_results(tmp_path / "ruined" / "results.json")
+    assert [f.holds for f in results.findings] == [False]
+    assert results.headline.text == "Training made the model worse"
     assert main([*command, "-o", str(tmp_path / "run")]) == 0
     assert "warning" not in capsys.readouterr().err
 

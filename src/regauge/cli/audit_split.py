@@ -86,15 +86,7 @@ def split(
         ),
     ] = False,
     field: sample.Field = None,
-    attributes: Annotated[
-        str | None,
-        typer.Option(
-            "--attributes",
-            metavar="F,F",
-            help="Yes/no columns, for a multi-label model.",
-            rich_help_panel=options.DATA,
-        ),
-    ] = None,
+    attributes: sample.Attributes = None,
     data_split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
     length: sample.Length = None,

@@ -30,6 +30,7 @@ def evaluate(
     ] = False,
     samples: sample.Samples = None,
     field: sample.Field = None,
+    attributes: sample.Attributes = None,
     split: sample.Split = "test",
     tokenizer: sample.Tokenizer = None,
     length: sample.Length = None,
@@ -56,7 +57,9 @@ def evaluate(
     check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):
         raise typer.BadParameter("--control, --retrained and --passphrase-file require -k KEY")
-    source = sample.read_options(data, field, split, tokenizer, length, mean, std, samples)
+    reading = (data, field, split, tokenizer, length, mean, std, samples)
+    names = tuple(options.split_names(attributes) or ())
+    source = sample.read_options(*reading, attributes=names)
     import regauge
 
     set_threads(threads)

@@ -53,6 +53,15 @@ Split = Annotated[
         "--split", metavar="S", help="Split of a hub dataset.", rich_help_panel=options.DATA
     ),
 ]
+Attributes = Annotated[
+    str | None,
+    typer.Option(
+        "--attributes",
+        metavar="F,F",
+        help="Yes/no columns, for a multi-label model.",
+        rich_help_panel=options.DATA,
+    ),
+]
 Tokenizer = Annotated[
     str | None,
     typer.Option(

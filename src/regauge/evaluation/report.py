@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from regauge.data.evaluate import Score, perplexity_of
-from regauge.results.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Claim, Figure, Finding, Results, Table
 from regauge.results.views import ResultView
 
 SIGNIFICANCE = 2.0  # standard errors beyond which a difference is not chance
@@ -84,20 +84,20 @@ class Evaluation(ResultView):
         facts = {**self.facts, "verdict": [self.describe(name) for name in self.scores]}
         if self.notes:
             facts["notes"] = list(self.notes)
-        return Results("Evaluation", findings, (self._table(),), (self._figure(),), facts)
+        table, figure = self._table(), self._figure()
+        return Results("Evaluation", findings, (table,), (figure,), facts, claim=self._claim())
 
     def describe(self, name: str) -> str:
         """Return the score of a model in one sentence, with its baseline and its error."""
         score = self.scores[name]
-        if self.metric == "accuracy":
-            value, guess = _percent(score.accuracy), _percent(score.guess.accuracy)
-            text = f"accuracy {value}{_plus_minus(score.accuracy_error, _percent)}"
-        else:
-            value, guess = _short(score.perplexity), _short(perplexity_of(score.guess.loss))
-            text = f"perplexity {value} (loss {score.loss:.4f}"
-            text += f"{_plus_minus(score.loss_error, _four)} nats)"
-        verdict = ", no better than a guess" if not is_worse(score.guess, score) else ""
-        return f"{name}: {text}{verdict}; a guess has {guess}"
+        guess = score.guess
+        shown = (
+            _percent(guess.accuracy)
+            if self.metric == "accuracy"
+            else _short(perplexity_of(guess.loss))
+        )
+        verdict = ", no better than a guess" if not is_worse(guess, score) else ""
+        return f"{name}: {self._amount(score)}{verdict}; a guess has {shown}"
 
     @property
     def verdicts(self) -> tuple[str, ...]:
@@ -138,6 +138,31 @@ class Evaluation(ResultView):
 
     def _value(self, score: Score) -> str:
         return _percent(score.accuracy) if self.metric == "accuracy" else _short(score.perplexity)
+
+    def _claim(self) -> Claim:
+        """Return the headline: the score of one model, or the best of several."""
+        best = self.scores[self.best]
+        guess = best.guess.accuracy if self.metric == "accuracy" else perplexity_of(best.guess.loss)
+        text = f"{self.best} has {self._amount(best)}"
+        if len(self.scores) > 1:
+            rank = "highest" if self.metric == "accuracy" else "lowest"
+            text = f"{self.best} has the {rank} {self.metric} of {len(self.scores)} models"
+        shown = _percent(guess) if self.metric == "accuracy" else _short(guess)
+        return Claim(
+            text,
+            "none",
+            self._value(best),
+            f"{self.metric} on {len(best):,} examples; a guess without input has {shown}",
+            "; ".join(self.verdicts) + "." if self.verdicts else "",
+        )
+
+    def _amount(self, score: Score) -> str:
+        """Return the metric of a score in words, with its error."""
+        if self.metric == "accuracy":
+            error = _plus_minus(score.accuracy_error, _percent)
+            return f"accuracy {_percent(score.accuracy)}{error}"
+        error = _plus_minus(score.loss_error, _four)
+        return f"perplexity {_short(score.perplexity)} (loss {score.loss:.4f}{error} nats)"
 
     def _finding(self, name: str) -> Finding:
         score = self.scores[name]

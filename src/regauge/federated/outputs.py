@@ -15,7 +15,7 @@ import torch
 from regauge.checkpoints.files import OWNER, copy_file, staged_folder, write_bytes
 from regauge.checkpoints.plan import check_new, existing_files, model_mode
 from regauge.errors import FederatedError, QualityWarning
-from regauge.evaluation.report import Evaluation
+from regauge.evaluation.report import Evaluation, is_worse
 from regauge.federated.aggregation import Memory
 from regauge.federated.client import unwrap
 from regauge.federated.defences import DELTA, client_epsilon, read_defences
@@ -24,7 +24,7 @@ from regauge.federated.settings import Settings
 from regauge.federated.state_store import Round, RunState
 from regauge.jigsaw import MaskedJigsaw
 from regauge.models.load import quiet
-from regauge.results.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Claim, Figure, Finding, Results, Table
 from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
@@ -270,7 +270,30 @@ def build_results(finished: FederatedRun) -> Results:
         tables.append(evaluation.results.tables[0])
         facts["verdict"] = evaluation.results.facts["verdict"]
         findings = (_find_loss(finished, evaluation),)
-    return Results("A federated run", findings, tuple(tables), figures, facts)
+    claim = None if finished.evaluation is None else _claim(finished, finished.evaluation)
+    return Results("A federated run", findings, tuple(tables), figures, facts, claim=claim)
+
+
+def _claim(finished: FederatedRun, evaluation: Evaluation) -> Claim | None:
+    """Return the headline: what training changed, if the server can measure it."""
+    if finished._has_client_models:
+        return None
+    start, end = evaluation.scores["start"], evaluation.scores["end"]
+    is_accuracy = evaluation.metric == "accuracy"
+    if finished.is_worse:
+        text, tone = "Training made the model worse", "bad"
+    elif is_worse(start, end):
+        text, tone = "Training improved the model", "good"
+    else:
+        text, tone = "Training changed the model by less than chance explains", "none"
+    before, after = (
+        f"{100 * score.accuracy:.1f} %" if is_accuracy else f"{score.perplexity:,.2f}"
+        for score in (start, end)
+    )
+    label = f"{evaluation.metric} on the test data after training; before: {before}"
+    clients = f"{finished.settings.clients} clients, {finished.settings.strategy}"
+    sentence = f"{len(completed_rounds(finished.history))} rounds of {clients}."
+    return Claim(text, tone, after, label, sentence)
 
 
 def _find_loss(finished: FederatedRun, evaluation: Evaluation) -> Finding:

@@ -146,6 +146,37 @@ def test_options_in_the_guides_exist() -> None:
             assert named <= options, (path.name, named - options)
 
 
+def is_there(path: str) -> bool:
+    """Whether a dotted name below regauge is a module or a name in one."""
+    import importlib
+
+    parts = path.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value: object = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for name in parts[count:]:
+            if not hasattr(value, name):
+                return False
+            value = getattr(value, name)
+        return True
+    return False
+
+
+def test_names_in_the_guides_exist() -> None:
+    assert not is_there("regauge.mach")
+    assert not is_there("regauge.audit.knot")
+    for path in [*(DOCS / "guides").glob("*.md"), DOCS / "faq.md"]:
+        text = path.read_text()
+        names = set(re.findall(r"(?<![/\w])regauge(?:\.\w+)+(?![\w/])", text))
+        for module, imported in re.findall(r"^from (regauge[\w.]*) import (.+)$", text, re.M):
+            names |= {f"{module}.{name.strip()}" for name in imported.split(",")}
+        for name in names:
+            if not name.startswith("regauge.federated.flower"):  # needs Flower
+                assert is_there(name), (path.name, name)
+
+
 def test_nothing_of_the_machine_is_in_the_pages() -> None:
     places = [str(Path.home()), str(DOCS.parent), tempfile.gettempdir()]
     for path in [*PAGES, *DOCS.rglob("*.svg")]:

@@ -129,7 +129,14 @@ DRAWN = (
     "split/leaks",
 )
 # Slow even on pico models; their parts are tested in files of their own.
-LONG = ("000/table6", "003/table2", "003/figure3", "003/barriers", "federated/training")
+LONG = (
+    "000/table6",
+    "003/table2",
+    "003/figure3",
+    "003/barriers",
+    "federated/fusion",
+    "federated/training",
+)
 
 
 @pytest.mark.parametrize(

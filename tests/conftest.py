@@ -20,20 +20,26 @@ torch.set_num_threads(1)
 # Files are handed out whole, in this order: the longest first, so that no worker is left with one
 # at the end.
 LONG = (
-    "verify",
-    "mutants",
     "paper_tables",
     "split_faults",
-    "families",
     "cli_move",
+    "families",
+    "verify",
+    "mutants",
+    "cut",
+    "report",
     "authorize",
     "match",
     "paper_003",
-    "action",
-    "barriers",
-    "cli_lock",
-    "cli_merge",
-    "cut",
+    "completeness",
+    "docstrings",
+    "real_weights",
+    "readme",
+    "audit_split",
+    "statistics",
+    "wrapper",
+    "federated_experiments",
+    "verify_real",
 )
 
 

@@ -236,7 +236,7 @@ def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[A
         f"{outcome.values['attacked']} of them, with {outcome.values['own']} images of the "
         "attacker's own"
     )
-    return Case(subject.name, tuple(rows), outcome.values["floors"], outcome.tensors["true"])
+    return Case(subject.name, tuple(rows), outcome.values["floors"], shown=outcome.tensors["true"])
 
 
 def _row(

@@ -136,7 +136,7 @@ LINEAR = (
         (LINEAR + "out_dtyp: float16", 7, 'has no "out_dtyp"'),
         (LINEAR + "dtype: int8", 7, 'float64, got "int8"'),
         (LINEAR + "modules: {}", 7, '"modules" is not supported'),
-        (LINEAR + "chat_template: auto", 7, '"chat_template" is not supported'),
+        (LINEAR + "chat_template: [a]", 7, "chat_template must be one value"),
         (LINEAR + "slices: []", 1, "either models: or slices:"),
         (LINEAR + "dtype: float16\ndtype: float32", 8, '"dtype" must not be repeated'),
         (LINEAR.replace("{weight: 1}", "{wieght: 1}", 1), 4, 'has no "wieght"'),

@@ -74,6 +74,15 @@ def merge(
             help="Vocabulary of the output, if vocabularies differ.",
         ),
     ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            "--chat-template",
+            metavar="auto|chatml|FILE",
+            help="Chat template of the output; auto: the models' most common. Default: the base's.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = None,
     align: Annotated[
         bool,
         typer.Option("--align", help="Align every model with the base, or with A, before merging."),
@@ -164,11 +173,12 @@ def merge(
     shard_bytes = _parse_size(shard_size)
     is_recipe = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if is_recipe and any(
-        value is not None for value in (method, base, weight, parameter, dtype, tokenizer, data)
+        value is not None
+        for value in (method, base, weight, parameter, dtype, tokenizer, chat_template, data)
     ):
         raise typer.BadParameter(
             "the recipe defines the merge: set --method, --base, --weight, --set, --dtype, "
-            "--tokenizer or --data there"
+            "--tokenizer, --chat-template or --data there"
         )
     if not is_recipe and len(models) < 2 and base is None:
         raise typer.BadParameter("pass two or more models, or a recipe (RECIPE.yaml)")
@@ -214,6 +224,7 @@ def merge(
                 parameters=_parse_settings(parameter),
                 dtype=dtype,
                 tokenizer=tokenizer,
+                chat_template=chat_template,
                 seed=seed,
                 force=force,
                 shard_bytes=shard_bytes,

@@ -57,6 +57,9 @@ class MergeOptions:
         parameters: parameters of the method: {"density": 0.5}; a list runs along the layers.
         dtype: the dtype of the output; by default that of the base, or of the first model.
         tokenizer: the vocabulary of the output if vocabularies differ: "base", "union" or a model.
+        chat_template: the chat template of the output: "auto" (the most common one of the models),
+            "chatml", a .jinja file or the template itself. By default that of the base or of the
+            first model.
         seed: the seed of randomized methods.
         force: merge models that share no basis, or of different kinds, unaligned.
         shard_bytes: the largest size of an output file.
@@ -70,6 +73,7 @@ class MergeOptions:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     dtype: str | None = None
     tokenizer: str | None = None
+    chat_template: str | None = None
     seed: int = 0
     force: bool = False
     shard_bytes: int = SHARD_BYTES
@@ -293,11 +297,12 @@ def merge(
             )
         models = read_recipe(Path(models))
     if isinstance(models, Recipe):
-        given = (method, base, weights, data, chosen.dtype, chosen.tokenizer)
+        texts = (chosen.dtype, chosen.tokenizer, chosen.chat_template)
+        given = (method, base, weights, data, *texts)
         if chosen.parameters or any(value is not None for value in given):
             raise MergeError(
-                "the recipe defines the merge: method, base, weights, parameters, dtype, tokenizer "
-                "and data must be set there"
+                "the recipe defines the merge: method, base, weights, parameters, dtype, "
+                "tokenizer, chat_template and data must be set there"
             )
         recipe = models
         if align and recipe.align is None:
@@ -372,6 +377,7 @@ def build_recipe(
         "parameters": dict(options.parameters) or None,
         "dtype": options.dtype,
         "tokenizer_source": options.tokenizer,
+        "chat_template": options.chat_template,
         "align": align or None,
         "data": None if data is None else _data_section(data),
     }

@@ -43,6 +43,7 @@ from regauge.merging.basis import (
     untie_alike,
 )
 from regauge.merging.card import model_card
+from regauge.merging.chat_template import CONFIG_FILE, resolve_template, template_files
 from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
 from regauge.merging.methods import METHODS, MergeInput, TensorOrBlocks
 from regauge.merging.recipes import Recipe
@@ -77,6 +78,7 @@ class Merge:
         statistics: statistics of each model, for methods that need data.
         notes: remarks for the user.
         digests: digests of the data.
+        chat_template: the chat template of the output; None leaves the donor's.
     """
 
     recipe: Recipe
@@ -90,6 +92,7 @@ class Merge:
     statistics: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
+    chat_template: str | None = None
 
     @property
     def anchor(self) -> Model:
@@ -132,11 +135,27 @@ def open_merge(
     donor = models[recipe.base or recipe.slices[0].sources[0].model]
     outputs = lay_out(recipe, models, donor, force=force)
     merge = Merge(
-        recipe, models, donor, outputs, plan_token_tables(recipe, models, donor), seed, force, {}
+        recipe,
+        models,
+        donor,
+        outputs,
+        plan_token_tables(recipe, models, donor),
+        seed,
+        force,
+        {},
+        chat_template=_chat_template(recipe, models),
     )
     for output in outputs:
         _resolve_parameters(merge, output)  # raises if a parameter is missing
     return merge
+
+
+def _chat_template(recipe: Recipe, models: Mapping[str, Model]) -> str | None:
+    """Return the text of the chat template that the recipe chooses, if it chooses one."""
+    if recipe.chat_template is None:
+        return None
+    folders = [m.checkpoint.path for m in models.values() if m.checkpoint.is_folder]
+    return resolve_template(recipe.chat_template, folders)
 
 
 def _open_model(key: str, source: ModelSource | None = None, spec: Spec | None = None) -> Model:
@@ -267,6 +286,12 @@ def plan_merge(
             name: path for name, path in copies.items() if name not in TOKENIZER_FILES
         } | dict(merge.tables.copies)
         small |= merge.tables.files
+    if merge.chat_template is not None:
+        config = copies.get(CONFIG_FILE)
+        small |= template_files(
+            merge.chat_template, small.get(CONFIG_FILE) or (config and config.read_bytes()) or None
+        )
+        copies = {name: path for name, path in copies.items() if name not in small}
     thunks: dict[str, Callable[[], TensorOrBlocks]] = {
         output.name: partial(_merge_output, merge, output) for output in merge.outputs
     }

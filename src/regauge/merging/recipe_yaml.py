@@ -53,12 +53,12 @@ _RECIPE_KEYS = (
     "out_dtype",
     "tokenizer_source",
     "tokenizer",
+    "chat_template",
     "align",
     "data",
 )
 _UNSUPPORTED = {
     "modules": "merge the modules of a model one by one",
-    "chat_template": "write the template into the output's tokenizer_config.json",
     "residual_weight": "leave it out: mergekit does not read it either",
     "tokens": "only source and pad_to_multiple_of are read",
 }
@@ -191,6 +191,9 @@ class _Parser:
             self.origin,
             tuple(self.notes),
             data,
+            None
+            if _is_absent(keys.get("chat_template"))
+            else str(self.scalar(keys["chat_template"], "chat_template")),
         )
         self.check_models(recipe, node)
         return recipe
@@ -610,6 +613,11 @@ def _line(node: Any) -> int:
 def _is_null(node: Any) -> bool:
     """Return whether a node is null."""
     return bool(node.tag == "tag:yaml.org,2002:null")
+
+
+def _is_absent(node: Any) -> bool:
+    """Return whether a key is missing, or null."""
+    return node is None or _is_null(node)
 
 
 def _suggest(name: str, known: Any) -> str | None:

@@ -121,6 +121,7 @@ class Recipe:
     origin: str
     notes: tuple[str, ...] = ()
     data: DataSource | None = None
+    chat_template: str | None = None
 
     def data_for(self, model: str) -> DataSource | None:
         """Return the data of a model: its own, or those of all."""

@@ -278,21 +278,21 @@ class Case:
         name: The name in tables and findings.
         rows: One row for each combination; the first is undefended.
         floors: The scores of the baselines; the first is that of findings.
-        metric: The metric of leakage.
-        subject: What is recovered: "images" or "texts".
         shown: The true images of the gallery.
         batches: Further rows by batch size, for a curve.
         stages: Further rows by stage of training, for a curve.
+        metric: The metric of leakage.
+        subject: What is recovered: "images" or "texts".
     """
 
     name: str
     rows: tuple[Row, ...]
     floors: Mapping[str, Scores]
-    metric: str = "SSIM"
-    subject: Literal["images", "texts"] = "images"
     shown: Tensor | None = None
     batches: Mapping[int, Row] = field(default_factory=dict)
     stages: Mapping[str, Sequence[Row]] = field(default_factory=dict)
+    metric: str = "SSIM"
+    subject: Literal["images", "texts"] = "images"
 
     def row(self, combination: str) -> Row:
         """Return the row of a combination."""

@@ -237,11 +237,11 @@ def audit_gradients(
     steps.finish()
     if case.is_text:
         floors = {ANOTHER_TEXT: score_other_texts(case)}
-        measured = Case(case.name, rows, floors, "ROUGE-L", "texts")
+        measured = Case(case.name, rows, floors, metric="ROUGE-L", subject="texts")
         return apply_verdicts(report.build_text_results(measured, attacks), fail_above)
     shown = to_pixels(case, _first_victims(case, pictures)) if pictures else None
     floors = score_baselines(case, lpips)
-    measured = Case(case.name, rows, floors, report.LEAK, "images", shown, sizes, stages)
+    measured = Case(case.name, rows, floors, shown, sizes, stages, metric=report.LEAK)
     unchecked = [*skipped]
     if lpips is None:
         unchecked = ["LPIPS: the weights of AlexNet were not given (--lpips)", *skipped]

@@ -201,7 +201,13 @@ class Texts:
         """Return the measurements with their baselines, and the results."""
         pairs = zip(self.own.tolist(), self.texts.tolist(), strict=False)
         floor = merge_scores([score_texts([own], [text]) for own, text in pairs])
-        measured = Case(self.case.name, tuple(rows), {ANOTHER_TEXT: floor}, "ROUGE-L", "texts")
+        measured = Case(
+            self.case.name,
+            tuple(rows),
+            {ANOTHER_TEXT: floor},
+            metric="ROUGE-L",
+            subject="texts",
+        )
         return measured, report.build_text_results(measured, attacks)
 
 

@@ -763,3 +763,25 @@ def test_kinds_and_spaces_are_checked() -> None:
     with pytest.raises(ElementError, match=r'within must be one of .*, got "rotation"'):
         element(SPEC, 1, within="rotation")  # type: ignore[arg-type]
     assert set(element(SPEC, 1, spaces="h").members) == {"h"}
+
+
+def test_the_rotation_of_one_head() -> None:
+    """`g["qk.1"].matrix(head=2)` is what multiplies the queries of that head."""
+    model = build("gpt2")
+    spec = spec_of(model)
+    g = element(spec, 3, spaces=["qk.1"])
+    rotation = torch.from_numpy(g["qk.1"].matrix(head=2))
+    name = "transformer.h.1.attn.c_attn.weight"
+    before, after = (
+        state[name][:, 8:12] for state in (model.state_dict(), apply(g, model.state_dict()))
+    )
+    torch.testing.assert_close(after, before @ rotation.T)
+    assert (g["stream"].matrix() == np.eye(12)).all(), "the identity where it has no member"
+    with pytest.raises(ElementError, match=r"head must be from 0 to 2 for qk\.1, got None"):
+        g["qk.1"].matrix()
+    with pytest.raises(ElementError, match="got 3"):
+        g["qk.1"].matrix(head=3)
+    with pytest.raises(ElementError, match="several spaces"):
+        g["qk"]
+    with pytest.raises(ElementError, match="no space"):
+        g["nothing"]

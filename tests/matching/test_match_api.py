@@ -164,6 +164,38 @@ def test_generated_text_matches_modules_by_activations(folders: tuple[Path, Path
     assert matched.distance < 1e-3
 
 
+def test_a_shared_basis_needs_no_search(
+    folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = regauge.load_model(folders[0])
+    with torch.no_grad():
+        for p in near.parameters():
+            p.add_(0.05 * torch.randn_like(p))
+    deep = regauge.compare(folders[0], near, deep=True)
+    assert deep.verdict == "same basis"
+    assert deep.comparison.cosines[1] is not None
+
+    def search(*arguments: object, **more: object) -> None:
+        raise AssertionError("searched")
+
+    monkeypatch.setattr("regauge.matching.compare.match_states", search)
+    fast = regauge.compare(folders[0], near)
+    assert fast.verdict == "same basis"
+    assert fast.comparison.cosines[1:] == (None, None)
+    assert "matched" not in str(fast).replace("unmatched", "")
+    assert "By layer" in fast.to_html()
+    assert [f.id for f in fast.results.findings] == ["basis/unmatched"]
+    with torch.no_grad():  # a tenth of the neurons of one layer in another order
+        layer = near.transformer.h[0].mlp
+        order = torch.arange(layer.c_fc.weight.shape[1])
+        order[:8] = order[:8].roll(1)
+        layer.c_fc.weight.copy_(layer.c_fc.weight[:, order])
+        layer.c_fc.bias.copy_(layer.c_fc.bias[order])
+        layer.c_proj.weight.copy_(layer.c_proj.weight[order])
+    with pytest.raises(AssertionError, match="searched"):
+        regauge.compare(folders[0], near)
+
+
 def test_fingerprints_of_all_sources_agree(folders: tuple[Path, Path]) -> None:
     first = regauge.fingerprint(folders[0])
     assert first.is_same(regauge.fingerprint(regauge.load_model(folders[0])))

@@ -277,6 +277,12 @@ def compare(
     stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
     sweeps: Sweeps = 3,
+    deep: Annotated[
+        bool,
+        typer.Option(
+            "--deep", help="Match also models that share a basis as they stand, with a control."
+        ),
+    ] = False,
     shared_tokens: SharedTokens = False,
     spec: options.SpecFile = None,
     seed: Annotated[int, options.seed_option("Seed of the control.")] = 0,
@@ -305,6 +311,7 @@ def compare(
                 within=group.value,
                 sweeps=sweeps,
             ),
+            deep=deep,
             seed=seed,
             facts=facts_of_run(),
             progress=progress,

@@ -15,7 +15,7 @@ import numpy as np
 
 from regauge.core.check import Fault, invertible
 from regauge.core.groups import KINDS, Kind
-from regauge.core.members import Member, permutation_index
+from regauge.core.members import Member, SpaceMember, permutation_index
 from regauge.core.rng import Ints, Stream, secret_of
 from regauge.core.spec import Spec
 from regauge.errors import ElementError
@@ -35,6 +35,8 @@ class Element:
         >>> back = regauge.apply(~g, moved)
         >>> all(torch.equal(back[name], t) for name, t in model.state_dict().items())
         True
+        >>> regauge.element(regauge.spec_of(model), 0)["qk.1"].matrix(head=2).shape
+        (4, 4)
     """
 
     spec: Spec
@@ -59,6 +61,15 @@ class Element:
             elif a is not None or b is not None:
                 members[name] = a or b  # type: ignore[assignment]
         return Element(self.spec, members)
+
+    def __getitem__(self, name: str) -> SpaceMember:
+        """Return what the element does on a space; the identity if it has no member there."""
+        space = self.spec.spaces.get(name)
+        if space is None:
+            match_spaces(self.spec, [name])  # raises if there is no such space at all
+            raise ElementError(f'"{name}" names several spaces', hint=f"name one, as {name}.0")
+        member = self.members.get(name) or space.group.identity(space.size, self.spec.count(name))
+        return SpaceMember(name, member, space.over)
 
     def __invert__(self) -> Element:
         members: dict[str, Member] = {}

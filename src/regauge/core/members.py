@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from regauge.core.rng import Floats, Ints
+from regauge.errors import ElementError
 
 Complexes = npt.NDArray[np.complex128]
 Layout = Literal["half", "interleaved"]
@@ -175,6 +176,52 @@ class Planes:
 
 
 Member = Monomial | Dense | Planes
+
+
+@dataclass(frozen=True)
+class SpaceMember:
+    """What an element does on one space: `element["qk.2"]`.
+
+    Attributes:
+        name: The name of the space.
+        member: The group members, one for each place of the parent space.
+        parent: The parent space, such as "head.2"; None if there is none.
+    """
+
+    name: str
+    member: Member
+    parent: str | None = None
+
+    def matrix(self, head: int | None = None) -> Floats:
+        """Return the matrix that multiplies coordinates of the space.
+
+        The other side of a product (keys, for queries) is multiplied by its inverse transpose.
+
+        Args:
+            head: The head, or the place in another parent space, counted before the element
+                permutes heads. Required if there are several.
+
+        Returns:
+            A matrix of the size of the space.
+
+        Raises:
+            ElementError: `head` is missing, or out of range.
+
+        Example:
+            >>> g = regauge.element(regauge.spec_of(model), 0)
+            >>> g["qk.1"].matrix(head=2).shape
+            (4, 4)
+            >>> g["stream"].matrix().shape
+            (12, 12)
+        """
+        count = self.member.count
+        place = 0 if head is None and count == 1 else head
+        if place is None or not 0 <= place < count:
+            raise ElementError(
+                f"head must be from 0 to {count - 1} for {self.name}, got {head}",
+                hint=f"it counts the places of {self.parent}" if self.parent else None,
+            )
+        return np.asarray(self.member.matrix()[place])
 
 
 def is_exact(member: Member) -> bool:

@@ -20,7 +20,7 @@ from regauge.core.spec import Spec
 from regauge.core.threads import limited_threads, within_threads
 from regauge.errors import MatchError
 from regauge.matching import Match
-from regauge.matching.compare import Comparison, compare_states
+from regauge.matching.compare import Comparison, compare_states, compare_unmatched
 from regauge.matching.live_pair import LivePair, describe_inputs, digest_of_inputs
 from regauge.matching.paired import match_pair
 from regauge.matching.pairs import STREAMS, Pair, Stream, open_pair
@@ -415,6 +415,7 @@ def compare(
     spec: Spec | str | Path | None = None,
     shared_tokens: bool = False,
     options: MatchOptions | None = None,
+    deep: bool = False,
     seed: int = 0,
     facts: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
@@ -427,6 +428,7 @@ def compare(
         spec: a spec or spec file for both; by default that of their family.
         shared_tokens: compare by the shared tokens of two different vocabularies.
         options: options of the search; by default three sweeps.
+        deep: match also two models that share a basis as they stand, with a shuffled control.
         seed: the seed of the shuffled control.
         facts: further facts of the run, for the report.
         progress: the progress callback.
@@ -444,14 +446,19 @@ def compare(
     """
     chosen = resolve_options(options, MatchOptions(sweeps=3))
     pair = _open(a, b, spec, shared_tokens, chosen)
-    comparison = compare_states(
-        pair.spec,
-        *pair.states,
-        seed=seed,
-        rows=pair.rows,
-        progress=progress,
-        **chosen.for_search(),
-    )
+    comparison = None
+    if not deep:
+        plain = pair.unfolded() if pair.is_folded else pair
+        comparison = compare_unmatched(plain.spec, *plain.states, rows=pair.rows)
+    if comparison is None:
+        comparison = compare_states(
+            pair.spec,
+            *pair.states,
+            seed=seed,
+            rows=pair.rows,
+            progress=progress,
+            **chosen.for_search(),
+        )
     facts = {
         **(facts or {}),
         **_names_of(a, b, pair),

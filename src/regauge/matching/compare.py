@@ -8,7 +8,8 @@ what matching finds between unrelated models.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +21,16 @@ from regauge.core.spec import Spec
 from regauge.matching import Match, SharedRows, layers_of, match_states
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, state_invariants
+from regauge.matching.preparation import require_pair
+from regauge.matching.result import SearchLog
 
 # Two models at a smaller relative distance are equal: the rounding of half precision.
 MAX_ROUNDING = 1e-3
 MIN_COSINE = 0.5  # a cosine above which two models have a common ancestor
+MIN_SIMILAR_SHARE = 0.9  # the share of rows, and of columns, that must be similar
+MIN_SUMMANDS = 8  # a cosine of fewer numbers says nothing
+EQUAL = "The two are equal, number for number."
+ROUNDING = "The two are one model up to rounding. They share a basis without matching."
 MIN_COSINE_RATIO = 0.98  # unmatched over matched cosine, for models in one basis
 
 
@@ -35,25 +42,102 @@ class Comparison:
         verdict: "equal", "same basis", "same model, transformed", "related" or "unrelated".
         explanation: the verdict in sentences.
         cosines: cosines of the matrices: unmatched, matched, and by chance (matched after
-            shuffling).
+            shuffling). None if the two were not matched.
         match: the match.
         layers: cosines and distances, each unmatched and matched, by layer.
-        relative_invariant_distance: the distance of the invariants, as a share of b's.
+        relative_invariant_distance: the distance of the invariants, as a share of b's; None if the
+            two were not matched.
         fixed_shares: the share of each space that stays in place.
     """
 
     verdict: str
     explanation: str
-    cosines: tuple[float, float, float]
+    cosines: tuple[float, float | None, float | None]
     match: Match
-    layers: Mapping[str, tuple[float, float, float, float]]
-    relative_invariant_distance: float
+    layers: Mapping[str, tuple[float, float | None, float, float | None]]
+    relative_invariant_distance: float | None
     fixed_shares: Mapping[str, float]
 
     @property
     def shares_basis(self) -> bool:
         """Whether the two share a basis without matching."""
         return self.verdict in ("equal", "same basis")
+
+
+def compare_unmatched(
+    spec: Spec,
+    a: State,
+    b: State,
+    *,
+    rows: Mapping[str, SharedRows] | None = None,
+) -> Comparison | None:
+    """Compare two states without a search, in one pass over both.
+
+    Args:
+        spec: the spec of both models, with norms as stored.
+        a: the first state.
+        b: the second state.
+        rows: the rows that two tables have in common, for models with different vocabularies.
+
+    Returns:
+        The comparison if the two are equal or share a basis: if most rows and columns of every
+        matrix are similar. None if only a search can tell.
+    """
+    require_pair(spec, a, b, rows or {})
+    costs, unit = Costs(spec, a, b, rows=rows), identity(spec)
+    products = _inner_products(costs, unit)
+    cosine = _total_cosine(products)
+    unmatched = SearchLog(costs, time.monotonic()).result(unit)
+    if unmatched.relative_distance >= MAX_ROUNDING:
+        # a fine-tune may have trained a head of its own
+        names = [name for name in products if spec.parts.get(name) != "head"]
+        if cosine < MIN_COSINE or not all(_is_similar(costs, name, products) for name in names):
+            return None
+    if unmatched.distance_before == 0:
+        verdict, explanation = "equal", EQUAL
+    elif unmatched.relative_distance < MAX_ROUNDING:
+        verdict, explanation = "same basis", ROUNDING
+    else:
+        verdict = "same basis"
+        explanation = (
+            f"The two share a basis without matching (cosine {cosine:.3f}; most rows and columns "
+            "of every matrix are similar). They merge without matching."
+        )
+    layers = _layer_rows(spec, unmatched, products, products)
+    return Comparison(
+        verdict,
+        explanation,
+        (cosine, None, None),
+        unmatched,
+        {label: (row[0], None, row[2], None) for label, row in layers.items()},
+        None,
+        {},
+    )
+
+
+def _is_similar(costs: Costs, name: str, products: Mapping[str, Any]) -> bool:
+    """Return whether most rows, and most columns, of a matrix are similar in both models."""
+    cosine = _total_cosine({name: products[name]})
+    if cosine < MIN_COSINE:
+        return False
+    y, x = (t.reshape(len(t), -1) for t in costs.tensor_pair(name, identity(costs.spec)))
+    return all(
+        is_mostly_above([p.sum(dim).double() for p in (y * x, y * y, x * x)], cosine / 2)
+        for dim, size in ((0, y.shape[0]), (1, y.shape[1]))
+        if size >= MIN_SUMMANDS
+    )
+
+
+def is_mostly_above(sums: Sequence[Any], threshold: float) -> bool:
+    """Return whether most cosines are at least `threshold`.
+
+    Args:
+        sums: sums of products and of both squares, by row or by column.
+        threshold: the smallest cosine that counts.
+    """
+    product, x, y = sums
+    cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
+    return float((cosines >= threshold).double().mean()) >= MIN_SIMILAR_SHARE
 
 
 def compare_states(
@@ -244,12 +328,9 @@ def _decide_verdict(
     unmatched, matched, chance = cosines
     size = math.sqrt(max(sum(result.size.values()), 1e-300))
     if result.distance_before == 0:
-        return "equal", "The two are equal, number for number."
+        return "equal", EQUAL
     if result.distance_before / size < MAX_ROUNDING:
-        return (
-            "same basis",
-            "The two are one model up to rounding. They share a basis without matching.",
-        )
+        return "same basis", ROUNDING
     if result.relative_distance < MAX_ROUNDING:
         return "same model, transformed", (
             "The two are one model in two bases: the element that was found transforms the one "

@@ -140,40 +140,46 @@ def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, A
     from regauge.results.findings import Figure, Finding, Results, Table
 
     unmatched, matched, chance = comparison.cosines
-    findings = (
+    findings: tuple[Finding, ...] = (
         Finding(
             "basis/unmatched",
             "the two share a basis unmatched",
             None,
             unmatched,
-            chance,
+            0.0 if chance is None else chance,
             1.0,
             comparison.explanation,
             measure="cosine of the matrices",
         ),
-        Finding(
-            "basis/matched",
-            "the two share a basis after a match",
-            None,
-            matched,
-            chance,
-            1.0,
-            f"cosine {matched:.3f} after matching; the control, shuffled weights, reaches "
-            f"{chance:.3f}",
-            measure="cosine of the matrices",
-        ),
-        Finding(
-            "basis/invariant",
-            "invariants under every symmetry",
-            None,
-            comparison.relative_invariant_distance,
-            0.0,
-            None,
-            "invariants (spectra, products of heads, sorted gains) differ by "
-            f"{comparison.relative_invariant_distance:.2%} of B's",
-            measure="relative distance",
-        ),
     )
+    if matched is not None and chance is not None:
+        findings += (
+            Finding(
+                "basis/matched",
+                "the two share a basis after a match",
+                None,
+                matched,
+                chance,
+                1.0,
+                f"cosine {matched:.3f} after matching; the control, shuffled weights, reaches "
+                f"{chance:.3f}",
+                measure="cosine of the matrices",
+            ),
+        )
+    if comparison.relative_invariant_distance is not None:
+        findings += (
+            Finding(
+                "basis/invariant",
+                "invariants under every symmetry",
+                None,
+                comparison.relative_invariant_distance,
+                0.0,
+                None,
+                "invariants (spectra, products of heads, sorted gains) differ by "
+                f"{comparison.relative_invariant_distance:.2%} of B's",
+                measure="relative distance",
+            ),
+        )
     by_layer = Table(
         "By layer",
         ("layer", "cosine", "cosine, matched", "distance", "distance, matched"),
@@ -185,17 +191,13 @@ def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, A
         tuple(comparison.fixed_shares.items()),
         "Of a permutation the share of fixed points; of a matrix the mean diagonal.",
     )
+    cosines = {"unmatched": [v[0] for v in comparison.layers.values()]}
+    if matched is not None:
+        cosines["matched"] = [v[1] or 0.0 for v in comparison.layers.values()]
     figure = Figure(
         "Cosine by layer",
         "bars",
-        {
-            "labels": list(comparison.layers),
-            "y": {
-                "unmatched": [v[0] for v in comparison.layers.values()],
-                "matched": [v[1] for v in comparison.layers.values()],
-            },
-            "ylabel": "cosine",
-        },
+        {"labels": list(comparison.layers), "y": cosines, "ylabel": "cosine"},
     )
     verdict = {
         "verdict": comparison.verdict,
@@ -220,16 +222,22 @@ def format_comparison(comparison: Comparison, results: Results) -> str:
     from regauge.results.report import format_number
 
     table = results.tables[0]
-    rows = [table.columns, *(tuple(format_number(c) for c in row) for row in table.rows)]
-    unmatched, matched, chance = comparison.cosines
-    lines = [results.title, "", format_columns(rows, right=(1, 2, 3, 4)), ""]
-    lines += [
-        (
-            f"cosine of the matrices: {unmatched:.4f} unmatched, {matched:.4f} matched, "
-            f"{chance:.4f} by chance"
-        ),
-        f"invariants differ by {comparison.relative_invariant_distance:.2%}",
-        "",
-        comparison.explanation,
+    kept = [i for i, c in enumerate(table.columns) if any(row[i] is not None for row in table.rows)]
+    rows = [
+        tuple(table.columns[i] for i in kept),
+        *(tuple(format_number(row[i]) for i in kept) for row in table.rows),
     ]
+    unmatched, matched, chance = comparison.cosines
+    lines = [results.title, "", format_columns(rows, right=range(1, len(kept))), ""]
+    if matched is None:
+        lines.append(f"cosine of the matrices: {unmatched:.4f} unmatched")
+    else:
+        lines += [
+            (
+                f"cosine of the matrices: {unmatched:.4f} unmatched, {matched:.4f} matched, "
+                f"{chance:.4f} by chance"
+            ),
+            f"invariants differ by {comparison.relative_invariant_distance:.2%}",
+        ]
+    lines += ["", comparison.explanation]
     return "\n".join([*lines, *(f"note: {n}" for n in comparison.match.notes)])

@@ -8,7 +8,7 @@ agree row by row and column by column. Cases in between are decided by `regauge 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from regauge.core.progress import Progress
 from regauge.core.ties import untie_lazily
 from regauge.errors import MergeError, RegaugeError
 from regauge.matching import MatchError, SharedRows
-from regauge.matching.compare import MIN_COSINE, compare_states, matrix_cosine
+from regauge.matching.compare import MIN_COSINE, compare_states, is_mostly_above, matrix_cosine
 from regauge.matching.paired import match_pair
 from regauge.matching.pairs import Pair, prepare_pair
 from regauge.matching.saved_parts import SavedParts
@@ -38,7 +38,6 @@ SAMPLE_ROWS = 48  # rows of a matrix that are compared
 MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have nothing in common
 ALIGNED = "aligned"  # the verdict on models that were trained apart and then aligned
 _FOLDED = "folded"  # of a saved alignment that was found with folded norms
-MIN_ALIGNED_SHARE = 0.9  # the share of rows, and of columns, that must be similar
 # Standard errors by which a row of a matrix resembles the other model's row at the same place more
 # than its other rows: of every matrix, and of the median one, if two models were aligned.
 MIN_SIGMAS, MIN_MEDIAN_SIGMAS = 1.5, 5.0
@@ -211,7 +210,7 @@ def _sample_cosines(model: Model, anchor: Model) -> _SampleCosines:
         totals += parts
         cosine = float(parts[0] / math.sqrt(max(parts[1] * parts[2], 1e-300)))
         is_aligned = is_aligned and all(
-            _mostly_above(sums, cosine / 2)
+            is_mostly_above(sums, cosine / 2)
             for sums, n in ((by_column, x.shape[0]), (by_row, x.shape[1]))
             if n >= 16
         )
@@ -244,16 +243,6 @@ def _sigmas_at_place(x: torch.Tensor, y: torch.Tensor) -> float:
 def _to_float(x: torch.Tensor) -> torch.Tensor:
     """Convert to float32, unless it is float64."""
     return x if x.dtype == torch.float64 else x.float()
-
-
-def _mostly_above(sums: Sequence[torch.Tensor], threshold: float) -> bool:
-    """Return whether most cosines are at least `threshold`.
-
-    `sums` are sums of products and of both squares, by row or by column.
-    """
-    product, x, y = sums
-    cosines = product / (x.sqrt() * y.sqrt()).clamp(min=1e-300)
-    return float((cosines >= threshold).double().mean()) >= MIN_ALIGNED_SHARE
 
 
 def _is_task_head(model: Model, name: str) -> bool:

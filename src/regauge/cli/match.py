@@ -280,7 +280,7 @@ def compare(
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Match also models that share a basis as they stand, with a control."
+            "--deep", help="Match also models that share a basis already, with a control."
         ),
     ] = False,
     shared_tokens: SharedTokens = False,

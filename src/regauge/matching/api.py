@@ -428,7 +428,7 @@ def compare(
         spec: a spec or spec file for both; by default that of their family.
         shared_tokens: compare by the shared tokens of two different vocabularies.
         options: options of the search; by default three sweeps.
-        deep: match also two models that share a basis as they stand, with a shuffled control.
+        deep: match also two models that share a basis already, with a shuffled control.
         seed: the seed of the shuffled control.
         facts: further facts of the run, for the report.
         progress: the progress callback.

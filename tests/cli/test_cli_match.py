@@ -18,6 +18,8 @@ from transformers import (
 
 from regauge import apply, element, spec_of
 from regauge.cli import main
+from regauge.matching import preparation
+from support import forks
 from support.picos import build
 
 
@@ -88,8 +90,9 @@ def test_match_writes_a_folder_that_anything_loads(
 
 
 def test_strangers_are_matched_by_what_they_do_and_refined(
-    pair: tuple[Path, Path], tmp_path: Path
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(preparation, "get_context", lambda method: forks.context())
     a, b = pair[0], gpt2(tmp_path / "stranger", 7)
     out = tmp_path / "out"
     wishes = ("--samples", 32, "--workers", 2, "--refine", "self", "--refine-steps", 2)

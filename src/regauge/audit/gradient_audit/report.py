@@ -301,12 +301,13 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
     for kind, quantity in SHARES.items():
         verdicts += write_verdicts(quantity, case.share_evidence(kind))
     defended = [row for row in case.rows if row.combination != NONE]
-    untried = [row.combination for row in defended if not row.by_attack]
+    untried = [row.combination for row in case.rows if not row.by_attack]
     if untried:
+        descent = "tag" if is_text else "inverting"
         verdicts.append(
             Verdict(
                 f"No verdict on {case.subject} under {', '.join(untried)}: none of the selected "
-                "attacks applies. A descent might (--attacks inverting).",
+                f"attacks applies. A descent might (--attacks {descent}).",
                 "unclear",
             )
         )
@@ -327,9 +328,5 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
 def level(case: Case, row: Row) -> Level | None:
     """Return the level of the best attack on images; None if none was tried."""
     name, _ = row.best(case.metric)
-    quantity = IMAGES
-    return (
-        case.evidence(row, name, inputs=True).level(quantity.margin, quantity.certain)
-        if name
-        else None
-    )
+    evidence = case.evidence(row, name, inputs=True) if name else None
+    return evidence and evidence.level(IMAGES.margin, IMAGES.certain)

@@ -25,10 +25,32 @@ RegaugeError
 from __future__ import annotations
 
 
+class Hint(str):
+    """A hint with a form for each caller: it is the text for Python, and holds that for commands.
+
+    Args:
+        text: The hint in terms of functions and arguments.
+        cli: The hint in terms of commands and options.
+
+    Example:
+        >>> hint = regauge.errors.Hint("pass align=True", cli="pass --align")
+        >>> hint, hint.cli
+        ('pass align=True', 'pass --align')
+    """
+
+    cli: str
+
+    def __new__(cls, text: str, *, cli: str | None = None) -> Hint:
+        hint = super().__new__(cls, text)
+        hint.cli = text if cli is None else cli
+        return hint
+
+
 class RegaugeError(Exception):
     """Base class of all errors of regauge.
 
-    The command line prints it as `error:` and `hint:` lines and exits with code 1.
+    The command line prints it as `error:` and `hint:` lines and exits with code 1. In Python the
+    hint is a note of the exception, which tracebacks and notebooks show below the message.
 
     Args:
         message: The fault, with the names and values involved.
@@ -38,6 +60,13 @@ class RegaugeError(Exception):
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.hint = hint
+        if hint:
+            self.add_note(f"hint: {hint}")
+
+    @property
+    def cli_hint(self) -> str | None:
+        """The hint in terms of commands and options."""
+        return self.hint.cli if isinstance(self.hint, Hint) else self.hint
 
 
 # Models and specs
@@ -288,6 +317,20 @@ class QualityWarning(RegaugeWarning):
     """A warning that a model became worse. The command line prints it as `warning:`."""
 
 
+# Names on the package index, where they differ from the names to import.
+_PACKAGES = {
+    "PIL": "Pillow",
+    "dp_accounting": "dp-accounting",
+    "flwr": "Flower",
+    "grpc": "grpcio",
+    "grpc_health": "grpcio-health-checking",
+    "ot": "POT",
+    "prometheus_client": "prometheus-client",
+    "sklearn": "scikit-learn",
+    "umap": "umap-learn",
+}
+
+
 def need(module: str, extra: str) -> None:
     """Require an optional library.
 
@@ -301,5 +344,18 @@ def need(module: str, extra: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        message = f'{module} is required but not installed: it is in the extra "{extra}"'
-        raise MissingExtraError(message, hint=f"pip install 'regauge[{extra}]'")
+        package = _PACKAGES.get(module, module)
+        name = package if package == module else f"{package} (imported as {module})"
+        hint = f"pip install 'regauge[{extra}]'"
+        if extra == "federated":
+            hint += (
+                f"; {FLOWER_PINS}: where other packages need newer ones, make an environment of "
+                "its own with python -m venv flower, then flower/bin/pip install "
+                "'regauge[federated,models,data]'"
+            )
+        raise MissingExtraError(
+            f'{name} is required but not installed: it is in the extra "{extra}"', hint=hint
+        )
+
+
+FLOWER_PINS = "Flower 1.41 pins typer < 0.21, rich < 15, packaging < 26 and protobuf < 7"

@@ -269,7 +269,7 @@ def test_what_is_not_safetensors_is_refused_with_the_way_out(tmp_path: Path) -> 
         refuse(match, lambda folder=folder: open_checkpoint(folder))
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path / "folder-pytorch_model.bin" / "pytorch_model.bin")
-    assert "regauge convert" in str(caught.value.hint)
+    assert "regauge convert" in str(caught.value.cli_hint)
 
 
 def test_unsupported_dtypes_are_rejected(tmp_path: Path) -> None:

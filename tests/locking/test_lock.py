@@ -247,7 +247,7 @@ def test_changed_data_is_detected_and_distinguished_from_training() -> None:
         changed[name].view(-1)[0] += 1e-9
         with pytest.raises(TamperedModelError, match="data were changed") as refused:
             unlock_state(spec, changed, record, KEY)
-        assert "--retrained" in str(refused.value.hint)
+        assert "--retrained" in str(refused.value.cli_hint)
         back = unlock_state(spec, changed, record, KEY, retrained=True)
         assert same_bits(back[name], apply(~g, changed, "backbone")[name])
 

@@ -163,7 +163,7 @@ def test_files_that_are_added_are_refused(run: Run, plain: Path, tmp_path: Path,
     for command in ("unlock", "rekey"):
         with pytest.raises(TamperedModelError, match=f"{name} was added to the folder") as refused:
             job(command, folder, tmp_path / "out")
-        assert "--reseal" in str(refused.value.hint)
+        assert "--reseal" in str(refused.value.cli_hint)
     with pytest.raises(TamperedModelError, match="was added"):
         verify_files(checkpoint, spec_of(checkpoint), KEY)
     if "/" not in name and (name.startswith("adapter_") or name.endswith(".py")):

@@ -433,7 +433,7 @@ def test_a_training_goes_on_with_its_own_optimizer(tmp_path: Path) -> None:
             match=f"was trained with adamw, got {other.optimizer}",
         ) as caught:
             Host(make_model("gpt2"), other, folder=tmp_path)
-        assert "--optimizer adamw" in (caught.value.hint or "")
+        assert "--optimizer adamw" in (caught.value.cli_hint or "")
     assert (
         Host(make_model("gpt2"), OptimizerConfig("adamw", 0.5), folder=tmp_path).step == 0
     )  # at any rate

@@ -15,7 +15,7 @@ import torch
 from regauge.data.datasets import Data, EncodedImages
 from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples, size_of
-from regauge.errors import AuditError, DataError, LockError
+from regauge.errors import AuditError, DataError, Hint, LockError
 from regauge.locking.lock import record_of
 from regauge.models.load import load_model, reinitialize
 from regauge.models.sources import open_source
@@ -54,7 +54,10 @@ def load_plain_model(
     if record is not None:
         raise LockError(
             f"{name_of(source)} is locked by the key {record.key}",
-            hint="audit the plain model; a lock adds little privacy (regauge audit lock)",
+            hint=Hint(
+                "audit the plain model; regauge.audit.lock measures what the lock adds",
+                cli="audit the plain model; regauge audit lock measures what the lock adds",
+            ),
         )
     if module is None:
         folder = checkpoint.path if checkpoint.is_folder else checkpoint.path.parent
@@ -116,7 +119,9 @@ def require_size(data: Data, module: torch.nn.Module) -> None:
         raise DataError(
             f"{amount} images of {data.name} must be {size[0]} x {size[1]}, got "
             f"{' x '.join(map(str, mismatched[0]))}",
-            hint="pass --resize to resize them",
+            hint=Hint(
+                "pass resize=True in the options to resize them", cli="pass --resize to resize them"
+            ),
         )
 
 

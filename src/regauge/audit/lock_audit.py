@@ -44,7 +44,7 @@ from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import AuditError, CutError
+from regauge.errors import AuditError, CutError, Hint
 from regauge.matching.barriers import score
 from regauge.matching.invariants import find_nonfinite
 from regauge.models.cut import cut
@@ -199,7 +199,10 @@ def audit_lock(
     if not findings:
         raise AuditError(
             "no attack is applicable to this lock",
-            hint="pass --against BASE, or --data with examples of its task",
+            hint=Hint(
+                "pass base=, or data= with examples of its task",
+                cli="pass --against BASE, or --data with examples of its task",
+            ),
         )
     table = Table(
         "What each attack recovers",

@@ -48,7 +48,7 @@ from regauge.checkpoints.reader import (
     read_json,
     require_matching_index,
 )
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, Hint
 
 _INDEX = "pytorch_model.bin.index.json"
 MAX_EXPANSION = 4  # bytes of all tensors of a file, written out, over the bytes of their storages
@@ -216,7 +216,8 @@ def _find_files(source: Path) -> tuple[list[Path], dict[str, Any]]:
         require_file(source)
         if source.suffix == ".safetensors":
             raise CheckpointError(
-                f"{source} is a safetensors file already", hint="regauge move reads it directly"
+                f"{source} is a safetensors file already",
+                hint="it needs no conversion: pass it to any other command or function",
             )
         return [source], {}
     index_path = source / _INDEX
@@ -235,7 +236,8 @@ def _find_files(source: Path) -> tuple[list[Path], dict[str, Any]]:
         return [source / n for n in names], index
     if (source / WEIGHTS).exists() or (source / INDEX).exists():
         raise CheckpointError(
-            f"{source} has safetensors files already", hint="regauge move reads it directly"
+            f"{source} has safetensors files already",
+            hint="it needs no conversion: pass it to any other command or function",
         )
     pickles = sorted(
         p for p in source.iterdir() if p.suffix in PICKLES and p.name != "training_args.bin"
@@ -507,7 +509,7 @@ def plan_conversion(
     if is_file_name(out) and not single:
         raise CheckpointError(
             f"{pickles.path} has {len(pickles.files)} shards and cannot become the one file {out}",
-            hint="pass a folder with -o",
+            hint=Hint("pass a folder as out", cli="pass a folder with -o"),
         )
     files: list[File] = []
     thunks: dict[str, Callable[[], Any]] = {}

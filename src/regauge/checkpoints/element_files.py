@@ -12,7 +12,7 @@ import numpy as np
 from regauge.core.element import Element
 from regauge.core.members import Dense, Member, Monomial, Planes
 from regauge.core.spec import Spec
-from regauge.errors import ElementError
+from regauge.errors import ElementError, Hint
 
 VERSION = 1
 
@@ -122,11 +122,18 @@ def load_element(path: Path | str, spec: Spec) -> Element:
     except (SafetensorError, OSError) as error:
         raise ElementError(
             f"{path} cannot be read as an element: {error}",
-            hint="regauge move --random --save-element FILE writes one",
+            hint=Hint(
+                "regauge.save_element writes one",
+                cli="regauge move MODEL --random -o OUT --save-element FILE writes one",
+            ),
         ) from error
     if metadata.get("regauge") != "element":
         raise ElementError(
-            f"{path} is not an element", hint="regauge move --random --save-element FILE writes one"
+            f"{path} is not an element",
+            hint=Hint(
+                "regauge.save_element writes one",
+                cli="regauge move MODEL --random -o OUT --save-element FILE writes one",
+            ),
         )
     try:
         version = int(metadata["version"])

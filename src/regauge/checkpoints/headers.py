@@ -95,7 +95,10 @@ def read_header(path: Path) -> Shard:
                 hint="split the model into shards",
             )
         if len(prefix) < 8 or length > HEADER_BYTES:
-            raise damage_error(f"it does not start like a safetensors file ({size} bytes)")
+            raise CheckpointError(
+                f"{path} is damaged: it does not start like a safetensors file ({size} bytes)",
+                hint="pass a model's folder or its .safetensors file; if it is one, fetch it again",
+            )
         if length > size - 8:
             raise CheckpointError(
                 f"{path} is truncated: it must have at least {8 + length} bytes, got {size}",

@@ -27,7 +27,7 @@ from regauge.checkpoints.files import (
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
 from regauge.checkpoints.resume import StateStore
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, Hint
 
 if TYPE_CHECKING:
     import torch
@@ -214,12 +214,15 @@ def check_target(out: Path, source: Path) -> None:
     with wrap_write_errors(out):
         target, origin = real_path(out), source.resolve()
     if target == origin:
-        raise CheckpointError(f"the output {out} is the input", hint="pass another folder with -o")
+        raise CheckpointError(
+            f"the output {out} is the input",
+            hint=Hint("pass another folder as out", cli="pass another folder with -o"),
+        )
     if target.is_relative_to(origin) or origin.is_relative_to(target):
         relation = "inside" if target.is_relative_to(origin) else "around"
         raise CheckpointError(
             f"the output {out} lies {relation} the input {source}",
-            hint="pass a folder beside it with -o",
+            hint=Hint("pass a folder beside it as out", cli="pass a folder beside it with -o"),
         )
     check_new(out)
 
@@ -244,7 +247,7 @@ def check_new(out: Path) -> None:
     if is_file_name(out) and os.path.lexists(config):
         raise CheckpointError(
             f"{config} exists already, and the output's config would replace it",
-            hint="pass another file with -o",
+            hint=Hint("pass another file as out", cli="pass another file with -o"),
         )
     parent = real_path(out).parent
     if not parent.is_dir():
@@ -306,7 +309,7 @@ def _build_plan(
         if len(files) > 1:
             raise CheckpointError(
                 f"{source.path} has {len(files)} shards and cannot become the one file {out}",
-                hint="pass a folder with -o",
+                hint=Hint("pass a folder as out", cli="pass a folder with -o"),
             )
         small = {} if config is None else {f"{out.stem}.config.json": config}
         return Plan((File(out.name, files[0].tensors, files[0].metadata),), small, recipe=recipe)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from regauge.checkpoints.documents import CONFIG_BYTES, INDEX_BYTES, parse_json, read_document
 from regauge.checkpoints.files import require_inside, strictest_mode, wrap_read_errors
 from regauge.checkpoints.headers import DTYPES, FLOATS, Entry, Shard, read_header
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, Hint
 
 if TYPE_CHECKING:
     import torch
@@ -341,7 +341,11 @@ def _pickle_error(path: Path) -> CheckpointError:
     source = path.parent if (path.parent / "config.json").is_file() else path
     return CheckpointError(
         f"{path} is a pickle, which can run code when it is read",
-        hint=f"regauge convert {source} -o OUT reads it safely and writes safetensors",
+        hint=Hint(
+            f"regauge.checkpoints.convert.convert({str(source)!r}).save(out) reads it safely and "
+            "writes safetensors",
+            cli=f"regauge convert {source} -o OUT reads it safely and writes safetensors",
+        ),
     )
 
 

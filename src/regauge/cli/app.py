@@ -263,23 +263,12 @@ def _abandon_stdout(error: OSError) -> None:
     discard_stream(sys.stdout)
 
 
-def _report_usage(error: Any) -> int:
-    """Print a usage error of typer, or the help that it holds, and return the exit code."""
-    command = getattr(getattr(error, "ctx", None), "command_path", None) or "regauge"
-    message = error.format_message()
-    if message.removeprefix("\x1b[1;33m").startswith("Usage:"):  # a group without a command
-        sys.stderr.write(f"{message}\n")
-    elif message:
-        lists = "commands" if hasattr(error.ctx and error.ctx.command, "commands") else "options"
-        info(f"error: {message[:1].lower()}{message[1:].rstrip('.')}")
-        info(f"hint: {command} --help lists its {lists}")
-    return 2
-
-
-def _report_unexpected(error: Any, arguments: list[str]) -> int:
+def _report_unexpected(error: Exception, arguments: list[str]) -> int:
     """Print a usage error or an unexpected exception, and return the exit code."""
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):
-        return _report_usage(error)
+    from regauge.cli.usage_errors import is_usage_error, report_usage
+
+    if is_usage_error(error):
+        return report_usage(error, arguments)
     if _is_debugging(arguments):
         info(traceback.format_exc())
     info(

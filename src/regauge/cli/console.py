@@ -79,8 +79,8 @@ def print_error(error: RegaugeError) -> None:
     """Write an error and its hint to stderr."""
     first, *rest = escape(str(error)).splitlines() or [type(error).__name__]
     info("\n".join([f"error: {first}", *rest]))
-    if error.hint:
-        info(f"hint: {error.hint}")
+    if error.cli_hint:
+        info(f"hint: {error.cli_hint}")
 
 
 @contextmanager

@@ -169,7 +169,11 @@ def groups_of(command: Any, context: Any) -> dict[str, list[Any]]:
     for parameter in command.get_params(context):
         if parameter.param_type_name == "argument" or getattr(parameter, "hidden", False):
             continue
-        panel = GENERAL if parameter.name == "help" else parameter.rich_help_panel or OPTIONS
+        panel = (
+            GENERAL
+            if parameter.name == "help"
+            else getattr(parameter, "rich_help_panel", None) or OPTIONS
+        )
         groups.setdefault(panel, []).append(parameter)
     ordered = [name for name in groups if name not in _LAST] + [n for n in _LAST if n in groups]
     return {

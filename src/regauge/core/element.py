@@ -18,7 +18,7 @@ from regauge.core.groups import KINDS, Kind
 from regauge.core.members import Member, SpaceMember, permutation_index
 from regauge.core.rng import Ints, Stream, secret_of
 from regauge.core.spec import Spec
-from regauge.errors import ElementError
+from regauge.errors import ElementError, Hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,10 +153,14 @@ class Element:
             raise ElementError(
                 f'the element does not fit the model "{self.spec.family}"\n'
                 + "\n".join(f"  {f}" for f in faults[:20]),
-                hint="it was made for another model"
+                hint="use the element of this model: this one was made for another"
                 if foreign
-                else "sample it from this model's spec; rotations of the stream need folded norms "
-                "(move --fold, fold_norms)",
+                else Hint(
+                    "sample it from this model's spec; rotations of the stream need "
+                    "regauge.fold_norms first",
+                    cli="sample it from this model; rotations of the stream need "
+                    "regauge move --fold",
+                ),
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from regauge.errors import DeviceError, RegaugeError
+from regauge.errors import DeviceError, Hint, RegaugeError
 
 T = TypeVar("T")
 
@@ -67,5 +67,8 @@ def require_device(name: Any) -> None:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DeviceError(
             f'cannot compute on the device "{name}": {first}',
-            hint="use cpu, or the device that torch.accelerator names",
+            hint=Hint(
+                "use cpu, or torch.accelerator.current_accelerator()",
+                cli="use cpu, or a device that regauge doctor lists",
+            ),
         ) from error

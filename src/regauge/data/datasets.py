@@ -32,7 +32,7 @@ import numpy as np
 from regauge.checkpoints.archives import open_archive
 from regauge.checkpoints.files import format_bytes
 from regauge.data.parquet import Chunk, count_pages, read_chunks
-from regauge.errors import CheckpointError, DataError, RegaugeError, need
+from regauge.errors import CheckpointError, DataError, Hint, RegaugeError, need
 
 Size = int | tuple[int, int]  # height and width; one number for both
 DEFAULT_FIELDS = ("text", "image", "label")
@@ -170,8 +170,12 @@ class Data:
         if field not in self.fields:
             raise DataError(
                 f'{self.name} has no field "{field}"',
-                hint=f"it has {', '.join(map(repr, self.fields))}; name one with --field "
-                f"NAME=THEIRS, or fields={{...}}",
+                hint=Hint(
+                    f"it has {', '.join(map(repr, self.fields))}; map one with "
+                    f"fields={{name: column}}",
+                    cli=f"it has {', '.join(map(repr, self.fields))}; map one with "
+                    "--field NAME=COLUMN",
+                ),
             )
         return self.fields[field]
 
@@ -251,7 +255,10 @@ def open_data(
         listing = ", ".join(f'"{name}" has {n}' for name, n in lengths.items())
         raise DataError(
             f"the fields of {uri} have different lengths: {listing}",
-            hint="choose fields of one length with --field, or fields={...}",
+            hint=Hint(
+                "choose fields of one length with fields={...}",
+                cli="choose fields of one length with --field NAME=COLUMN",
+            ),
         )
     return Data(path.name, columns, _digest(digest.encode(), json.dumps([fields, size]).encode()))
 

@@ -23,7 +23,7 @@ from regauge.data.datasets import Data, EncodedImages, text_of
 from regauge.data.tokenizers import decode as decode
 from regauge.data.tokenizers import encode as encode
 from regauge.data.tokenizers import special_tokens, surrounding_tokens
-from regauge.errors import DataError
+from regauge.errors import DataError, Hint
 
 Tensor = torch.Tensor
 Parameters = Mapping[str, Any]
@@ -509,7 +509,10 @@ def task_of(
     if tokenizer is None:
         raise DataError(
             f"{name} needs a tokenizer, and its folder contains none",
-            hint="pass --tokenizer: a tokenizer.json, a folder or a hub id",
+            hint=Hint(
+                "pass tokenizer=: a tokenizer.json, a folder or a hub id",
+                cli="pass --tokenizer: a tokenizer.json, a folder or a hub id",
+            ),
         )
     assert config is not None
     length = min(length or 256, _max_tokens(config))
@@ -591,8 +594,12 @@ def _require_fields(data: Data, name: str, *fields: str) -> None:
         raise DataError(
             f"a {name} needs the field{'s' * (len(missing) > 1)} "
             f"{' and '.join(repr(f) for f in missing)}, which {data.name} does not have",
-            hint=f"it has {', '.join(map(repr, data.fields))}; map one with --field "
-            f"{missing[0]}=NAME",
+            hint=Hint(
+                f"it has {', '.join(map(repr, data.fields))}; map one with "
+                f"fields={{'{missing[0]}': name}}",
+                cli=f"it has {', '.join(map(repr, data.fields))}; map one with "
+                f"--field {missing[0]}=NAME",
+            ),
         )
 
 
@@ -659,7 +666,7 @@ def _load_normalization(
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path} must define image_mean and image_std: {error!r}",
-                hint="pass --mean and --std",
+                hint=Hint("pass both mean and std", cli="pass both --mean and --std"),
             ) from error
         source = f"the image_{{}} of {path}"
     names = ["--mean" if mean else source.format("mean"), "--std" if std else source.format("std")]
@@ -667,8 +674,12 @@ def _load_normalization(
     if mean is None or std is None:
         raise DataError(
             "the normalization of the model's images is unknown",
-            hint="pass --mean 0.5 --std 0.5, for example (in Python: regauge.DataSource(uri, "
-            "mean=(0.5,), std=(0.5,))), or add preprocessor_config.json to the model's folder",
+            hint=Hint(
+                "pass regauge.DataSource(uri, mean=(0.5,), std=(0.5,)), for example, "
+                "or add preprocessor_config.json to the model's folder",
+                cli="pass --mean 0.5 --std 0.5, for example, or add "
+                "preprocessor_config.json to the model's folder",
+            ),
         )
     mean, std = ([x] if isinstance(x, int | float) else list(x) for x in (mean, std))
     channels = channels_of(module)
@@ -677,17 +688,26 @@ def _load_normalization(
             raise DataError(
                 f"{name} must have one number for each channel ({channels}), or one for all, got "
                 f"{len(numbers)}",
-                hint="pass --mean and --std with one number, or one for each channel",
+                hint=Hint(
+                    "pass mean and std with one number, or one for each channel",
+                    cli="pass --mean and --std with one number, or one for each channel",
+                ),
             )
         if not np.isfinite(numbers).all():
             raise DataError(
                 f"{name} must be finite, got {', '.join(map(str, numbers))}",
-                hint="pixels are in [0, 1]: --mean 0.5 --std 0.5, for example",
+                hint=Hint(
+                    "pixels are in [0, 1]: mean=(0.5,), std=(0.5,), for example",
+                    cli="pixels are in [0, 1]: --mean 0.5 --std 0.5, for example",
+                ),
             )
     if min(std) <= 0:
         raise DataError(
             f"{names[1]} must be positive, got {', '.join(map(str, std))}",
-            hint="pixels are divided by it: --std 0.5, for example",
+            hint=Hint(
+                "pixels are divided by it: std=(0.5,), for example",
+                cli="pixels are divided by it: --std 0.5, for example",
+            ),
         )
     longest = max(len(mean), len(std))
     return [x * longest if len(x) == 1 and longest > 1 else x for x in (mean, std)]

@@ -31,7 +31,7 @@ from statistics import median
 
 import torch
 
-from regauge.errors import FederatedError, NonFiniteError
+from regauge.errors import FederatedError, Hint, NonFiniteError
 from regauge.federated.settings import Settings
 from regauge.federated.states import Contribution, State, norm_of
 
@@ -181,7 +181,9 @@ def aggregate(
         if bad is not None:
             raise NonFiniteError(
                 f'the aggregated {kind} must be finite, got NaN or Inf in "{bad}"',
-                hint="lower --server-lr, or set --max-norm",
+                hint=Hint(
+                    "lower server_lr, or set max_norm", cli="lower --server-lr, or set --max-norm"
+                ),
             )
     return next_state, next_memory
 

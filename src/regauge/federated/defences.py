@@ -36,7 +36,7 @@ from regauge.defences.gradients import (
 )
 from regauge.defences.parser import parse_combination
 from regauge.defences.split import KeyedRandom
-from regauge.errors import DefenceError, FederatedError
+from regauge.errors import DefenceError, FederatedError, Hint
 from regauge.federated.states import Contribution
 
 Tensor = torch.Tensor
@@ -124,7 +124,10 @@ def apply_defences(
     if sent.kind == "weights":
         raise FederatedError(
             "a contribution with defences must be a change of weights, got whole weights",
-            hint="leave out the defences, or --independent",
+            hint=Hint(
+                "leave out the defences, or independent=True",
+                cli="leave out the defences, or --independent",
+            ),
         )
     tensors = sent.tensors
     random = KeyedRandom(secret, f"federated/{sent.round}/{sent.client}")

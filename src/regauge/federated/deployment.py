@@ -170,7 +170,8 @@ def find_program(name: str) -> str:
     if path is None:
         need("flwr", "federated")
         raise FederatedError(
-            f"{name} must be on the path, got none", hint="pip install 'regauge[federated]'"
+            f"{name} must be on the path beside this Python, got none",
+            hint="pip install 'regauge[federated]' into the environment of this Python",
         )
     return path
 

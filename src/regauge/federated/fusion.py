@@ -22,7 +22,7 @@ from regauge.core.element import Element
 from regauge.core.fold import fold_norms
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import FederatedError, RecordError
+from regauge.errors import FederatedError, Hint, RecordError
 from regauge.federated.aggregation import weighted_mean
 from regauge.federated.client import unwrap
 from regauge.federated.settings import Settings
@@ -86,7 +86,10 @@ def average_weights(
         raise FederatedError(
             f'client {missing[0].client} did not send "{missing[1]}", but whole weights must have '
             "every tensor",
-            hint="do not withhold with --independent",
+            hint=Hint(
+                "withhold nothing, or leave out independent=True",
+                cli="withhold nothing, or leave out --independent",
+            ),
         )
     if settings.strategy == "matched" and len(ordered) > 1:
         ordered = _align(inner, ordered, prefix, settings, inputs, steps)

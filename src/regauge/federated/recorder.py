@@ -18,7 +18,7 @@ from typing import Any
 from regauge.checkpoints.documents import load_json
 from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.errors import FederatedError
+from regauge.errors import FederatedError, Hint
 from regauge.federated.client import sample_rows
 from regauge.federated.rounds import Recorder
 from regauge.federated.settings import VERSION, Settings
@@ -98,7 +98,10 @@ def recorded_rounds(folder: Path) -> dict[int, list[int]]:
     if not rounds:
         raise FederatedError(
             f"{folder} must be a recorded run, got no recorded rounds",
-            hint="record a run with regauge federate --record",
+            hint=Hint(
+                "record a run with regauge.federated.run(..., record=True)",
+                cli="record a run with regauge federate --record",
+            ),
         )
     return rounds
 

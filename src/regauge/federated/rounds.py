@@ -19,7 +19,7 @@ import torch
 
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples
-from regauge.errors import FederatedError, NonFiniteError
+from regauge.errors import FederatedError, Hint, NonFiniteError
 from regauge.federated import state_store
 from regauge.federated.aggregation import Fuse, Memory, aggregate
 from regauge.federated.client import contribute
@@ -85,7 +85,10 @@ class InProcess:
         if settings.secure:
             raise FederatedError(
                 "secure sums must run on Flower's engines, got a run in one process",
-                hint="set --engine simulation or deployment",
+                hint=Hint(
+                    'pass engine="simulation" or "deployment"',
+                    cli="pass --engine simulation or deployment",
+                ),
             )
         self.model, self.parts, self.settings = model, parts, settings
         self.defences = read_defences(settings.defences)
@@ -238,9 +241,15 @@ def run_rounds(
         if voids >= MAX_VOID_ROUNDS:
             raise FederatedError(
                 f"round {number + 1} {describe_void(finished, settings.min_clients)}",
-                hint="nothing is lost: the same command continues after the last round"
+                hint=Hint(
+                    "nothing is lost: the same call continues after the last round",
+                    cli="nothing is lost: the same command continues after the last round",
+                )
                 if folder
-                else "fewer may be enough: --min-clients",
+                else Hint(
+                    "require fewer contributions with min_clients",
+                    cli="require fewer contributions with --min-clients",
+                ),
             )
     return run_state
 

@@ -19,7 +19,7 @@ import torch
 from regauge.core.canonical import canonical_json
 from regauge.core.names import items_of
 from regauge.data.optimizer_config import OptimizerConfig
-from regauge.errors import FederatedError, TrainingError
+from regauge.errors import FederatedError, Hint, TrainingError
 
 VERSION = 1  # of settings, messages and run folders
 STRATEGIES = ("fedavg", "fedprox", "fedadam", "matched")
@@ -143,7 +143,10 @@ class Settings:
         if faults:
             raise FederatedError(
                 "invalid settings:\n" + "\n".join(f"  {text}" for text in faults),
-                hint="see regauge federate --help",
+                hint=Hint(
+                    "help(regauge.federated.Settings) describes each",
+                    cli="regauge federate --help describes each",
+                ),
             )
 
     def _faults(self) -> list[tuple[bool, str]]:

@@ -41,7 +41,7 @@ from regauge.checkpoints.files import (
     write_bytes,
 )
 from regauge.checkpoints.tensor_files import read_tensors, write_tensors
-from regauge.errors import CheckpointError, FederatedError
+from regauge.errors import CheckpointError, FederatedError, Hint
 from regauge.federated.aggregation import Memory
 from regauge.federated.settings import LIMITS, VERSION, Settings, read_settings
 
@@ -165,7 +165,11 @@ def load_about(folder: Path) -> dict[str, Any]:
         data = read_document(path, CONFIG_BYTES, FederatedError)
     except CheckpointError as error:
         raise FederatedError(
-            f"{folder} is not a run: {error}", hint="pass the output folder of regauge federate"
+            f"{folder} is not a run: {error}",
+            hint=Hint(
+                "pass the folder of regauge.federated.run",
+                cli="pass the output folder of regauge federate",
+            ),
         ) from error
     about = parse_json(data, path, FederatedError, "restore it from a copy")
     if not isinstance(about, dict) or about.get("regauge") != "federated run":

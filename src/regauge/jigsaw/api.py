@@ -27,7 +27,7 @@ from regauge.data.augment import DEIT_AUGMENTATION
 from regauge.data.sources import DataSource, sample_examples, source_of
 from regauge.data.tasks import Examples
 from regauge.data.train import count_steps, train_model
-from regauge.errors import JigsawError, QualityWarning
+from regauge.errors import Hint, JigsawError, QualityWarning
 from regauge.evaluation.models import evaluate_modules
 from regauge.evaluation.report import Evaluation as ModelEvaluation
 from regauge.jigsaw import figures
@@ -356,7 +356,10 @@ def train(
         if not math.isfinite(loss):
             raise JigsawError(
                 f"the loss must be finite, got {loss} at step {step}",
-                hint="lower --lr, or check --mean, --std and the labels",
+                hint=Hint(
+                    "lower lr, or check mean, std and the labels",
+                    cli="lower --lr, or check --mean, --std and the labels",
+                ),
             )
         if progress is not None and (step % max(1, total // 50) == 0 or step == total):
             progress(step - 1, total, f"loss {loss:.4f}")
@@ -535,7 +538,10 @@ def study(
     started = time.monotonic()
     if data is None and (corruptions or outside is not None):
         part = "corruptions require" if corruptions else "outside requires"
-        raise JigsawError(f"{part} data to compare with", hint="pass images with labels: --data")
+        raise JigsawError(
+            f"{part} data to compare with",
+            hint=Hint("pass images with labels as data", cli="pass images with labels: --data"),
+        )
     require_at_least(JigsawError, 1, batch_size=batch_size)
     require_device(device)
     loaded = {
@@ -604,8 +610,12 @@ def study(
     if not tables and not plots:
         raise JigsawError(
             "\n".join(unchecked),
-            hint="pass a model with CLS or absolute positions (ViT, DeiT), or --data with "
-            "--corruptions",
+            hint=Hint(
+                "pass a model with CLS or absolute positions (ViT, DeiT), or data "
+                "with corruptions=True",
+                cli="pass a model with CLS or absolute positions (ViT, DeiT), or "
+                "--data with --corruptions",
+            ),
         )
     about = {
         "models": list(loaded),
@@ -693,7 +703,10 @@ def _require_finite(module: torch.nn.Module, name: str) -> None:
         if t.is_floating_point() and not bool(t.isfinite().all()):
             raise JigsawError(
                 f'"{tensor_name}" of {name} is not finite',
-                hint="restore it from a copy, or train from scratch with --fresh",
+                hint=Hint(
+                    "restore it from a copy, or train from scratch with fresh=True",
+                    cli="restore it from a copy, or train from scratch with --fresh",
+                ),
             )
 
 

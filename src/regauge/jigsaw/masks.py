@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from regauge.errors import JigsawError
+from regauge.errors import Hint, JigsawError
 
 Tensor = torch.Tensor
 Grid = tuple[int, int]
@@ -129,7 +129,9 @@ def check_size(size: Grid, patch: Grid, grid: Grid | None = None) -> Grid:
         raise JigsawError(
             f"the image size must be a multiple of the patch, {patch[0]} x {patch[1]}, got "
             f"{size[0]} x {size[1]} pixels",
-            hint="resize or crop it, or give patch= (--patch)",
+            hint=Hint(
+                "resize or crop it, or pass patch=", cli="resize or crop it, or pass --patch"
+            ),
         )
     if grid is not None and actual != grid:
         raise JigsawError(

@@ -104,7 +104,7 @@ def evaluate(
             if not bool(logits.isfinite().all()):
                 raise JigsawError(
                     "the logits of the model are not finite",
-                    hint="check that its weights, --mean and --std are finite",
+                    hint="check that its weights, and mean and std of the pixels, are finite",
                 )
             plain = logits.argmax(-1)
             plain_features = features()

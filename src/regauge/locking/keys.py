@@ -28,7 +28,7 @@ from regauge.checkpoints.files import write_bytes
 from regauge.checkpoints.plan import find_enclosing
 from regauge.core.canonical import canonical_json
 from regauge.core.rng import hkdf
-from regauge.errors import KeyFileError, PassphraseError
+from regauge.errors import Hint, KeyFileError, PassphraseError
 
 VERSION = 1
 Purpose = Literal["lock", "seal"]
@@ -44,9 +44,11 @@ PASSPHRASE_VARIABLE = "REGAUGE_PASSPHRASE"
 
 _PLAIN_FIELDS = {"regauge", "version", "purpose", "id", "created", "key"}
 _WRAPPED_FIELDS = {"regauge", "version", "purpose", "id", "created", "scrypt", "nonce", "wrapped"}
-_KEYGEN_HINT = (
-    "pass the file that keygen wrote; regauge keygen -o KEY generates a new key, for models "
-    "that are not locked yet"
+_KEYGEN_HINT = Hint(
+    "pass a key or the file of one; regauge.generate_key() generates a new key, for models that "
+    "are not locked yet",
+    cli="pass the file that keygen wrote; regauge keygen -o KEY generates a new key, for models "
+    "that are not locked yet",
 )
 
 Passphrase = str | Callable[[], str] | None
@@ -90,7 +92,7 @@ class Key:
         if purpose not in PURPOSES:
             raise KeyFileError(
                 f'the purpose of a key must be one of {", ".join(PURPOSES)}, got "{purpose!s:.40}"',
-                hint=f"pass --purpose {PURPOSES[0]}",
+                hint=Hint(f'pass purpose="{PURPOSES[0]}"', cli=f"pass --purpose {PURPOSES[0]}"),
             )
         self.__secret, self.purpose, self.created, self.path = secret, purpose, created, path
 
@@ -113,7 +115,10 @@ class Key:
         if self.purpose != purpose:
             raise KeyFileError(
                 f'the purpose of key {self.id} must be "{purpose}", got "{self.purpose}"',
-                hint=f"regauge keygen --purpose {purpose} -o KEY",
+                hint=Hint(
+                    f'regauge.generate_key("{purpose}") generates one',
+                    cli=f"regauge keygen --purpose {purpose} -o KEY creates one",
+                ),
             )
 
     def _serialize(self, passphrase: str | None, scrypt: dict[str, int]) -> str:
@@ -344,7 +349,10 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
         reason = str(error) if isinstance(error, _BadFieldError) else "it is not valid JSON"
         raise KeyFileError(
             f"{path} is not a usable key file: {reason}",
-            hint=f"restore it from a copy; {_KEYGEN_HINT}",
+            hint=Hint(
+                f"restore it from a copy; {_KEYGEN_HINT}",
+                cli=f"restore it from a copy; {_KEYGEN_HINT.cli}",
+            ),
         ) from None
     key = Key(secret, stored_purpose, created, path=path)
     if not hmac.compare_digest(key.id.encode(), key_id.encode()):
@@ -466,7 +474,10 @@ def _unwrap_secret(path: Path, fields: dict[str, Any], passphrase: Passphrase) -
     if text is None:
         raise PassphraseError(
             f"{path} is protected by a passphrase",
-            hint="enter it at the prompt, in REGAUGE_PASSPHRASE or with --passphrase-file",
+            hint=Hint(
+                "pass passphrase=, or set REGAUGE_PASSPHRASE",
+                cli="enter it at the prompt, in REGAUGE_PASSPHRASE or with --passphrase-file",
+            ),
         )
     associated = canonical_json(
         {name: value for name, value in fields.items() if name != "wrapped"}

@@ -40,7 +40,7 @@ from regauge.core.check import check, check_spec, require
 from regauge.core.element import Element, element, match_spaces
 from regauge.core.groups import Kind
 from regauge.core.spec import Spec, stored_tensors
-from regauge.errors import LockError, TamperedModelError, WrongKeyError
+from regauge.errors import Hint, LockError, TamperedModelError, WrongKeyError
 from regauge.locking.keys import Key
 
 if TYPE_CHECKING:
@@ -390,9 +390,11 @@ def verify_tags(
             _structure_message(spec, header),
             "names, shapes or dtypes of its backbone were changed",
         )
-        hint = (
-            "restore it from a copy; if it was trained while locked: unlock --retrained, or "
-            "lock --reseal"
+        hint = Hint(
+            "restore it from a copy; if it was trained while locked: retrained=True, or "
+            "regauge.locking.reseal",
+            cli="restore it from a copy; if it was trained while locked: unlock --retrained, or "
+            "lock --reseal",
         )
         message = _data_message(header, digests)
         _require_tag(record, key, "data", message, "its data were changed", hint)
@@ -481,7 +483,11 @@ def require_locked(source: Any, where: object) -> Record:
     record = record_of(source)
     if record is None:
         raise LockError(
-            f"{where} is not locked", hint="regauge lock MODEL -k KEY -o OUT locks a model"
+            f"{where} is not locked",
+            hint=Hint(
+                "regauge.lock(model, key) locks one",
+                cli="regauge lock MODEL -k KEY -o OUT locks one",
+            ),
         )
     return record
 
@@ -492,8 +498,12 @@ def require_plain(source: Any, where: object) -> None:
     if record is not None:
         raise LockError(
             f"{where} is locked already, by the key {record.key}",
-            hint="regauge rekey LOCKED -k OLD --to NEW -o OUT changes its key; regauge lock "
-            "--reseal renews its commitment",
+            hint=Hint(
+                "regauge.locking.rekey changes its key; regauge.locking.reseal "
+                "renews its commitment",
+                cli="regauge rekey LOCKED -k OLD --to NEW -o OUT changes its key; "
+                "regauge lock LOCKED -k KEY --reseal renews its commitment",
+            ),
         )
 
 

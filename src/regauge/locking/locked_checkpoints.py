@@ -34,7 +34,7 @@ from regauge.core.canonical import canonical_json
 from regauge.core.check import check, require
 from regauge.core.element import Element, identity
 from regauge.core.spec import Spec
-from regauge.errors import LockError, TamperedModelError
+from regauge.errors import Hint, LockError, TamperedModelError
 from regauge.locking.keys import Key
 from regauge.locking.lock import (
     DEFAULT_GROUP,
@@ -71,7 +71,10 @@ _UNBOUND_SUFFIXES = (
     ".log",
 )
 _UNBOUND_STEMS = ("readme", "license", "licence", "notice", "copying", "authors", "citation")
-_ADDED_HINT = "remove it, or bind it with regauge lock --reseal if you added it yourself"
+_ADDED_HINT = Hint(
+    "remove it, or bind it with regauge.locking.reseal if you added it yourself",
+    cli="remove it, or bind it with regauge lock --reseal if you added it yourself",
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -209,7 +212,10 @@ def plan_rekey(
     if new == old:
         raise LockError(
             f"the model is locked by the key {new.id} already",
-            hint="generate another key with regauge keygen",
+            hint=Hint(
+                "generate another key with regauge.generate_key()",
+                cli="generate another key with regauge keygen",
+            ),
         )
     new_record = replace(
         record, key=new.id, version=VERSION, plain=UNKNOWN if retrained else record.plain
@@ -287,7 +293,7 @@ def reseal(
         raise LockError(
             f"{checkpoint.path} stores its lock record in the file of the weights, which is not "
             "rewritten in place",
-            hint="pass -o OUT",
+            hint=Hint("pass out", cli="pass -o OUT"),
         )
     bound = replace(record, version=VERSION, files=bound_files(checkpoint))
     resealed = renew_tags(
@@ -561,7 +567,10 @@ def _require_fit(checkpoint: Checkpoint, spec: Spec) -> None:
     require(
         faults,
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
-        hint="regauge inspect lists the differences",
+        hint=Hint(
+            "regauge.check(spec, state) lists the differences",
+            cli="regauge inspect lists the differences",
+        ),
     )
 
 

@@ -37,7 +37,7 @@ from regauge.checkpoints.files import (
     wrap_write_errors,
 )
 from regauge.core.canonical import canonical_json
-from regauge.errors import CheckpointError, LockError, TamperedFileError, WrongKeyError
+from regauge.errors import CheckpointError, Hint, LockError, TamperedFileError, WrongKeyError
 from regauge.locking.keys import Key, KeySource, require_outside, resolve_key
 
 VERSION = 1
@@ -77,7 +77,8 @@ def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
     target, origin = out.absolute().parent.resolve() / out.name, source.resolve()
     if target == origin or target.is_relative_to(origin):
         raise LockError(
-            f"the output {out} lies inside {source}", hint="pass a file beside it with -o"
+            f"the output {out} lies inside {source}",
+            hint=Hint("pass a file beside it as out", cli="pass a file beside it with -o"),
         )
     salt = os.urandom(32)
     header = canonical_json({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
@@ -238,7 +239,11 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
             line, newline, _ = start.partition(b"\n")
             if not line.startswith(MAGIC) or not newline or not line[len(MAGIC) :].isdigit():
                 raise LockError(
-                    f"{path} is not a sealed file", hint="regauge seal PATH -k KEY -o OUT makes one"
+                    f"{path} is not a sealed file",
+                    hint=Hint(
+                        "regauge.seal(path, key, out) makes one",
+                        cli="regauge seal PATH -k KEY -o OUT makes one",
+                    ),
                 )
             version = int(line[len(MAGIC) :])
             if version > VERSION:

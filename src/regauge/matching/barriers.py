@@ -174,7 +174,7 @@ def require_interpolable(
         raise PathError(
             f"{first} and {second} must have the same tensors and shapes to be interpolated"
             f"\n{listed}",
-            hint="compare two models of one class and one config; regauge inspect shows each",
+            hint="use two models of one class and one config",
         )
     for n in shared:
         same = a[n].is_floating_point() == b[n].is_floating_point()

@@ -20,7 +20,7 @@ from regauge.core.fold import fold_norms
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.data.tasks import Examples
-from regauge.errors import PathError, RegaugeError, SpecError
+from regauge.errors import Hint, PathError, RegaugeError, SpecError
 from regauge.matching.barriers import Path, Plane, measure_path, measure_plane, require_interpolable
 from regauge.matching.pairs import Stream, allows_rotations
 from regauge.models.resolve import spec_of
@@ -199,7 +199,10 @@ def _split(
     if not is_held_out.any():
         raise RegaugeError(
             f"examples must be >= {CALIBRATION_STRIDE} to fit temperatures, got {len(rows)}",
-            hint="pass more examples, or --no-calibrate",
+            hint=Hint(
+                "pass more examples, or calibrate=False",
+                cli="pass more examples, or --no-calibrate",
+            ),
         )
     return examples.only(rows[~is_held_out]), examples.only(rows[is_held_out])
 

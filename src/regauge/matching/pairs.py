@@ -14,7 +14,7 @@ from regauge.core.element import match_spaces
 from regauge.core.fold import folded_spec
 from regauge.core.groups import Kind
 from regauge.core.spec import Spec
-from regauge.errors import MatchError, SpecError
+from regauge.errors import Hint, MatchError, SpecError
 from regauge.matching.costs import SharedRows
 from regauge.models.sources import require_fit, resolve
 
@@ -165,7 +165,7 @@ def open_pair(
         raise MatchError(
             f"models must be of one family, got {spec_a.family} "
             f"({checkpoint_a.path}) and {spec_b.family} ({checkpoint_b.path})",
-            hint="regauge inspect shows the family of a model",
+            hint="pass two models of one family",
         )
     rows = _shared_rows(checkpoint_a, checkpoint_b, spec_a, shared_tokens)
     differences = _find_differences(checkpoint_a, checkpoint_b, spec_a, spec_b, set(rows))
@@ -175,8 +175,12 @@ def open_pair(
         )
         raise MatchError(
             f"{checkpoint_a.path} and {checkpoint_b.path} have different shapes\n{listing}",
-            hint="matching requires equal depth and width; if only the vocabularies differ, pass "
-            "--shared-tokens",
+            hint=Hint(
+                "matching requires equal depth and width; if only the vocabularies "
+                "differ, pass shared_tokens=True",
+                cli="matching requires equal depth and width; if only the "
+                "vocabularies differ, pass --shared-tokens",
+            ),
         )
     pair = prepare_pair(
         (checkpoint_a, spec_a), (checkpoint_b, spec_b), stream=stream, within=within, spaces=spaces

@@ -30,7 +30,7 @@ from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
-from regauge.errors import MatchError
+from regauge.errors import Hint, MatchError
 from regauge.matching.costs import Costs, SharedRows, Weights
 from regauge.matching.preparation import require_pair, select_groups, worker_pool
 from regauge.matching.result import Match, SearchLog
@@ -224,7 +224,10 @@ def solve_units(solver: Solver, units: Iterable[list[str]], *, first: bool) -> l
     except BrokenProcessPool as error:
         raise MatchError(
             "a worker process was killed, most likely because memory ran out",
-            hint="use fewer workers; --resume continues from the saved progress",
+            hint=Hint(
+                "use fewer workers; resume=True continues from the saved progress",
+                cli="use fewer workers; --resume continues from the saved progress",
+            ),
         ) from error
     return order
 

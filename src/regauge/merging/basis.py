@@ -25,7 +25,7 @@ from regauge.checkpoints.vocabulary import read_vocabulary
 from regauge.core.element import Element
 from regauge.core.progress import Progress
 from regauge.core.ties import untie_lazily
-from regauge.errors import MergeError, RegaugeError
+from regauge.errors import Hint, MergeError, RegaugeError
 from regauge.matching import MatchError, SharedRows
 from regauge.matching.compare import MIN_COSINE, compare_states, is_mostly_above, matrix_cosine
 from regauge.matching.paired import match_pair
@@ -292,8 +292,12 @@ def require_shared_basis(verdicts: Mapping[str, Verdict]) -> None:
         raise MergeError(
             f"{first.model} {relation} {first.anchor}{others}: merging would give noise"
             f"\n  {first.words}",
-            hint="--align (align: true) aligns it first, --force merges it unaligned; regauge "
-            "compare shows details",
+            hint=Hint(
+                "align=True aligns it first, MergeOptions(force=True) merges it "
+                "unaligned; regauge.compare shows details",
+                cli="--align (in a recipe, align: true) aligns it first, --force "
+                "merges it unaligned; regauge compare shows details",
+            ),
         )
 
 
@@ -324,7 +328,10 @@ def align_models(
     if anchor.spec is None:
         raise MatchError(
             f"{anchor.key} must be of a known family to align models with it",
-            hint="merge with --force",
+            hint=Hint(
+                "pass MergeOptions(force=True) to merge them unaligned",
+                cli="pass --force to merge them unaligned",
+            ),
         )
     aligned, noted = dict(models), dict(verdicts)
     for key, model in models.items():
@@ -333,7 +340,11 @@ def align_models(
             continue
         if model.spec is None:
             raise MatchError(
-                f"{key} must be of a known family to be aligned", hint="merge with --force"
+                f"{key} must be of a known family to be aligned",
+                hint=Hint(
+                    "pass MergeOptions(force=True) to merge them unaligned",
+                    cli="pass --force to merge them unaligned",
+                ),
             )
         aligned[key], note, cosine = _align_model(
             model, anchor, config, noted[key], store, progress

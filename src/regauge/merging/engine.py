@@ -32,7 +32,7 @@ from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.checkpoints.resume import StateStore
 from regauge.core.check import check
 from regauge.core.progress import Progress
-from regauge.errors import MergeError, RegaugeError, SpecError, UnknownModelError
+from regauge.errors import Hint, MergeError, RegaugeError, SpecError, UnknownModelError
 from regauge.merging.basis import (
     Verdict,
     align_models,
@@ -259,7 +259,7 @@ def plan_merge(
     if is_file_name(out):
         raise MergeError(
             f"the output must be a folder, got {out}",
-            hint="name a folder with -o",
+            hint=Hint("pass a folder as out", cli="pass a folder with -o"),
         )
     for model in merge.models.values():
         for path in model.checkpoint.sources:

@@ -18,7 +18,7 @@ from typing import Any
 from regauge.checkpoints.headers import FLOATS, Entry
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.spec import Spec, stored_tensors
-from regauge.errors import MergeError
+from regauge.errors import Hint, MergeError
 from regauge.merging.recipes import Recipe, Slice, Source
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?)(\d+)\.(.+)")
@@ -164,7 +164,10 @@ def _require_same_architecture(models: Mapping[str, Model], donor: Model, force:
         if not force and kind(model) != kind(donor):
             raise MergeError(
                 f"{donor.key} is a {kind(donor)} and {model.key} a {kind(model)}",
-                hint="models must have one architecture; --force tries anyway",
+                hint=Hint(
+                    "merge models of one architecture; MergeOptions(force=True) tries anyway",
+                    cli="merge models of one architecture; --force tries anyway",
+                ),
             )
 
 
@@ -354,8 +357,12 @@ def _output_tensor(
             raise MergeError(
                 f'the vocabularies differ: "{name}" has {shapes[0][0]} rows in {first} and '
                 f"{shapes[i][0]} rows in {other}",
-                hint="write tokenizer_source: union (or base) into the recipe; on the command "
-                "line --tokenizer union",
+                hint=Hint(
+                    "write tokenizer_source: union (or base) into the recipe, or "
+                    'pass MergeOptions(tokenizer="union")',
+                    cli="write tokenizer_source: union (or base) into the recipe, or "
+                    "pass --tokenizer union",
+                ),
             )
         raise MergeError(
             f'"{name}" is {list(shapes[0])} in {first} and {list(shapes[i])} in {other}',

@@ -28,7 +28,7 @@ import yaml
 from regauge.checkpoints.documents import RECIPE_BYTES, read_document
 from regauge.core.groups import Kind
 from regauge.data.sources import DataSource
-from regauge.errors import RecipeError
+from regauge.errors import Hint, RecipeError
 from regauge.matching.pairs import STREAMS, Stream
 from regauge.merging.methods import METHODS, UNSUPPORTED, parameter_names
 from regauge.merging.recipes import (
@@ -273,8 +273,12 @@ class _Parser:
                 raise RecipeError(
                     f"{self.origin}, line {without_data.line}: {recipe.method} needs data for "
                     f"{without_data.model}",
-                    hint="write data: FILE into the recipe (on the command line: --data FILE), "
-                    "or use a method without data",
+                    hint=Hint(
+                        "write data: FILE into the recipe, pass data=, or use a "
+                        "method without data",
+                        cli="write data: FILE into the recipe, pass --data FILE, or "
+                        "use a method without data",
+                    ),
                 )
 
     def method_name(self, node: Any) -> str:

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from regauge.checkpoints.reader import INDEX, WEIGHTS, Checkpoint, open_checkpoint
-from regauge.errors import CheckpointError, RegaugeError, RegaugeWarning, UnknownModelError, need
+from regauge.errors import (
+    CheckpointError,
+    Hint,
+    RegaugeError,
+    RegaugeWarning,
+    UnknownModelError,
+    need,
+)
 from regauge.models.families import check_counts
 from regauge.models.trust import code_disabled, library_class, without_code
 
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
     from regauge.models.sources import Source
 
 _HINTS = {
-    "mismatched_keys": "config.json contradicts the weights",
+    "mismatched_keys": "use the config.json that belongs to the weights",
     "missing_keys": "download the weights again if some are lost, or name their class in "
     'config.json ("architectures")',
     "unexpected_keys": 'name the class that has these weights in config.json ("architectures"), '
@@ -282,7 +289,10 @@ def _as_checkpoint_error(checkpoint: Checkpoint, name: str) -> Iterator[None]:
         message = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{checkpoint.path} cannot be loaded as a {name}: {message}",
-            hint="run regauge inspect for the mismatches",
+            hint=Hint(
+                "regauge.check(spec, state) lists mismatches of weights and config",
+                cli="regauge inspect lists mismatches of weights and config",
+            ),
         ) from error
 
 

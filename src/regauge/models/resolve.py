@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.core.spec import Shaped, Spec
-from regauge.errors import CustomCodeError, RegaugeError, SpecError, UnknownModelError
+from regauge.errors import CustomCodeError, Hint, RegaugeError, SpecError, UnknownModelError
 from regauge.models.families import check_counts, family_of, spec_from
 from regauge.models.trust import code_disabled, library_class, without_code
 
@@ -102,7 +102,12 @@ def discover_unknown(
     except UnknownModelError:
         raise
     except RegaugeError as error:
-        hint = f"{error.hint}; or: {unknown.hint}" if error.hint else unknown.hint
+        hint = Hint(
+            "restore the model's original config.json, or pass a spec file with spec= "
+            "(docs/guides/adding-a-model.md)",
+            cli="restore the model's original config.json, or pass a spec file with --spec "
+            "(docs/guides/adding-a-model.md)",
+        )
         raise UnknownModelError(f"{unknown}\n  and discovery failed: {error}", hint=hint) from error
 
 
@@ -184,8 +189,12 @@ def _spec_of_checkpoint(checkpoint: Checkpoint, config: Mapping[str, Any] | None
     if config is None:
         raise SpecError(
             f"{checkpoint.path} has no config.json, so its family is unknown",
-            hint="put config.json beside it, or describe the model in a spec file and pass it "
-            "with --spec",
+            hint=Hint(
+                "put config.json beside it, or describe the model in a spec file and "
+                "pass it with spec=",
+                cli="put config.json beside it, or describe the model in a spec file "
+                "and pass it with --spec",
+            ),
         )
     return _spec_from_config(
         config, checkpoint.entries, str(checkpoint.config_path or "the config")

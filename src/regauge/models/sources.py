@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from regauge.checkpoints.reader import Checkpoint, open_checkpoint
 from regauge.core.check import Fault, check, require
 from regauge.core.spec import Spec
-from regauge.errors import LockError, SpecError, UnknownModelError
+from regauge.errors import Hint, LockError, SpecError, UnknownModelError
 from regauge.models.resolve import config_of, discover_unknown, spec_of
 
 if TYPE_CHECKING:
@@ -160,8 +160,8 @@ def require_fit(checkpoint: Checkpoint, spec: Spec, faults: Sequence[Fault] | No
     require(
         group_faults(find_faults(checkpoint, spec) if faults is None else faults),
         f'{checkpoint.path} does not fit the spec "{spec.family}"',
-        hint="its config contradicts its weights, or the spec is of another model: regauge "
-        "inspect shows both",
+        hint="its config.json contradicts its weights, or the spec is of another "
+        "model: use the config.json that belongs to the weights",
     )
 
 
@@ -174,7 +174,10 @@ def require_unlocked(checkpoint: Checkpoint) -> None:
         raise LockError(
             f"{checkpoint.path} is locked by the key {key}, which would no longer fit after "
             "another transform",
-            hint="unlock it first with regauge unlock",
+            hint=Hint(
+                "unlock it first with regauge.unlock(model, key)",
+                cli="unlock it first: regauge unlock LOCKED -k KEY -o MODEL",
+            ),
         )
 
 

@@ -19,7 +19,7 @@ from regauge.core.groups import Kind
 from regauge.core.options import require_choice
 from regauge.core.spec import PARTS, Spec
 from regauge.core.threads import within_threads
-from regauge.errors import ElementError, RegaugeError
+from regauge.errors import ElementError, Hint, RegaugeError
 from regauge.models.sources import require_fit, require_unlocked, resolve
 
 if TYPE_CHECKING:
@@ -257,7 +257,10 @@ def move(
     if not g.members:
         raise RegaugeError(
             "the element transforms nothing",
-            hint="regauge inspect lists the spaces and their groups",
+            hint=Hint(
+                "spec.spaces lists the spaces and their groups",
+                cli="regauge inspect lists the spaces and their groups",
+            ),
         )
     g = ~g if invert else g
     if adapter is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.documents import RESULTS_BYTES, parse_json, read_document
-from regauge.errors import CheckpointError, FindingsError
+from regauge.errors import CheckpointError, FindingsError, Hint
 from regauge.results.views import ResultView
 
 VERSION = 1
@@ -222,6 +222,11 @@ def to_json(results: Results) -> str:
     )
 
 
+_RESULTS_HINT = Hint(
+    "pass a file that to_json or the command line wrote", cli="pass a file that --json wrote"
+)
+
+
 def from_json(text: str | bytes, where: str = "the text") -> Results:
     """Parse the output of `to_json`.
 
@@ -232,12 +237,11 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
     Raises:
         FindingsError: The text is not a results file, is damaged, or of an unsupported version.
     """
-    document = parse_json(
-        text, where, FindingsError, "give the file that --json wrote", surrogates=True
-    )
+    document = parse_json(text, where, FindingsError, _RESULTS_HINT, surrogates=True)
     if not isinstance(document, dict) or document.get("regauge") != "results":
         raise FindingsError(
-            f"{where} is not a results file of regauge", hint="give the file that --json wrote"
+            f"{where} is not a results file of regauge",
+            hint=_RESULTS_HINT,
         )
     if document.get("version") != VERSION:
         raise FindingsError(
@@ -249,7 +253,7 @@ def from_json(text: str | bytes, where: str = "the text") -> Results:
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, FindingsError) as error:
         raise FindingsError(
             f"{where} is damaged: {type(error).__name__}: {error}",
-            hint="run the command again with --json",
+            hint="write the results again, with this version of regauge",
         ) from error
 
 
@@ -289,7 +293,10 @@ def load_results(path: Path | str) -> Results:
     try:
         data = read_document(Path(path), RESULTS_BYTES, FindingsError)
     except CheckpointError as error:
-        raise FindingsError(str(error), hint="give the file that --json wrote") from error
+        raise FindingsError(
+            str(error),
+            hint=_RESULTS_HINT,
+        ) from error
     return from_json(data, str(path))
 
 

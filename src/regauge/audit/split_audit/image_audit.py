@@ -34,7 +34,7 @@ from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
 from regauge.defences.split import BatchShuffle
-from regauge.errors import AuditError
+from regauge.errors import AuditError, Hint
 from regauge.results.findings import Results
 from regauge.results.metrics import Lpips
 
@@ -111,7 +111,7 @@ class Images:
             raise AuditError(
                 f'the batch size must be >= 2 for "{shuffling}", which shuffles tokens between '
                 f"samples, got {case.run.batch_size}",
-                hint="set --batch-size 2 or more",
+                hint=Hint("set batch_size to 2 or more", cli="set --batch-size to 2 or more"),
             )
         images = case.test.batch(np.arange(2))[0]["pixel_values"]
         patch_size(case.model, images)

@@ -99,8 +99,9 @@ def build(config: Mapping[str, Any], device: str = "cpu") -> torch.nn.Module:
         with quiet(), code_disabled(), torch.device(device):
             module: torch.nn.Module = model_class(transformers.AutoConfig.for_model(**fields))
     except Exception as error:  # transformers raises exceptions of any type
+        message = (str(error).strip() or type(error).__name__).splitlines()[0].split(". ")[0]
         raise DiscoveryError(
-            f"transformers cannot build a {model_class.__name__} from the config: {error}",
+            f"transformers cannot build a {model_class.__name__} from the config: {message}",
             hint="compare it with the original config.json",
         ) from error
     module.float()

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from regauge.core.spec import Shaped, Spec
-from regauge.errors import SpecError, UnknownModelError
+from regauge.errors import Hint, SpecError, UnknownModelError
 from regauge.models.families import (
     bart,
     bert,
@@ -88,8 +88,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
     )
     raise UnknownModelError(
         f"no family describes models of type {model_type or architecture!r}; known are {known}",
-        hint="docs/guides/adding-a-model.md shows how to add one, or how to write a spec file for "
-        "--spec",
+        hint=Hint(
+            "regauge.discover(module, inputs) infers its symmetry; or pass a spec "
+            "file with spec= (docs/guides/adding-a-model.md)",
+            cli="pass a spec file with --spec (docs/guides/adding-a-model.md)",
+        ),
     )
 
 

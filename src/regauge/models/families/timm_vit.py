@@ -19,7 +19,7 @@ from regauge.core.groups import (
     SignedPermutation,
 )
 from regauge.core.spec import Space, Spec
-from regauge.errors import SpecError, UnknownModelError
+from regauge.errors import Hint, SpecError, UnknownModelError
 from regauge.models.families.family import Boundary, Family
 from regauge.models.families.pieces import (
     LAYER_NORM,
@@ -74,8 +74,11 @@ def spec(c: Config, names: Names) -> Spec:
         raise UnknownModelError(
             f'"{name}" is one of timm\'s models that no family describes: only its plain '
             "VisionTransformer, with fc1 and fc2 in its FFN, is known",
-            hint="docs/guides/adding-a-model.md shows how to add one, or how to write a spec file "
-            "for --spec",
+            hint=Hint(
+                "regauge.discover(module, inputs) infers its symmetry; or pass a "
+                "spec file with spec= (docs/guides/adding-a-model.md)",
+                cli="pass a spec file with --spec (docs/guides/adding-a-model.md)",
+            ),
         )
     width = names.size("blocks.0.attn.qkv.weight", 1)
     inner = names.size("blocks.0.attn.qkv.weight", 0) // 3

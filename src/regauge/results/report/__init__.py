@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from regauge.checkpoints.files import wrap_write_errors, write_bytes
-from regauge.errors import FindingsError, need
+from regauge.errors import FindingsError, Hint, need
 from regauge.results.findings import (
     Claim,
     Figure,
@@ -146,7 +146,10 @@ def write_page(source: Path | str, out: Path) -> str:
     if taken:
         raise FindingsError(
             f"the output {out} exists already",
-            hint="name a new file with -o, or remove this one first",
+            hint=Hint(
+                "pass another file, or remove this one first",
+                cli="pass another file with -o, or remove this one first",
+            ),
         )
     results = load_results(source)
     write_bytes(out, page(results).encode(), new=True)
@@ -187,7 +190,7 @@ def _to_plain(results: Results) -> Results:
     if faults:
         raise FindingsError(
             "\n  ".join([f"{len(faults)} findings cannot be shown", *faults[:20]]),
-            hint="run the command again with --json",
+            hint="write the results again, with this version of regauge",
         )
     return plain
 

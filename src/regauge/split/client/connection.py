@@ -15,7 +15,7 @@ from regauge.core.element import Element
 from regauge.core.names import items_of
 from regauge.core.options import require_device
 from regauge.defences.split import Defence, Rows, parse_defences
-from regauge.errors import LockError, RegaugeError, SplitError, TransportError
+from regauge.errors import Hint, LockError, RegaugeError, SplitError, TransportError
 from regauge.locking.keys import Key, resolve_key
 from regauge.locking.lock import locked_element, record_of
 from regauge.models.families import Boundary
@@ -195,7 +195,10 @@ def load_client(client: Source, options: ConnectOptions) -> ClientModel:
             "same one",
         )
     if record is not None and key is None:
-        raise LockError(f"{name} is locked by the key {record.key}", hint="pass it with --key")
+        raise LockError(
+            f"{name} is locked by the key {record.key}",
+            hint=Hint("pass ConnectOptions(key=...)", cli="pass it with --key"),
+        )
     _log.info("loading embedding and head of %s", name)
     module = load_part(checkpoint, "edges", options.dtype, options.device)
     element = None

@@ -250,6 +250,7 @@ class RequestLog:
         start, delay, unidentified = time.monotonic(), 0.002, 0
         number, check = frame_identity(request[0])
         while True:
+            hint = None
             try:
                 data = self.transport.exchange(request)
                 reply = decode(data, self.limits)
@@ -275,11 +276,11 @@ class RequestLog:
             except RefusedError:
                 raise
             except (TransportError, FrameError) as error:
-                reason = str(error)
+                reason, hint = str(error), error.hint
             if time.monotonic() - start > self.patience:
                 raise TransportError(
                     f"no reply within {self.patience:g} s: {reason}",
-                    hint="check that the server is running and reachable",
+                    hint=hint or "check that the server is running and reachable",
                 )
             self.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(delay * 2, 1.0)

@@ -22,6 +22,7 @@ from regauge.data.sources import DataSource, source_of
 from regauge.data.tasks import Examples
 from regauge.errors import (
     FrameError,
+    Hint,
     JournalError,
     RegaugeError,
     SplitError,
@@ -403,10 +404,16 @@ def _require_journal(folder: Path | None, resume: bool) -> None:
     if has_run and not resume:
         raise JournalError(
             f"{folder} contains an interrupted run",
-            hint="pass --resume to resume it, or name an empty folder",
+            hint=Hint(
+                "pass resume=True to resume it, or an empty folder",
+                cli="pass --resume to resume it, or an empty folder",
+            ),
         )
     if resume and not has_run:
-        raise JournalError(f"{folder} contains no run to resume", hint="start it without --resume")
+        raise JournalError(
+            f"{folder} contains no run to resume",
+            hint=Hint("start it without resume=True", cli="start it without --resume"),
+        )
 
 
 def _clear_journal(folder: Path | None) -> None:

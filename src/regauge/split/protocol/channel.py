@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from regauge.checkpoints.files import wrap_read_errors
-from regauge.errors import CheckpointError, TransportError
+from regauge.errors import CheckpointError, Hint, TransportError
 from regauge.locking.keys import read_private
 from regauge.split.protocol.frames import CHUNK, PIECE, chunks
 
@@ -89,7 +89,10 @@ class Tls:
             except (ValueError, UnsupportedAlgorithm) as error:
                 raise CheckpointError(
                     f"{path} must be a {kind} in PEM format",
-                    hint="regauge split certs --to FOLDER creates all three files",
+                    hint=Hint(
+                        "regauge.split.make_certificates creates all three files",
+                        cli="regauge split certs --to FOLDER creates all three files",
+                    ),
                 ) from error
         if parsed[1].public_key() != parsed[2].public_key():
             raise CheckpointError(
@@ -122,14 +125,17 @@ def load_tls(source: Tls | Path | str | None, name: str | None = None) -> Tls | 
         if not folder.is_dir():
             raise CheckpointError(
                 f"tls must be a folder of certificates or three files, got {source}",
-                hint="regauge split certs --to FOLDER creates one",
+                hint=Hint(
+                    "regauge.split.make_certificates creates one",
+                    cli="regauge split certs --to FOLDER creates one",
+                ),
             )
         names = sorted(p.stem for p in folder.glob("*.key") if p.stem != "server")
         if name is None and len(names) != 1:
             raise CheckpointError(
                 f"{source} must have one client's certificate, got those of "
                 f"{', '.join(names) or 'no client'}",
-                hint="choose one with --client-name NAME",
+                hint=Hint("choose one with client_name=", cli="choose one with --client-name NAME"),
             )
         name = name or names[0]
         files = Tls(folder / "authority.pem", folder / f"{name}.pem", folder / f"{name}.key")
@@ -231,6 +237,10 @@ def require_private_address(address: str, tls: Tls | None, insecure: bool) -> No
         raise TransportError(
             f"{address} must be a loopback address without TLS: others on the network could read "
             "and change all traffic",
-            hint="pass certificates (--tls; regauge split certs creates them), or insecure=True "
-            "(--insecure) if another layer protects the network",
+            hint=Hint(
+                "pass tls= (regauge.split.make_certificates creates certificates), "
+                "or insecure=True if another layer protects the network",
+                cli="pass --tls FOLDER (regauge split certs creates certificates), "
+                "or --insecure if another layer protects the network",
+            ),
         )

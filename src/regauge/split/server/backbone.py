@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 
 from regauge.data.optimizer_config import OptimizerConfig, dtype_name, moment_fault
-from regauge.errors import CheckpointError
+from regauge.errors import CheckpointError, Hint
 from regauge.models.cut import Cut
 from regauge.models.families import Boundary
 from regauge.split.master_weights import MasterOptimizer, Snapshot, are_finite
@@ -210,7 +210,10 @@ class TrainableBackbone:
             other = stored_optimizers.pop()
             raise CheckpointError(
                 f"{path} holds the optimizer state of {other}, got {self.training.optimizer}",
-                hint=f"resume with --optimizer {other}, or name another folder",
+                hint=Hint(
+                    f'resume with optimizer="{other}", or pass another folder',
+                    cli=f"resume with --optimizer {other}, or pass another folder",
+                ),
             )
         with torch.no_grad():
             for name, tensor in self.state().items():

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from regauge.data.optimizer_config import OptimizerConfig
-from regauge.errors import CheckpointError, FrameError, StepError
+from regauge.errors import CheckpointError, FrameError, Hint, StepError
 from regauge.models.cut import cut
 from regauge.models.families import Boundary
 from regauge.split.protocol.frames import Frame, Kind, Limits, Value, nbytes
@@ -587,7 +587,10 @@ class Host:
             raise CheckpointError(
                 f"{self.folder} was trained with {saved.optimizer_name}, got "
                 f"{self.training.optimizer}",
-                hint=f"resume with --optimizer {saved.optimizer_name}, or name another folder",
+                hint=Hint(
+                    f'resume with optimizer="{saved.optimizer_name}", or pass another folder',
+                    cli=f"resume with --optimizer {saved.optimizer_name}, or pass another folder",
+                ),
             )
         try:
             sessions = restore_sessions(saved.sessions, saved.frames, _STORED_LIMITS)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from regauge.checkpoints.files import format_bytes
-from regauge.errors import BudgetError, FrameError
+from regauge.errors import BudgetError, FrameError, Hint
 from regauge.split.protocol.frames import nbytes
 
 if TYPE_CHECKING:
@@ -64,7 +64,10 @@ class Budget:
                 "the server's, "
                 f"got {format_bytes(self.client)} per client and {format_bytes(self.total)} for "
                 "the server",
-                hint="raise --memory, or lower --client-memory",
+                hint=Hint(
+                    "raise memory, or lower client_memory",
+                    cli="raise --memory, or lower --client-memory",
+                ),
             )
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from regauge.errors import TransportError, need
+from regauge.errors import Hint, TransportError, need
 from regauge.split.server.host import Host
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Metrics:
         except (OSError, OverflowError) as error:
             raise TransportError(
                 f"cannot listen on {address} for metrics: {error}",
-                hint="name another port with --metrics",
+                hint=Hint("pass another port as metrics", cli="pass another port with --metrics"),
             ) from error
         self.port = int(self.http.server_port)
 

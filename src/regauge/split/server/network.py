@@ -24,7 +24,7 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
-from regauge.errors import FrameError, TransportError, need
+from regauge.errors import FrameError, Hint, TransportError, need
 from regauge.split.protocol.channel import (
     CLIENT_OPTIONS,
     OPTIONS,
@@ -381,12 +381,12 @@ class Grpc:
             if self.stream is not None:
                 self.stream.cancel()
             self.stream, self.pace = None, Pace()
-            reason = (
+            reason, hint = (
                 _describe_error(error, self.tls is not None)
                 if isinstance(error, grpc.aio.AioRpcError)
-                else str(error) or type(error).__name__
+                else (str(error) or type(error).__name__, None)
             )
-            raise TransportError(f"{self.address}: {reason}") from error
+            raise TransportError(f"{self.address}: {reason}", hint=hint) from error
 
     async def _send(self, stream: Any, request: Sequence[memoryview]) -> None:
         """Send a request in pieces."""
@@ -458,38 +458,61 @@ class Grpc:
         self.close()
 
 
-def _describe_error(error: Any, with_tls: bool) -> str:
-    """Describe a gRPC error briefly.
+def _describe_error(error: Any, with_tls: bool) -> tuple[str, str | None]:
+    """Describe a gRPC error briefly, and return a hint.
 
     Certificates are mentioned where they may be the cause: gRPC's own text does not suggest it.
     """
     details = (error.details() or "").lower()
-    for pattern, text in _ERROR_TEXTS.items():
+    for pattern, (text, hint) in _ERROR_TEXTS.items():
         if pattern in details:
             # Of several addresses gRPC reports only the last: at another one a server may have
             # rejected the certificate.
-            return (
-                f"{text}, or it does not accept this client's certificate"
-                if with_tls and pattern == "connection refused"
-                else text
-            )
+            if with_tls and pattern == "connection refused":
+                return f"{text}, or it does not accept this client's certificate", _LISTEN_OR_TLS
+            return text, hint
     status: str = error.code().name.lower().replace("_", " ")
     if with_tls and status == "unavailable":  # a server closes the connection on a bad certificate
-        return f"{status}; if the server is up, it may not accept this client's certificate"
-    return status
+        text = f"{status}; if the server is up, it may not accept this client's certificate"
+        return text, _LISTEN_OR_TLS
+    return status, None
 
 
-_ERROR_TEXTS = {
-    "bad_signature": "the server's certificate is not of this authority, has expired, or is for "
-    "another name",
-    "certificate_verify_failed": "the server's certificate is not of this authority, has "
-    "expired, or is for another name",
-    "peer name": "the server's certificate is for another name",
-    "ssl": "the TLS handshake failed: only one side uses TLS, or a certificate is not accepted",
-    "connection refused": "nothing listens there",
-    "dns resolution failed": "unknown host name",
-    "socket closed": "the server closed the connection: it may have stopped, expect TLS, or not "
-    "accept this certificate",
-    "connection reset": "the server closed the connection: it may have stopped, expect TLS, or not "
-    "accept this certificate",
+_LISTEN = Hint(
+    "check the address, and that regauge.split.serve runs there",
+    cli="check the address, and that regauge split serve runs there",
+)
+_LISTEN_OR_TLS = Hint(
+    "check the address, that a server runs there, and that both sides use certificates of one "
+    "regauge.split.make_certificates",
+    cli="check the address, that a server runs there, and that both sides use certificates of one "
+    "regauge split certs",
+)
+_TLS = Hint(
+    "use certificates of one regauge.split.make_certificates on both sides: tls=",
+    cli="use certificates of one regauge split certs on both sides: --tls FOLDER",
+)
+_NAME = Hint(
+    "connect by a name in the certificate, or make certificates for this one: "
+    "regauge.split.make_certificates(folder, [name], [client])",
+    cli="connect by a name in the certificate, or make certificates for this one: regauge split "
+    "certs --name NAME",
+)
+_WRONG = "the server's certificate is not of this authority, has expired, or is for another name"
+_CLOSED = (
+    "the server closed the connection: it may have stopped, expect TLS, or not accept this "
+    "certificate"
+)
+_ERROR_TEXTS = {  # a part of gRPC's text: ours, and a hint
+    "bad_signature": (_WRONG, _TLS),
+    "certificate_verify_failed": (_WRONG, _TLS),
+    "peer name": ("the server's certificate is for another name", _NAME),
+    "ssl": (
+        "the TLS handshake failed: only one side uses TLS, or a certificate is not accepted",
+        _TLS,
+    ),
+    "connection refused": ("nothing listens there", _LISTEN),
+    "dns resolution failed": ("unknown host name", "check the spelling of the address"),
+    "socket closed": (_CLOSED, _LISTEN_OR_TLS),
+    "connection reset": (_CLOSED, _LISTEN_OR_TLS),
 }

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from regauge.errors import FrameError, TrainingError
+from regauge.errors import FrameError, Hint, TrainingError
 from regauge.split.server.backbone import TrainableBackbone, weighted_mean
 from regauge.split.server.sessions import Session
 
@@ -53,7 +53,10 @@ class Rounds:
         if average < 0 or (average and main.optimizer is None):
             raise TrainingError(
                 f"average must be >= 0, and 0 without training, got {average}",
-                hint="train with --lr, or leave out the average",
+                hint=Hint(
+                    "pass training=OptimizerConfig(...), or leave out average",
+                    cli="train with --lr, or leave out --average",
+                ),
             )
         self.main, self.sessions, self.prepare = main, sessions, prepare
         self.average, self.away, self.max_sessions = average, away, max_sessions

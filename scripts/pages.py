@@ -350,7 +350,7 @@ def render_command(name: str, command: Any, context: Any) -> list[str]:
         lines += [" ".join(paragraph.split()), ""]
     lines += ["```", *examples_of(name), "```", "", "| | |", "| --- | --- |"]
     for title, members in groups.items():
-        shown = [p for p in members if p.name not in ("verbose", "help")]
+        shown = [p for p in members if not {"-v", "--help"} & set(p.opts)]
         if shown and title not in ("Arguments", "Options"):
             lines.append(f"| **{title}** | |")
         lines += [f"| {code(name_of(p).strip())} | {cell(text_of(p))} |" for p in shown]

@@ -611,7 +611,7 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     refuse(
-        "owner/name could not be fetched from the hub: no network$",
+        "owner/name could not be fetched from the hub: no network(\n|$)",
         lambda: open_checkpoint("owner/name"),
     )
     monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)

@@ -373,7 +373,7 @@ def test_mean_and_std_come_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
         match=r"the image_mean of .*preprocessor_config.json must have one number for each "
-        r"channel \(1\), or one for all, got 3$",
+        r"channel \(1\), or one for all, got 3(\n|$)",
     ):
         task_of(vit(num_channels=1), data, beside=tmp_path)
     assert task_of(vit(num_channels=1), data, beside=tmp_path, **HALF)[0]["std"] == [0.5]

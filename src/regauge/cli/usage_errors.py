@@ -62,7 +62,7 @@ def describe_usage(error: Any, arguments: Sequence[str]) -> tuple[str, str]:
         return f'{path} has no command "{word}"', hint
     extra = "Got unexpected extra argument"
     if error.message.startswith(extra):
-        word = error.message.partition("(")[2].partition("(")[2].rstrip(")")
+        word = error.message.rpartition("(")[2].rstrip(")")
         return f"unexpected argument: {word}", f"{path} --help shows its usage"
     if getattr(error, "option_name", None):
         return f"{error.option_name} requires a value", f"{path} --help describes it"
@@ -111,5 +111,5 @@ def _passed_value(parameter: Any, arguments: Sequence[str]) -> str | None:
     for i, word in enumerate(arguments):
         name, equals, rest = word.partition("=")
         if name in parameter.opts:
-            value = rest if equals else (list(arguments[i + 1 : i + 2]) or [None])[0]
+            value = rest if equals else next(iter(arguments[i + 1 : i + 2]), None)
     return value

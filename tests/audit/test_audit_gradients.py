@@ -76,7 +76,7 @@ def test_the_audit_says_which_defence_hides_what(
     assert by["none/least squares"].value > 45 > 30 > by["batch=8/least squares"].value
     assert by["rows/least squares"].value == pytest.approx(by["none/least squares"].value, abs=3)
     assert by["none/patches"].value > 0.95
-    assert "Images are revealed under none, rows: PSNR" in output
+    assert "Images are revealed under no defence, rows: PSNR" in output
     assert "Masked positions are revealed under mjp=0.5: 100%" in output
     assert "epsilon" in output
     assert "freeze=embedding,first, least squares: the update must contain" in output

@@ -389,7 +389,7 @@ def test_the_verdict_is_in_words() -> None:
     )
     assert [v.level for v in verdict] == ["leak", "partial", "note", "note"]
     assert verdict[0].text.startswith(
-        "Images are revealed under none, rows: SSIM 1.00 by public embedding (a guess: 0.40)"
+        "Images are revealed under no defence, rows: SSIM 1.00 by public embedding (a guess: 0.40)"
     )
     assert verdict[1].text.startswith("Images are partly revealed under noise=1: SSIM")
     assert (
@@ -453,7 +453,7 @@ def test_the_command_says_what_it_comes_to(
     )
     assert audit(folder, *QUICKLY, *options, "--json", str(out), "--report", str(page)) == 0
     captured = capsys.readouterr()
-    assert "Images are revealed under none, rows" in captured.out
+    assert "Images are revealed under no defence, rows" in captured.out
     assert "not measured: LPIPS and F-SIM" in captured.out
     assert "75 client images, 45 attacker images, 30 test images; 10 to attack" in captured.err
     results = load_results(out)
@@ -476,7 +476,9 @@ def test_the_command_says_what_it_comes_to(
     gallery = next(f for f in results.figures if f.kind == "images")
     assert [len(r["images"]) for r in gallery.data["rows"]] == [2] * 4
     text = page.read_text()
-    assert "Images are revealed under none, rows" in text.split("<h2")[0], "the verdict comes first"
+    assert "Images are revealed under no defence, rows" in text.split("<h2")[0], (
+        "the verdict comes first"
+    )
     assert text.count("data:image/png") >= 8
     assert json.loads(out.read_text())["facts"]["weights"] == "random"
 

@@ -96,7 +96,7 @@ def test_texts_are_read_under_shuffles_and_not_under_noise() -> None:
     )
     assert all(f.floor is not None and f.floor < 0.2 for f in results.findings)
     assert results.headline.text.startswith(
-        "Texts are revealed under none, rows, bottleneck=6: ROUGE-L"
+        "Texts are revealed under no defence, rows, bottleneck=6: ROUGE-L"
     )
     assert results.headline.tone == "bad"
     rows = {row[0]: row for row in results.tables[0].rows}
@@ -180,10 +180,10 @@ def test_the_command_reads_texts(folder: Path, capsys: pytest.CaptureFixture[str
         == 0
     )
     captured = capsys.readouterr()
-    assert "Texts are revealed under none, rows" in captured.out
+    assert "Texts are revealed under no defence, rows" in captured.out
     assert "60 client texts, 36 attacker texts, 24 test texts; 6 to attack" in captured.err
     assert leaked_of(out, "texts/rows/vocabulary") > 0.9
-    assert "Texts are revealed under none, rows" in (folder / "page.html").read_text()
+    assert "Texts are revealed under no defence, rows" in (folder / "page.html").read_text()
     assert json.loads(out.read_text())["facts"]["client's texts"] == 60
     assert main([*command, "--defence", "rows", "--attacks", "decoder"]) == 2
     assert "use vocabulary, regression; or all" in capsys.readouterr().err

@@ -277,7 +277,9 @@ def test_the_audit_of_texts_tells_what_is_given_away(
     assert by["none/search"] == by["freeze=embedding/search"] == 1
     assert by["private=1/search"] < 0.5
     assert by["dropout/search"] < 1
-    assert "Texts are revealed under none, dropout, freeze=embedding" in capsys.readouterr().out
+    assert (
+        "Texts are revealed under no defence, dropout, freeze=embedding" in capsys.readouterr().out
+    )
     assert main([*options, "--attacks", "fog"]) == 2
     tables = [*options, "--attacks", "tables", "--fail-above", "0.1"]
     assert (

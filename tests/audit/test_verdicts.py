@@ -70,7 +70,10 @@ def test_a_sentence_says_what_its_numbers_do() -> None:
         ("noise=1", evidence_of_share(0.23, 0.2, 50), ""),
     ]
     leak, unclear = write_verdicts(LABELS, measured)
-    assert leak.text == "Labels are revealed under none: 100% by labels and counts (a guess: 20%)."
+    assert (
+        leak.text
+        == "Labels are revealed under no defence: 100% by labels and counts (a guess: 20%)."
+    )
     assert unclear.text == (
         "Inconclusive for labels under noise=1: 23% (a guess: 20%); 50 labels are too few to "
         "distinguish it from a guess."

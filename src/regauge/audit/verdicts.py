@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from regauge.defences.parser import NONE
 from regauge.results.findings import Claim, Results
 
 Level: TypeAlias = Literal["leak", "partial", "unclear", "none", "note"]
@@ -166,15 +167,16 @@ class Quantity:
 def write_verdicts(
     quantity: Quantity,
     measured: Iterable[tuple[str, Evidence, str]],
-    under: Callable[[Sequence[str]], str] = lambda names: f"under {', '.join(names)}",
+    under: Callable[[Sequence[str]], str] | None = None,
 ) -> list[Verdict]:
     """Return a sentence for each level that occurs, with the cases that have it.
 
     Args:
         quantity: What is recovered.
         measured: The name of each case, its evidence, and the attack.
-        under: Describe some cases.
+        under: Describe some cases, which are combinations of defences by default.
     """
+    under = under or _under_defences
     by_level: dict[Level, list[tuple[str, Evidence, str]]] = {}
     for case in measured:
         level = case[1].level(quantity.margin, quantity.certain)
@@ -206,6 +208,10 @@ def write_verdicts(
             text = f"{subject} are {WORDS[level]} {where}: {values}{by} ({guess})."
         verdicts.append(Verdict(text, level))
     return verdicts
+
+
+def _under_defences(names: Sequence[str]) -> str:
+    return f"under {', '.join('no defence' if name == NONE else name for name in names)}"
 
 
 def order_verdicts(verdicts: Iterable[Verdict]) -> list[Verdict]:

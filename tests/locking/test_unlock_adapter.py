@@ -14,6 +14,7 @@ import regauge
 from regauge.errors import SpecError, WrongKeyError
 from support.cli_runs import Run
 from support.picos import build
+from support.texts import readings
 
 peft = pytest.importorskip("peft")
 
@@ -91,6 +92,18 @@ def test_the_adapter_fits_the_plain_model(case: Case, plain: Path) -> None:
     torch.testing.assert_close(logits_of(adapted), case.logits, rtol=0, atol=1e-5)
     moved = load_adapted(plain / "model", case.folder / "adapter")  # still that of the locked one
     assert float((logits_of(moved) - case.logits).abs().max()) > 1e-2
+
+
+def test_both_pairs_have_the_same_loss(case: Case, plain: Path) -> None:
+    """The plain model with its adapter, and the locked model with its own and the key."""
+    pairs = {
+        "plain": f"{plain / 'model'}+{plain / 'adapter'}",
+        "locked": f"{case.folder / 'locked'}+{case.folder / 'adapter'}",
+        "mixed": f"{plain / 'model'}+{case.folder / 'adapter'}",
+    }
+    scores = regauge.evaluate(pairs, readings(IDS), key=case.key, retrained=True).scores
+    assert scores["plain"].loss == pytest.approx(scores["locked"].loss, abs=1e-4)
+    assert abs(scores["mixed"].loss - scores["plain"].loss) > 1e-2
 
 
 def test_merged_weights_are_the_unlocked_merged_weights(

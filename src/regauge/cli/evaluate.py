@@ -17,7 +17,8 @@ def evaluate(
     models: Annotated[
         list[str],
         typer.Argument(
-            metavar="MODEL...", help="Models: folders, .safetensors files or hub ids (owner/name)."
+            metavar="MODEL...",
+            help="Folders, .safetensors files, hub ids (owner/name), or MODEL+ADAPTER.",
         ),
     ],
     data: sample.Data,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from regauge.checkpoints.adapted import open_adapted
 from regauge.checkpoints.reader import Checkpoint
 from regauge.core.options import require_at_least, require_device, require_type
 from regauge.core.progress import Progress
@@ -97,14 +98,15 @@ def _open(source: Any, name: str | None) -> Subject:
         getattr(source, "model", None), torch.nn.Module
     ):
         source = source.model  # type: ignore[attr-defined]
+    if isinstance(source, str | Path):
+        return Subject(name or str(source), open_adapted(str(source)))
     checkpoint, module = open_source(source)
     if isinstance(source, Mapping) and not isinstance(source, Checkpoint):
         raise UnknownModelError(
             "a model must be a path, a hub id, a checkpoint or a module, got a state dict",
             hint="load the state dict into a module",
         )
-    default = str(source) if isinstance(source, str | Path) else checkpoint.path.name
-    return Subject(name or default, checkpoint, module)
+    return Subject(name or checkpoint.path.name, checkpoint, module)
 
 
 def evaluate_sources(

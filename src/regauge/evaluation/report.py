@@ -81,7 +81,9 @@ class Evaluation(ResultView):
     def results(self) -> Results:
         """Findings between guess and reference, one table, and a figure."""
         findings = tuple(self._finding(name) for name in self.scores)
-        facts = {**self.facts, "verdict": [self.describe(name) for name in self.scores]}
+        facts = dict(self.facts)
+        if len(self.scores) > 1:  # the headline is the sentence of a single model
+            facts["verdict"] = [self.describe(name) for name in self.scores]
         if self.notes:
             facts["notes"] = list(self.notes)
         table, figure = self._table(), self._figure()

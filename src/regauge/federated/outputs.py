@@ -268,7 +268,8 @@ def build_results(finished: FederatedRun) -> Results:
     if finished.evaluation is not None:
         evaluation = finished.evaluation
         tables.append(evaluation.results.tables[0])
-        facts["verdict"] = evaluation.results.facts["verdict"]
+        if not finished.is_worse:  # else the failed check says so
+            facts["verdict"] = evaluation.results.facts["verdict"]
         findings = (_find_loss(finished, evaluation),)
     claim = None if finished.evaluation is None else _claim(finished, finished.evaluation)
     return Results("A federated run", findings, tuple(tables), figures, facts, claim=claim)
@@ -285,7 +286,7 @@ def _claim(finished: FederatedRun, evaluation: Evaluation) -> Claim | None:
     elif is_worse(start, end):
         text, tone = "Training improved the model", "good"
     else:
-        text, tone = "Training changed the model by less than chance explains", "none"
+        text, tone = "Training made no significant difference", "none"
     before, after = (
         f"{100 * score.accuracy:.1f} %" if is_accuracy else f"{score.perplexity:,.2f}"
         for score in (start, end)

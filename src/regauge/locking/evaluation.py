@@ -42,8 +42,9 @@ def evaluate(
     that reads no input.
 
     Args:
-        models: A model, a sequence of models, or names with models: paths, hub ids, checkpoints,
-            modules, or results with a trained `model`. Modules are not changed.
+        models: A model, a sequence of models, or names with models: paths, hub ids,
+            "model+adapter", checkpoints, modules, or results with a trained `model`. Modules are
+            not changed.
         data: Labelled images or texts, or a text for language models: a path, a hub id, a
             `DataSource`, or `Examples`.
         key: The key of locked models, or its file. Without it, a locked model is evaluated as it

@@ -149,6 +149,22 @@ def test_the_options_of_the_search(
     assert not (tmp_path / "c").exists()
 
 
+def test_presets_are_published_methods(
+    pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = pair
+    names = ("git-re-basin", "rotation-symmetry")
+    for name in names:
+        assert run("match", a, b, "-o", tmp_path / name, "--preset", name) == 0
+    first, second = (json.loads((tmp_path / n / "match.json").read_text())["facts"] for n in names)
+    assert "stream" in first["order"]
+    assert {s.split(".")[0] for s in second["order"]} == {"qk", "vo", "ffn"}
+    assert (first["folded"], second["folded"]) == (False, False)
+    assert run("match", a, b, "-o", tmp_path / "c", "--preset", "other") == 1
+    assert "preset must be one of git-re-basin, rotation-symmetry" in capsys.readouterr().err
+    assert run("match", a, b, "-o", tmp_path / "c", "--preset", names[0], "--sweeps", 1) == 2
+
+
 def test_compare_says_what_two_models_are_to_each_other(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

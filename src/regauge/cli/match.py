@@ -5,6 +5,7 @@ share a basis.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -101,6 +102,16 @@ def match(
     layers: Layers = None,
     stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
+    method: Annotated[
+        str | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="A published method in place of the options of the search: git-re-basin or "
+            "rotation-symmetry.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = None,
     anchors: Anchors = None,
     weight: Weight = None,
     rescale: Annotated[
@@ -203,8 +214,30 @@ def match(
     import regauge
     from regauge.checkpoints.files import format_bytes
     from regauge.cli.write import report_written, summary
+    from regauge.matching.presets import preset
 
     set_threads(threads)
+    chosen = regauge.MatchOptions(
+        spaces=parse_names(spaces),
+        layers=parse_layers(layers),
+        stream=stream.value,
+        within=group.value,
+        weights=parse_weights(weight) or None,
+        anchors=parse_names(anchors),
+        sweeps=sweeps,
+        nearest=nearest,
+        rescale=rescale,
+        workers=workers,
+        samples=samples,
+        seed=seed,
+        refine_steps=refine_steps,
+    )
+    if method is not None:
+        if chosen.for_search() != regauge.MatchOptions(workers=workers).for_search():
+            raise typer.BadParameter("--preset replaces the options of the search: drop them")
+        chosen = replace(
+            preset(method), workers=workers, samples=samples, seed=seed, refine_steps=refine_steps
+        )
     read = partial(_read_options, field, split, tokenizer, length, mean, std)
     with step_bar("match") as progress:
         result = regauge.match(
@@ -214,21 +247,7 @@ def match(
             shared_tokens=shared_tokens,
             data="self" if self_written else read(sample_data),
             refine=read(refine),
-            options=regauge.MatchOptions(
-                spaces=parse_names(spaces),
-                layers=parse_layers(layers),
-                stream=stream.value,
-                within=group.value,
-                weights=parse_weights(weight),
-                anchors=parse_names(anchors),
-                sweeps=sweeps,
-                nearest=nearest,
-                rescale=rescale,
-                workers=workers,
-                samples=samples,
-                seed=seed,
-                refine_steps=refine_steps,
-            ),
+            options=chosen,
             out=out,
             outputs=[path for path in (save_element,) if path is not None],
             resume=None if dry_run else resume,

@@ -10,6 +10,7 @@ whole loop.
 
     api, barrier_report
                      `match`, `compare` and `barrier` of what users hold
+    presets          published methods by name
     pairs, live_pair two models checked against each other, and run
     paired           the search on a pair: with folded norms, or as stored where that is simpler
     search           the loop: first pass, sweeps

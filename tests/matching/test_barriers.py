@@ -423,7 +423,7 @@ def test_what_the_command_refuses(
     build("gpt2-untied").float().save_pretrained(tmp_path / "untied")
     says(1, "must have the same tensors and shapes", a, str(tmp_path / "llama"), "--data", text)
     says(1, "nowhere.txt does not exist", a, b, "--data", "nowhere.txt")
-    says(2, "Missing option '--data'", a, b)
+    says(2, "--data is required", a, b)
     says(1, "needs a tokenizer, and its folder contains none", b, a, "--data", text)
     says(2, "must be NAME=COLUMN, got", a, b, "--data", text, "--field", "text")
     says(2, "must be comma-separated numbers", a, b, "--data", text, "--mean", "x")

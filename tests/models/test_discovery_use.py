@@ -102,7 +102,7 @@ def test_it_is_verified(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
         == 0
     )
     captured = capsys.readouterr()
-    assert "no family describes this model" in captured.err
+    assert "no family describes this model" in captured.out
     assert "holds  column/forward" in captured.out
     assert "holds  description/forward" in captured.out
 

@@ -62,6 +62,7 @@ CONTROL = "core/test_axes.py"  # the quickest; the others are controlled in `mak
 def test_the_suite_kills(name: str, tmp_path: Path) -> None:
     code, printed = run_tests(name, MUTANTS[name].tests, tmp_path)
     assert code == 1, f"this mutant lives:\n{printed}"
+    assert "has no attribute" not in printed, f"the mutant itself is broken:\n{printed}"
     assert " failed" in printed or "FAILED" in printed, f"not a failing test:\n{printed}"
 
 

@@ -417,27 +417,27 @@ def _folded_gains_not_held_to_their_value() -> None:
 
 @mutant("a norm's bias multiplied by its gain", FOLD)
 def _a_norm_bias_multiplied_by_its_gain() -> None:
-    fold_norm = fold._Folding.fold
+    fold_norm = fold.NormEdits.fold
 
     def inverted(self: Any, norm: Any) -> None:
         fold_norm(self, norm)
-        if norm.bias is not None and norm.bias not in self.constants:
+        if norm.bias is not None and norm.bias not in self.values:
             change = self.edits[norm.bias].pop()
             by = {**change.keywords, "by": 1 / change.keywords["by"]}
             self.edits[norm.bias].append(partial(change.func, **by))
 
-    redefine(fold._Folding, fold_norm, inverted)
+    redefine(fold.NormEdits, fold_norm, inverted)
 
 
 @mutant("a gain that is stored as its distance from one taken the other way", FOLD)
 def _a_gain_that_is_stored_as_its_distance_from_one_taken_the_other_way() -> None:
-    fold_norm = fold._Folding.fold
+    fold_norm = fold.NormEdits.fold
 
     def subtracted(self: Any, norm: Any) -> None:
         fold_norm(self, replace(norm, neutral=2 - norm.neutral))
-        self.constants[norm.gain] = norm.neutral
+        self.values[norm.gain] = partial(self._make_constant, norm.gain, norm.neutral)
 
-    redefine(fold._Folding, fold_norm, subtracted)
+    redefine(fold.NormEdits, fold_norm, subtracted)
 
 
 @mutant("float32 folded in float32", FOLD)
@@ -447,7 +447,7 @@ def _float32_folded_in_float32() -> None:
 
 @mutant("a norm's bias lost", FOLD)
 def _a_norm_bias_lost() -> None:
-    redefine(fold._Folding, fold._Folding._shifted, lambda self, a, **more: a)
+    redefine(fold.NormEdits, fold.NormEdits._shifted, lambda self, a, **more: a)
 
 
 @mutant("a norm's bias taken up by the first expert alone", FOLD)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from regauge.errors import CheckpointError
-from regauge.results.findings import Figure, Finding, Results, Table, load_results
+from regauge.results.findings import Claim, Figure, Finding, Results, Table, load_results
 from regauge.results.views import _COLOURS, ResultView
 
 LINES = {"x": [1, 2, 3], "y": {"accuracy": [0.1, 0.5, 0.9]}, "xlabel": "round", "ylabel": "y"}
@@ -92,8 +92,11 @@ def test_a_cell_shows_all_verdicts_of_an_audit_before_the_checks() -> None:
     assert places == sorted(places)
     assert "theft: no &lt;data&gt;" in cell
     assert _COLOURS["good"] not in cell
+    good = View(replace(HOLDS, claim=Claim("It works.", "good")))._repr_html_()
+    assert _COLOURS["good"] in good
+    assert "It works." in good
     plain = View(HOLDS)._repr_html_()
-    assert _COLOURS["good"] in plain, "checks without a verdict in words are green"
+    assert _COLOURS["good"] not in plain, "checks alone are no verdict"
     assert "not checked" not in plain
 
 

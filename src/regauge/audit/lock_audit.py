@@ -33,6 +33,7 @@ from regauge.attacks.views import (
     part_spec,
 )
 from regauge.audit.engine import Steps
+from regauge.audit.tables import plot_lock
 from regauge.audit.verdicts import Verdict, evidence_of_share, order_verdicts, with_verdicts
 from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State, apply
@@ -216,6 +217,7 @@ def audit_lock(
         "What this lock is worth",
         tuple(findings),
         (table,),
+        plot_lock(findings),
         facts={"kind": case.kind},
         unchecked=tuple(unchecked),
     )

@@ -189,3 +189,30 @@ def to_pictures(images: Tensor) -> list[Any]:
     images = images[:, 0] if images.shape[1] == 1 else images.permute(0, 2, 3, 1)
     pictures: list[Any] = (images.double() * 100).round().div(100).tolist()
     return pictures
+
+
+def plot_lock(findings: Sequence[Finding]) -> tuple[Figure, ...]:
+    """Plot what each attack on a lock gets, beside its baseline and the owner."""
+    shown = [
+        f
+        for f in findings
+        if f.value is not None
+        and f.floor is not None
+        and f.ceiling is not None
+        and all(0 <= x <= 1 for x in (f.value, f.floor, f.ceiling))
+        and "/handling/" not in f.id
+    ]
+    if not shown:
+        return ()
+    data = {
+        "labels": [f.id.removeprefix("lock/") for f in shown],
+        "y": {
+            "attack": [f.value for f in shown],
+            "no knowledge": [f.floor for f in shown],
+            "owner": [f.ceiling for f in shown],
+        },
+        "ylabel": "share of the key, or accuracy",
+        "percent": True,
+    }
+    caption = "An attack that reaches the owner's bar undoes what it attacks."
+    return (Figure("What each attack gets", "bars", data, caption),)

@@ -235,7 +235,8 @@ class JigsawEvaluation(ResultView):
     def results(self) -> Results:
         """A table of all models and ratios, and curves over the ratios."""
         tables, plots = figures.report_evaluations(self.evaluations, self.grids, self.unwrapped)
-        return Results("Puzzles at inference", (), tables, plots, self.facts)
+        claim = figures.conclude_evaluations(self.evaluations)
+        return Results("Puzzles at inference", (), tables, plots, self.facts, claim=claim)
 
     def __str__(self) -> str:
         return figures.format_report(self.results)

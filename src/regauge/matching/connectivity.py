@@ -24,7 +24,7 @@ from regauge.errors import Hint, PathError, RegaugeError, SpecError
 from regauge.matching.barriers import Path, Plane, measure_path, measure_plane, require_interpolable
 from regauge.matching.pairs import Stream, allows_rotations
 from regauge.models.resolve import spec_of
-from regauge.results.findings import Figure, Finding, Results, Table
+from regauge.results.findings import Claim, Figure, Finding, Results, Table
 
 Tensor = torch.Tensor
 Aligner = Callable[[Spec, State, State], Element]
@@ -33,6 +33,7 @@ _STORED_UNALIGNED = "as-they-stand"  # in ids and facts of `--json`, which preda
 # Nats by which the loss of A may change when it is transformed: rounding in float32 stays far
 # below, a wrong element far above.
 MAX_LOSS_CHANGE = 1e-3
+NEGLIGIBLE_BARRIER = 0.05  # nats below which a barrier does not matter in practice
 CALIBRATION_STRIDE = 5  # one example in five is for the temperatures
 DEFINITION = (
     "the largest excess of the loss, inside the path, over the straight line between "
@@ -163,7 +164,7 @@ def connect(
             unchecked.append(f"the plane through A, B and the moved A: {error}")
     report(total, total, "")
     figures = (
-        _curve_figure(paths, "losses", "nats"),
+        _curve_figure(paths, "losses", "loss, in nats"),
         _curve_figure(paths, "accuracies", "accuracy"),
     ) + ((_plane_figure(landscape),) if landscape else ())
     facts = {
@@ -183,6 +184,7 @@ def connect(
         figures,
         facts,
         tuple(unchecked),
+        _conclude(paths, label),
     )
 
 
@@ -210,6 +212,39 @@ def _split(
 def _offset_progress(progress: Progress, start: int, total: int, prefix: str) -> Progress:
     """Return a progress callback for one part of the whole run."""
     return lambda done, _, label: progress(start + done, total, prefix + label)
+
+
+def _conclude(paths: Mapping[str, Path], label: str) -> Claim:
+    """Return the headline: the barrier before and after alignment."""
+    before = paths[UNALIGNED]
+    if label not in paths:
+        return Claim(
+            "The loss on the straight line between A and B",
+            "none",
+            f"{before.barrier:.3g} nats",
+            "barrier: the largest excess of the loss over the line between the ends",
+        )
+    after = paths[label]
+    share = after.barrier / before.barrier if before.barrier > 0 else 1.0
+    if before.barrier <= NEGLIGIBLE_BARRIER:
+        text, tone = "A and B can be averaged without alignment", "good"
+    elif after.barrier <= NEGLIGIBLE_BARRIER or share <= 0.1:
+        text, tone = "Alignment removes the barrier: A and B can be averaged", "good"
+    elif share < 1:
+        text, tone = "Alignment lowers the barrier between A and B, and does not remove it", "mixed"
+    else:
+        text, tone = "Alignment does not lower the barrier between A and B", "bad"
+    half = len(before.ts) // 2
+    sentence = ""
+    if before.accuracies and after.accuracies:
+        sentence = (
+            f"Half-way between A and B the accuracy is {before.accuracies[half]:.1%} before "
+            f"alignment and {after.accuracies[half]:.1%} after it; A has "
+            f"{before.accuracies[0]:.1%}, B {before.accuracies[-1]:.1%}."
+        )
+    number = f"{before.barrier:.3g} → {after.barrier:.3g} nats"
+    meaning = "barrier before and after alignment: the largest excess of the loss over the line "
+    return Claim(text, tone, number, f"{meaning}between the ends", sentence)
 
 
 def _findings(paths: Mapping[str, Path], label: str, notes: Sequence[str]) -> list[Finding]:
@@ -353,7 +388,15 @@ def _curve_figure(paths: Mapping[str, Path], measure: str, ylabel: str) -> Figur
     return Figure(
         title,
         "lines",
-        {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": ylabel, "log": False},
+        {
+            "x": list(ts),
+            "y": y,
+            "xlabel": "t (0 is A, 1 is B)",
+            "ylabel": ylabel,
+            "log": False,
+            "percent": measure == "accuracies",
+        },
+        "Each point is a model whose weights are a mixture: 1 - t of A, and t of B.",
     )
 
 

@@ -11,6 +11,15 @@ if TYPE_CHECKING:
     from regauge.matching.refine import Refinement
     from regauge.results.findings import Results, Table
 
+# The headline of a comparison and its tone, by the verdict.
+_HEADLINES = {
+    "equal": ("The two models are equal", "good"),
+    "same basis": ("The two models share a basis: they merge without matching", "good"),
+    "same model, transformed": ("One model in two bases: match before merging", "mixed"),
+    "related": ("Related models in different bases: match before merging", "mixed"),
+    "unrelated": ("The two models do not share a basis: a plain average will not work", "bad"),
+}
+
 
 def results_of_match(
     pair: Pair,
@@ -33,7 +42,7 @@ def results_of_match(
 
     No finding fails: the output computes what A computes, however near it comes to B.
     """
-    from regauge.results.findings import Figure, Finding, Results
+    from regauge.results.findings import Claim, Figure, Finding, Results
 
     is_nearer = result.distance <= result.distance_before
     distance = Finding(
@@ -79,6 +88,17 @@ def results_of_match(
             "ylabel": "distance",
         },
     )
+    size = sum(result.size.values()) ** 0.5 or 1.0
+    claim = Claim(
+        "A was rewritten in the basis of B: it computes the same and is nearer to B"
+        if is_nearer
+        else "A was rewritten in another basis: it computes the same, and is not nearer to B",
+        "good" if is_nearer else "mixed",
+        f"{result.distance_before / size:.0%} → {result.distance / size:.0%}",
+        "distance of the weights from B, of B's norm, before and after matching",
+        "A is what was matched, B the model it was matched to. Measure with regauge barrier "
+        "whether they can be averaged.",
+    )
     return Results(
         f"{pair.a.checkpoint.path.name} aligned with {pair.b.checkpoint.path.name}",
         tuple(findings),
@@ -91,6 +111,7 @@ def results_of_match(
             "seconds": round(result.seconds, 2),
         },
         tuple(result.notes),
+        claim,
     )
 
 
@@ -137,7 +158,7 @@ def format_match(result: Match, results: Results) -> str:
 
 def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, Any]) -> Results:
     """Return the results of a comparison."""
-    from regauge.results.findings import Figure, Finding, Results, Table
+    from regauge.results.findings import Claim, Figure, Finding, Results, Table
 
     unmatched, matched, chance = comparison.cosines
     findings: tuple[Finding, ...] = (
@@ -197,7 +218,19 @@ def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, A
     figure = Figure(
         "Cosine by layer",
         "bars",
-        {"labels": list(comparison.layers), "y": cosines, "ylabel": "cosine"},
+        {"labels": list(comparison.layers), "y": cosines, "ylabel": "cosine of the weights"},
+        "1: the weights of the layer are equal, up to a factor.",
+    )
+    headline, tone = _HEADLINES.get(comparison.verdict, (comparison.verdict, "none"))
+    has_match = matched is not None and chance is not None
+    claim = Claim(
+        headline,
+        tone,
+        f"{unmatched:.2f} → {matched:.2f}" if has_match else f"{unmatched:.2f}",
+        f"cosine of the weights before and after matching (1: equal; by chance {chance:.2f})"
+        if has_match
+        else "cosine of the weights (1: equal)",
+        comparison.explanation,
     )
     verdict = {
         "verdict": comparison.verdict,
@@ -213,6 +246,7 @@ def results_of_comparison(pair: Pair, comparison: Comparison, facts: dict[str, A
         (figure,),
         {**facts, **verdict},
         tuple(comparison.match.notes),
+        claim,
     )
 
 

@@ -31,7 +31,7 @@ from regauge.merging.engine import (
 from regauge.merging.methods import METHODS
 from regauge.merging.recipe_yaml import parse_recipe, read_recipe
 from regauge.merging.recipes import AlignConfig, Recipe
-from regauge.results.findings import Results, Table
+from regauge.results.findings import Claim, Results, Table
 from regauge.results.views import ResultView
 
 if TYPE_CHECKING:
@@ -155,7 +155,21 @@ class MergeResult(ResultView):
         columns = ("model", "compared with", "verdict", "cosine", "alignment")
         table = Table("Do the models share a basis?", columns, rows)
         title = f"{len(self.job.models)} models merged by {self.recipe.method}"
-        return Results(title, (), (table,), (), self.to_dict(), self.job.notes)
+        return Results(title, (), (table,), (), self.to_dict(), self.job.notes, self._conclude())
+
+    def _conclude(self) -> Claim:
+        """Return the headline: whether the models share a basis or were aligned."""
+        merged = f"{len(self.job.models)} models merged by {self.recipe.method}"
+        apart = [v for v in self.verdicts if v.shared is False and not v.moved]
+        aligned = [v for v in self.verdicts if v.moved]
+        if apart:
+            names = ", ".join(v.model for v in apart)
+            return Claim(f"{merged}, of which some do not share a basis: {names}", "bad")
+        if aligned:
+            return Claim(f"{merged} after alignment: measure the result with data", "none")
+        if self.verdicts and all(v.shared for v in self.verdicts):
+            return Claim(f"{merged}, which share a basis", "good")
+        return Claim(merged)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the merge as plain data."""

@@ -11,14 +11,14 @@ def headline_of(results: Results) -> Claim:
     """Return the conclusion of results.
 
     A check that fails precedes the claim, unless the claim itself is bad news: it then names the
-    consequence, which is more than a count. Without a claim the headline counts the checks.
+    consequence, which is more than a count. Without a claim the headline is the title.
     """
     claim = results.claim or _first_verdict(results)
     if results.failed and (claim is None or claim.tone != "bad"):
         command = "" if claim is None else claim.command
         return Claim(count_checks(results), "bad", command=command)
     if claim is None:
-        return Claim(count_checks(results), _tone_of_checks(results))
+        return Claim(results.title)
     if results.inconclusive and claim.tone == "good":
         return replace(claim, tone="none")
     return claim
@@ -53,8 +53,3 @@ def _verdicts(results: Results) -> list[str]:
 def _first_verdict(results: Results) -> Claim | None:
     lines = _verdicts(results)
     return Claim(lines[0]) if lines else None
-
-
-def _tone_of_checks(results: Results) -> str:
-    checked = any(f.holds is not None for f in results.all_findings)
-    return "good" if checked and not results.inconclusive else "none"

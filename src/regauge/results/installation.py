@@ -22,7 +22,7 @@ from regauge.results.advisories import (
     normalize_name,
     satisfies,
 )
-from regauge.results.findings import Finding, Results, Table
+from regauge.results.findings import Claim, Finding, Results, Table
 from regauge.results.views import ResultView
 
 VERSION = 1
@@ -96,7 +96,14 @@ class Installation(ResultView):
         table = Table("Extras", ("extra", "complete", "provides", "install"), tuple(rows))
         statement = "every required library is installed, works and is safe"
         finding = Finding("installation", statement, self.healthy, sentence=_conclude(self.facts))
-        return Results("The installation of regauge", (finding,), (table,), facts=dict(self.facts))
+        text = "Every required library is installed and works"
+        if not self.healthy:
+            text = "regauge will not work: a required library is missing, broken or unsafe"
+        claim = Claim(text, "good" if self.healthy else "bad")
+        facts = dict(self.facts)
+        return Results(
+            "The installation of regauge", (finding,), (table,), facts=facts, claim=claim
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the facts, as `regauge doctor --json` prints them."""

@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -30,7 +30,7 @@ from regauge.errors import (
     TrainingError,
 )
 from regauge.models.sources import open_source
-from regauge.results.findings import Figure, Results, Table
+from regauge.results.findings import Claim, Figure, Results, Table
 from regauge.results.views import ResultView
 from regauge.split.client.connection import (
     ClientModel,
@@ -156,7 +156,11 @@ class TrainResult(ResultView):
         data = {"x": steps, "y": {"loss": self.losses}, "xlabel": "step", "ylabel": "loss"}
         figure = Figure("Training loss", "lines", data)
         facts = {"steps": self.steps, "seconds": self.seconds}
-        return Results("Split training", figures=(figure,), facts=facts)
+        claim = Claim(f"Trained for {self.steps} steps with the backbone on a server")
+        if self.losses:
+            change = f"{self.losses[0]:.3g} → {self.losses[-1]:.3g}"
+            claim = replace(claim, number=change, label="loss of the first and the last step")
+        return Results("Split training", figures=(figure,), facts=facts, claim=claim)
 
     def __str__(self) -> str:
         last = "" if not self.losses else f", last loss {self.losses[-1]:.4f}"

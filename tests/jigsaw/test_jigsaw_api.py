@@ -193,6 +193,9 @@ def test_models_are_evaluated_by_path_and_as_modules(folder: Path, trained: Jigs
     assert list(found.unwrapped) == [list(found.evaluations)[2]]
     assert "marks shuffled patches" in notes[0]
     assert "top-1" in repr(found)
+    headline = found.results.headline
+    assert headline.tone == "none", "a measurement has no verdict"
+    assert "when 50% of patches are shuffled" in headline.label
     assert found.to_dict()["tables"][0]["title"] == "Puzzles at inference"
     (alone,) = jigsaw.evaluate(folder, TEST, ratios=[0.5]).evaluations.values()
     assert alone == on_disk

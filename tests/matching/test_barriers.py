@@ -268,6 +268,8 @@ def test_results_of_a_planted_pair() -> None:
         "the plane through A, B and the moved A: the three models lie on one line",
     )
     assert "The loss on the way from A to B" in page(results)
+    headline = "Alignment removes the barrier: A and B can be averaged"
+    assert (results.headline.text, results.headline.tone) == (headline, "good")
 
 
 def test_the_plane_of_a_pair() -> None:
@@ -308,6 +310,7 @@ def test_an_element_that_is_not_a_symmetry_is_reported() -> None:
         a, b, readings(spoken(a)), aligner=mover, label="moved", points=3, calibrate=False
     )
     assert [f.id for f in results.failed] == ["ends/moved"]
+    assert results.headline.tone == "bad"
 
 
 # the command

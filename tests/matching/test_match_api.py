@@ -62,6 +62,8 @@ def test_every_kind_of_source_is_matched_and_saved(
     matched = distance(folders, kind)
     assert matched.distance < 1e-4 < matched.distance_before
     assert "distance" in repr(matched)
+    assert matched.results.headline.tone == "good"
+    assert matched.results.headline.number.endswith("→ 0%")
     matched.save(tmp_path / "aligned")
     assert json.loads((tmp_path / "aligned" / "match.json").read_text()) == matched.to_dict()
     saved = regauge.open_checkpoint(tmp_path / "aligned")
@@ -91,7 +93,13 @@ def test_results_become_a_page_and_a_cell_of_a_notebook(
     assert compared.verdict == "same model, transformed"
     assert compared.verdict in repr(compared)
     compared.to_html(tmp_path / "page.html")
+    headline = compared.results.headline
+    assert (headline.text, headline.tone) == (
+        "One model in two bases: match before merging",
+        "mixed",
+    )
     page = compared.to_html()
+    assert f"</span> {headline.text}</h1>" in page
     assert page == (tmp_path / "page.html").read_text()
     assert page.startswith("<!doctype html>")
     cell = compared._repr_html_()

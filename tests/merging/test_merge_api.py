@@ -64,6 +64,7 @@ def test_every_kind_of_source_is_merged_and_saved(
     saved = state_of(tmp_path / "out")
     assert all(torch.equal(value, state[name]) for name, value in saved.items())
     assert "merged by linear" in merged._repr_html_()
+    assert merged.results.headline.tone == "good"
     assert json.loads(merged.to_json()) == merged.to_dict()
 
 
@@ -75,6 +76,9 @@ def test_models_in_another_basis_are_rejected_or_aligned(folders: Folders, moved
     assert verdict.shared is False
     assert "aligned with" in verdict.moved
     forced = regauge.merge([folders[0], moved], options=regauge.MergeOptions(force=True))
+    assert forced.results.headline.tone == "bad"
+    assert "do not share a basis" in forced.results.headline.text
+    assert merged.results.headline.tone == "none", "an alignment is not yet a good result"
     distances = [
         sum(float((t - wanted).square().sum()) for t, wanted in zip(state, means, strict=True))
         for means in (list(mean_of(folders).values()),)

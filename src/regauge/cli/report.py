@@ -26,5 +26,5 @@ def report(
     from regauge.results.report import write_page
 
     words = write_page(results, out)
-    info(f"wrote {out}: {words.lower()}; {out.stat().st_size / 1e3:,.1f} kB")
+    info(f"wrote {out}: {words}; {out.stat().st_size / 1e3:,.1f} kB")
     return 0

@@ -141,12 +141,12 @@ def _tabulate_moves(moves: list[dict[str, Any]]) -> Table:
 def _plot_logits(moves: list[dict[str, Any]]) -> tuple[Figure, ...]:
     """Plot logits of the moved Llama over those of the original."""
     chosen = {
-        "valid change of basis": next(c for c in moves if c["element"] == "full"),
-        "invalid one, forced": next(c for c in moves if not c["valid"]),
+        "valid change": next(c for c in moves if c["element"] == "full"),
+        "invalid, forced": next(c for c in moves if not c["valid"]),
     }
     series = {
         label: list(zip(*(values[:SHOWN_LOGITS] for values in case["pairs"]), strict=True))
-        for label, case in reversed(chosen.items())
+        for label, case in chosen.items()
         if case["pairs"] is not None
     }
     if not series:

@@ -16,8 +16,8 @@ PRACTICE = 60  # training updates of attacks that learn
 SHOWN = 8  # images of the gallery
 LABELS = {
     "none": "read from one gradient, no defence",
-    "rows": "tokens shuffled",
-    "batch=8": "gradient averaged over 8 images",
+    "batch=8": "read from an average over 8 gradients",
+    "rows": "read from one gradient, tokens shuffled",
 }
 
 

@@ -73,9 +73,9 @@ def _conclude(audit: Results) -> Claim:
     share = float(rows[SHUFFLED][at] or 0.0)
     lost = [float(rows[c][accuracy] or 0.0) for c in (SHUFFLED, NOISY)]
     return Claim(
-        "A split server can see the images, even if their tokens are shuffled"
+        "The server of split learning can see the images, even if their tokens are shuffled"
         if share > 0.5
-        else "Shuffled tokens hide the images from a split server",
+        else "Shuffled tokens hide the images from the server of split learning",
         "bad" if share > 0.5 else "good",
         f"{share:.0%}",
         f"of the images re-identified from shuffled features (a guess: {1 / ATTACKED:.1%})",
@@ -104,10 +104,11 @@ def _choose_gallery(audit: Results) -> Figure:
         rows.append({"label": f"{label} (SSIM {score:.2f})", "images": images[:SHOWN]})
     caption = (
         "The best of three attacks on the features that the server receives. SSIM measures "
-        "similarity: 1 is the image itself."
+        "similarity: 1 is the image itself. An image is re-identified if its reconstruction is "
+        "nearer to it than to any other image."
     )
     return Figure(
-        "Images, and what a split server rebuilds of them",
+        "Images, and what the server rebuilds of them",
         "images",
         {"columns": [], "rows": rows},
         caption,

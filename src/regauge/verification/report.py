@@ -43,7 +43,7 @@ def summarize(results: Results) -> Results:
         claim = Claim(
             f"{permuted} changes nothing: {count_checks(results)}",
             "good" if sections else "none",
-            f"{largest:.1e}",
+            f"{largest:.1e}".replace("e-0", "e-"),
             "largest relative difference of outputs, gradients and trained weights: rounding",
             f"Permuted wrongly on purpose, they differ by {min(controls):.2g} or more."
             if controls

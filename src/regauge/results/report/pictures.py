@@ -38,12 +38,14 @@ def draw_images(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             data = _png(np.rint(np.nan_to_num(pixels).clip(0, 1) * 255).astype(np.uint8))
             head = heads[i] if i < len(heads) else ""
             alt = ", ".join(filter(None, (figure.title, label, head or f"image {i + 1}")))
-            width = _COMPACT_WIDTH if compact else 84 if pixels.shape[1] <= 48 else 152
+            is_small = pixels.shape[1] <= 48
+            width = _COMPACT_WIDTH if compact else 84 if is_small else 152
+            style = ' class="small"' if is_small and not compact else ""
             caption = f"<figcaption>{html.escape(head)}</figcaption>" if head else ""
             source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
             parts.append(
-                f'<figure style="width:{width}px"><img src="{source}" alt="{html.escape(alt)}" '
-                f'width="{width}">{caption}</figure>'
+                f'<figure{style} style="width:{width}px"><img src="{source}" '
+                f'alt="{html.escape(alt)}" width="{width}">{caption}</figure>'
             )
         parts.append("</div></div>")
     return "".join(parts), skipped

@@ -73,7 +73,7 @@ def draw_figure(figure: Figure, prefix: str, compact: bool = False) -> tuple[Any
 
 def _size(compact: bool, height: float, series: int = 0) -> tuple[float, float]:
     """Return the size of a chart with a legend of some series."""
-    return (SMALL_WIDTH, 0.62 * height + 10 * series) if compact else (WIDTH, height + 8 * series)
+    return (SMALL_WIDTH, 0.7 * height + 10 * series) if compact else (WIDTH, height + 8 * series)
 
 
 def _show_percent(axis: Any) -> None:
@@ -136,6 +136,8 @@ def _points(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             }
             # the seventh series has the colour of the first, and another marker
             style["marker"] = _MARKS[(i + i // 6) % 6]
+            if is_scatter:
+                style["zorder"] = 3 - 0.1 * i  # the first series is on top
             axes.plot(coordinates[:, 0], coordinates[:, 1], label=clean_label(label), **style)
             for position, point in zip(coordinates, () if is_scatter else points, strict=False):
                 axes.annotate(
@@ -215,7 +217,7 @@ def _bars(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
         if is_share:
             _show_percent(axes.xaxis)
             axes.set_xlim(0, 1.2)
-            axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+            axes.set_xticks([0, 0.5, 1] if compact else [0, 0.25, 0.5, 0.75, 1])
         axes.set_xlabel(clean_label(data.get("ylabel", "")))
         add_legend(axes, len(series))
 

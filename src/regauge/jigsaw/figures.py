@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,17 @@ def report_training(
         f"loss at the first of {len(losses)} steps, and in the mean of the last tenth",
         "Measure with regauge jigsaw evaluate how much less the model depends on patch order.",
     )
+    if evaluation is not None:
+        *_, after = evaluation.scores
+        is_worse = evaluation.is_worse(after)
+        scores = [f"{score.accuracy:.1%}" for score in evaluation.scores.values()]
+        claim = replace(
+            claim,
+            text="Jigsaw training made the model worse" if is_worse else claim.text,
+            tone="bad" if is_worse else "none",
+            number=" → ".join(scores),
+            label="accuracy on unshuffled images, before and after",
+        )
     return Results(title, (), (*tables, table), (figure,), facts, claim=claim)
 
 

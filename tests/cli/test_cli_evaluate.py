@@ -71,7 +71,7 @@ def test_bad_input(models: Path, run: Run, tmp_path: Path) -> None:
         ((models / "vit", *DATA, "-k", models / "KEY"), 1, "none of vit is locked"),
         ((models / "vit", *DATA, "--control"), 2, "require -k KEY"),
         ((models / "vit", *DATA, "--samples", "0"), 2, "--samples"),
-        ((models / "vit",), 2, "issing option '--data'"),
+        ((models / "vit",), 2, "--data"),
     ):
         found = run("evaluate", *arguments)
         assert (found.code, found.out) == (code, "")

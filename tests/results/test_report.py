@@ -743,7 +743,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.read_text("utf-8") == page(RESULTS)
     before = out.read_bytes()
     taken = (
-        "regauge: error: the output {} exists already\nregauge: hint: name a new file with "
+        "regauge: error: the output {} exists already\nregauge: hint: pass another file with "
         "-o, or remove this one first\n"
     )
     assert run(source, "-o", out) == (1, "", taken.format(out))

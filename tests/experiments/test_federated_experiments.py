@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from experiments import EXPERIMENTS
 from experiments.federated.fedavg import FUSED, PARTS, WAYS
 from experiments.shared.runner import Lab
 
 
+@pytest.mark.slow
 def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> None:
     found = EXPERIMENTS["federated/training"](Lab("pico", cache=tmp_path))
     (table,) = found.tables

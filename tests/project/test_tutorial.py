@@ -14,7 +14,13 @@ import notebooks  # noqa: E402
 NAMES = sorted(p.name for p in notebooks.TUTORIAL.glob("*.ipynb"))
 
 
-@pytest.mark.parametrize("name", NAMES)
+# They train for longer than the others; the commands they show are run by the test of the README.
+LONG = ("4-audit.ipynb", "5-train.ipynb")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in NAMES]
+)
 def test_a_notebook_runs(name: str) -> None:
     """In this process, so that all share the models that digits.py trains."""
     notebook = notebooks.load_notebook(notebooks.TUTORIAL / name)

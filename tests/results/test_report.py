@@ -298,6 +298,11 @@ def test_a_story_begins_with_checks_that_fail() -> None:
     assert 'class="card bad"' in html, "the claim of the chapter is not good news either"
 
 
+def test_galleries_come_before_charts() -> None:
+    text = text_of(page(RESULTS))
+    assert text.index("about images") < text.index("about lines") < text.index("about bars")
+
+
 def test_details_are_folded_unless_a_check_fails() -> None:
     assert re.search(r'<details id="checks"><summary>', page(Results("t", (HOLDS, HOLDS))))
     assert re.search(r'<details id="checks" open><summary>', page(Results("t", (FAILS,))))

@@ -109,6 +109,8 @@ def _build_part(results: Results, prefix: str, has_thumbnail: bool = False) -> P
             sections.setdefault(section_name(finding), []).append((i, finding))
     failed = [(i, f) for i, f in numbered if f.holds is False]
     figures = [(f, *draw_figure(f, f"{prefix}f{i}-")) for i, f in enumerate(results.figures)]
+    if not has_thumbnail:  # galleries first; a chapter begins with the picture of its claim
+        figures.sort(key=lambda entry: entry[0].kind != "images")
     thumbnail = None
     if has_thumbnail and results.figures:
         thumbnail, _ = draw_figure(results.figures[0], f"{prefix}t-", compact=True)

@@ -163,7 +163,7 @@ def evaluate_subjects(
         del model
     about = {
         "models": list(scores),
-        "data": f"{len(data)} examples" if isinstance(data, Examples) else source_of(data).uri,
+        "data": "data in memory" if isinstance(data, Examples) else source_of(data).uri,
         "task": tasks[0],
         "examples": len(examples[0]),
         "seconds": round(time.monotonic() - started, 1),

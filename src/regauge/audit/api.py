@@ -152,19 +152,9 @@ class SampleOptions:
 
 @dataclass(frozen=True)
 class SplitOptions(SampleOptions):
-    """Options of `split`.
+    """Options of `split`, besides those of `SampleOptions`.
 
     Attributes:
-        attacks: Names of attacks, or one name; "all" for all, empty for the defaults.
-        samples: The number of examples to use; None for all.
-        fresh: Whether to start from newly initialized weights.
-        resize: Whether images of another size than the model's are resized.
-        mean: Channel means of the normalization of images, unless a `DataSource` sets them; empty:
-            those of preprocessor_config.json, or 0 for `Examples`.
-        std: Its channel deviations; empty: likewise, or 1 for `Examples`.
-        lpips: The weights of AlexNet with the LPIPS heads, for LPIPS and F-SIM.
-        gallery: The number of images to show with their reconstructions.
-        device: The device to compute on.
         epochs: Training epochs of client and server.
         batch_size: Their batch size.
         lr: Their learning rate, of AdamW with a cosine schedule.
@@ -200,19 +190,9 @@ class SplitOptions(SampleOptions):
 
 @dataclass(frozen=True)
 class GradientOptions(SampleOptions):
-    """Options of `gradients`.
+    """Options of `gradients`, besides those of `SampleOptions`.
 
     Attributes:
-        attacks: Names of attacks, or one name; "all" for all, empty for the defaults.
-        samples: The number of examples to use; None for all.
-        fresh: Whether to start from newly initialized weights.
-        resize: Whether images of another size than the model's are resized.
-        mean: Channel means of the normalization of images, unless a `DataSource` sets them; empty:
-            those of preprocessor_config.json, or 0 for `Examples`.
-        std: Its channel deviations; empty: likewise, or 1 for `Examples`.
-        lpips: The weights of AlexNet with the LPIPS heads, for LPIPS and F-SIM.
-        gallery: The number of images to show with their reconstructions.
-        device: The device to compute on.
         updates: The number of updates to attack under each combination.
         batch_size: Samples in an update, unless a combination sets it.
         steps: Local steps in an update, unless a combination sets them.

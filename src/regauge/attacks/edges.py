@@ -25,6 +25,7 @@ from regauge.core.element import Element
 from regauge.core.fit import assign
 from regauge.core.groups import Permutation
 from regauge.core.members import Member, Monomial
+from regauge.core.progress import Progress
 from regauge.core.rng import Floats, Ints
 from regauge.core.spec import Spec
 from regauge.matching.costs import Costs
@@ -66,7 +67,7 @@ def has_permuted_stream(view: LockedFile) -> bool:
     return bool(_permuted_streams(view))
 
 
-def public_edges(view: LockedFile, *, steps: int = 16) -> Guess:
+def public_edges(view: LockedFile, *, steps: int = 16, progress: Progress | None = None) -> Guess:
     """Recover the order of the stream from the locked file alone: no base, no data, no labels.
 
     Sees: the locked file.
@@ -93,9 +94,8 @@ def public_edges(view: LockedFile, *, steps: int = 16) -> Guess:
             list(_weight_blocks(view, stream)), view.spec.spaces[stream].size
         )
         if pairs:
-            members[stream] = Monomial(
-                refine_order(pairs, likeness, assign(anneal(pairs, likeness, steps)[None])[0])[None]
-            )
+            plan = anneal(pairs, likeness, steps, progress=progress)
+            members[stream] = Monomial(refine_order(pairs, likeness, assign(plan[None])[0])[None])
     return Guess(
         Element(view.spec, members), float("nan"), time.monotonic() - started, "public edges"
     )
@@ -173,6 +173,7 @@ def anneal(
     inner: int = 2,
     coldest: float = 2.0,
     warmest: float = 0.05,
+    progress: Progress | None = None,
 ) -> Floats:
     """Find a doubly stochastic matrix P, near a permutation, that maximizes sum <Y, P X P^T> / 2 +
     <likeness, P>.
@@ -187,6 +188,7 @@ def anneal(
         inner: Iterations per temperature.
         coldest: Largest inverse temperature.
         warmest: Smallest inverse temperature.
+        progress: Progress callback, in temperatures.
 
     Returns:
         P, [n, n].
@@ -195,7 +197,9 @@ def anneal(
     pairs = [(y.astype(np.float32), x.astype(np.float32)) for y, x in pairs]
     linear = likeness.astype(np.float32)
     plan = np.full((n, n), 1 / n, np.float32)
-    for beta in np.geomspace(warmest, coldest, steps).astype(np.float32):
+    for i, beta in enumerate(np.geomspace(warmest, coldest, steps).astype(np.float32)):
+        if progress is not None:
+            progress(i, steps, "temperatures")
         for _ in range(inner):
             grad = beta * np.asarray(sum((y @ plan @ x for y, x in pairs), linear))
             plan = np.exp(

@@ -11,18 +11,21 @@ import numpy as np
 from regauge.core.element import identity
 from regauge.core.fit import assign, polar
 from regauge.core.groups import Permutation
+from regauge.core.progress import Progress
 from regauge.core.rng import Floats, Ints
 from regauge.matching.costs import Costs
 
 Pairs = list[tuple[Floats, Floats]]
 
 
-def layer_products(costs: Costs, space: str) -> Pairs:
+def layer_products(costs: Costs, space: str, progress: Progress | None = None) -> Pairs:
     """Return, for every inner space, the products of the weights on its two sides, [space, space],
     as pairs (locked, base).
     """
     pairs = []
-    for inner in costs.spec.spaces:
+    for i, inner in enumerate(costs.spec.spaces):
+        if progress is not None:
+            progress(i, len(costs.spec.spaces), "products of layers")
         if inner == space or costs.spec.children(inner):
             continue
         sides: dict[str, list[tuple[Floats, Floats]]] = {"plain": [], "dual": [], "bar": []}

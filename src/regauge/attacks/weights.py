@@ -104,13 +104,16 @@ def public_base(
     spec = part_spec(view.spec, "backbone")
     a, b = select_tensors(view.base, spec.tensors), select_tensors(view.state, spec.tensors)
     best: Guess | None = None
-    guesses = initial_guesses(spec, a, b, view.kind)
+    report = progress or (lambda done, total, label: None)
+    guesses = initial_guesses(
+        spec, a, b, view.kind, lambda done, total, label: report(done, 3 * total, label)
+    )
     for i, (start, stream) in enumerate(guesses.items()):
         initial = Element(spec, stream)
 
         def within(done: int, total: int, label: str, i: int = i, start: str = start) -> None:
-            if progress is not None:
-                progress(i * total + done, len(guesses) * total, f"{label} from {start}")
+            every = len(guesses) * total  # the first third are the products
+            report(every + 2 * (i * total + done), 3 * every, f"{label} from {start}")
 
         result = match_states(
             spec,
@@ -158,7 +161,9 @@ def lineage(view: LockedFileWithCandidates) -> dict[str, float]:
     return relative_distances
 
 
-def initial_guesses(spec: Spec, a: State, b: State, kind: Kind) -> dict[str, dict[str, Member]]:
+def initial_guesses(
+    spec: Spec, a: State, b: State, kind: Kind, progress: Progress | None = None
+) -> dict[str, dict[str, Member]]:
     """Return first guesses of the streams, by name, each independent of all other spaces.
 
     Even functions of the stream cannot distinguish M from -M: both are tried if both are allowed.
@@ -166,7 +171,7 @@ def initial_guesses(spec: Spec, a: State, b: State, kind: Kind) -> dict[str, dic
     guesses: dict[str, dict[str, Member]] = {}
     roots = _streams(spec)
     costs = Costs(spec, a, b)
-    pairs = {s: layer_products(costs, s) for s in roots}
+    pairs = {s: layer_products(costs, s, progress) for s in roots}
     for method, find in (("gains and biases", _by_vectors), ("products", _by_products)):
         members = {s: m for s in roots if (m := find(costs, s, kind, pairs[s])) is not None}
         if members:

@@ -376,7 +376,7 @@ def _attack(
     """Run one attack by name."""
     match name:
         case "public edges":
-            yield from _try_public_edges(case, references)
+            yield from _try_public_edges(case, references, within)
         case "public base":
             yield from _try_public_base(case, references, seed, within)
         case "lineage":
@@ -391,9 +391,11 @@ def _attack(
             yield from _check_handling(case)
 
 
-def _try_public_edges(case: LockCase, references: References) -> Iterator[Finding]:
+def _try_public_edges(
+    case: LockCase, references: References, within: Progress
+) -> Iterator[Finding]:
     assert case.truth is not None
-    guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind))
+    guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind), progress=within)
     streams = {s: m for s, m in case.truth.members.items() if s in guess.element.members}
     if not streams:
         return

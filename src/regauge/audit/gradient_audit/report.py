@@ -329,4 +329,4 @@ def level(case: Case, row: Row) -> Level | None:
     """Return the level of the best attack on images; None if none was tried."""
     name, _ = row.best(case.metric)
     evidence = case.evidence(row, name, inputs=True) if name else None
-    return evidence and evidence.level(IMAGES.margin, IMAGES.certain)
+    return None if evidence is None else evidence.level(IMAGES.margin, IMAGES.certain)

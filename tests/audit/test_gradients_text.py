@@ -295,6 +295,6 @@ def test_the_audit_of_texts_tells_what_is_given_away(
         ("--gallery", "2"),
     ):
         assert main([*options, option, value]) == 2
-        assert f"{option}: only for models of images" in " ".join(capsys.readouterr().err.split())
+        assert f"{option} requires a model of images" in " ".join(capsys.readouterr().err.split())
     assert main([*options, "--attacks", "words", "--steps", "2"]) == 0
     assert "not measured: private=1.0: applies to gradients of one batch" in capsys.readouterr().out

@@ -244,19 +244,19 @@ def test_an_audit_attacks_what_was_sent(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(["audit", "gradients", "--from", str(start)]) == 1
     assert "is not a run" in capsys.readouterr().err
     for more, named in (
-        (["--fail-above", "0.1"], "--fail-above: requires undefended updates"),
+        (["--fail-above", "0.1"], "--fail-above requires undefended updates"),
         (
             ["--defence", "rows", "--batch-size", "2", "--steps", "2", "--device", "cpu"],
-            "--defence, --batch-size, --steps, --device: set by the run that --from names",
+            "--defence, --batch-size, --steps, --device must not be given with --from",
         ),
-        ([str(start)], "MODEL: set by the run that --from names"),
+        ([str(start)], "MODEL must not be given with --from: the run sets it"),
     ):
         assert main(["audit", "gradients", "--from", str(run), *more]) == 2
         assert named in " ".join(capsys.readouterr().err.split())
     assert main(["audit", "gradients", "--from", str(run), "--rounds", "7"]) == 1
     assert "recorded: rounds 1, 2" in capsys.readouterr().err  # counted as --rounds counts
     assert main(["audit", "gradients", str(start), "--data", "digits", "--rounds", "1"]) == 2
-    assert "--rounds: requires --from RUN" in " ".join(capsys.readouterr().err.split())
+    assert "--rounds requires --from RUN" in " ".join(capsys.readouterr().err.split())
     assert (
         main(
             [
@@ -445,7 +445,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
     assert 'unknown attack "least squares" on texts' in capsys.readouterr().err
     assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
-    assert "--gallery: only for runs on images" in " ".join(capsys.readouterr().err.split())
+    assert "--gallery requires a run on images" in " ".join(capsys.readouterr().err.split())
     many = tmp_path / "many"
     run_federated(
         source,

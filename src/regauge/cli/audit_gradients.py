@@ -248,7 +248,7 @@ def gradients(
         reject_options(
             passed,
             [name for name in passed if name not in RUN_OPTIONS],
-            "set by the run that --from names",
+            "must not be given with --from: the run sets it",
         )
         set_threads(threads)
         return audit_recorded(
@@ -293,7 +293,7 @@ def gradients(
 
     def check(kind: str, sizes: str) -> None:
         other, foreign = ("images", IMAGE_OPTIONS) if kind == "texts" else ("texts", TEXT_OPTIONS)
-        reject_options(passed, foreign, f"only for models of {other}; {model} reads {kind}")
+        reject_options(passed, foreign, f"requires a model of {other}; {model} reads {kind}")
         info(sizes)
 
     state = state_of("audit-gradients", json, report)

@@ -45,7 +45,7 @@ def audit_recorded(
 
     def check(kind: str, sizes: str) -> None:
         if kind != "images":
-            reject_options(passed, IMAGE_OPTIONS, f"only for runs on images; {run} is on texts")
+            reject_options(passed, IMAGE_OPTIONS, f"requires a run on images; {run} is on texts")
 
     state = state_of("audit-recorded", json, report)
     with saved_steps(state), step_bar("audit") as progress:

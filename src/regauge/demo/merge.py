@@ -93,7 +93,8 @@ def show_merge(context: DemoContext) -> Results:
         f"A and B learned the same digits from different seeds ({accuracies['A']:.0%} and "
         f"{accuracies['B']:.0%} correct). Alignment changes the basis of A to that of B, and "
         "nothing of what A computes.",
-        "regauge barrier VIT OTHER --data IMAGES --report barrier.html",
+        "regauge match VIT OTHER --refine IMAGES -o ALIGNED\n"
+        "regauge merge ALIGNED OTHER --data IMAGES -o AVERAGE",
     )
     figure = Figure(
         "Accuracy of mixtures of A and B",

@@ -39,7 +39,7 @@ demo: $(VENV)/ready  ## two minutes: moves, trains, locks, splits and attacks sm
 # Where it is set, every process would compile all sources, and pytest rewrite all tests, anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about a quarter of an hour on two cores
+test: $(VENV)/vision/ready $(FEDERATED)/ready  ## the tests, about six minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(FEDERATED)/bin/python -m pytest tests/federated/test_flower.py
 

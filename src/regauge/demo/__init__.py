@@ -92,9 +92,9 @@ def run_demo(
         claim=Claim(
             "What the symmetries of a Transformer's weights allow, and what they do not protect",
             sentence="The channels, heads and neurons of a Transformer can be permuted or rotated "
-            "without changing what it computes: the same model in another basis. regauge uses and "
-            "attacks this freedom. All numbers below were measured by this run, on models of 8 x 8 "
-            f"digits that it trained, in {seconds:.0f} seconds.",
+            "without changing what it computes: the same model in another basis. regauge uses this "
+            "freedom, and attacks protections that rest on it. All numbers below were measured by "
+            f"this run, on small models that it trained on 8 x 8 digits, in {seconds:.0f} seconds.",
         ),
         chapters=tuple(parts),
     )

@@ -266,8 +266,8 @@ def test_the_pages_commands_run_as_they_are_written(
     ]
     runs = [shlex.split(command)[1:] for command in commands]
     assert [run[0] for run in runs] == ["federate", "federate", "audit", "federate"]
-    for run in runs:
-        assert main(run) == 0
+    for run in runs:  # clients that start anew may end below the trained model: exit code 3
+        assert main(run) in ((0, 3) if "--independent" in run else (0,)), run
     run_state = state_store.load(tmp_path / "RUN")
     assert run_state is not None
     assert run_state.history[-1].measures["accuracy"] > 0.5

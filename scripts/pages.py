@@ -387,7 +387,7 @@ REFERENCE = {
     "Federated learning": "federated",
     "Masked jigsaw puzzles": "jigsaw",
     "Split learning": "split",
-    "Errors and threads": "RegaugeError set_threads",
+    "Errors, progress and threads": "RegaugeError progress_bar set_threads",
 }
 # Not in an `__all__`, but needed to use the names that are.
 FURTHER = {

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from regauge.models.resolve import spec_of as spec_of
     from regauge.models.transforms import fold_norms as fold_norms
     from regauge.models.transforms import move as move
+    from regauge.results.progress import progress_bar as progress_bar
     from regauge.verification import verify as verify
 
 __version__ = "0.2.0"
@@ -108,6 +109,7 @@ _HOME = {
     "save_element": "checkpoints.element_files",
     "save_key": "locking.keys",
     "seal": "locking.seal",
+    "progress_bar": "results.progress",
     "set_threads": "core.threads",
     "spec_of": "models.resolve",
     "unlock": "locking.api",

@@ -7,6 +7,7 @@ import glob
 import io
 import itertools
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -21,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from regauge.cli import INTERRUPTED
 from regauge.cli.console import discard_stream, info, print_error, print_result, warn
-from regauge.cli.menu import OVERVIEW, PANELS, examples_of
+from regauge.cli.menu import NEXT, OVERVIEW, PANELS, examples_of
 from regauge.errors import QualityWarning, RegaugeError, RegaugeWarning, StoppedError
 
 _COMMANDS = {  # name: "module:function", imported on demand
@@ -177,7 +178,11 @@ def _run(arguments: list[str], build: Callable[[list[str]], typer.Typer], name: 
     try:
         code = int(build(arguments)(args=arguments, prog_name=name, standalone_mode=False) or 0)
         # typer turns an interrupt into this code
-        return _report_interrupt(arguments) if code == INTERRUPTED else code
+        if code == INTERRUPTED:
+            return _report_interrupt(arguments)
+        if code == 0 and name == "regauge":
+            _suggest_next(arguments)
+        return code
     except RegaugeError as error:
         if _is_debugging(arguments):
             info(traceback.format_exc())
@@ -224,11 +229,30 @@ def _report_interrupt(arguments: list[str]) -> int:
         for p in out.parent.glob(f".{glob.escape(out.name)}.*")
     )
     if saved:
-        info(
-            "hint: saved state, which the same command resumes (with --resume if it has that): "
-            f"{', '.join(saved)}"
-        )
+        flag = " with --resume" if _needs_resume(arguments) else ""
+        info(f"hint: to continue, repeat the command{flag}; saved: {', '.join(saved)}")
     return INTERRUPTED
+
+
+def _needs_resume(arguments: list[str]) -> bool:
+    """Return whether a command resumes only with the option --resume."""
+    context = typer.main.get_command(build_app(arguments))
+    for word in arguments:
+        below = getattr(context, "commands", {}).get(word)
+        if below is None:
+            break
+        context = below
+    return any("--resume" in p.opts and not p.default for p in context.params)
+
+
+def _suggest_next(arguments: list[str]) -> None:
+    """Print what to do with the output of a command, if it has one."""
+    name = next((n for n in (" ".join(arguments[:2]), " ".join(arguments[:1])) if n in NEXT), None)
+    outs = [b for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
+    if name is not None and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
+        purpose = " --purpose seal" if "seal" in arguments else ""
+        text = NEXT[f"{name}{purpose}"] if f"{name}{purpose}" in NEXT else NEXT[name]
+        info(f"next: {text.format(out=shlex.quote(outs[-1]))}")
 
 
 def _repair_streams() -> None:

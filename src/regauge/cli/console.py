@@ -89,9 +89,10 @@ def output_progress(out: Path, action: str) -> Iterator[Progress]:
     was written.
     """
     from regauge.checkpoints.plan import is_taken
+    from regauge.results.progress import progress_bar
 
     try:
-        with progress_bar(escape(f"{action} to {out.name}")) as progress:
+        with progress_bar(escape(f"{action} to {out.name}"), unit="bytes") as progress:
             yield progress
     except KeyboardInterrupt as stop:
         raise StoppedError(
@@ -100,59 +101,9 @@ def output_progress(out: Path, action: str) -> Iterator[Progress]:
 
 
 @contextmanager
-def progress_bar(description: str) -> Iterator[Progress]:
-    """Yield a progress callback for bytes that draws a bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield lambda done, total, message: None
-        return
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(description, total=None)
-        yield lambda done, total, message: bars.update(task, completed=done, total=total)
-
-
-@contextmanager
 def step_bar(description: str) -> Iterator[Progress]:
-    """Yield a progress callback for steps that draws a bar on stderr, or prints a line per step if
-    stderr is not a terminal.
-    """
-    if not sys.stderr.isatty():
+    """Yield a progress callback for steps, as `regauge.progress_bar` shows them."""
+    from regauge.results.progress import progress_bar
 
-        def print_line(done: int, total: int, message: str) -> None:
-            if message:
-                info(f"{description} {done + 1}/{total}: {message}")
-
-        yield print_line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[message]}"),
-    )
-    with Bars(*columns, console=Console(stderr=True)) as bars:
-        task = bars.add_task(description, total=None, message="")
-        yield lambda done, total, message: bars.update(
-            task, completed=done, total=total, message=escape(message)
-        )
+    with progress_bar(description, print_line=info) as progress:
+        yield lambda done, total, message: progress(done, total, escape(message))

@@ -98,6 +98,22 @@ EXAMPLES = {
     "verify": "regauge verify MODEL\nregauge verify MODEL --dtype float64 --report page.html",
 }
 
+# The last line of a command that wrote {out}: what to do with it.
+NEXT = {
+    "convert": "regauge inspect {out} shows its symmetries",
+    "federate": "regauge evaluate {out}/model --data DATA measures the model",
+    "jigsaw train": "regauge jigsaw evaluate {out} --data IMAGES measures it on puzzles",
+    "keygen": "regauge lock MODEL -k {out} -o LOCKED locks a model with it",
+    "keygen --purpose seal": "regauge seal MODEL -k {out} -o SEALED encrypts a model with it",
+    "lock": "regauge audit lock {out} --against BASE measures what the lock is worth",
+    "match": "regauge merge {out} B -o MERGED merges it with B, whose basis it now has",
+    "merge": "regauge evaluate {out} --data DATA measures it",
+    "move": "from_pretrained loads {out} as it loads the original",
+    "rekey": "regauge unlock {out} -k NEW -o MODEL restores the model",
+    "seal": "regauge open {out} -k KEY -o PATH decrypts it",
+    "split join": "regauge evaluate {out} --data DATA measures it",
+}
+
 # The one library function that each command calls, as users import it. A test reads the commands.
 FUNCTIONS = {
     "audit gradients": "regauge.audit.gradients",

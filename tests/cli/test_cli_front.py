@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 import typer
 
+from regauge.cli import EXIT_CODES, main
 from regauge.cli import app as cli
-from regauge.cli import main
-from regauge.cli.menu import EXAMPLES, OVERVIEW, PANELS, examples_of
+from regauge.cli.menu import EXAMPLES, NEXT, OVERVIEW, PANELS, examples_of
 from regauge.demo.move import LLAMA, make_checkpoint
 from regauge.results import installation
 from regauge.results.advisories import satisfies
@@ -58,6 +58,37 @@ def test_an_example_with_an_option_that_is_gone_is_refused() -> None:
         parse_command("regauge move MODEL --random -o OUT --sead 1")
     with pytest.raises(Exception, match="Missing parameter: out"):
         parse_command("regauge move MODEL --random")
+
+
+def test_the_docs_list_every_exit_code() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    section = text.partition("## Exit codes\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (\d+) \| (.*) \|$", section, re.M)
+    assert {int(code): words for code, words in rows} == EXIT_CODES
+    source = Path(cli.__file__).parent
+    named = re.findall(
+        r"\b(?:EXIT_\w+|INTERRUPTED) = (\d+)", "".join(p.read_text() for p in source.glob("*.py"))
+    )
+    assert {0, 1, *map(int, named)} == set(EXIT_CODES)
+
+
+def test_a_next_step_is_a_command_that_exists() -> None:
+    for name, text in NEXT.items():
+        assert name.partition(" --")[0] in ALL
+        line = text.format(out="OUT").partition("regauge ")[2]
+        assert not line or any(line.startswith(f"{known} ") for known in ALL), text
+
+
+def test_a_written_output_ends_with_the_next_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for purpose, command in (("lock", "lock MODEL"), ("seal", "seal MODEL")):
+        key = tmp_path / purpose
+        assert main(["keygen", "--purpose", purpose, "-o", str(key)]) == 0
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith(f"regauge: next: regauge {command} -k {key} -o ")
+    assert main(["keygen", "-o", str(key)]) == 1
+    assert "next:" not in capsys.readouterr().err
 
 
 def test_what_to_do_next(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The command line: `regauge inspect | verify | move | match | lock | seal | ... | demo`. `regauge
 --help` lists all commands.
 
-Exit codes: 0 success, 1 error, 2 usage, 3 a law that should hold does not, 130 interrupted.
+`EXIT_CODES` lists the exit codes, as docs/cli.md does.
 Commands import what they need when they run: `regauge --help` loads neither numpy nor torch.
 """
 
@@ -12,6 +12,16 @@ import sys
 from collections.abc import Sequence
 
 INTERRUPTED = 130
+EXIT_CODES = {
+    0: "Success. Every law that was checked holds.",
+    1: "Error: an `error:` line states it, a `hint:` line the way out. `doctor`: a required "
+    "library is missing, too old or vulnerable.",
+    2: "Usage error: an unknown command or option, or a value that an option does not accept.",
+    3: "The command ran, and a check failed: a law that should hold does not (`verify`, `barrier`, "
+    "`demo`), or an attack exceeds `--fail-above` (`audit`).",
+    INTERRUPTED: "Interrupted by Ctrl-C or SIGTERM. The last line states what is saved and how to "
+    "continue.",
+}
 # Iterations that libgomp's threads spin before they sleep. Its default of 300,000 slows small
 # models down while another process uses a core: on two cores 546 ms per step, and 42 ms with this
 # value; on an idle machine 3 ms with either.

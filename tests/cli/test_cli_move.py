@@ -211,7 +211,7 @@ def test_fold_and_rotate(run: Run, tmp_path: Path, llama: Path) -> None:
     result = run("move", llama, "-g", tmp_path / "g", "-o", tmp_path / "no")
     assert result.code == 1
     assert 'on "stream" the element is a rotation' in result.err
-    assert "need folded norms (move --fold" in result.err
+    assert "rotations of the stream need regauge move --fold" in result.err
     assert not (tmp_path / "no").exists()
 
 

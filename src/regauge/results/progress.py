@@ -153,9 +153,9 @@ def _bars(unit: str) -> Any:
     first = [TextColumn("{task.description}", markup=False), BarColumn(bar_width=16)]
     if unit == "bytes":
         columns = [*first, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()]
-        return Progress(*columns, console=console)
+        return Progress(*columns, console=console, transient=True)
     left = TimeRemainingColumn(compact=True, elapsed_when_finished=True)
     if console.width < 60:  # no room for more
-        return Progress(first[0], MofNCompleteColumn(), left, console=console)
+        return Progress(first[0], MofNCompleteColumn(), left, console=console, transient=True)
     columns = [*first, MofNCompleteColumn(), Rate(), left, Message()]
-    return Progress(*columns, console=console, expand=True)
+    return Progress(*columns, console=console, expand=True, transient=True)

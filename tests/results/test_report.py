@@ -298,6 +298,11 @@ def test_a_story_begins_with_checks_that_fail() -> None:
     assert 'class="card bad"' in html, "the claim of the chapter is not good news either"
 
 
+def test_details_have_no_heading_without_contents() -> None:
+    assert "<h2>Details</h2>" not in page(Results("t", tables=RESULTS.tables))
+    assert "<h2>Details</h2>" in page(Results("t", tables=RESULTS.tables * 2))
+
+
 def test_galleries_come_before_charts() -> None:
     text = text_of(page(RESULTS))
     assert text.index("about images") < text.index("about lines") < text.index("about bars")

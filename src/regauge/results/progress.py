@@ -33,8 +33,8 @@ def progress_bar(
         unit: Whether the callback counts steps or bytes.
         print_line: Prints a line where there is no terminal. Default: on stderr.
 
-    Yields:
-        The callback to pass as `progress=`.
+    Returns:
+        A context manager whose value is the callback to pass as `progress=`.
 
     Example:
         >>> with regauge.progress_bar("match") as progress:

@@ -43,8 +43,8 @@ python -m experiments 000/table2 --preset paper --device cuda  # the paper's mod
 - **Cache.** Every training and test is cached in `$REGAUGE_CACHE` (`~/.cache/regauge/experiments`)
   by the hash of its parameters, its data and its version. An interrupted run resumes, in the middle
   of a training too, and ends with the same bits on the same number of threads.
-- **Baselines.** A finding stands between a guess (floor) and the plain model (ceiling); errors
-  stand between the rounding error and a control that must fail.
+- **Baseline and control.** A score is read between that of a guess (the baseline) and that of the
+  plain model (the control); an error between rounding (the baseline) and a control that must fail.
 
 ## Limits
 
@@ -165,7 +165,7 @@ def _findings(name: str, findings: tuple[Finding, ...]) -> list[str]:
         return lines
     return [
         *lines,
-        "| finding | value | spread | floor | ceiling | |",
+        "| finding | value | spread | baseline | control | |",
         "|---|---|---|---|---|---|",
         *(_row(f) for f in shown),
         "",

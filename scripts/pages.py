@@ -47,6 +47,7 @@ SECTIONS = (
     "References",
     "Cost",
 )
+SHOWN = {"Floor": "Baseline", "Ceiling": "Control"}  # the words of the pages for those of the code
 
 
 # Modules of `regauge.attacks` by what the adversary holds; an unlisted one comes under "Others".
@@ -97,7 +98,7 @@ def render_families() -> dict[str, str]:
         "",
         "The groups that occur ([all groups](concepts.md#groups)):",
         "",
-        "| group | elements | limited by |",
+        "| group | elements | allowed by |",
         "| --- | --- | --- |",
         "| `permutation` | reorder | LayerNorm's gains, GELU |",
         "| `signed` | reorder, flip signs | RMSNorm's gains |",
@@ -203,7 +204,7 @@ def render_attacks() -> dict[str, str]:
         ),
         (
             "Each page states what the attack sees and recovers, why it works, and what stops it. "
-            "*Floor* is the score of a guess, *ceiling* the score without protection."
+            "*Baseline* is the score of a guess, *control* the score without protection."
         ),
         "",
     ]
@@ -276,7 +277,7 @@ def render_attack(
         "| --- | --- |",
     ]
     lines += [
-        f"| **{section}** | {sections[section].replace('|', chr(92) + '|')} |"
+        f"| **{SHOWN.get(section, section)}** | {sections[section].replace('|', chr(92) + '|')} |"
         for section in SECTIONS
         if section in sections
     ]

@@ -70,7 +70,7 @@ def format_audit(report: AuditReport) -> str:
 
 def format_lock(results: Results) -> str:
     """Format the audit of a lock: the verdict, a line for each attack, and those not tried."""
-    rows: list[tuple[str, ...]] = [("attack", "guess", "value", "control", "seconds")]
+    rows: list[tuple[str, ...]] = [("attack", "baseline", "value", "control", "seconds")]
     for name, floor, value, ceiling, _, seconds in results.tables[0].rows:
         numbers = (format_number(cell) for cell in (floor, value, ceiling, seconds))
         rows.append((str(name).removeprefix("lock/"), *numbers))

@@ -30,7 +30,7 @@ def demo(
 ) -> int:
     """Run regauge on small models and write an HTML page.
 
-    Measures six claims in about a minute, and downloads nothing.
+    Measures six claims in about two minutes, and downloads nothing.
     """
     from regauge.cli.run import EXIT_FAILED, facts_of_run
     from regauge.demo import run_demo

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from regauge.locking.api import ResealOutput
 
 _NOT_ENCRYPTION = (
-    "a lock is obfuscation, not encryption: docs/guides/lock.md lists attacks that undo it without "
-    "the key"
+    "a lock is obfuscation, not encryption: docs/guides/audit-lock.md lists the attacks that undo "
+    "it without the key"
 )
 
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]

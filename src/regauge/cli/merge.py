@@ -30,7 +30,7 @@ def merge(
         typer.Option(
             "--method",
             metavar="M",
-            help="linear (default), slerp, ties, ...; all in docs/guides/merge.md.",
+            help="linear (default), slerp, ties, ...; all in docs/guides/merge-methods.md.",
         ),
     ] = None,
     base: Annotated[

@@ -57,7 +57,7 @@ def show_basis(context: DemoContext) -> Results:
     changed = min(case["moved"] for case in valid)
     holds = largest is not None and largest <= LOGITS_TOLERANCE
     claim = Claim(
-        "The same model in another basis has other weights and computes the same",
+        "A model in another basis has other weights and computes the same function",
         "good" if holds else "bad" if largest is not None else "none",
         "" if largest is None else f"{largest:.0e}".replace("e-0", "e-"),
         f"largest relative difference of the logits, with {changed:.0%} of the weights changed",

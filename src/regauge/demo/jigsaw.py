@@ -54,9 +54,9 @@ def show_jigsaw(context: DemoContext) -> Results:
         measure="consistency",
     )
     claim = Claim(
-        "Jigsaw training makes predictions survive shuffled patches"
+        "With jigsaw training, more predictions stay the same when patches are shuffled"
         if finding.holds
-        else "Jigsaw training did not make predictions survive shuffled patches",
+        else "With jigsaw training, no more predictions stay the same when patches are shuffled",
         "good" if finding.holds else "bad",
         f"{before:.0%} → {after:.0%}",
         "of the predictions stay when half of the patches are shuffled, without and with "

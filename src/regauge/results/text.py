@@ -30,7 +30,7 @@ def format_results(results: Results) -> str:
             ),
             "",
         ]
-    findings = [("", "finding", "value", "floor", "ceiling", "")]
+    findings = [("", "finding", "value", "baseline", "control", "")]
     for f in results.findings:
         findings.append(
             (

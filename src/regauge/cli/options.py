@@ -127,7 +127,7 @@ Threads = Annotated[
         min=1,
         max=256,
         metavar="N",
-        help="Compute threads. Default: REGAUGE_THREADS, OMP_NUM_THREADS, or one per physical core.",
+        help="Compute threads. Default: REGAUGE_THREADS, OMP_NUM_THREADS, or the physical cores.",
         rich_help_panel=GENERAL,
     ),
 ]

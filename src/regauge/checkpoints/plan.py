@@ -26,7 +26,6 @@ from regauge.checkpoints.files import (
 )
 from regauge.checkpoints.headers import DTYPE_NAMES, DTYPES, FLOATS, read_header
 from regauge.checkpoints.reader import INDEX, PICKLES, WEIGHTS, Checkpoint, open_checkpoint
-from regauge.checkpoints.resume import StateStore
 from regauge.errors import CheckpointError, Hint
 
 if TYPE_CHECKING:
@@ -228,18 +227,13 @@ def check_target(out: Path, source: Path) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Raise if an output exists, or if its parent folder does not.
-
-    The saved state of an output that exists is deleted: a process that is killed just after
-    writing the output leaves it.
-    """
+    """Raise if an output exists, or if its parent folder does not."""
     if out.name in ("", ".."):
         raise CheckpointError(f"the output {out} has no name of its own", hint="pass a new folder")
     with wrap_write_errors(out):
         out.is_dir()  # raises for a name that is too long; lexists does not
         taken = is_taken(out)
     if taken:
-        StateStore.beside(out, b"").delete()
         raise CheckpointError(
             f"the output {out} exists already", hint="pass a new path, or remove this one first"
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
 from regauge.merging.layout import find_stacks
 from regauge.merging.recipe_yaml import parse_recipe, read_recipe
@@ -93,6 +94,11 @@ def test_tokenizer_and_align() -> None:
     assert (tokens.source, tokens.pad_multiple) == ("base", 64)
     assert parse_recipe(head + "align: true").align == AlignConfig()
     assert parse_recipe(head + "align: false").align is None
+    refined = parse_recipe(head + "align: {refine: {uri: self, samples: 8}, refine_steps: 5}").align
+    assert refined == AlignConfig(
+        refine=DataSource("self", samples=8, split="test"), refine_steps=5
+    )
+    assert parse_recipe(head + "align: {refine: null}").align == AlignConfig()
     how = parse_recipe(
         head + "align: {to: a, spaces: [ffn, qk], group: orthogonal, fold: true, sweeps: 2}"
     ).align
@@ -163,6 +169,8 @@ LINEAR = (
         (LINEAR + "align: {fold: perhaps}", 7, "fold must be true or false, got 'perhaps'"),
         (LINEAR + "align: {nearest: [true]}", 7, "nearest must be one value"),
         (LINEAR + "align: {sweeps: 2.5}", 7, "sweeps must be an integer >= 0, got 2.5"),
+        (LINEAR + "align: {refine_steps: 0}", 7, "refine_steps must be an integer >= 1, got 0"),
+        (LINEAR + "align: {refine: {samples: 3}}", 7, "refine: must have uri:"),
         (LINEAR + "align: {layers: [0, -1]}", 7, "a layer must be an integer >= 0, got -1"),
         (
             LINEAR + "tokenizer: {pad_to_multiple_of: 0.5}",

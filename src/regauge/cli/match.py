@@ -163,9 +163,9 @@ def match(
         str | None,
         typer.Option(
             "--refine",
-            metavar="URI|self",
-            help="Refine the element by gradient descent on unlabelled data or, with self, on "
-            "text that the models generate.",
+            metavar="URI|self|noise",
+            help="Refine the element by gradient descent on unlabelled data, on text that the "
+            "models generate (self), or on noise.",
         ),
     ] = None,
     refine_steps: Annotated[
@@ -283,8 +283,8 @@ def _read_options(
     std: str | None,
     uri: str | None,
 ) -> DataSource | str | None:
-    """Return the data that an option names; `self` stands for text that the models generate."""
-    if uri is None or uri == "self":
+    """Return the data that an option names; `self` and `noise` stand for generated inputs."""
+    if uri is None or uri in {"self", "noise"}:
         return uri
     return sample.read_options(uri, field, split, tokenizer, length, mean, std)
 

@@ -13,6 +13,7 @@ from regauge.cli import options, sample
 from regauge.cli.console import info, output_progress, print_json, print_result, step_bar, warn
 
 if TYPE_CHECKING:
+    from regauge.data.sources import DataSource
     from regauge.merging.api import MergeResult
 
 
@@ -87,6 +88,25 @@ def merge(
         bool,
         typer.Option("--align", help="Align every model with the base, or with A, before merging."),
     ] = False,
+    refine: Annotated[
+        str | None,
+        typer.Option(
+            "--refine",
+            metavar="URI|self|noise",
+            help="Refine the alignment by gradient descent on unlabelled data, on text that the "
+            "models generate (self), or on noise.",
+        ),
+    ] = None,
+    refine_steps: Annotated[
+        int,
+        typer.Option(
+            "--refine-steps",
+            min=1,
+            metavar="N",
+            help="Steps of the refinement.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = 200,
     data: Annotated[
         str | None,
         typer.Option(
@@ -101,7 +121,7 @@ def merge(
             "--samples",
             min=1,
             metavar="N",
-            help="Examples of the data to use. Default: 256.",
+            help="Examples of the data to use. Default: 256; of --refine: 64.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = None,
@@ -198,13 +218,19 @@ def merge(
         "--std": std,
     }
     passed = [name for name, value in about_data.items() if value is not None]
-    if passed and data is None:
-        raise typer.BadParameter(f"{passed[0]} requires --data")
-    source = None
-    if data is not None:
-        source = sample.read_options(
-            data, field, split or "test", data_tokenizer, length, mean, std, samples, labels
+    if passed and data is None and refine is None:
+        raise typer.BadParameter(f"{passed[0]} requires --data or --refine")
+    if refine is not None and not align:
+        raise typer.BadParameter("--refine requires --align")
+
+    def read(uri: str | None, labels: bool = False) -> DataSource | None:
+        if uri is None:
+            return None
+        return sample.read_options(
+            uri, field, split or "test", data_tokenizer, length, mean, std, samples, labels
         )
+
+    source, unlabelled = read(data, labels), read(refine)
     import regauge
     from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
@@ -219,6 +245,7 @@ def merge(
             base=base,
             weights=weight,
             align=align,
+            refine=unlabelled,
             data=source,
             options=regauge.MergeOptions(
                 parameters=_parse_settings(parameter),
@@ -227,6 +254,7 @@ def merge(
                 chat_template=chat_template,
                 seed=seed,
                 force=force,
+                refine_steps=refine_steps,
                 shard_bytes=shard_bytes,
             ),
             out=out,

@@ -194,6 +194,16 @@ def _find_reader(
         return None
 
 
+def require_generation(model: torch.nn.Module) -> None:
+    """Raise unless a model can generate text.
+
+    Raises:
+        RecordError: it cannot.
+    """
+    if not hasattr(model, "generate") or not getattr(model, "can_generate", lambda: False)():
+        raise RecordError(f"a {type(model).__name__} cannot generate text", hint="pass data")
+
+
 def generate_text(
     models: Sequence[torch.nn.Module],
     *,
@@ -222,13 +232,7 @@ def generate_text(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for model in models:
-            if (
-                not hasattr(model, "generate")
-                or not getattr(model, "can_generate", lambda: False)()
-            ):
-                raise RecordError(
-                    f"a {type(model).__name__} cannot generate text", hint="pass data"
-                )
+            require_generation(model)
             config: Any = model.config
             limit = getattr(config, "max_position_embeddings", None) or length
             for start in range(0, share, batch_size):

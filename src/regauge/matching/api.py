@@ -21,7 +21,13 @@ from regauge.core.threads import limited_threads, within_threads
 from regauge.errors import MatchError
 from regauge.matching import Match
 from regauge.matching.compare import Comparison, compare_states, compare_unmatched
-from regauge.matching.live_pair import LivePair, describe_inputs, digest_of_inputs
+from regauge.matching.live_pair import (
+    REFINE_STEPS,
+    SAMPLES,
+    LivePair,
+    describe_inputs,
+    digest_of_inputs,
+)
 from regauge.matching.paired import match_pair
 from regauge.matching.pairs import STREAMS, Pair, Stream, open_pair
 from regauge.matching.report import (
@@ -81,9 +87,9 @@ class MatchOptions:
     rescale: bool = False
     whole: bool = False
     workers: int = 1
-    samples: int = 64
+    samples: int = SAMPLES
     seed: int = 0
-    refine_steps: int = 200
+    refine_steps: int = REFINE_STEPS
 
     def __post_init__(self) -> None:
         require_choice(MatchError, "stream", self.stream, STREAMS)
@@ -260,7 +266,7 @@ def match(
         spec: a spec or spec file for both; by default that of their family.
         shared_tokens: match by the shared tokens of two different vocabularies.
         data: match by activations: the path or hub id of a dataset, a `DataSource`, batches of
-            inputs, or "self" for text that the models generate. By default by the weights.
+            inputs, "self" for text that the models generate, or "noise". By default by the weights.
         refine: refine the element by gradient descent on such data.
         options: options of the match.
         out: the output that `save` will write. It is checked first, and finished parts of the
@@ -319,8 +325,7 @@ def match(
     refined = None
     if to_refine is not None:
         live = live.with_pair(pair)
-        refined = live.refine(found.element, to_refine, chosen.refine_steps, progress)
-        found = found.with_element(refined.g, pair.spec, *pair.states)
+        found, refined = live.refine_match(found, to_refine, chosen.refine_steps, progress)
     found = replace(found, notes=(*pair.notes, *found.notes, *pair.output[1]))
     facts = {
         **(facts or {}),

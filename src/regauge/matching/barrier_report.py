@@ -209,7 +209,7 @@ def barrier(
         "B": names[1],
         "data": data.uri if isinstance(data, DataSource) else _name_of_data(data),
         "task": task,
-        "matched by": GENERATED if align == "self" else "weights",
+        "matched by": GENERATED["self"] if align == "self" else "weights",
         **results.facts,
         "seconds": round(time.monotonic() - started, 1),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -13,19 +13,37 @@ from regauge.core.element import Element
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec, stored_tensors
 from regauge.data.sources import DataSource
-from regauge.errors import MatchError
+from regauge.errors import Hint, MatchError
 from regauge.matching.pairs import Pair
 
 if TYPE_CHECKING:
     import torch
 
+    from regauge.checkpoints.reader import Checkpoint
     from regauge.matching.refine import Refinement
+    from regauge.matching.result import Match
 
     Batches: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
-    Inputs: TypeAlias = Batches | DataSource | str | Path | Literal["self"]
+    Inputs: TypeAlias = Batches | DataSource | str | Path | Literal["self", "noise"]
 
-GENERATED = "self-written text"  # in the facts of `--json`
+SAMPLES = 64  # examples of the data, by default
+REFINE_STEPS = 200  # steps of a refinement, by default
+# Inputs without data, by their names, as the facts of `--json` describe them.
+GENERATED = {"self": "self-written text", "noise": "noise"}
 _BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Inputs that are generated: text that both models write, or noise.
+
+    Attributes:
+        kind: "self" or "noise".
+        samples: the number of texts or of examples of noise.
+    """
+
+    kind: str
+    samples: int
 
 
 class LivePair:
@@ -103,50 +121,26 @@ class LivePair:
             for state in self.pair.states
         ]
 
-    def read(self, inputs: Inputs | None) -> Batches | None:
-        """Read inputs if they are named by a source, so that unreadable data fail at once.
-
-        Returns:
-            Batches of inputs: none if the models are to generate them, None without inputs.
-
-        Raises:
-            DataError: they do not exist, or do not fit model A.
-            MatchError: they are of another type.
-        """
-        if inputs is None or inputs == "self":
-            return None if inputs is None else ()
-        source = DataSource(str(inputs)) if isinstance(inputs, str | Path) else inputs
-        if isinstance(source, DataSource):
-            from regauge.data.tasks import sample_batches
-            from regauge.models.load import load_empty
-
-            checkpoint, module = self.pair.a.checkpoint, self.pair.modules[0]
-            examples, _ = source.read(
-                load_empty(checkpoint) if module is None else module,
-                checkpoint,
-                labelled=False,
-            )
-            count = source.samples or self.samples
-            return [x for x, _ in sample_batches(examples, count, self.seed, _BATCH_SIZE)]
-        if not isinstance(source, Sequence) or not all(isinstance(x, Mapping) for x in source):
-            raise MatchError(
-                "data must be batches of inputs, the source of a dataset, or "
-                f'"self", got {type(source).__name__}',
-                hint='pass the path of a dataset, or "self" for language models',
-            )
-        return source
-
-    def inputs(self, batches: Batches) -> list[dict[str, Any]]:
-        """Return batches of inputs: those that were read, or text that the two models generate."""
-        if batches:
-            return [dict(batch) for batch in batches]
-        from regauge.matching.activations import generate_text
-
-        return generate_text(
-            self.models, count=self.samples, seed=self.seed, batch_size=_BATCH_SIZE
+    def read(self, inputs: Inputs | None) -> Batches | Generated | None:
+        """Read inputs for both models, see `read_inputs`; None without inputs."""
+        if inputs is None:
+            return None
+        return read_inputs(
+            inputs, self.pair.a.checkpoint, self.pair.modules[0], self.samples, self.seed
         )
 
-    def record_activations(self, batches: Batches) -> tuple[Any, Any]:
+    def inputs(self, batches: Batches | Generated) -> list[dict[str, Any]]:
+        """Return batches of inputs: those that were read, or generated ones."""
+        if not isinstance(batches, Generated):
+            return [dict(batch) for batch in batches]
+        from regauge.matching.activations import generate_text, sample_noise
+
+        how: Any = {"count": batches.samples, "seed": self.seed, "batch_size": _BATCH_SIZE}
+        if batches.kind == "noise":
+            return [dict(batch) for batch in sample_noise(self.models[0], **how)]
+        return [dict(batch) for batch in generate_text(self.models, **how)]
+
+    def record_activations(self, batches: Batches | Generated) -> tuple[Any, Any]:
         """Record the activations of both models on the same inputs."""
         from regauge.matching.activations import record
 
@@ -162,11 +156,32 @@ class LivePair:
         )
         return first, second
 
+    def refine_match(
+        self, found: Match, batches: Batches | Generated, steps: int, progress: Progress | None
+    ) -> tuple[Match, Refinement]:
+        """Refine the element of a match by gradient descent on these inputs.
+
+        Returns:
+            The match with the refined element, and the refinement.
+        """
+        refined = self.refine(found.element, batches, steps, progress)
+        return found.with_element(refined.g, self.pair.spec, *self.pair.states), refined
+
     def refine(
-        self, g: Element, batches: Batches, steps: int, progress: Progress | None
+        self, g: Element, batches: Batches | Generated, steps: int, progress: Progress | None
     ) -> Refinement:
-        """Refine an element by gradient descent on these inputs."""
+        """Refine an element by gradient descent on these inputs.
+
+        Raises:
+            MatchError: the vocabularies differ, so that no predictions can be compared.
+        """
         from regauge.matching.refine import Evaluation, refine
+
+        if self.pair.rows:
+            raise MatchError(
+                "refinement requires models with one vocabulary, got two",
+                hint=Hint("leave refine out", cli="leave --refine out"),
+            )
 
         def report(mark: Evaluation) -> None:
             if progress is not None:
@@ -188,20 +203,66 @@ class LivePair:
         return replace(refined, g=refined.g.to(self.pair.spec), h=refined.h.to(self.pair.spec))
 
 
+def read_inputs(
+    inputs: Inputs,
+    checkpoint: Checkpoint,
+    module: torch.nn.Module | None = None,
+    samples: int = SAMPLES,
+    seed: int = 0,
+) -> Batches | Generated:
+    """Read inputs if they are named by a source, so that unreadable data fail at once.
+
+    Args:
+        inputs: the path or hub id of a dataset, a `DataSource`, batches of inputs, "self" for text
+            that the models generate, or "noise".
+        checkpoint: the model that reads them.
+        module: the same, if it is a live module.
+        samples: the number of examples of a source that names none.
+        seed: the seed of the sample.
+
+    Raises:
+        DataError: they do not exist, or do not fit the model.
+        MatchError: they are of another type.
+        RecordError: the model cannot generate text.
+    """
+    source = DataSource(str(inputs)) if isinstance(inputs, str | Path) else inputs
+    if isinstance(source, DataSource):
+        from regauge.data.tasks import sample_batches
+        from regauge.matching.activations import require_generation
+        from regauge.models.load import load_empty
+
+        count = source.samples or samples
+        model = load_empty(checkpoint) if module is None else module
+        if source.uri in GENERATED:
+            if source.uri == "self":
+                require_generation(model)
+            return Generated(source.uri, count)
+        examples, _ = source.read(model, checkpoint, labelled=False)
+        return [x for x, _ in sample_batches(examples, count, seed, _BATCH_SIZE)]
+    if not isinstance(source, Sequence) or not all(isinstance(x, Mapping) for x in source):
+        raise MatchError(
+            'data must be batches of inputs, the source of a dataset, "self" or "noise", got '
+            f"{type(source).__name__}",
+            hint='pass the path of a dataset, "self" for language models, or "noise"',
+        )
+    return source
+
+
 def describe_inputs(inputs: Inputs | None) -> str:
     """Describe inputs in a fact of a report."""
     if inputs is None:
         return "weights"
-    if isinstance(inputs, str | Path):
-        return GENERATED if inputs == "self" else str(inputs)
-    return inputs.uri if isinstance(inputs, DataSource) else f"{len(inputs)} batches of inputs"
+    if isinstance(inputs, str | Path | DataSource):
+        uri = inputs.uri if isinstance(inputs, DataSource) else str(inputs)
+        return GENERATED.get(uri, uri)
+    return f"{len(inputs)} batches of inputs"
 
 
-def digest_of_inputs(batches: Batches | None) -> str:
+def digest_of_inputs(batches: Batches | Generated | None) -> str:
     """Return a digest of inputs that were read."""
     from regauge.checkpoints.resume import Outcome
 
-    if not batches:
+    if batches is None or isinstance(batches, Generated):
         return str(batches)
     return hashlib.sha256(
         "".join(Outcome({}, batch).digest for batch in batches).encode()

@@ -8,17 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from regauge.checkpoints.plan import check_new
 from regauge.checkpoints.resume import StateStore
-from regauge.core.options import resolve_options
+from regauge.core.options import require_at_least, resolve_options
 from regauge.core.progress import Progress
 from regauge.core.threads import limited_threads, within_threads
 from regauge.data.sources import DataSource, source_of
 from regauge.errors import MergeError
+from regauge.matching.live_pair import REFINE_STEPS, digest_of_inputs
+from regauge.merging.basis import read_refinement
 from regauge.merging.engine import (
     SHARD_BYTES,
     Merge,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from regauge.core.spec import Spec
     from regauge.evaluation.models import DataInput
     from regauge.evaluation.report import Evaluation
+    from regauge.matching.live_pair import Batches, Generated
     from regauge.merging.basis import Verdict
     from regauge.models.sources import Source
 
@@ -62,6 +65,7 @@ class MergeOptions:
             first model.
         seed: the seed of randomized methods.
         force: merge models that share no basis, or of different kinds, unaligned.
+        refine_steps: steps of the refinement.
         shard_bytes: the largest size of an output file.
 
     Example:
@@ -76,7 +80,11 @@ class MergeOptions:
     chat_template: str | None = None
     seed: int = 0
     force: bool = False
+    refine_steps: int = REFINE_STEPS
     shard_bytes: int = SHARD_BYTES
+
+    def __post_init__(self) -> None:
+        require_at_least(MergeError, 1, refine_steps=self.refine_steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -260,6 +268,7 @@ def merge(
     base: Source | None = None,
     weights: float | Sequence[float] | None = None,
     align: bool = False,
+    refine: DataSource | str | Path | None = None,
     data: DataSource | str | Path | None = None,
     spec: Spec | None = None,
     options: MergeOptions | None = None,
@@ -277,6 +286,8 @@ def merge(
         base: the base model, for methods that add differences from one.
         weights: the weight of each model, or one for all; 1 by default.
         align: align every model with the base, or with the first, before merging.
+        refine: refine the alignment by gradient descent, as `match` does: on unlabelled data, on
+            "self" (text that the models generate) or on "noise". Requires `align`.
         data: data for methods that need it (fisher, regmean, ot_acts), and for `evaluate`.
         spec: the spec of all models; by default that of their family.
         options: further options.
@@ -302,6 +313,11 @@ def merge(
         >>> _ = merged.save("merged")
     """
     chosen = resolve_options(options, MergeOptions())
+    if refine is not None and not align:
+        raise MergeError(
+            "refine requires an alignment to refine, got align=False", hint="pass align=True"
+        )
+    alignment = _align_section(refine, chosen.refine_steps) if align else None
     sources: dict[str, Source] = {}
     if isinstance(models, str | Path):
         if not str(models).lower().endswith(_YAML):
@@ -319,13 +335,24 @@ def merge(
                 "tokenizer, chat_template and data must be set there"
             )
         recipe = models
-        if align and recipe.align is None:
-            text = f"{recipe.text.rstrip()}\nalign: true\n"
-            recipe = replace(recipe, align=AlignConfig(), text=text)
+        if refine is not None and recipe.align is not None:
+            raise MergeError(
+                "the recipe defines the alignment: refine must be set there",
+                hint="write align: {refine: DATA}",
+            )
+        if alignment is not None and recipe.align is None:
+            section = yaml.safe_dump({"align": alignment}, sort_keys=False, allow_unicode=True)
+            config = AlignConfig(
+                refine=None if refine is None else source_of(refine, kinds="or a DataSource"),
+                refine_steps=chosen.refine_steps,
+            )
+            recipe = replace(recipe, align=config, text=f"{recipe.text.rstrip()}\n{section}")
     else:
         names = [_add_source(sources, model) for model in models]
         base_name = None if base is None else _add_source(sources, base)
-        recipe = build_recipe(names, method or "linear", base_name, weights, align, data, chosen)
+        recipe = build_recipe(
+            names, method or "linear", base_name, weights, alignment, data, chosen
+        )
     target = None if out is None else Path(out)
     if target is not None:
         check_new(target)
@@ -341,13 +368,18 @@ def merge(
         job = replace(job, digests=tuple(dataset.digest for _, dataset in opened.values()))
     elif recipe.data is not None:
         recipe.data.open()  # so that unreadable data fail before anything is merged
+    inputs: dict[str, Batches | Generated] = {}
+    if recipe.align is not None:
+        inputs = read_refinement(job.models, job.anchor, recipe.align)
+        digests = tuple(digest_of_inputs(batches) for batches in inputs.values())
+        job = replace(job, digests=(*job.digests, *digests))
     store = None
     if target is not None and not dry_run:
         store = StateStore.beside(target, serialize_inputs(job))
         if not resume:
             store.delete()
     job = require_basis(job, store, _prefixed(progress, "basis"))
-    job = align_merge(job, store, _prefixed(progress, "align"))
+    job = align_merge(job, store, _prefixed(progress, "align"), {} if dry_run else inputs)
     if needs_data and not dry_run:
         job = collect_statistics(job, opened, store, _prefixed(progress, "statistics"))
     return MergeResult(job, chosen, target, store)
@@ -358,7 +390,7 @@ def build_recipe(
     method: str,
     base: str | None,
     weights: float | Sequence[float] | None,
-    align: bool,
+    align: dict[str, Any] | bool | None,
     data: DataSource | str | Path | None,
     options: MergeOptions,
 ) -> Recipe:
@@ -392,13 +424,23 @@ def build_recipe(
         "dtype": options.dtype,
         "tokenizer_source": options.tokenizer,
         "chat_template": options.chat_template,
-        "align": align or None,
+        "align": align,
         "data": None if data is None else _data_section(data),
     }
     document = {name: value for name, value in document.items() if value is not None}
     return parse_recipe(
         yaml.safe_dump(document, sort_keys=False, allow_unicode=True), "the command line"
     )
+
+
+def _align_section(
+    refine: DataSource | str | Path | None, steps: int
+) -> dict[str, Any] | Literal[True]:
+    """Return an alignment as the section of a recipe."""
+    if refine is None:
+        return True
+    section: dict[str, Any] = {"refine": _data_section(refine)}
+    return section if steps == REFINE_STEPS else section | {"refine_steps": steps}
 
 
 def _data_section(data: DataSource | str | Path) -> dict[str, Any]:

@@ -53,6 +53,7 @@ from regauge.models.sources import open_source, require_unlocked
 
 if TYPE_CHECKING:
     from regauge.core.spec import Spec
+    from regauge.matching.live_pair import Batches, Generated
     from regauge.models.sources import Source as ModelSource
 
 SHARD_BYTES = 2_000_000_000  # in a file of the output: the most that a kill may cost
@@ -201,14 +202,24 @@ def require_basis(
 
 
 def align_merge(
-    merge: Merge, store: StateStore | None = None, progress: Progress | None = None
+    merge: Merge,
+    store: StateStore | None = None,
+    progress: Progress | None = None,
+    inputs: Mapping[str, Batches | Generated] | None = None,
 ) -> Merge:
-    """Return the merge with its models aligned, if the recipe requires it."""
+    """Return the merge with its models aligned, if the recipe requires it.
+
+    Args:
+        merge: the merge.
+        store: saved state of an interrupted merge.
+        progress: the progress callback.
+        inputs: the inputs of each model's refinement, of `read_refinement`.
+    """
     config = merge.recipe.align
     if config is None:
         return merge
     models, verdicts = align_models(
-        merge.models, merge.anchor, config, merge.verdicts, store, progress
+        merge.models, merge.anchor, config, merge.verdicts, store, progress, inputs
     )
     donor = models[merge.donor.key]
     return replace(

@@ -62,7 +62,18 @@ _UNSUPPORTED = {
     "residual_weight": "leave it out: mergekit does not read it either",
     "tokens": "only source and pad_to_multiple_of are read",
 }
-_ALIGN_KEYS = ("to", "spaces", "layers", "stream", "group", "fold", "sweeps", "nearest")
+_ALIGN_KEYS = (
+    "to",
+    "spaces",
+    "layers",
+    "stream",
+    "group",
+    "fold",
+    "sweeps",
+    "nearest",
+    "refine",
+    "refine_steps",
+)
 _DATA_KEYS = ("uri", "samples", "fields", "split", "tokenizer", "length", "mean", "std", "labels")
 _MAX_CHARS = 10_000  # in one value
 _MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
@@ -501,8 +512,16 @@ class _Parser:
             options["sweeps"] = self.integer(keys["sweeps"], "sweeps", 0)
         if "nearest" in keys:
             options["nearest"] = self.boolean(keys["nearest"], "nearest")
+        refine = keys.get("refine")
+        steps: dict[str, int] = {}
+        if "refine_steps" in keys:
+            steps["refine_steps"] = self.integer(keys["refine_steps"], "refine_steps", 1)
         return AlignConfig(
-            self.model(keys["to"]) if "to" in keys else None, self.stream(keys), options
+            self.model(keys["to"]) if "to" in keys else None,
+            self.stream(keys),
+            options,
+            None if refine is None or _is_null(refine) else self.dataset(refine, "refine"),
+            **steps,
         )
 
     def stream(self, keys: Mapping[str, Any]) -> Stream:
@@ -526,12 +545,18 @@ class _Parser:
             self.notes.append(
                 f"line {_line(node)}: {self.method} needs no data: data: only measures the result"
             )
+        return self.dataset(node, "data")
+
+    def dataset(self, node: Any, name: str) -> DataSource:
+        """Parse a dataset: its name, or a mapping."""
         if isinstance(node, yaml.ScalarNode):
-            return DataSource(str(self.scalar(node, "data")), split="test")
-        keys = self.mapping(node, _DATA_KEYS, "data")
+            return DataSource(str(self.scalar(node, name)), split="test")
+        keys = self.mapping(node, _DATA_KEYS, name)
         if "uri" not in keys:
             raise self.error(
-                node, "data: must have uri:", "write data: FILE, or data: {uri: FILE, samples: 256}"
+                node,
+                f"{name}: must have uri:",
+                f"write {name}: FILE, or {name}: {{uri: FILE, samples: 256}}",
             )
         fields: dict[str, Any] = {"split": "test"}
         fields |= {

@@ -11,6 +11,7 @@ from typing import Any
 
 from regauge.data.sources import DataSource
 from regauge.errors import RecipeError
+from regauge.matching.live_pair import REFINE_STEPS
 from regauge.matching.pairs import Stream
 from regauge.merging.methods import REQUIRED
 
@@ -92,13 +93,16 @@ class TokenizerConfig:
 class AlignConfig:
     """The alignment of models with the base, or with the model `to`, before the merge.
 
-    With `stream` "permutation" the residual stream is permuted and not rotated. `options` are
-    further options of `match`.
+    With `stream` "permutation" the residual stream is permuted and not rotated. `refine` names the
+    data on which elements are refined, or "self" or "noise" as in `match`; `refine_steps` are the
+    steps. `options` are further options of `match`.
     """
 
     to: str | None = None
     stream: Stream = "auto"
     options: Mapping[str, Any] = field(default_factory=dict)
+    refine: DataSource | None = None
+    refine_steps: int = REFINE_STEPS
 
 
 @dataclass(frozen=True)

@@ -461,7 +461,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         p["recipe"],
         (*(a for a in QUICK if a.name != "mask"), *slow),
         budget,
-        optimised=int(p["optimised"]),
+        optimized=int(p["optimised"]),
     )
     low = _floor(case)
     gaps = {

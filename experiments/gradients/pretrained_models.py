@@ -256,7 +256,7 @@ def _attacked(
         q.requires_grad_(True)
     budget = Budget(steps or 300, practice=practice)
     row = audit_combination(
-        case, case.model, combination, select_attacks(attacks, ATTACKS), budget, optimised=1
+        case, case.model, combination, select_attacks(attacks, ATTACKS), budget, optimized=1
     )
     name, best = row.best(LEAK)
     values = {

@@ -65,7 +65,7 @@ def test_the_audit_says_which_defence_hides_what(
         "least squares,span,mask,labels,inverting",
         "--budget",
         "3,1",
-        "--optimised",
+        "--optimized",
         "1",
     ]
     more = ["--batches", "1,4", "--train", "2", "--json", str(out), "--report", str(page)]

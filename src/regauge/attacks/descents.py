@@ -1,4 +1,4 @@
-"""Attacks by optimisation: images whose gradients match those of the update.
+"""Attacks by optimization: images whose gradients match those of the update.
 
     result = inverting_gradients(view, DescentConfig(steps=400, restarts=4))
 
@@ -94,7 +94,7 @@ def descend(
     batch = view.granted.batch
     if batch is None:
         raise UpdateError(
-            "the batch size must be granted for an optimisation attack, got none",
+            "the batch size must be granted for an optimization attack, got none",
             hint="pass Threat(batch=True)",
         )
     like = next(p for p in view.model.parameters() if p.is_floating_point())
@@ -317,7 +317,7 @@ def gradvit(view: SentUpdate, config: DescentConfig | None = None) -> DescentRes
 
 def april_descent(view: SentUpdate, config: DescentConfig | None = None) -> DescentResult:
     """Optimize images by the distance of gradients, plus the direction of the position gradients
-    (APRIL's optimisation form).
+    (APRIL's optimization form).
 
     Sees: model, update with the position gradient, batch size.
     Recovers: images, on unmodified models too.

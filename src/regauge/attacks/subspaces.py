@@ -1,4 +1,4 @@
-"""Texts from an update, by spans of gradients or by optimisation.
+"""Texts from an update, by spans of gradients or by optimization.
 
 Spans of the first layer's gradients give the tokens; those of the second layer combine them
 exactly.
@@ -370,7 +370,7 @@ def tag(
     batch, length = view.granted.batch or 1, view.granted.length
     if length is None:
         raise UpdateError(
-            "the length of the texts must be granted for an optimisation attack, got none",
+            "the length of the texts must be granted for an optimization attack, got none",
             hint="pass Threat(length=True)",
         )
     model: Any = copy.deepcopy(view.model).eval()

@@ -199,8 +199,8 @@ class GradientOptions(SampleOptions):
         lr: The learning rate of local steps.
         batches: Further batch sizes, without a defence, for a curve.
         train_steps: Train for these numbers of steps and attack again, for a curve.
-        budget: The budget of attacks that optimise or learn; its seed is that of the audit.
-        optimised: The number of updates on which slow attacks are run.
+        budget: The budget of attacks that optimize or learn; its seed is that of the audit.
+        optimized: The number of updates on which slow attacks are run.
 
     Example:
         >>> options = regauge.audit.GradientOptions(["labels"], updates=2, batches=())
@@ -214,7 +214,7 @@ class GradientOptions(SampleOptions):
     batches: Sequence[int] = (1, 2, 4, 8)
     train_steps: Sequence[int] = ()
     budget: gradient_attempts.Budget = field(default_factory=gradient_attempts.Budget)
-    optimised: int = 2
+    optimized: int = 2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -578,7 +578,7 @@ def gradients(
         combinations,
         attacks=attacks,
         budget=replace(options.budget, seed=seed),
-        optimised=options.optimised,
+        optimized=options.optimized,
         batches=() if is_text else options.batches,
         lpips=lpips,
         pictures=options.gallery,
@@ -625,7 +625,7 @@ def recorded(
         rounds: The rounds to attack, counted from 1; empty for all.
         clients: The clients to attack; empty for all.
         attacks: Names of attacks, or one name; "all" for all, empty for all but the slow ones.
-        budget: The budget of attacks that optimise or learn; by default with the seed of the run.
+        budget: The budget of attacks that optimize or learn; by default with the seed of the run.
         gallery: The number of images of an update in the gallery.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts".

@@ -49,7 +49,7 @@ class Attack:
         fits: Whether it applies to a combination of defences.
         is_ordered: Whether it recovers the order of the samples. If not, the best assignment is
             scored.
-        is_slow: Whether it optimises: run on few updates, and only if requested.
+        is_slow: Whether it optimizes: run on few updates, and only if requested.
         learn: Fit the attack once for all updates of a combination.
     """
 

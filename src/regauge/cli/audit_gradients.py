@@ -144,10 +144,10 @@ def gradients(
             help="Attacks by name, or all. Default: all but descents, which take minutes.",
         ),
     ] = None,
-    optimised: Annotated[
+    optimized: Annotated[
         int,
         typer.Option(
-            "--optimised",
+            "--optimized",
             min=1,
             metavar="N",
             help="Updates per combination that descents attack.",
@@ -159,7 +159,7 @@ def gradients(
         typer.Option(
             "--budget",
             metavar="STEPS,RESTARTS",
-            help="Steps and restarts of attacks by optimisation.",
+            help="Steps and restarts of attacks by optimization.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = "300,1",
@@ -230,7 +230,7 @@ def gradients(
     """Measure what gradients of federated training leak.
 
     Computes updates as a client of federated learning does, with each combination of defences,
-    and attacks them: closed forms, spans, optimisation. Trains nothing. Ends with a verdict in
+    and attacks them: closed forms, spans, optimization. Trains nothing. Ends with a verdict in
     words.
     """
     check_outputs(json, report)
@@ -288,7 +288,7 @@ def gradients(
         batches=parse_counts(batches, "--batches", "1,2,4"),
         train_steps=parse_counts(stages, "--train", "100,1000"),
         budget=Budget(*restarts, practice=practice),
-        optimised=optimised,
+        optimized=optimized,
     )
 
     def check(kind: str, sizes: str) -> None:

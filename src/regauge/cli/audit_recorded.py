@@ -29,7 +29,7 @@ def audit_recorded(
         run: the run's folder.
         rounds: the rounds to attack, counted from 1; empty for all.
         attacks: names of the attacks.
-        budget: steps and restarts of attacks by optimisation, rehearsals, and the seed.
+        budget: steps and restarts of attacks by optimization, rehearsals, and the seed.
         gallery: how many images to show.
         resume: whether to resume an interrupted audit.
         json: where to write the results.

@@ -49,7 +49,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="URI",
-        help="npz, parquet, a folder of images or a hub id: images with labels.",
+        help="npz, parquet, a folder of images, a hub id or digits (of scikit-learn): labelled "
+        "images.",
     ),
 ]
 Seed = Annotated[int, options.seed_option("Random seed of the run.")]

@@ -26,6 +26,10 @@ ModelA = Annotated[
     typer.Argument(metavar="A", help="Model to align: a folder, a .safetensors file or a hub id."),
 ]
 ModelB = Annotated[str, typer.Argument(metavar="B", help="Model to align to.")]
+FirstModel = Annotated[
+    str, typer.Argument(metavar="A", help="First model: a folder, a .safetensors file or a hub id.")
+]
+SecondModel = Annotated[str, typer.Argument(metavar="B", help="Second model.")]
 Spaces = Annotated[
     str | None,
     typer.Option(
@@ -290,8 +294,8 @@ def _read_options(
 
 
 def compare(
-    a: ModelA,
-    b: ModelB,
+    a: FirstModel,
+    b: SecondModel,
     spaces: Spaces = None,
     stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,

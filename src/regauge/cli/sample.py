@@ -16,7 +16,8 @@ Data = Annotated[
     typer.Option(
         "--data",
         metavar="URI",
-        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images or a hub id.",
+        help="npz, parquet, csv, tsv, txt, jsonl, a folder of images, a hub id or digits (of "
+        "scikit-learn).",
     ),
 ]
 Evaluated = Annotated[

@@ -44,7 +44,7 @@ RehearsalSource = Callable[[int], Iterable[Rehearsal]]  # make so many rehearsal
 
 @dataclass(frozen=True)
 class Budget:
-    """The budget of attacks that optimise or learn."""
+    """The budget of attacks that optimize or learn."""
 
     steps: int = 300
     restarts: int = 1
@@ -166,7 +166,7 @@ def _as_texts(attack: Callable[[SentUpdate], Sequence[Tensor]]) -> Callable[...,
     return run
 
 
-_OPTIMISED = Threat(batch=True, images=True)
+_OPTIMIZED = Threat(batch=True, images=True)
 ATTACKS: tuple[Attack, ...] = (
     Attack(
         "least squares",
@@ -242,10 +242,10 @@ ATTACKS: tuple[Attack, ...] = (
     Attack(
         "inverting",
         "inverting gradients",
-        "optimises smooth images whose gradients are parallel to the update's, layer by layer",
+        "optimizes smooth images whose gradients are parallel to the update's, layer by layer",
         _make_descent(inverting_gradients, objective="layers", tv_weight=0.02, schedule="cosine"),
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
     Attack(
@@ -254,7 +254,7 @@ ATTACKS: tuple[Attack, ...] = (
         "refines the closed form by gradient descent",
         _run_refinement,
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
     Attack(
@@ -270,18 +270,18 @@ ATTACKS: tuple[Attack, ...] = (
             schedule="cosine",
         ),
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
     Attack(
         "dlg",
         "DLG",
-        "optimises images and labels by the distance of gradients",
+        "optimizes images and labels by the distance of gradients",
         _make_descent(
             dlg, objective="euclidean", signed=False, optimize_labels=True, schedule="none"
         ),
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
     Attack(
@@ -290,16 +290,16 @@ ATTACKS: tuple[Attack, ...] = (
         "the same with labels from the gradient of the head",
         _make_descent(idlg, objective="euclidean", signed=False, schedule="none"),
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
     Attack(
         "april descent",
-        "APRIL, optimised",
+        "APRIL, optimized",
         "the same with the direction of the positions' gradient",
         _make_descent(april_descent, objective="april", tv_weight=0.01, signed=False),
         "images",
-        threat=_OPTIMISED,
+        threat=_OPTIMIZED,
         is_slow=True,
     ),
 )
@@ -333,7 +333,7 @@ TEXT_ATTACKS: tuple[Attack, ...] = (
     Attack(
         "tag",
         "TAG",
-        "optimises embeddings by the distance of gradients, and takes the nearest words",
+        "optimizes embeddings by the distance of gradients, and takes the nearest words",
         _as_texts(tag),
         "texts",
         threat=Threat(batch=True, length=True),

@@ -129,7 +129,7 @@ class Attacker:
 
     Attributes:
         own: Its examples.
-        budget: The budget of attacks that optimise or learn.
+        budget: The budget of attacks that optimize or learn.
         mean: Channel means of the normalization; empty for texts.
         std: Channel deviations of the normalization.
         seed: The random seed of candidate patches.
@@ -183,7 +183,7 @@ def audit_gradients(
     *,
     attacks: Sequence[Attack] | None = None,
     budget: Budget | None = None,
-    optimised: int = 2,
+    optimized: int = 2,
     batches: Sequence[int] = (),
     lpips: Lpips | None = None,
     pictures: int = 6,
@@ -197,8 +197,8 @@ def audit_gradients(
         case: The model and its data.
         combinations: Combinations of defences; "none", the upper bound, is always added.
         attacks: The attacks to run; None: all but the slow ones.
-        budget: The budget of attacks that optimise or learn.
-        optimised: The number of updates on which slow attacks are run.
+        budget: The budget of attacks that optimize or learn.
+        optimized: The number of updates on which slow attacks are run.
         batches: Further batch sizes, without a defence, for a curve.
         lpips: The LPIPS network; without it LPIPS is skipped.
         pictures: The number of images in the gallery.
@@ -229,7 +229,7 @@ def audit_gradients(
         )
 
     rows = tuple(
-        measure(c, attacks, lpips=lpips, pictures=pictures, optimised=optimised)
+        measure(c, attacks, lpips=lpips, pictures=pictures, optimized=optimized)
         for c in combinations
     )
     sizes = {size: measure(f"batch={size}") for size in batches}
@@ -298,7 +298,7 @@ def audit_combination(
     budget: Budget,
     lpips: Lpips | None = None,
     pictures: int = 0,
-    optimised: int = 2,
+    optimized: int = 2,
     steps: Steps | None = None,
     stage: str = "",
 ) -> Row:
@@ -309,10 +309,10 @@ def audit_combination(
         model: The model.
         combination: The defences.
         attacks: The attacks to run.
-        budget: The budget of attacks that optimise or learn.
+        budget: The budget of attacks that optimize or learn.
         lpips: The LPIPS network; None: without LPIPS.
         pictures: The number of images in the gallery.
-        optimised: The number of updates on which slow attacks are run.
+        optimized: The number of updates on which slow attacks are run.
         steps: The steps of the audit.
         stage: The stage of training, which identifies the steps.
     """
@@ -348,7 +348,7 @@ def audit_combination(
     )
 
     def run(attack: Attack, within: Progress) -> Measured:
-        chosen = updates()[:optimised] if attack.is_slow else updates()
+        chosen = updates()[:optimized] if attack.is_slow else updates()
         return attack_updates(attack, chosen, attacker, within)
 
     row = attack_row(steps or Steps(), f"{stage}/{combination}", combination, attacks, run)

@@ -152,7 +152,7 @@ def audit_recorded(
     Args:
         run: The recorded run.
         attacks: Names of attacks; None for all but the slow ones.
-        budget: The budget of attacks that optimise or learn.
+        budget: The budget of attacks that optimize or learn.
         pictures: The number of images of an update in the gallery.
         progress: Progress callback.
         store: The saved steps of an interrupted run.

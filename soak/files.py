@@ -262,18 +262,31 @@ def sealed(folder: Path) -> list[Kind]:
     from regauge.locking.keys import Key
     from regauge.locking.seal import open_sealed, seal
 
-    secret, path, out = Key(seed_key(1), "seal"), folder / "sealed", folder / "out"
-    right = bytes(range(256)) * 20
+    out, right = folder / "out", bytes(range(256)) * 20
     (folder / "in").write_bytes(right)
-    seal(folder / "in", secret, path)
+    secret = Key(seed_key(1), "seal")
+    identity, other = (Key(seed_key(n), "receive") for n in (1, 2))
+    seal(folder / "in", secret, folder / "sealed")
+    seal(folder / "in", out=folder / "sent", to=[identity.recipient, other.recipient])
 
-    def opened() -> bool:
-        open_sealed(path, secret, out)
+    def opened(path: Path, key: Key) -> bool:
+        open_sealed(path, key, out)
         same = out.read_bytes() == right
         out.unlink()
         return same
 
-    return [Kind(path.read_bytes(), partial(_place, path, opened), focus=250, folder=folder)]
+    return [
+        Kind(
+            path.read_bytes(),
+            partial(_place, path, partial(opened, path, key)),
+            focus=focus,
+            folder=folder,
+        )
+        for path, key, focus in (
+            (folder / "sealed", secret, 250),
+            (folder / "sent", identity, 400),
+        )
+    ]
 
 
 def element(folder: Path) -> list[Kind]:

@@ -204,7 +204,7 @@ def test_files_without_a_key_are_rejected(tmp_path: Path, file: Path) -> None:
     (tmp_path / "there").symlink_to("newer")
     save_key(Key(SECRET), tmp_path / "newer")
     assert load_key(tmp_path / "there", "lock") == Key(SECRET)
-    refused(rewrite(tmp_path / "newer", version=2), "format version 2; this regauge reads up to 1")
+    refused(rewrite(tmp_path / "newer", version=3), "format version 3; this regauge reads up to 2")
 
 
 @pytest.mark.parametrize("bad", [b"", bytes(31), bytearray(32), "0" * 32, None, 7])

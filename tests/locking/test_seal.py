@@ -206,8 +206,8 @@ def test_bad_places(tmp_path: Path, folder: Path) -> None:
     os.mkfifo(folder / "pipe")
     with pytest.raises(CheckpointError, match="pipe is neither a file nor a folder"):
         seal(folder, KEY, tmp_path / "x")
-    newer = (tmp_path / "sealed").read_bytes().replace(b"sealed 1\n", b"sealed 2\n")
-    assert "format version 2" in str(assert_rejected(tmp_path / "sealed", newer))
+    newer = (tmp_path / "sealed").read_bytes().replace(b"sealed 1\n", b"sealed 3\n")
+    assert "format version 3" in str(assert_rejected(tmp_path / "sealed", newer))
     assert not (tmp_path / "x").exists()
 
 

@@ -250,8 +250,8 @@ def _suggest_next(arguments: list[str]) -> None:
     name = next((n for n in (" ".join(arguments[:2]), " ".join(arguments[:1])) if n in NEXT), None)
     outs = [b for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
     if name is not None and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
-        purpose = " --purpose seal" if "seal" in arguments else ""
-        text = NEXT[f"{name}{purpose}"] if f"{name}{purpose}" in NEXT else NEXT[name]
+        purposes = (f"{name} --purpose {word}" for word in arguments)
+        text = NEXT[next((full for full in purposes if full in NEXT), name)]
         info(f"next: {text.format(out=shlex.quote(outs[-1]))}")
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import escape, info, print_json
+from regauge.cli.console import escape, info, print_json, print_result
 from regauge.errors import PassphraseError
 
 if TYPE_CHECKING:
@@ -28,15 +28,16 @@ class Purpose(StrEnum):
 
     lock = "lock"
     seal = "seal"
+    receive = "receive"
 
 
 def keygen(
     out: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             "-o", "--output", metavar="KEY", help="New key file, readable by its owner only."
         ),
-    ],
+    ] = None,
     passphrase: Annotated[
         bool,
         typer.Option(
@@ -48,9 +49,19 @@ def keygen(
     purpose: Annotated[
         Purpose,
         typer.Option(
-            "--purpose", help="lock: obfuscate a model in use. seal: encrypt files at rest."
+            "--purpose",
+            help="lock: obfuscate a model in use. seal: encrypt files at rest. receive: an "
+            "identity, to open files that others seal to its public recipient.",
         ),
     ] = Purpose.lock,
+    public: Annotated[
+        Path | None,
+        typer.Option(
+            "--public",
+            metavar="ID",
+            help="Print the recipient of an identity (--purpose receive); create no key.",
+        ),
+    ] = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
@@ -60,6 +71,13 @@ def keygen(
     """
     from regauge.locking.keys import create_key
 
+    if public is not None:
+        if out is not None or passphrase:
+            raise typer.BadParameter("--public reads a key: it takes neither -o nor --passphrase")
+        _print_recipient(read_key(public, "receive", passphrase_file), json)
+        return 0
+    if out is None:
+        raise typer.BadParameter("--output is required")
     secret = None
     if passphrase or passphrase_file is not None:  # REGAUGE_PASSPHRASE may be set for another key
         secret = partial(_obtain_passphrase, out, passphrase_file, new=True)
@@ -67,17 +85,29 @@ def keygen(
     wrapped = ", protected by a passphrase" if secret is not None else ""
     info(f"wrote {out}: key {key.id} for {key.purpose}{wrapped}; keep a copy in a safe place")
     if json:
+        fields = {"out": str(out), "id": key.id, "purpose": key.purpose}
+        fields |= {"recipient": key.recipient} if key.purpose == "receive" else {}
         print_json(
             {
                 "version": VERSION,
                 "command": "keygen",
-                "out": str(out),
-                "id": key.id,
-                "purpose": key.purpose,
+                **fields,
                 "passphrase": secret is not None,
             }
         )
+    elif key.purpose == "receive":
+        info("the recipient, for those who send files to you, is public:")
+        print_result(key.recipient)
     return 0
+
+
+def _print_recipient(identity: Key, json: bool) -> None:
+    """Print the public string of an identity."""
+    if not json:
+        print_result(identity.recipient)
+        return
+    fields = {"id": identity.id, "purpose": identity.purpose, "recipient": identity.recipient}
+    print_json({"version": VERSION, "command": "keygen", **fields})
 
 
 def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key:

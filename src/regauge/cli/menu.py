@@ -73,7 +73,8 @@ EXAMPLES = {
     "jigsaw evaluate": "regauge jigsaw evaluate PLAIN TRAINED --data IMAGES --ratios 0.1,0.5",
     "jigsaw study": "regauge jigsaw study PLAIN TRAINED --data IMAGES --report page.html",
     "jigsaw train": "regauge jigsaw train MODEL --data IMAGES --ratio 0.1 --epochs 10 -o OUT",
-    "keygen": "regauge keygen -o KEY\nregauge keygen --purpose seal --passphrase -o SEALKEY",
+    "keygen": "regauge keygen -o KEY\nregauge keygen --purpose seal --passphrase -o SEALKEY\n"
+    "regauge keygen --purpose receive -o ID\nregauge keygen --public ID",
     "lock": "regauge lock MODEL -k KEY -o LOCKED\nregauge lock LOCKED -k KEY --reseal",
     "match": "regauge match A B -o NEAR\n"
     "regauge match A B --data book.txt -o NEAR --report page.html",
@@ -82,10 +83,12 @@ EXAMPLES = {
     "regauge merge recipe.yaml -o MERGED",
     "move": "regauge move MODEL --random -o OUT --save-element G\n"
     "regauge move OUT -g G --invert -o BACK",
-    "open": "regauge open MODEL.sealed -k SEALKEY -o MODEL",
+    "open": "regauge open MODEL.sealed -k SEALKEY -o MODEL\n"
+    "regauge open MODEL.sealed -k ID -o MODEL",
     "rekey": "regauge rekey LOCKED -k OLD --to NEW -o RELOCKED",
     "report": "regauge report results.json -o page.html",
-    "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed",
+    "seal": "regauge seal MODEL -k SEALKEY -o MODEL.sealed\n"
+    "regauge seal MODEL --to RECIPIENT --to team.txt -o MODEL.sealed",
     "split certs": "regauge split certs --to CERTS --name server.example --client hospital",
     "split join": "regauge split join EDGES BACKBONE -o MODEL",
     "split predict": "regauge split predict EDGES --data IMAGES --server server.example:7000 "
@@ -105,6 +108,7 @@ NEXT = {
     "jigsaw train": "regauge jigsaw evaluate {out} --data IMAGES measures it on puzzles",
     "keygen": "regauge lock MODEL -k {out} -o LOCKED locks a model with it",
     "keygen --purpose seal": "regauge seal MODEL -k {out} -o SEALED encrypts a model with it",
+    "keygen --purpose receive": "regauge open SEALED -k {out} -o PATH opens what is sealed to it",
     "lock": "regauge audit lock {out} --against BASE measures what the lock is worth",
     "match": "regauge merge {out} B -o MERGED merges it with B, whose basis it now has",
     "merge": "regauge evaluate {out} --data DATA measures it",
@@ -151,6 +155,7 @@ FUNCTIONS = {
 # Another public function, for a mode of the command.
 MODES = {
     "audit gradients --from": "regauge.audit.recorded",
+    "keygen --public": "regauge.load_key",
     "lock --data": "regauge.evaluate",
     "lock --reseal": "regauge.locking.reseal",
     "unlock --data": "regauge.evaluate",

@@ -21,36 +21,53 @@ def seal(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="File, or folder with all its contents.")
     ],
-    key: options.KeyFile,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="OUT", help="New sealed file.")],
+    key: Annotated[
+        Path | None,
+        typer.Option("-k", "--key", metavar="KEY", help="Key file, made by regauge keygen."),
+    ] = None,
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="RECIPIENT",
+            help="Seal to a recipient instead of with a key: its string, or a file of such "
+            "strings. Repeatable.",
+        ),
+    ] = None,
     passphrase_file: options.PassphraseFile = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Encrypt a file or folder for storage.
+    """Encrypt a file or folder for storage, or for others.
 
-    Encrypts with authentication. `regauge open` decrypts it.
+    Encrypts with authentication, with a key (-k) or to public recipients (--to). `regauge open`
+    decrypts it.
     """
+    if (key is None) == (not to):
+        raise typer.BadParameter("pass either -k KEY or --to RECIPIENT")
     started = time.monotonic()
     from regauge.checkpoints.files import format_bytes
+    from regauge.locking.recipients import resolve_recipients
     from regauge.locking.seal import seal as run
 
-    secret = read_key(key, "seal", passphrase_file)
-    size = run(path, secret, out)
+    fields: dict[str, object]
+    if key is not None:
+        secret = read_key(key, "seal", passphrase_file)
+        size = run(path, secret, out)
+        by, fields = f"by the key {secret.id}", {"key": secret.id}
+    else:
+        recipients = list(resolve_recipients(to or ()))
+        size = run(path, out=out, to=recipients)
+        by = f"to {len(recipients)} recipient" + "s" * (len(recipients) > 1)
+        fields = {"recipients": recipients}
     info(
         f"sealed {path} to {out}: {format_bytes(size)} in {time.monotonic() - started:.1f} s, "
-        "by the "
-        f"key {secret.id}; {path} is still there"
+        f"{by}; {path} is still there"
     )
     if json:
         print_json(
-            {
-                "version": VERSION,
-                "command": "seal",
-                "out": str(out),
-                "bytes": size,
-                "key": secret.id,
-            }
+            {"version": VERSION, "command": "seal", "out": str(out), "bytes": size, **fields}
         )
     return 0
 
@@ -65,14 +82,14 @@ def open_(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Decrypt a sealed file or folder.
+    """Decrypt a sealed file or folder, with its key or the identity of a recipient.
 
     The output appears only after all of it is authenticated.
     """
     started = time.monotonic()
-    from regauge.locking.seal import open_sealed
+    from regauge.locking.seal import open_sealed, purpose_of
 
-    secret = read_key(key, "seal", passphrase_file)
+    secret = read_key(key, purpose_of(path), passphrase_file)
     names = open_sealed(path, secret, out)
     info(f"opened {path} to {out}: {len(names)} files in {time.monotonic() - started:.1f} s")
     if json:

@@ -30,9 +30,11 @@ from regauge.core.canonical import canonical_json
 from regauge.core.rng import hkdf
 from regauge.errors import Hint, KeyFileError, PassphraseError
 
-VERSION = 1
-Purpose = Literal["lock", "seal"]
+VERSION = 2
+Purpose = Literal["lock", "seal", "receive"]
 PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+# The version of a key file: readers of version 1 do not know the purpose "receive".
+_VERSIONS: dict[Purpose, int] = {"lock": 1, "seal": 1, "receive": 2}
 
 # scrypt: 128 MiB and about half a second. The parameters of a file are capped: memory is 128 n r
 # bytes, time is proportional to n r p.
@@ -65,7 +67,7 @@ class Key:
 
     Args:
         secret: 32 random bytes.
-        purpose: "lock" or "seal".
+        purpose: "lock", "seal" or "receive".
         created: The time of creation, in ISO format.
         path: The file that it was read from.
 
@@ -103,6 +105,18 @@ class Key:
             b"regauge key " + self.purpose.encode() + b"\0" + self.__secret
         ).hexdigest()[:16]
 
+    @property
+    def recipient(self) -> str:
+        """The public string to seal files to; only an identity (purpose "receive") has one.
+
+        Example:
+            >>> regauge.generate_key("receive").recipient[:8]
+            'regauge1'
+        """
+        from regauge.locking.recipients import encode_recipient
+
+        return encode_recipient(self)
+
     def derive(self, label: str, salt: bytes = b"") -> bytes:
         """Derive 32 bytes for one use.
 
@@ -125,7 +139,7 @@ class Key:
         """Return the text of the key file."""
         fields: dict[str, Any] = {
             "regauge": "key",
-            "version": VERSION,
+            "version": _VERSIONS[self.purpose],
             "purpose": self.purpose,
             "id": self.id,
             "created": self.created,
@@ -177,7 +191,8 @@ def generate_key(purpose: Purpose = "lock") -> Key:
     """Generate a key with the operating system's random generator.
 
     Args:
-        purpose: "lock" to obfuscate models in use, "seal" to encrypt files at rest.
+        purpose: "lock" to obfuscate models in use, "seal" to encrypt files at rest, "receive" for
+            an identity: the private key that opens files sealed to its `recipient`.
 
     Returns:
         The key.
@@ -305,7 +320,7 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
         True
     """
     path = Path(path)
-    data, mode = _read(path, "key file", _MAX_FILE_BYTES, _KEYGEN_HINT)
+    data, mode = read_regular(path, "key file", _MAX_FILE_BYTES, _KEYGEN_HINT)
     try:
         fields = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_duplicates)
         if not isinstance(fields, dict) or fields.get("regauge") != "key":
@@ -317,11 +332,15 @@ def load_key(path: Path | str, purpose: Purpose, passphrase: Passphrase = None) 
                 f"{path} has format version {version}; this regauge reads up to {VERSION}",
                 hint="upgrade regauge",
             )
-        if version != VERSION or fields.keys() not in (_PLAIN_FIELDS, _WRAPPED_FIELDS):
+        if version not in _VERSIONS.values() or fields.keys() not in (
+            _PLAIN_FIELDS,
+            _WRAPPED_FIELDS,
+        ):
             raise _BadFieldError("its fields are not those of a key file")
         stored_purpose, created, key_id = fields["purpose"], fields["created"], fields["id"]
         if (
             stored_purpose not in PURPOSES
+            or version != _VERSIONS[stored_purpose]
             or not isinstance(created, str)
             or len(created) > 40
             or not created.isascii()
@@ -376,7 +395,7 @@ def read_private(path: Path | str, kind: str, limit: int = _MAX_FILE_BYTES) -> b
             or others may access it.
     """
     path = Path(path)
-    data, mode = _read(path, kind, limit, f"pass a {kind}")
+    data, mode = read_regular(path, kind, limit, f"pass a {kind}")
     _require_private(path, mode)
     return data
 
@@ -410,8 +429,8 @@ def _require_private(path: Path, mode: int) -> None:
         )
 
 
-def _read(path: Path, kind: str, limit: int, hint: str) -> tuple[bytes, int]:
-    """Return the bytes and the mode of a file.
+def read_regular(path: Path, kind: str, limit: int, hint: str) -> tuple[bytes, int]:
+    """Return the bytes and the mode of a regular file.
 
     Kind, size and mode are those of the opened file, so that it cannot be exchanged in between.
     """

@@ -2,7 +2,7 @@
 
 (A lock is obfuscation; this is encryption.)
 
-    "regauge sealed 1\\n"  ·  4 bytes: length of the header, little-endian  ·
+    "regauge sealed 1\\n" (or 2)  ·  4 bytes: length of the header, little-endian  ·
     the header, JSON  ·  32 bytes: HMAC-SHA256 of everything before  ·  chunks
 
 The header has the id of the key, the kind of content (file or folder), and a random salt of 32
@@ -11,6 +11,9 @@ plaintext (the last one at most that) under ChaCha20-Poly1305. Its nonce is 11 b
 of the chunk, big-endian, and 1 byte that is 1 for the last chunk and 0 otherwise; the HMAC is the
 associated data: STREAM (Hoang et al. 2015). This detects any change, chunks that are missing or
 reordered, and an end that is truncated or extended. `docs/formats-keys.md` describes the plaintext.
+
+Version 2 is for recipients: the key is random, and the header holds `recipients`, the key encrypted
+for each of them, in place of its id.
 
 Decrypted output is written beside its path and renamed once the last chunk is authenticated.
 """
@@ -22,10 +25,10 @@ import hmac
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Any, overload
 
 from regauge.checkpoints.files import (
     OWNER,
@@ -37,31 +40,71 @@ from regauge.checkpoints.files import (
     wrap_write_errors,
 )
 from regauge.core.canonical import canonical_json
-from regauge.errors import CheckpointError, Hint, LockError, TamperedFileError, WrongKeyError
-from regauge.locking.keys import Key, KeySource, require_outside, resolve_key
+from regauge.errors import (
+    CheckpointError,
+    Hint,
+    KeyFileError,
+    LockError,
+    TamperedFileError,
+    WrongKeyError,
+)
+from regauge.locking.keys import Key, KeySource, Purpose, require_outside, resolve_key
+from regauge.locking.recipients import (
+    MAX_RECIPIENTS,
+    STANZA_BYTES,
+    RecipientSource,
+    resolve_recipients,
+    unwrap_file_key,
+    wrap_file_key,
+)
 
-VERSION = 1
+VERSION = 2  # for recipients; a file for a symmetric key has version 1
+_PURPOSES: dict[int, Purpose] = {1: "seal", VERSION: "receive"}
 MAGIC = b"regauge sealed "
 CHUNK = 1 << 18
 _TAG = 16
-_MAX_HEADER_BYTES, _MAX_ENTRY_BYTES = 1 << 12, 1 << 16
+_MAX_HEADER_BYTES = {1: 1 << 12, VERSION: 1 << 16}
+_MAX_ENTRY_BYTES = 1 << 16
 
 
-def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
-    """Encrypt a file or a folder into one new file.
+@overload
+def seal(source: Path | str, key: KeySource, out: Path | str) -> int: ...
+
+
+@overload
+def seal(
+    source: Path | str,
+    key: None = None,
+    *,
+    out: Path | str,
+    to: RecipientSource | Iterable[RecipientSource],
+) -> int: ...
+
+
+def seal(
+    source: Path | str,
+    key: KeySource | None = None,
+    out: Path | str | None = None,
+    *,
+    to: RecipientSource | Iterable[RecipientSource] = (),
+) -> int:
+    """Encrypt a file or a folder into one new file, with a key or for recipients.
 
     Links within a folder are sealed as files.
 
     Args:
         source: The file or folder.
-        key: A key for sealing, or its file.
+        key: A key for sealing, or its file. None with `to`.
         out: The sealed file; it must not exist.
+        to: Recipients, instead of a key: strings, or files of them. The identity of each of them
+            opens the file. Their number is visible, their identity is not.
 
     Returns:
         The size of the sealed file in bytes.
 
     Raises:
-        KeyFileError: The key has another purpose, or its file lies in the source.
+        KeyFileError: The key has another purpose, or its file lies in the source; or a recipient
+            is not valid.
         LockError: The output exists, or lies inside the source.
         CheckpointError: A file cannot be read or sealed.
 
@@ -69,9 +112,25 @@ def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
         >>> key = regauge.generate_key("seal")
         >>> size = regauge.seal("model", key, "model.sealed")
         >>> names = regauge.open_sealed("model.sealed", key, "opened")
+        >>> identity = regauge.generate_key("receive")
+        >>> size = regauge.seal("model", out="for-you.sealed", to=identity.recipient)
     """
-    source, out, key = Path(source), Path(out), resolve_key(key, "seal")
-    require_outside(key, source)
+    if out is None:
+        raise LockError("out must be a path, got None", hint='pass out="model.sealed"')
+    source, out = Path(source), Path(out)
+    if (key is None) == (not to):
+        raise KeyFileError(
+            "a file is sealed either with a key or to recipients, got "
+            + ("neither" if key is None else "both"),
+            hint=Hint("pass key or to", cli="pass -k or --to"),
+        )
+    if key is None:
+        recipients = resolve_recipients(to)
+        secret = os.urandom(32)
+        key = Key(secret, "seal")
+    else:
+        key, recipients = resolve_key(key, "seal"), {}
+        require_outside(key, source)
     _require_new(out)
     kind, entries = _list_entries(source)
     target, origin = out.absolute().parent.resolve() / out.name, source.resolve()
@@ -81,8 +140,14 @@ def seal(source: Path | str, key: KeySource, out: Path | str) -> int:
             hint=Hint("pass a file beside it as out", cli="pass a file beside it with -o"),
         )
     salt = os.urandom(32)
-    header = canonical_json({"version": VERSION, "key": key.id, "kind": kind, "salt": salt.hex()})
-    start = MAGIC + b"%d\n" % VERSION + len(header).to_bytes(4, "little") + header
+    fields: dict[str, Any] = {"kind": kind, "salt": salt.hex()}
+    if recipients:
+        fields["version"] = VERSION
+        fields["recipients"] = [wrap_file_key(secret, r, salt).hex() for r in recipients.values()]
+    else:
+        fields |= {"version": 1, "key": key.id}
+    header = canonical_json(fields)
+    start = MAGIC + b"%d\n" % fields["version"] + len(header).to_bytes(4, "little") + header
     tag = _header_tag(key, salt, start)
     # readable by the owner only, like the key
     with staged_file(out, file_mode(OWNER), new=True) as partial, partial.open("r+b") as file:
@@ -102,14 +167,15 @@ def open_sealed(source: Path | str, key: KeySource, out: Path | str) -> list[str
 
     Args:
         source: The sealed file.
-        key: The key that sealed it, or its file.
+        key: The key that sealed it, or the identity of a recipient; or its file.
         out: The output; it must not exist.
 
     Returns:
         The names of the files.
 
     Raises:
-        WrongKeyError: Another key sealed the file.
+        KeyFileError: The key has another purpose.
+        WrongKeyError: Another key sealed the file, or the identity is not a recipient of it.
         TamperedFileError: The file was changed.
         LockError: The file is not a sealed file, or the output exists.
 
@@ -119,7 +185,8 @@ def open_sealed(source: Path | str, key: KeySource, out: Path | str) -> list[str
         >>> "model.safetensors" in regauge.open_sealed("model.sealed", key, "opened")
         True
     """
-    source, out, key = Path(source), Path(out), resolve_key(key, "seal")
+    source, out = Path(source), Path(out)
+    key = resolve_key(key, purpose_of(source))
     _require_new(out)
     with _open_chunks(source, key) as (kind, chunks):
         if kind == "folder":
@@ -133,6 +200,18 @@ def open_sealed(source: Path | str, key: KeySource, out: Path | str) -> list[str
             if names != ["data"]:
                 raise _tampered_error(source)
     return [out.name]
+
+
+def purpose_of(source: Path | str) -> Purpose:
+    """Return the purpose of the keys that open a sealed file: "seal", or "receive" if it is sealed
+    to recipients.
+
+    Raises:
+        LockError: The file is not a sealed file, or has a newer format.
+        CheckpointError: It cannot be read.
+    """
+    with _open_file(Path(source)) as (_, version, _):
+        return _PURPOSES[version]
 
 
 class _Sealer:
@@ -225,8 +304,8 @@ def _tampered_error(path: Path) -> TamperedFileError:
 
 
 @contextlib.contextmanager
-def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
-    """Open a sealed file and check its header; yield the kind of content and its chunks."""
+def _open_file(path: Path) -> Iterator[tuple[IO[bytes], int, bytes]]:
+    """Open a sealed file; yield it at its header, its version and its first line."""
     with wrap_read_errors(path):
         if path.exists() and not path.is_file():
             raise CheckpointError(
@@ -251,22 +330,31 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
                     f"{path} has format version {version}; this regauge reads up to {VERSION}",
                     hint="upgrade regauge",
                 )
+            if version not in _PURPOSES:
+                raise _tampered_error(path)
             file.seek(len(line) + 1)
+        yield file, version, line + newline
+
+
+@contextlib.contextmanager
+def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
+    """Open a sealed file and check its header; yield the kind of content and its chunks.
+
+    The key has the purpose of the file.
+    """
+    with _open_file(path) as (file, version, line):
+        with wrap_read_errors(path):
             length = file.read(4)
             size = int.from_bytes(length, "little")
-            if version != VERSION or size > _MAX_HEADER_BYTES:
+            if size > _MAX_HEADER_BYTES[version] or _PURPOSES[version] != key.purpose:
                 raise _tampered_error(path)
             raw, tag = file.read(size), file.read(32)
         try:
             header = json.loads(raw.decode("ascii"))
-            fields = {
-                "version": VERSION,
-                "key": str(header["key"]),
-                "kind": header["kind"],
-                "salt": header["salt"],
-            }
             salt = bytes.fromhex(header["salt"])
-            sealed_by = fields["key"].encode()  # fails on a lone surrogate, which JSON can hold
+            by = "key" if version == 1 else "recipients"
+            fields = {"version": version, by: header[by]}
+            fields |= {"kind": header["kind"], "salt": salt.hex()}
             if (
                 canonical_json(fields) != raw
                 or len(salt) != 32
@@ -274,16 +362,54 @@ def _open_chunks(path: Path, key: Key) -> Iterator[tuple[str, _Opener]]:
                 or header["kind"] not in ("file", "folder")
             ):
                 raise ValueError
-        except (ValueError, TypeError, KeyError, RecursionError):
+            if version == 1:
+                header["key"].encode()  # fails on a lone surrogate, which JSON can hold
+                stanzas = []
+            else:
+                stanzas = _parse_stanzas(header["recipients"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise _tampered_error(path) from None
-        if not hmac.compare_digest(key.id.encode(), sealed_by):
-            raise WrongKeyError(
-                f"{path} was sealed by the key {fields['key'][:16]}, got {key.id}",
-                hint="pass the key that sealed it",
-            )
-        if not hmac.compare_digest(_header_tag(key, salt, line + b"\n" + length + raw), tag):
+        if version == 1:
+            _require_sealed_by(path, key, header["key"])
+        else:
+            key = _unwrap_key(path, key, stanzas, salt)
+        if not hmac.compare_digest(_header_tag(key, salt, line + length + raw), tag):
             raise _tampered_error(path)
         yield header["kind"], _Opener(path, file, key.derive("seal/chunks", salt), tag)
+
+
+def _parse_stanzas(values: Any) -> list[bytes]:
+    """Parse the encrypted keys of a header; raise ValueError or TypeError if they are damaged."""
+    if not isinstance(values, list) or not 1 <= len(values) <= MAX_RECIPIENTS:
+        raise ValueError
+    stanzas = [bytes.fromhex(value) for value in values]
+    if any(
+        len(stanza) != STANZA_BYTES or stanza.hex() != value
+        for stanza, value in zip(stanzas, values, strict=True)
+    ):
+        raise ValueError
+    return stanzas
+
+
+def _require_sealed_by(path: Path, key: Key, sealed_by: str) -> None:
+    """Raise unless this key sealed a file, by its id."""
+    if not hmac.compare_digest(key.id.encode(), sealed_by.encode()):
+        raise WrongKeyError(
+            f"{path} was sealed by the key {sealed_by[:16]}, got {key.id}",
+            hint="pass the key that sealed it",
+        )
+
+
+def _unwrap_key(path: Path, identity: Key, stanzas: list[bytes], salt: bytes) -> Key:
+    """Decrypt the key of a file with the identity of one of its recipients."""
+    for stanza in stanzas:
+        secret = unwrap_file_key(stanza, identity, salt)
+        if secret is not None:
+            return Key(secret, "seal")
+    raise WrongKeyError(
+        f"the identity {identity.id} is not a recipient of {path}, or the file was changed",
+        hint="pass the identity of a recipient; if this is one, ask for a new copy of the file",
+    )
 
 
 def _require_new(out: Path) -> None:

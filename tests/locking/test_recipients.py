@@ -165,11 +165,18 @@ def test_a_stanza_belongs_to_its_file(sealed: Path) -> None:
     assert isinstance(assert_rejected(sealed, moved), TamperedFileError)
 
 
-def test_files_of_a_key_have_version_1(tmp_path: Path) -> None:
+VERSION_1 = "6aef564a2f679225146fb98588ebf4932a81ef5d63926affa0e76e297cc7ada6"
+
+
+def test_files_of_a_key_have_version_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     key = Key(seed_key(1), "seal")
     (tmp_path / "in").write_bytes(TEXT)
-    seal(tmp_path / "in", key, tmp_path / "sealed")
+    (tmp_path / "in").chmod(0o600)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.urandom", lambda n: bytes(range(n)))
+        seal(tmp_path / "in", key, tmp_path / "sealed")
     data = (tmp_path / "sealed").read_bytes()
+    assert hashlib.sha256(data).hexdigest() == VERSION_1, "as written before recipients"
     assert data.startswith(b"regauge sealed 1\n")
     assert purpose_of(tmp_path / "sealed") == "seal"
     open_sealed(tmp_path / "sealed", key, tmp_path / "back")

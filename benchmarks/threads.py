@@ -1,6 +1,6 @@
 """Time of a match on a busy machine, with and without the limit on threads.
 
-Two GPT-2s (2 layers, d 512) are matched while as many processes as cores compute beside it. BLAS is
+Two GPT-2s (1 layer, d 256) are matched while as many processes as cores compute beside it. BLAS is
 started with four threads per core, as in a container that sees all cores of its host: without the
 limit they spin against each other and against the busy processes. Interleaved, medians of wall
 seconds, as ratios to the limited match. Goal: the limit never makes the match slower.
@@ -21,7 +21,7 @@ import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
 for seed, folder in enumerate(sys.argv[1:]):
     torch.manual_seed(seed)
-    sizes = dict(n_embd=512, n_layer=2, n_head=8, vocab_size=2000, n_positions=64)
+    sizes = dict(n_embd=256, n_layer=1, n_head=8, vocab_size=2000, n_positions=64)
     config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     GPT2LMHeadModel(config).save_pretrained(folder)
 """

@@ -32,7 +32,7 @@ from regauge.matching.barriers import (
     score,
 )
 from regauge.matching.barriers import Path as Walked
-from regauge.matching.connectivity import UNALIGNED, connect
+from regauge.matching.connectivity import UNALIGNED, _conclude, connect
 from regauge.models.resolve import spec_of
 from regauge.results.findings import load_results
 from regauge.results.report import page
@@ -270,6 +270,28 @@ def test_results_of_a_planted_pair() -> None:
     assert "The loss on the way from A to B" in page(results)
     headline = "Alignment removes the barrier: A and B can be averaged"
     assert (results.headline.text, results.headline.tone) == (headline, "good")
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tone", "text"),
+    [
+        (0.04, 0.0, "good", "can be averaged without alignment"),
+        (8.0, 0.04, "good", "Alignment removes the barrier: A and B can be averaged"),
+        (8.0, 0.79, "mixed", "lowers the barrier between A and B, and does not remove it"),
+        (8.0, 9.0, "bad", "does not lower the barrier"),
+    ],
+)
+def test_only_a_negligible_barrier_is_removed(
+    before: float, after: float, tone: str, text: str
+) -> None:
+    ends = (0.0, 0.5, 1.0)
+    paths = {
+        name: Walked(ends, (0.0, barrier, 0.0), ())
+        for name, barrier in ((UNALIGNED, before), ("matched", after))
+    }
+    claim = _conclude(paths, "matched")
+    assert claim.tone == tone
+    assert text in claim.text
 
 
 def test_the_plane_of_a_pair() -> None:

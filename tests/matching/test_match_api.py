@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import regauge
 import support.picos as picos
@@ -20,6 +21,7 @@ from regauge.errors import (
 )
 from regauge.locking.locked_checkpoints import plan_lock
 from regauge.matching.api import ModelMatch
+from regauge.matching.compare import compare_unmatched
 
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
@@ -202,6 +204,55 @@ def test_a_shared_basis_needs_no_search(
         layer.c_proj.weight.copy_(layer.c_proj.weight[order])
     with pytest.raises(AssertionError, match="searched"):
         regauge.compare(folders[0], near)
+
+
+@pytest.fixture(scope="module")
+def wide() -> torch.nn.Module:
+    """A GPT-2 of one layer with 32 heads."""
+    torch.manual_seed(0)
+    config = picos.gpt2(n_embd=128, n_layer=1, n_head=32)
+    return transformers.GPT2LMHeadModel(config).apply(_fill)
+
+
+def _fill(module: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for p in module.parameters(recurse=False):
+            p.normal_(std=0.1)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_conclusive"),
+    [("none", True), ("trained", True), ("heads", False), ("values", False), ("neurons", False)],
+)
+def test_a_few_moved_rows_need_a_search(
+    wide: torch.nn.Module, change: str, is_conclusive: bool
+) -> None:
+    """They are few: nine of ten rows and columns of every matrix are similar."""
+    spec, a = regauge.spec_of(wide), wide.state_dict()
+    b = {n: t + 1e-3 * torch.randn(t.shape) for n, t in a.items()}
+    attention, mlp = "transformer.h.0.attn.", "transformer.h.0.mlp."
+    qkv, proj = b[f"{attention}c_attn.weight"], b[f"{attention}c_proj.weight"]
+    if change == "heads":  # the first two, of four rows each
+        order = torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])
+        for start in (0, 128, 256):
+            qkv[:, start : start + 8] = qkv[:, start + order]
+            b[f"{attention}c_attn.bias"][start : start + 8] = b[f"{attention}c_attn.bias"][
+                start + order
+            ]
+        proj[:8] = proj[order]
+    elif change == "values":  # those of one head, by a rotation
+        turn = torch.linalg.qr(torch.randn(4, 4))[0]
+        qkv[:, 256:260] = qkv[:, 256:260] @ turn
+        b[f"{attention}c_attn.bias"][256:260] = b[f"{attention}c_attn.bias"][256:260] @ turn
+        proj[:4] = turn.T @ proj[:4]
+    elif change == "neurons":
+        b[f"{mlp}c_fc.weight"][:, :2] = b[f"{mlp}c_fc.weight"][:, [1, 0]]
+        b[f"{mlp}c_fc.bias"][:2] = b[f"{mlp}c_fc.bias"][[1, 0]]
+        b[f"{mlp}c_proj.weight"][:2] = b[f"{mlp}c_proj.weight"][[1, 0]]
+    elif change == "trained":  # neurons beyond recognition, but at their places
+        b[f"{mlp}c_fc.weight"][:, :2] = torch.randn(128, 2)
+        b[f"{mlp}c_proj.weight"][:2] = torch.randn(2, 128)
+    assert (compare_unmatched(spec, a, b) is not None) == is_conclusive
 
 
 def test_fingerprints_of_all_sources_agree(folders: tuple[Path, Path]) -> None:

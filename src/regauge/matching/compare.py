@@ -19,6 +19,7 @@ from regauge.core.element import Element, identity
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.matching import Match, SharedRows, layers_of, match_states
+from regauge.matching.blocks import split_blocks
 from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, state_invariants
 from regauge.matching.preparation import require_pair
@@ -81,7 +82,7 @@ def compare_unmatched(
 
     Returns:
         The comparison if the two are equal or share a basis: if most rows and columns of every
-        matrix are similar. None if only a search can tell.
+        matrix are similar, and no other one is moved. None if only a search can tell.
     """
     require_pair(spec, a, b, rows or {})
     costs, unit = Costs(spec, a, b, rows=rows), identity(spec)
@@ -101,7 +102,7 @@ def compare_unmatched(
         verdict = "same basis"
         explanation = (
             f"The two share a basis without matching (cosine {cosine:.3f}; most rows and columns "
-            "of every matrix are similar). They merge without matching."
+            "of every matrix are similar, and none is moved). They merge without matching."
         )
     layers = _layer_rows(spec, unmatched, products, products)
     return Comparison(
@@ -116,16 +117,55 @@ def compare_unmatched(
 
 
 def _is_similar(costs: Costs, name: str, products: Mapping[str, Any]) -> bool:
-    """Return whether most rows, and most columns, of a matrix are similar in both models."""
+    """Return whether most rows, and most columns, of a matrix are similar in both models, and the
+    others are not moved.
+    """
     cosine = _total_cosine({name: products[name]})
     if cosine < MIN_COSINE:
         return False
     y, x = (t.reshape(len(t), -1) for t in costs.tensor_pair(name, identity(costs.spec)))
-    return all(
+    is_mostly_similar = all(
         is_mostly_above([p.sum(dim).double() for p in (y * x, y * y, x * x)], cosine / 2)
         for dim, size in ((0, y.shape[0]), (1, y.shape[1]))
         if size >= MIN_SUMMANDS
     )
+    return is_mostly_similar and not _has_moved_rows(costs, name, cosine / 2)
+
+
+def _has_moved_rows(costs: Costs, name: str, threshold: float) -> bool:
+    """Return whether a dissimilar row of a matrix is similar to another one, or is a whole head or
+    expert.
+
+    A row is one entry of a space with all that it multiplies. Training may change single neurons
+    beyond recognition; a change of basis permutes them. Heads and experts are too large for the
+    first, and may be rotated inside.
+    """
+    import torch
+
+    spec = costs.spec
+    parents = {space.over for space in spec.spaces.values()}
+    sides = (
+        split_blocks(spec, costs.axes[name], v.numpy())
+        for v in costs.tensor_pair(name, identity(spec))
+    )
+    for y, x in zip(*sides, strict=True):
+        for axis, leaf in enumerate(y.dims):
+            if leaf is None or spec.spaces[leaf.space].size == 1:
+                continue
+            outer = [i for s in [spec.spaces[leaf.space].over] if s for i in y.axes_of(s)]
+            pairs = [torch.from_numpy(side.unfold(*outer[:1], axis)) for side in (y, x)]
+            if pairs[0].shape[-1] < MIN_SUMMANDS:
+                continue
+            rows, others = (
+                torch.nn.functional.normalize(p.reshape(-1, *p.shape[-2:]), dim=-1) for p in pairs
+            )
+            is_dissimilar = (rows * others).sum(-1) < threshold
+            if leaf.space in parents and bool(is_dissimilar.any()):
+                return True
+            for i in is_dissimilar.any(-1).nonzero()[:, 0].tolist():
+                if bool(((rows[i][is_dissimilar[i]] @ others[i].T).abs() >= threshold).any()):
+                    return True
+    return False
 
 
 def is_mostly_above(sums: Sequence[Any], threshold: float) -> bool:

@@ -228,7 +228,7 @@ def _conclude(paths: Mapping[str, Path], label: str) -> Claim:
     share = after.barrier / before.barrier if before.barrier > 0 else 1.0
     if before.barrier <= NEGLIGIBLE_BARRIER:
         text, tone = "A and B can be averaged without alignment", "good"
-    elif after.barrier <= NEGLIGIBLE_BARRIER or share <= 0.1:
+    elif after.barrier <= NEGLIGIBLE_BARRIER:
         text, tone = "Alignment removes the barrier: A and B can be averaged", "good"
     elif share < 1:
         text, tone = "Alignment lowers the barrier between A and B, and does not remove it", "mixed"

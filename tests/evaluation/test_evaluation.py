@@ -142,6 +142,20 @@ def test_a_live_locked_model_stays_locked(vit: Path, tmp_path: Path) -> None:
     assert again.loss == pytest.approx(plain.loss, abs=1e-5)
 
 
+def test_few_examples_that_all_change_alike() -> None:
+    """Their residuals are zero; one example has none."""
+
+    def of(values: list[float]) -> Score:
+        correct = np.array(values)
+        return Score(1 - correct, correct, np.ones(len(values)), score(60).guess, False)
+
+    assert not is_worse(of([0.0]), of([1.0])), "one example"
+    assert is_worse(of([0.0] * 10), of([1.0] * 10))
+    change, error = of([0.0] * 10).accuracy_change(of([1.0] * 10))
+    assert (change, error) == (-1, pytest.approx(0.0935, abs=1e-4))
+    assert of([1.0] * 10).accuracy_change(of([1.0] * 10)) == (0, 0)
+
+
 def test_worse_is_significant_and_by_the_metric_of_the_task() -> None:
     assert is_worse(score(60), score(80))
     assert not is_worse(score(79), score(80)), "one example of a hundred is chance"
@@ -150,6 +164,9 @@ def test_worse_is_significant_and_by_the_metric_of_the_task() -> None:
     infinite = Score(np.full(100, np.nan), broken.correct, broken.labels, broken.guess, True)
     assert is_worse(infinite, broken), "nan is worse"
     assert not is_worse(broken, infinite)
+    right = score(80)
+    undefined = Score(np.full(100, np.nan), right.correct, right.labels, right.guess, False)
+    assert is_worse(undefined, right), "of classes too"
     evaluation = Evaluation({"start": score(80), "end": score(60), "noise": score(30)})
     assert evaluation.verdicts == (
         "noise is no better than a guess",

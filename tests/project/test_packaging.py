@@ -245,6 +245,16 @@ def test_the_range_of_transformers_is_the_one_that_is_tested() -> None:
     assert key(pinned) <= key(newest) < key(below)
 
 
+@pytest.mark.parametrize("target", ["real", "compat"])
+def test_targets_of_hours_leave_no_test_out(target: str) -> None:
+    """pytest deselects what is `slow` unless a command has markers of its own."""
+    makefile = (ROOT / "Makefile").read_text()
+    (recipe,) = re.findall(rf"^{target}:.*\n((?:\t.*\n)+)", makefile, re.M)
+    runs = re.findall(r"-m pytest (.*)", recipe)
+    assert runs
+    assert all(run.startswith(("-m '' ", "-m slow ")) for run in runs), runs
+
+
 def needed_extras(names: set[str]) -> set[str]:
     """Distributions with all that they need in turn, as they are installed here."""
     packages: set[str] = set()

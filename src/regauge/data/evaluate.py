@@ -138,8 +138,7 @@ class Score:
         """
         if self.accuracy not in (0.0, 1.0) or len(self) < 2:
             return self._error(self.correct - self.accuracy * self.labels)
-        n = len(self) + 4
-        return math.sqrt(2 / n * (1 - 2 / n) / n)
+        return self._error_at_bound()
 
     def loss_change(self, since: Score) -> tuple[float, float | None]:
         """Return the change of the loss since another score on the same examples, with its
@@ -152,10 +151,19 @@ class Score:
         return change, self._error(self.losses - since.losses - change * self.labels)
 
     def accuracy_change(self, since: Score) -> tuple[float, float | None]:
-        """Return the change of the accuracy, as `loss_change` does that of the loss."""
+        """Return the change of the accuracy, as `loss_change` does that of the loss.
+
+        If it is the same in all examples, its error is that of `accuracy_error` at its bounds.
+        """
         self._require_same_examples(since)
         change = self.accuracy - since.accuracy
-        return change, self._error(self.correct - since.correct - change * self.labels)
+        error = self._error(self.correct - since.correct - change * self.labels)
+        return change, self._error_at_bound() if change and error == 0 else error
+
+    def _error_at_bound(self) -> float:
+        """Return the standard error where all examples agree."""
+        n = len(self) + 4
+        return math.sqrt(2 / n * (1 - 2 / n) / n)
 
     def is_comparable(self, other: Score) -> bool:
         """Return whether another score has examples with as many labels, as the same ones have."""

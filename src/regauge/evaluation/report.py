@@ -250,11 +250,14 @@ class Evaluation(ResultView):
 def is_worse(score: Any, reference: Score) -> bool:
     """Return whether a score (or a guess) is significantly worse than a reference.
 
-    Accuracy decides for classes, the loss for tokens.
+    Accuracy decides for classes, the loss for tokens; a loss that is not finite is worse than a
+    finite one. One example has no standard error, so that nothing on it is significant.
     """
     by_loss = reference.predicts_tokens
     if not math.isfinite(reference.loss):
         return False
+    if not math.isfinite(score.loss):
+        return True
     if not isinstance(score, Score):
         worse = score.loss - reference.loss if by_loss else reference.accuracy - score.accuracy
         error = reference.loss_error if by_loss else reference.accuracy_error
@@ -265,7 +268,7 @@ def is_worse(score: Any, reference: Score) -> bool:
         worse = change if by_loss else -change
     else:
         return False
-    return not worse <= SIGNIFICANCE * (error or 0.0)
+    return error is not None and worse > SIGNIFICANCE * error
 
 
 def _guesses(score: Score) -> tuple[tuple[str, float, float], ...]:

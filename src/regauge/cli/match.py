@@ -192,6 +192,15 @@ def match(
             rich_help_panel=options.ADVANCED,
         ),
     ] = 1,
+    test: Annotated[
+        str | None,
+        typer.Option(
+            "--test",
+            metavar="URI",
+            help="Labelled data, or a text, on which to evaluate A, OUT, B and their averages.",
+            rich_help_panel=options.DATA,
+        ),
+    ] = None,
     save_element: Annotated[
         Path | None,
         typer.Option("--save-element", metavar="F", help="New file for the element."),
@@ -243,6 +252,10 @@ def match(
             preset(method), workers=workers, samples=samples, seed=seed, refine_steps=refine_steps
         )
     read = partial(_read_options, field, split, tokenizer, length, mean, std)
+    tested = None
+    if test is not None:
+        tested = sample.read_options(test, field, split, tokenizer, length, mean, std)
+        tested.open()  # so that unreadable data fail before the search
     with step_bar("match") as progress:
         result = regauge.match(
             a,
@@ -275,7 +288,13 @@ def match(
         )
         if save_element is not None:
             result.save_element(save_element)
-    return deliver(result.results, str(result), json, report)
+    results, text = result.results, str(result)
+    if tested is not None and not dry_run:
+        with step_bar("evaluate") as progress:
+            evaluation = result.evaluate(out, tested, progress=progress)
+        text += f"\n\n{evaluation}"
+        results = replace(results, tables=(*evaluation.results.tables, *results.tables))
+    return deliver(results, text, json, report)
 
 
 def _read_options(

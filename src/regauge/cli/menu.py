@@ -158,6 +158,7 @@ MODES = {
     "keygen --public": "regauge.load_key",
     "lock --data": "regauge.evaluate",
     "lock --reseal": "regauge.locking.reseal",
+    "match --test": "regauge.evaluate",
     "unlock --data": "regauge.evaluate",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.writer import WriteResult
+    from regauge.evaluation.models import DataInput
+    from regauge.evaluation.report import Evaluation
     from regauge.matching.live_pair import Inputs
     from regauge.matching.refine import Refinement
     from regauge.models.sources import Source
@@ -189,6 +191,53 @@ class ModelMatch(ResultView):
         if self.store is not None:
             self.store.delete()
         return written
+
+    def evaluate(
+        self,
+        folder: str | Path,
+        data: DataInput,
+        *,
+        batch_size: int = 32,
+        progress: Progress | None = None,
+    ) -> Evaluation:
+        """Measure A, the aligned A, B, and the averages of A and of the aligned A with B.
+
+        Args:
+            folder: the folder that `save` wrote.
+            data: labelled data.
+            batch_size: examples per forward pass.
+            progress: the progress callback, in examples of all models.
+
+        Raises:
+            DataError: the data cannot be read, do not fit, or have no labels.
+        """
+        from regauge.evaluation.models import Subject, evaluate_subjects, open_subjects
+
+        sides = [
+            side.checkpoint if module is None else module
+            for side, module in zip((self.pair.a, self.pair.b), self.pair.modules, strict=True)
+        ]
+        out = str(folder)
+        a, aligned, b = open_subjects({"A": sides[0], out: Path(folder), "B": sides[1]})
+
+        def average(first: Subject) -> torch.nn.Module:
+            mean = aligned.build()  # its head is untied if one of the others is
+            states = [subject.build().state_dict() for subject in (first, b)]
+            mean.load_state_dict(
+                {
+                    n: (x + states[1][n]) / 2 if x.is_floating_point() else x
+                    for n, x in states[0].items()
+                }
+            )
+            return mean
+
+        averages = [
+            Subject(f"average of {x.name} and B", aligned.checkpoint, load=partial(average, x))
+            for x in (a, aligned)
+        ]
+        return evaluate_subjects(
+            [a, aligned, b, *averages], data, batch_size=batch_size, progress=progress
+        )
 
     def save_element(self, path: str | Path) -> None:
         """Write the element to a new file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from regauge.attacks.theft import Budget as Theft
 from regauge.audit import GradientOptions, LockOptions, SplitOptions
 from regauge.audit.engine import Steps
 from regauge.audit.gradient_audit.attempts import Budget
+from regauge.audit.resume import digest_files, open_store
 from regauge.checkpoints.resume import StateStore
 from regauge.cli import main
 from regauge.core.progress import Progress
+from regauge.errors import AuditError, CheckpointError
 from support.updates import examples, vit
 
 
@@ -84,7 +87,9 @@ def test_findings_equal_those_of_an_undisturbed_run(
     )
     assert plain(report) == undisturbed
     assert not set(begun) & set(resumed), "finished steps are not computed again"
-    assert not state.exists(), "the saved steps of a finished audit are deleted"
+    assert state.exists(), "the saved steps stay until the report is written"
+    report.delete_state()
+    assert not state.exists()
 
 
 def test_a_lock_resumes_and_other_inputs_do_not(tmp_path: Path) -> None:
@@ -115,6 +120,61 @@ def test_a_lock_resumes_and_other_inputs_do_not(tmp_path: Path) -> None:
     with pytest.raises(StopError):
         audit(state=state, resume=True, seed=1, progress=other)
     assert started == begun[:1], "another seed starts anew"
+
+
+def test_a_folder_with_other_files_is_rejected_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for resume in (False, True):
+        with pytest.raises(AuditError, match=r"state must be a new folder.*notes\.txt"):
+            gradients(state=tmp_path, resume=resume)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def label(*inputs: Any) -> str:
+    store = open_store("unused", True, *inputs)
+    assert store is not None
+    return store.label
+
+
+def test_steps_of_other_examples_models_or_files_are_not_used(tmp_path: Path) -> None:
+    data, model = examples(500), vit()
+    assert label(data, model) == label(examples(500), vit())
+    batch = data.batch
+    for row in (3, 499):  # any one of them
+
+        def corrected(rows: Any, row: int = row) -> Any:
+            inputs, labels = batch(rows)
+            return inputs, labels + (torch.as_tensor(rows) == row).long()
+
+        assert label(replace(data, batch=corrected)) != label(data)
+    other = vit()
+    other.config.layer_norm_eps = 0.1
+    assert label(other) != label(model)
+    path = tmp_path / "seen" / "round-00000" / "client-00000.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"1")
+    before = digest_files([path]), label(path)
+    path.write_bytes(b"2")
+    assert (digest_files([path]), label(path)) != before
+    assert digest_files([path]) != before[0]
+
+
+def test_the_steps_stay_if_an_output_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regauge.audit import api
+
+    vit().save_pretrained(tmp_path / "vit")
+    monkeypatch.setattr(api, "load_examples", lambda *args, **more: (examples(40), TASK))
+    command = ["audit", "gradients", str(tmp_path / "vit"), "--data", "digits", "--updates", "1"]
+    command += ["--attacks", "labels", "--batches", "", "--json", str(tmp_path / "r.json")]
+
+    def full(*args: Any, **more: Any) -> None:
+        raise CheckpointError("the disk is full")
+
+    monkeypatch.setattr("regauge.cli.run.write_bytes", full)
+    assert main(command) == 1
+    assert list((tmp_path / ".r.json.state").glob("*.safetensors"))
 
 
 def test_the_time_left_is_estimated_from_steps_of_the_same_kind(

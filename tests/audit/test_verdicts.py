@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from regauge.audit.verdicts import (
+    Evidence,
     Quantity,
     Verdict,
     evidence_of_mean,
@@ -52,7 +55,7 @@ def test_means_are_paired_with_the_guess_on_the_same_example() -> None:
     guesses = [float(g) for g in np.linspace(5, 25, 12)]
     better = [g + 2 + 0.1 * (i % 3) for i, g in enumerate(guesses)]
     assert evidence_of_mean(better, guesses).level(0.5, 20.0) == "partial"
-    assert evidence_of_mean(better, float(np.mean(guesses))).level(0.5, 20.0) == "unclear"
+    assert evidence_of_mean(better, float(np.mean(guesses))).level(0.5, 40.0) == "unclear"
     many = evidence_of_mean(better * 3, guesses * 3)
     assert many.interval is not None
     assert many.interval[0] < many.value < many.interval[1]
@@ -61,7 +64,9 @@ def test_means_are_paired_with_the_guess_on_the_same_example() -> None:
     assert evidence_of_mean([60.0], 13.0).level(0.5, 20.0) == "leak"
     assert evidence_of_mean([15.0], 13.0).level(0.5, 20.0) == "unclear"
     assert evidence_of_mean([60.0, 40.0], 13.0).level(0.5, 20.0) == "leak"
-    assert evidence_of_mean([60.0, 13.0], 13.0).level(0.5, 20.0) == "unclear"
+    assert evidence_of_mean([15.0, 12.0], 13.0).level(0.5, 20.0) == "unclear"
+    with pytest.raises(ValueError):
+        evidence_of_mean([1.0, 2.0], [1.0] * 3)
 
 
 def test_a_sentence_says_what_its_numbers_do() -> None:
@@ -77,6 +82,12 @@ def test_a_sentence_says_what_its_numbers_do() -> None:
     assert unclear.text == (
         "Inconclusive for labels under noise=1: 23% (a guess: 20%); 50 labels are too few to "
         "distinguish it from a guess."
+    )
+    values = [45.0] + [13.0] * 7
+    (one,) = write_verdicts(IMAGES, [("rows", evidence_of_mean(values, 13.0), "DLG")])
+    assert one.text == (
+        "Images are partly revealed under rows: PSNR 17.0 dB by DLG (a guess: 13.0 dB); 1 of 8 "
+        "images is recovered with certainty, the best at 45.0 dB."
     )
     (hidden,) = write_verdicts(IMAGES, [("private=1", evidence_of_mean([12.0] * 8, 12.1), "DLG")])
     assert hidden.text == (
@@ -94,11 +105,57 @@ def test_leaks_come_first_and_decide_the_headline() -> None:
     assert with_verdicts(Results("t"), verdicts[:2]).headline.tone == "good"
 
 
-def test_a_threshold_does_not_fail_what_chance_explains() -> None:
+@pytest.mark.parametrize("others", [13.0, 12.0])
+@pytest.mark.parametrize("count", [2, 8, 40, 400])
+def test_one_certain_example_is_a_leak_in_part(count: int, others: float) -> None:
+    assert evidence_of_mean([45.0] + [others] * (count - 1), 13.0).level(0.5, 20.0) == "partial"
+    guesses = list(np.linspace(10, 22, count))  # the mean image itself reaches 22 dB
+    assert evidence_of_mean(guesses, guesses).level(0.5, 20.0) in ("none", "unclear")
+
+
+def test_few_or_equal_examples_do_not_exclude_a_leak() -> None:
+    assert evidence_of_mean([0.0, 0.0], [0.0, 0.0]).level(0.05, 0.9) == "unclear"
+    assert evidence_of_mean([12.0] * 6, 12.1).level(0.5, 20.0) == "unclear"
+    assert Evidence(0.24, 0.2, 100, (0.205, 0.6)).level(0.05, 0.9) == "unclear"
+
+
+def test_intervals_of_20_examples_cover_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(1)
+    samples = [evidence_of_mean(list(row), 0.0).interval for row in rng.normal(0, 1, (1500, 20))]
+    missed = sum(not low <= 0 <= high for low, high in filter(None, samples))
+    assert missed <= 24, "1 % of 1500, and three standard errors; the bootstrap alone misses 2 %"
+
+
+@pytest.mark.parametrize(
+    ("values", "holds"),
+    [
+        ([30.0, 28.0], False),
+        ([25.0, 14.0], False),
+        ([30.0, 16.0], False),
+        ([18.5, 18.0], False),  # each above the guess
+        ([19.5, 12.9], None),
+        ([12.0, 12.9], True),
+    ],
+)
+def test_a_gate_agrees_with_the_verdict(values: list[float], holds: bool | None) -> None:
+    evidence = evidence_of_mean(values, 13.0)
+    finding = Finding("x", "", None, evidence.value, 13.0, 29.5, interval=evidence.interval)
+    finding = replace(finding, beats_floor=IMAGES.beats_guess(evidence))
+    judged = apply_threshold(finding, 0.15)
+    assert judged.holds is holds
+    assert bool(Results("t", (judged,)).inconclusive) == (holds is None)
+    if IMAGES.level(evidence) in ("leak", "partial"):
+        assert judged.holds is False
+
+
+def test_a_threshold_fails_closed() -> None:
     weak = Finding("x/rows/dlg", "", None, 8.1, 13.2, 8.0)  # less than a guess, and its ceiling too
     assert apply_threshold(weak, 0.5).holds is True
     noisy = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.1, 1.1))
-    assert apply_threshold(noisy, 0.5).holds is True
+    assert apply_threshold(noisy, 0.5).holds is None
+    assert Results("t", (apply_threshold(noisy, 0.5),)).inconclusive
+    assert apply_threshold(replace(noisy, beats_floor=False), 0.5).holds is True
+    assert apply_threshold(replace(noisy, interval=None), 0.5).holds is False
     sure = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.5, 0.7))
     assert apply_threshold(sure, 0.5).holds is False
     assert from_json(to_json(Results("t", (sure,)))).findings == (sure,)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from regauge.checkpoints.plan import check_new
-from regauge.checkpoints.resume import StateStore
+from regauge.checkpoints.resume import Outcome, ResumeState, StateStore, write_outcome
 from regauge.errors import CheckpointError
 
 
@@ -81,3 +83,37 @@ def test_a_check_of_the_output_leaves_the_state(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="exists already"):
         check_new(tmp_path / "out")
     assert store.load("a") is not None
+
+
+def test_only_parts_are_deleted(tmp_path: Path) -> None:
+    store = StateStore(tmp_path / "mine", b"label")
+    store.save("a", {"n": 1})
+    store.nested("a").save("b", {"n": 2})
+    others = [store.folder / "notes.txt", store.nested("x").folder / "weights.safetensors"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+    named = store.folder / f"{'0' * 24}.safetensors"  # content-addressed, by another program
+    save_file({"w": torch.ones(1)}, named)
+    (store.folder / f".{'1' * 24}.safetensors.partial-12").write_bytes(b"")
+    assert sorted(store.foreign) == sorted([*others, named])
+    store.delete()
+    left = sorted(path for path in store.folder.rglob("*") if path.is_file())
+    assert left == sorted([*others, named])
+    for path in left:
+        path.unlink()
+    store.delete()
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("values", [[1, 2], {"of": []}, {"values": 1}, "text"])
+def test_a_part_of_another_form_is_absent(tmp_path: Path, values: Any) -> None:
+    store = store_of(tmp_path)
+    store.save("a", {"n": 1})
+    if isinstance(values, dict):
+        values = {"of": [store.label, "a"], **values}
+    write_outcome(store.path("a"), Outcome(values))
+    assert store.load("a") is None
+    assert store.open("a") is None
+    if not isinstance(values, dict):
+        assert ResumeState(store.path("a")).load() is None

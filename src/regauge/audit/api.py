@@ -28,7 +28,7 @@ from regauge.audit.inputs import (
     reads_texts,
 )
 from regauge.audit.report import AuditReport
-from regauge.audit.resume import open_store
+from regauge.audit.resume import digest_files, open_store
 from regauge.audit.split_audit import attempts as split_attempts
 from regauge.audit.split_audit.text_audit import TEXT_ATTACKS
 from regauge.audit.split_audit.victims import parse_combination
@@ -262,7 +262,8 @@ def lock(
         seed: The random seed of samples and training.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with their sizes.
-        state: The folder in which finished steps are saved until the audit ends.
+        state: The folder in which finished steps are saved, a new one. They stay until
+            `AuditReport.delete_state`, to be called once the report is written.
         resume: Whether to go on from what an interrupted audit has saved there.
         progress: Progress callback, in steps; its message estimates the time left.
 
@@ -386,7 +387,8 @@ def split(
         seed: The random seed of samples, training and noise.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
-        state: The folder in which finished steps are saved until the audit ends.
+        state: The folder in which finished steps are saved, a new one. They stay until
+            `AuditReport.delete_state`, to be called once the report is written.
         resume: Whether to go on from what an interrupted audit has saved there.
         progress: Progress callback, in steps; its message estimates the time left.
 
@@ -517,7 +519,8 @@ def gradients(
         seed: The random seed of samples, random numbers and attacks.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts" and their sizes.
-        state: The folder in which finished steps are saved until the audit ends.
+        state: The folder in which finished steps are saved, a new one. They stay until
+            `AuditReport.delete_state`, to be called once the report is written.
         resume: Whether to go on from what an interrupted audit has saved there.
         progress: Progress callback, in steps; its message estimates the time left.
 
@@ -629,7 +632,8 @@ def recorded(
         gallery: The number of images of an update in the gallery.
         facts: Facts of the run, for the report.
         on_loaded: Called when model and data are loaded, with "images" or "texts".
-        state: The folder in which finished steps are saved until the audit ends.
+        state: The folder in which finished steps are saved, a new one. They stay until
+            `AuditReport.delete_state`, to be called once the report is written.
         resume: Whether to go on from what an interrupted audit has saved there.
         progress: Progress callback, in steps; its message estimates the time left.
 
@@ -652,7 +656,9 @@ def recorded(
     opened = engine.open_run(Path(run), [n - 1 for n in rounds], clients)
     if on_loaded is not None:
         on_loaded("images" if opened.task["kind"] == "images" else "texts", "")
-    inputs = [Path(run).resolve(), opened.settings, opened.targets, opened.test]
+    files = digest_files(engine.files_of(opened))
+    inputs = [opened.settings, opened.source, opened.targets, files, opened.test]
+    inputs += [opened.model, *opened.parts]
     store = open_store(state, resume, "recorded", *inputs, list(attacks), budget, gallery)
     results = engine.audit_recorded(
         opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress, store=store
@@ -689,9 +695,7 @@ def _report(
     after: Mapping[str, Any] | None = None,
     tables: int = 1,
 ) -> AuditReport:
-    """Return the report of an audit, with the facts of its run, and delete its saved steps."""
-    if store is not None:
-        store.delete()
+    """Return the report of an audit, with the facts of its run."""
     seconds = round(time.monotonic() - started, 1)
     every = {**(facts or {}), **about, **results.facts, **(after or {}), "seconds": seconds}
-    return AuditReport(subject, replace(results, facts=every), tables)
+    return AuditReport(subject, replace(results, facts=every), tables, store)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from regauge.checkpoints.resume import StateStore
 from regauge.models.summary import format_columns
 from regauge.results.findings import Results
 from regauge.results.report import format_number
@@ -18,6 +19,7 @@ class AuditReport(ResultView):
         subject: What was audited: "lock", "split learning", "gradients", "recorded run".
         measured: One finding for each attack and combination of defences, tables and figures.
         tables: The number of tables in the text.
+        store: The saved steps; None if none were saved.
 
     Example:
         >>> _ = regauge.lock("model", regauge.generate_key()).save("locked")
@@ -28,11 +30,17 @@ class AuditReport(ResultView):
     subject: str
     measured: Results
     tables: int = 1
+    store: StateStore | None = None
 
     @property
     def results(self) -> Results:
         """Findings, tables, figures and facts."""
         return self.measured
+
+    def delete_state(self) -> None:
+        """Delete the saved steps of the audit. Call this once its outputs are written."""
+        if self.store is not None:
+            self.store.delete()
 
     @property
     def verdict(self) -> tuple[str, ...]:
@@ -61,9 +69,9 @@ def format_audit(report: AuditReport) -> str:
         lines += [columns, "", table.note, ""]
     lines += [f"not measured: {u}" for u in results.unchecked]
     lines += [
-        f"FAILS  {f.id}: {f.measure} {f.value:.3f}, a guess {f.floor:.3f}, undefended "
-        f"{f.ceiling:.3f}"
-        for f in results.failed
+        f"{'FAILS' if f.holds is False else 'INCONCLUSIVE'}  {f.id}: {f.measure} {f.value:.3f}, a "
+        f"guess {f.floor:.3f}, undefended {f.ceiling:.3f}"
+        for f in (*results.failed, *results.inconclusive)
     ]
     return "\n".join(lines).rstrip()
 
@@ -83,4 +91,5 @@ def format_lock(results: Results) -> str:
         if f.holds and "/handling/" in f.id
     ]
     lines += [f"FAILS  {f.id.removeprefix('lock/')}: {f.sentence}" for f in results.failed]
+    lines += [f"INCONCLUSIVE  {f.id.removeprefix('lock/')}" for f in results.inconclusive]
     return "\n".join(lines).rstrip()

@@ -267,7 +267,8 @@ class Row:
             return None
         if kind in self.counts:
             return evidence_of_share(share, guess, self.counts[kind])
-        return evidence_of_mean(self.shares[kind], guess)
+        # the guess of a single update is unknown, so none alone is beyond chance
+        return replace(evidence_of_mean(self.shares[kind], guess), examples=())
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,10 +315,11 @@ class Case:
         result = row.by_attack[attack]
         values = (result.nearer(self.metric) if inputs else result.scores)[self.metric]
         guesses = (row.floor or next(iter(self.floors.values())))[self.metric] * result.seeds
-        paired = len(guesses) >= len(values)
-        return evidence_of_mean(
-            values, guesses if paired else statistics.fmean(guesses), max(1, row.samples)
-        )
+        group = max(1, row.samples)
+        if len(guesses) >= len(values):
+            return evidence_of_mean(values, guesses[: len(values)], group)
+        evidence = evidence_of_mean(values, statistics.fmean(guesses), group)
+        return replace(evidence, reach=2 * max(guesses) - evidence.guess)
 
     def best_evidence(self) -> list[tuple[str, Evidence, str]]:
         """Return each row that was attacked, the evidence of its best attack, and its name."""

@@ -19,6 +19,7 @@ from regauge.audit.scores import (
     worst_score,
 )
 from regauge.audit.text_scores import MEASURES
+from regauge.audit.verdicts import Quantity
 from regauge.results.findings import Figure, Finding, Table, spread_of
 
 Tensor = torch.Tensor
@@ -29,6 +30,7 @@ Cells = Mapping[str, Callable[[Row], Any]]  # columns, and their values
 def build_findings(
     case: Case,
     attacks: Sequence[Attack],
+    quantity: Quantity,
     describe: Callable[[Row, AttackScores], str],
     further: Callable[[Row], list[Finding]] = lambda row: [],
 ) -> list[Finding]:
@@ -37,6 +39,7 @@ def build_findings(
     Args:
         case: The measurements.
         attacks: The attacks of the report.
+        quantity: What they recover, to judge it as the verdicts do.
         describe: Return the sentence of a finding.
         further: Return further findings on a row.
     """
@@ -52,7 +55,7 @@ def build_findings(
                     f"{case.subject}.",
                     None,
                     result.value(case.metric),
-                    case.floor(case.metric, row),
+                    evidence.guess,
                     # an attack on shuffles has no undefended case
                     undefended.value(name, case.metric)
                     if name in undefended.by_attack
@@ -62,6 +65,7 @@ def build_findings(
                     spread=spread_of(means if len(means) > 1 else values),
                     trials=len(values),
                     interval=evidence.interval,
+                    beats_floor=quantity.beats_guess(evidence),
                 )
             )
         findings += further(row)

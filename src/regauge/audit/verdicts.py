@@ -1,7 +1,8 @@
 """Verdicts: what an attack recovers, judged by its interval against a guess.
 
-A recovered quantity counts only if its 99 % interval lies above the guess. The size of the gain
-then decides the wording; where too few examples were attacked to decide, the verdict says so.
+A recovered quantity counts if its 99 % interval lies above the guess, or if an example is recovered
+with certainty, which chance does not explain. The size of the gain then decides the wording; where
+too few examples were attacked to decide, the verdict says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Level: TypeAlias = Literal["leak", "partial", "unclear", "none", "note"]
 ORDER: tuple[Level, ...] = ("leak", "partial", "unclear", "none", "note")
 CONFIDENCE = 0.99
 RESAMPLES = 4000  # of the bootstrap
-MIN_BOOTSTRAP = 20  # examples from which the bootstrap replaces Student's t
+MIN_BOOTSTRAP = 20  # examples from which skewed differences may widen Student's interval
+# If none of n trials leaks, the share of trials that do is at 99 % confidence at most
+# 1 - 0.01^(1/n): less than half from 7 on. Fewer, even with equal results, exclude too little.
+MIN_TRIALS = 7
 WORDS = {
     "leak": "revealed",
     "partial": "partly revealed",
@@ -50,9 +54,11 @@ class Evidence:
     Attributes:
         value: The measurement.
         guess: The measurement of a guess.
-        count: The number of examples behind it.
-        interval: The 99 % interval of the value, given the guess; None for a single example.
-        least: The smallest measurement of one example; None for shares of a count.
+        count: The number of independent trials behind it, such as updates.
+        interval: The 99 % interval of the value, given the guess; None for a single trial.
+        least: The smallest measurement of one trial; None for shares of a count.
+        examples: The measurement of each example; empty if chance can reach certainty on one.
+        reach: What a guess may reach on one example.
     """
 
     value: float
@@ -60,6 +66,22 @@ class Evidence:
     count: int
     interval: tuple[float, float] | None = None
     least: float | None = None
+    examples: tuple[float, ...] = ()
+    reach: float = 0.0
+
+    def certain_examples(self, margin: float, certain: float) -> int:
+        """Count the examples that are recovered with certainty, beyond the reach of a guess."""
+        return sum(value >= max(certain, self.reach + margin) for value in self.examples)
+
+    def beats_guess(self, margin: float, certain: float) -> bool | None:
+        """Return whether the measurement exceeds a guess; None if undecided.
+
+        It agrees with `level`, and also exceeds a guess if that of every trial does.
+        """
+        level = self.level(margin, certain)
+        if level == "unclear":
+            return True if self.least is not None and self.least > self.guess else None
+        return level != "none"
 
     def level(self, margin: float, certain: float) -> Level:
         """Judge the measurement.
@@ -70,12 +92,13 @@ class Evidence:
         """
         if self.least is not None and self.least >= max(certain, self.guess + margin):
             return "leak"  # of every example: chance does not reach this once
-        if self.interval is None:  # one example, without a spread
-            return "unclear"
-        low, high = self.interval
+        low, high = self.interval or (-math.inf, math.inf)
         if low > self.guess and self.value > self.guess + margin:
             return "leak" if self.value >= certain else "partial"
-        return "none" if high <= self.guess + margin or low > self.guess else "unclear"
+        if self.certain_examples(margin, certain):
+            return "partial"
+        is_enough = self.count >= MIN_TRIALS and high <= self.guess + margin
+        return "none" if is_enough else "unclear"
 
 
 def evidence_of_share(share: float, guess: float, count: int) -> Evidence:
@@ -98,7 +121,8 @@ def evidence_of_mean(
 ) -> Evidence:
     """Return the evidence of a mean over examples, each beside its own guess.
 
-    The interval is that of the differences: Student's, or the bootstrap's for many examples.
+    The interval is Student's, of the differences. Many examples also have the bootstrap's, which
+    follows their skewness but is too narrow for few: the interval encloses both.
 
     Args:
         values: The measurement of each example.
@@ -109,27 +133,27 @@ def evidence_of_mean(
         >>> evidence_of_mean([30.0, 31.0, 29.0], [12.0, 13.0, 12.0]).level(0.5, 20.0)
         'leak'
     """
-    guess = np.asarray(guesses, float)
-    pairs = guess[: len(values)] if guess.ndim else np.full(len(values), float(guess))
-    differences = np.asarray(values, float)[: len(pairs)] - pairs
-    differences = np.array(
-        [d.mean() for d in np.split(differences, range(group, len(pairs), group))]
-    )
-    count, gain, base = len(differences), float(differences.mean()), float(pairs.mean())
-    value = base + gain
+    from scipy.stats import t
+
+    pairs = np.broadcast_to(np.asarray(guesses, float), (len(values),))
+    parts = np.split(np.asarray(values, float) - pairs, range(group, len(values), group))
+    differences = np.array([part.mean() for part in parts])
+    count, base = len(differences), float(pairs.mean())
+    value, gain = float(np.mean(values)), float(differences.mean())
+    least = base + float(differences.min())
+    each = tuple(float(v) for v in values)
+    reach = 2 * float(pairs.max()) - base  # as far above the best guess as that is above the mean
     if count < 2:
-        return Evidence(value, base, count, least=value)
+        return Evidence(value, base, count, None, least, each, reach)
+    width = t.ppf((1 + CONFIDENCE) / 2, count - 1) * differences.std(ddof=1) / math.sqrt(count)
+    low, high = gain - width, gain + width
     if count >= MIN_BOOTSTRAP:
         rng = np.random.default_rng(0)
         means = differences[rng.integers(0, count, (RESAMPLES, count))].mean(1)
-        low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    else:
-        from scipy.stats import t
-
-        width = t.ppf((1 + CONFIDENCE) / 2, count - 1) * differences.std(ddof=1) / math.sqrt(count)
-        low, high = gain - width, gain + width
-    least = base + float(differences.min())
-    return Evidence(value, base, count, (base + float(low), base + float(high)), least)
+        tails = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+        low, high = min(low, tails[0]), max(high, tails[1])
+    interval = (base + float(low), base + float(high))
+    return Evidence(value, base, count, interval, least, each, reach)
 
 
 @dataclass(frozen=True)
@@ -144,6 +168,7 @@ class Quantity:
         unit: The unit of the values.
         units: What is counted: "images", "labels", "updates".
         digits: Digits after the point.
+        examples: What the measurement of one example is of; its plural.
     """
 
     name: str
@@ -153,6 +178,28 @@ class Quantity:
     unit: str = ""
     units: str = "images"
     digits: int = 2
+    examples: str = ""
+
+    def level(self, evidence: Evidence) -> Level:
+        """Judge some evidence."""
+        return evidence.level(self.margin, self.certain)
+
+    def beats_guess(self, evidence: Evidence) -> bool | None:
+        """Return whether some evidence exceeds a guess; None if undecided."""
+        return evidence.beats_guess(self.margin, self.certain)
+
+    def describe_certain(self, measured: Sequence[Evidence]) -> str:
+        """Describe the examples that are recovered with certainty; empty if none is."""
+        counts = [e.certain_examples(self.margin, self.certain) for e in measured]
+        most = max(counts, default=0)
+        if not most:
+            return ""
+        evidence = measured[counts.index(most)]
+        subject = f"{most} of {len(evidence.examples)} {self.examples or self.name}"
+        best = self.format(max(max(e.examples) for e in measured if e.examples))
+        upto = "up to " if len(set(counts)) > 1 else ""
+        verb = "is" if most == 1 else "are"
+        return f"; {upto}{subject} {verb} recovered with certainty, the best at {best}"
 
     def format(self, *values: float) -> str:
         """Format a value, or the range of several."""
@@ -179,8 +226,7 @@ def write_verdicts(
     under = under or _under_defences
     by_level: dict[Level, list[tuple[str, Evidence, str]]] = {}
     for case in measured:
-        level = case[1].level(quantity.margin, quantity.certain)
-        by_level.setdefault(level, []).append(case)
+        by_level.setdefault(quantity.level(case[1]), []).append(case)
     verdicts = []
     for level in ORDER:
         cases = by_level.get(level, [])
@@ -205,7 +251,8 @@ def write_verdicts(
         elif level == "none":
             text = f"{subject} are not revealed {where}: {values}, about as a guess ({guess})."
         else:
-            text = f"{subject} are {WORDS[level]} {where}: {values}{by} ({guess})."
+            certain = quantity.describe_certain(found) if level == "partial" else ""
+            text = f"{subject} are {WORDS[level]} {where}: {values}{by} ({guess}){certain}."
         verdicts.append(Verdict(text, level))
     return verdicts
 

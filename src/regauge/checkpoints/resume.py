@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,8 @@ class ResumeState:
             CacheError: The state belongs to another computation.
         """
         state = read_outcome(self.path)
+        if state is not None and not isinstance(state.values, dict):
+            return None
         if state is not None and state.values.get("of", "") != self.label:
             raise CacheError(
                 f"{self.path} belongs to another computation that was interrupted",
@@ -118,9 +121,14 @@ class StateStore:
     def load(self, key: str) -> Outcome | None:
         """Return a saved part; None if it is absent, damaged, or of other inputs."""
         outcome = read_outcome(self.path(key))
-        if outcome is None or outcome.values.get("of") != [self.label, key]:
-            return None
-        return replace(outcome, values=outcome.values["values"])
+        values = None if outcome is None else self._values_of(outcome.values, key)
+        return None if outcome is None or values is None else replace(outcome, values=values)
+
+    def _values_of(self, marked: Any, key: str) -> dict[str, Any] | None:
+        """Return the values of a saved part; None if they are not those of this key."""
+        values = marked.get("values") if isinstance(marked, dict) else None
+        is_own = isinstance(values, dict) and marked.get("of") == [self.label, key]
+        return values if is_own else None
 
     def open(self, key: str) -> Outcome | None:
         """Return a saved part like `load`, but read each tensor on access and check no digest.
@@ -139,12 +147,11 @@ class StateStore:
 
         try:
             with safe_open(path, framework="pt") as file:
-                values, names = json.loads((file.metadata() or {})["values"]), list(file.keys())
+                marked, names = json.loads((file.metadata() or {})["values"]), list(file.keys())
         except (OSError, SafetensorError, KeyError, ValueError):
             return None
-        if values.get("of") != [self.label, key]:
-            return None
-        return Outcome(values["values"], LazyState(names, read))
+        values = self._values_of(marked, key)
+        return None if values is None else Outcome(values, LazyState(names, read))
 
     def nested(self, key: str) -> StateStore:
         """Return a store for the parts of one part, which `delete` deletes too."""
@@ -161,8 +168,63 @@ class StateStore:
         return outcome
 
     def delete(self) -> None:
-        """Delete all parts, and the partial files that a killed process has left."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete all parts, and the partial files that a killed process has left.
+
+        Other files stay, and so does a folder that holds any.
+        """
+        _, own, folders = self._scan()
+        for path in own:
+            with suppress(OSError):
+                path.unlink()
+        for folder in folders:
+            with suppress(OSError):  # it holds other files
+                folder.rmdir()
+
+    @property
+    def foreign(self) -> list[Path]:
+        """The files and folders in the folder of the parts that are not parts."""
+        return self._scan()[0]
+
+    def _scan(self) -> tuple[list[Path], list[Path], list[Path]]:
+        """Return what is not a part, the files of parts, and their folders, inner ones first."""
+        foreign: list[Path] = []
+        own: list[Path] = []
+        folders: list[Path] = []
+
+        def scan(folder: Path) -> None:
+            for path in sorted(folder.iterdir()):
+                is_link = path.is_symlink()
+                if path.is_dir() and not is_link and _FOLDER.fullmatch(path.name):
+                    scan(path)
+                elif path.is_file() and not is_link and _is_part(path):
+                    own.append(path)
+                else:
+                    foreign.append(path)
+            folders.append(folder)
+
+        if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
+            foreign.append(self.folder)
+        elif self.folder.is_dir():
+            scan(self.folder)
+        return foreign, own, folders
+
+
+_FOLDER = re.compile(r"[0-9a-f]{24}")
+_FILE = re.compile(r"[0-9a-f]{24}\.safetensors")
+_PARTIAL = re.compile(r"\.[0-9a-f]{24}\.safetensors\.partial-.*")
+
+
+def _is_part(path: Path) -> bool:
+    """Return whether a file is a part, maybe a damaged one, by its name and metadata."""
+    from safetensors import SafetensorError, safe_open
+
+    if not _FILE.fullmatch(path.name):
+        return _PARTIAL.fullmatch(path.name) is not None
+    try:
+        with safe_open(path, framework="pt") as file:
+            return bool((file.metadata() or {}).get("regauge") == "cell")
+    except (OSError, SafetensorError):
+        return True
 
 
 def canonical_values(value: Any) -> bytes:

@@ -18,8 +18,8 @@ EXIT_CODES = {
     "library is missing, too old or vulnerable.",
     2: "Usage error: an unknown command or option, or a value that an option does not accept.",
     3: "The command ran, and a check failed: a law that should hold does not (`verify`, `barrier`, "
-    "`demo`), an attack exceeds `--fail-above` (`audit`), or training made the model worse "
-    "(`federate`).",
+    "`demo`), an attack exceeds `--fail-above` or may do so (`audit`), or training made the model "
+    "worse (`federate`).",
     INTERRUPTED: "Interrupted by Ctrl-C or SIGTERM. The last line states what is saved and how to "
     "continue.",
 }

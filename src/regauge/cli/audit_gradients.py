@@ -311,7 +311,9 @@ def gradients(
             resume=resume,
             progress=progress,
         )
-    return deliver(result.results, str(result), json, report)
+    code = deliver(result.results, str(result), json, report, must_decide=True)
+    result.delete_state()
+    return code
 
 
 def _parse_budget(text: str) -> tuple[int, int]:

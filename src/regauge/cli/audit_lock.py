@@ -145,7 +145,9 @@ def lock(
             resume=resume,
             progress=progress,
         )
-    return deliver(result.results, str(result), json, report)
+    code = deliver(result.results, str(result), json, report, must_decide=True)
+    result.delete_state()
+    return code
 
 
 app.command("split")(split)

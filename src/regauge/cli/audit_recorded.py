@@ -61,4 +61,6 @@ def audit_recorded(
             resume=resume,
             progress=progress,
         )
-    return deliver(result.results, str(result), json, report)
+    code = deliver(result.results, str(result), json, report)
+    result.delete_state()
+    return code

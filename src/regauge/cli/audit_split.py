@@ -222,7 +222,9 @@ def split(
             resume=resume,
             progress=progress,
         )
-    return deliver(result.results, str(result), json, report)
+    code = deliver(result.results, str(result), json, report, must_decide=True)
+    result.delete_state()
+    return code
 
 
 @contextmanager

@@ -124,6 +124,8 @@ def deliver(
     json: Path | None,
     report: Path | None,
     page_results: Results | None = None,
+    *,
+    must_decide: bool = False,
 ) -> int:
     """Print the text (or the JSON in its place), write the outputs, and return the exit code.
 
@@ -133,6 +135,7 @@ def deliver(
         json: where to write them as JSON; - prints them instead of the text.
         report: where to write the page.
         page_results: the results of the page, if it contains more.
+        must_decide: whether an inconclusive finding fails.
     """
     from regauge.results.findings import to_json
 
@@ -145,4 +148,5 @@ def deliver(
 
         write_bytes(report, page(page_results or results).encode())
         info(f"report: {report}")
-    return EXIT_FAILED if results.failed else 0
+    is_open = must_decide and results.inconclusive
+    return EXIT_FAILED if results.failed or is_open else 0

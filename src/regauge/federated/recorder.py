@@ -106,6 +106,12 @@ def recorded_rounds(folder: Path) -> dict[int, list[int]]:
     return rounds
 
 
+def recorded_files(folder: Path, number: int) -> list[Path]:
+    """Return the files of a recorded round."""
+    folders = [folder / name / f"round-{number:05}" for name in ("seen", "kept")]
+    return [path for part in folders for path in sorted(part.iterdir())]
+
+
 def load_update(folder: Path, number: int, client: int) -> RecordedUpdate:
     """Load one recorded contribution.
 

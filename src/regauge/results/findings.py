@@ -44,6 +44,7 @@ class Finding:
         spread: The standard deviation over `trials`.
         trials: The number of repeated measurements.
         interval: The 99 % interval of the value, given the baseline; None if it was not computed.
+        beats_floor: Whether the value exceeds the baseline; None if undecided, or not judged.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Finding:
     spread: float | None = None
     trials: int = 1
     interval: tuple[float, float] | None = None
+    beats_floor: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -194,9 +196,10 @@ def spread_of(values: Sequence[float]) -> float | None:
 def apply_threshold(f: Finding, threshold: float | None) -> Finding:
     """Return a finding with a verdict by a threshold.
 
-    It fails if its value exceeds this share of the distance from its floor to its ceiling, unless
-    its interval contains the floor. Findings with a verdict, without one of these numbers, or
-    without a threshold are returned unchanged.
+    It holds up to this share of the distance from its floor to its ceiling. Beyond, it fails if the
+    value exceeds the floor by `beats_floor`, by its interval, or without one; it holds if
+    `beats_floor` excludes that, and is inconclusive else. Findings with a verdict, without one of
+    these numbers, or without a threshold are returned unchanged.
     """
     if (
         f.holds is not None
@@ -208,8 +211,12 @@ def apply_threshold(f: Finding, threshold: float | None) -> Finding:
     ):
         return f
     gain, range_ = f.value - f.floor, f.ceiling - f.floor
-    is_chance = f.interval is not None and f.interval[0] <= f.floor
-    return replace(f, holds=is_chance or gain <= 0 or (range_ > 0 and gain / range_ <= threshold))
+    if f.beats_floor is False or gain <= 0 or (range_ > 0 and gain / range_ <= threshold):
+        return replace(f, holds=True)
+    if f.beats_floor or f.interval is None or f.interval[0] > f.floor:
+        return replace(f, holds=False)
+    reason = "the interval contains the floor"
+    return replace(f, sentence=f"{INCONCLUSIVE}, {reason}: {f.sentence}")
 
 
 def to_json(results: Results) -> str:

@@ -110,7 +110,7 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
     def describe(row: Row, result: AttackScores) -> str:
         return f"{result.value('exact'):.0%} of the texts exactly"
 
-    findings = tuple(build_findings(case, attacks, describe))
+    findings = tuple(build_findings(case, attacks, TEXTS, describe))
     results = Results(TITLE, findings, (table,), unchecked=tuple(_reasons(case)))
     return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
@@ -144,10 +144,11 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Finding]:
                 measure="AUC",
                 trials=len(aucs),
                 interval=evidence.interval,
+                beats_floor=SHARES["patches"].beats_guess(evidence),
             )
         ]
 
-    return build_findings(case, attacks, describe, patches)
+    return build_findings(case, attacks, IMAGES, describe, patches)
 
 
 def build_overview(case: Case) -> Table:
@@ -157,7 +158,7 @@ def build_overview(case: Case) -> Table:
     for row in case.rows:
         membership, quantity = row.evidence("patches"), SHARES["patches"]
         images = level(case, row)
-        patches = membership and membership.level(quantity.margin, quantity.certain)
+        patches = membership and quantity.level(membership)
         cells = [WORDS[name] if name else "not tried" for name in (images, patches)]
         if has_labels:
             share = row.share("labels")
@@ -329,4 +330,4 @@ def level(case: Case, row: Row) -> Level | None:
     """Return the level of the best attack on images; None if none was tried."""
     name, _ = row.best(case.metric)
     evidence = case.evidence(row, name, inputs=True) if name else None
-    return None if evidence is None else evidence.level(IMAGES.margin, IMAGES.certain)
+    return None if evidence is None else IMAGES.level(evidence)

@@ -45,7 +45,13 @@ from regauge.federated import state_store
 from regauge.federated.client import contribute, set_puzzle_seed, unwrap
 from regauge.federated.defences import apply_defences, frozen_names, read_defences
 from regauge.federated.partitions import partition_examples
-from regauge.federated.recorder import RecordedUpdate, load_rows, load_update, recorded_rounds
+from regauge.federated.recorder import (
+    RecordedUpdate,
+    load_rows,
+    load_update,
+    recorded_files,
+    recorded_rounds,
+)
 from regauge.federated.rounds import completed_rounds
 from regauge.federated.runs import Source
 from regauge.federated.settings import Settings, read_settings
@@ -136,6 +142,12 @@ def open_run(folder: Path, rounds: Sequence[int] = (), clients: Sequence[int] = 
     return RecordedRun(
         folder, settings, source, model, partition_examples(shared, settings), test, targets, task
     )
+
+
+def files_of(run: RecordedRun) -> list[Path]:
+    """Return the recorded files of the attacked rounds."""
+    numbers = dict.fromkeys(number for number, _ in run.targets)
+    return [path for number in numbers for path in recorded_files(run.folder, number)]
 
 
 def audit_recorded(

@@ -88,7 +88,7 @@ def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:
         return f"{words:.0%} of the tokens, {places:.0%} in their places"
 
     glossary = build_glossary([r.combination for r in case.rows], attacks)
-    findings = tuple(build_findings(case, attacks, describe))
+    findings = tuple(build_findings(case, attacks, TEXTS, describe))
     results = Results(TITLE, findings, (table, glossary))
     return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
@@ -117,7 +117,7 @@ def image_findings(case: Case, attacks: Sequence[Attack]) -> list[Any]:
         most = max(result.scores[LEAK])
         return f"of one image at most {most:.3f}; {share}; {result.seconds:.0f} s{seeds}"
 
-    return build_findings(case, attacks, describe)
+    return build_findings(case, attacks, IMAGES, describe)
 
 
 def build_table(case: Case, attacks: Sequence[Attack]) -> Table:

@@ -91,7 +91,7 @@ def test_least_squares_gives_60_db_on_vit_s_and_vit_b_in_float32(
 
 
 def test_local_steps_on_one_image_do_not_hide_it() -> None:
-    view, truth = make_update(vit(), "steps=5,rate=0.1", dtype=torch.float64)
+    view, truth = make_update(vit(), "steps=5,lr=0.1", dtype=torch.float64)
     assert view.update.kind == "change"
     assert psnr(embedding_least_squares(view)[0], truth.read["pixel_values"]) > 100
 
@@ -422,3 +422,12 @@ def test_descents_say_what_they_need() -> None:
     view, _ = make_update(vit(**TINY), batch=None)
     with pytest.raises(UpdateError, match="batch size must be granted"):
         inverting_gradients(view)
+
+
+def test_the_former_name_of_the_learning_rate_is_accepted() -> None:
+    former, present = parse_plan("steps=4,rate=0.05"), parse_plan("steps=4,lr=0.05")
+    assert former.steps == present.steps
+    assert former.steps is not None
+    assert former.steps.lr == 0.05
+    with pytest.raises(DefenceError, match="speed"):
+        parse_plan("steps=4,speed=0.05")

@@ -106,19 +106,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Steps:
-    """An update of `count` local SGD steps at the learning rate `rate`.
+    """An update of `count` local SGD steps at the learning rate `lr`.
 
     All steps are on the same batch, or with `fresh` each on its own batch.
     """
 
     count: float
-    rate: float = 0.01
+    lr: float = 0.01
     fresh: bool = False
     stage: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         require_integer("the number of steps", self.count, 1)
-        require_positive("the learning rate", self.rate, "steps=5,rate=0.1")
+        require_positive("the learning rate", self.lr, "steps=5,lr=0.1")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from regauge.core.names import items_of
 from regauge.errors import DefenceError
 
 NONE = "none"  # the combination without a defence
+FORMER_OPTIONS = {"rate": "lr"}  # accepted in place of the present names
 
 
 def require(condition: bool, message: str, hint: str) -> None:
@@ -75,7 +76,7 @@ def parse_from_table(text: str, table: Mapping[str, type]) -> Any:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if equals:
-            options[key] = _parse_value(value)
+            options[FORMER_OPTIONS.get(key, key)] = _parse_value(value)
         elif part in ("keep_cls",):
             options[part] = True
         else:

@@ -260,7 +260,7 @@ def _contribute_one(
             with torch.no_grad():
                 for name, p in parameters.items():
                     if name in grads and name not in frozen:
-                        p.sub_(plan.steps.rate * grads[name])
+                        p.sub_(plan.steps.lr * grads[name])
     if count > 1 and plan.steps is not None:
         update = {
             name: p.detach() - initial[name] for name, p in parameters.items() if name not in frozen
@@ -278,7 +278,7 @@ def _contribute_one(
     sent = (
         Update(update)
         if count == 1 or plan.steps is None
-        else Update(update, "change", count, plan.steps.rate)
+        else Update(update, "change", count, plan.steps.lr)
     )
     return sent, Truth(inputs, read, labels, puzzle)
 

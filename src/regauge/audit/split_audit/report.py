@@ -279,12 +279,12 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
         before = case.row(base)
         subject = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
         sentence = (
-            f"{subject}: against the best attack {leak} goes from {best(before):.2f} to "
-            f"{best(row):.2f} ({titles[row.best(leak)[0]]})"
+            f"{subject}: the best attack ({titles[row.best(leak)[0]]}) reaches {leak} "
+            f"{best(row):.2f} with them and {best(before):.2f} without"
         )
         if "decoder" in row.by_attack and "decoder" in before.by_attack:
             old, new = (r.value("decoder", leak) or 0.0 for r in (before, row))
-            sentence += f"; against the paper's decoder alone from {old:.2f} to {new:.2f}"
+            sentence += f"; the paper's decoder alone {new:.2f} and {old:.2f}"
         verdicts.append(Verdict(f"{sentence}."))
     if len(case.rows) > 1:
         safest = min(case.rows[1:], key=best)

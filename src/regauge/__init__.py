@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from regauge.matching.invariants import invariants as invariants
     from regauge.merging.api import MergeOptions as MergeOptions
     from regauge.merging.api import merge as merge
+    from regauge.merging.lora import extract_lora as extract_lora
     from regauge.models.cut import cut as cut
     from regauge.models.discovery import discover as discover
     from regauge.models.load import load_model as load_model
@@ -89,6 +90,7 @@ _HOME = {
     "dual": "core.axes",
     "element": "core.element",
     "evaluate": "locking.evaluation",
+    "extract_lora": "merging.lora",
     "fingerprint": "matching.fingerprint",
     "fold_norms": "models.transforms",
     "generate_key": "locking.keys",

@@ -285,9 +285,9 @@ def test_a_file_with_names_of_its_own(run: Run, a: Path, text: Path, tmp_path: P
     """
     from regauge.checkpoints.reader import open_checkpoint
     from regauge.merging.data_pass import _stored_names
-    from regauge.merging.engine import _open_model
+    from regauge.merging.engine import open_model
 
-    model = _open_model(str(a))
+    model = open_model(str(a))
     module = load_model(open_checkpoint(a), "float32")
     assert _stored_names(module, model, None) == {n: n for n, _ in module.named_parameters()}
     renamed = dict(module.named_parameters())

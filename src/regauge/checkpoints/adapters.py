@@ -74,7 +74,7 @@ class Layer(NamedTuple):
     @property
     def is_table(self) -> bool:
         """Whether this is an embedding, [rows, width], neither of which is contracted."""
-        return any(ax.leaves(self.into)) and not _is_input(self.into)
+        return any(ax.leaves(self.into)) and not is_input_axis(self.into)
 
 
 def adapter_spec(spec: Spec, names: Iterable[str]) -> Spec:
@@ -160,12 +160,12 @@ def _find_layer(spec: Spec, known: Mapping[str, Any], name: str, path: str) -> L
     if len(terms) < 2:
         raise SpecError(f'"{name}" adapts "{weight}", which has no input and output: {entry.axes}')
     first, second, *rest = terms
-    if _is_input(first) and not _is_input(second):
+    if is_input_axis(first) and not is_input_axis(second):
         return Layer(prefix, entry.pattern, stack, second, first, tuple(rest))
     return Layer(prefix, entry.pattern, stack, first, second, tuple(rest))
 
 
-def _is_input(term: ax.Term) -> bool:
+def is_input_axis(term: ax.Term) -> bool:
     """Return whether an axis is contracted with the layer's input: all of its spaces are starred.
 
     (The output of a key projection has a star on `qk` alone.)

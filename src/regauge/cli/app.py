@@ -34,6 +34,7 @@ _COMMANDS = {  # name: "module:function", imported on demand
     "match": "match:match",
     "compare": "match:compare",
     "merge": "merge:merge",
+    "extract-lora": "extract_lora:extract_lora",
     "barrier": "barrier:barrier",
     "evaluate": "evaluate:evaluate",
     "federate": "federate:federate",

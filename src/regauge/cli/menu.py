@@ -38,7 +38,7 @@ commands; `regauge COMMAND --help` ends with examples."""
 # Every command, in the order of the README's uses: `regauge --help` and the page of commands.
 PANELS = {
     "Start": ("demo", "doctor"),
-    "Align and merge": ("match", "merge", "barrier"),
+    "Align and merge": ("match", "merge", "extract-lora", "barrier"),
     "Check for a shared basis": ("compare", "fingerprint"),
     "Lock and seal": ("keygen", "lock", "unlock", "rekey", "seal", "open"),
     "Audit": ("audit lock", "audit split", "audit gradients"),
@@ -67,6 +67,8 @@ EXAMPLES = {
     "doctor": "regauge doctor\nregauge doctor --load --json",
     "evaluate": "regauge evaluate A B --data book.txt\n"
     "regauge evaluate LOCKED -k KEY --control --data IMAGES",
+    "extract-lora": "regauge extract-lora MODEL BASE -o ADAPTER --rank 16\n"
+    "regauge extract-lora MODEL BASE -o ADAPTER --energy 0.95 --save-modules",
     "federate": "regauge federate VIT --data IMAGES --clients 4 --rounds 10 -o RUN",
     "fingerprint": "regauge fingerprint MODEL --json",
     "inspect": "regauge inspect MODEL\nregauge inspect MODEL --explain stream",
@@ -104,6 +106,7 @@ EXAMPLES = {
 # The last line of a command that wrote {out}: what to do with it.
 NEXT = {
     "convert": "regauge inspect {out} shows its symmetries",
+    "extract-lora": "regauge evaluate BASE+{out} --data DATA measures it",
     "federate": "regauge evaluate {out}/model --data DATA measures the model",
     "jigsaw train": "regauge jigsaw evaluate {out} --data IMAGES measures it on puzzles",
     "keygen": "regauge lock MODEL -k {out} -o LOCKED locks a model with it",
@@ -129,6 +132,7 @@ FUNCTIONS = {
     "demo": "regauge.demo.run_demo",
     "doctor": "regauge.results.installation.check_installation",
     "evaluate": "regauge.evaluate",
+    "extract-lora": "regauge.extract_lora",
     "federate": "regauge.federated.run",
     "fingerprint": "regauge.fingerprint",
     "inspect": "regauge.models.summary.inspect",

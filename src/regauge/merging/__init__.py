@@ -18,6 +18,7 @@ State dicts go in, a new state dict comes out.
     transport        optimal transport between two models
     tokens           embedding tables of models with different vocabularies
     card             the model card
+    lora             the difference of two models as a LoRA adapter; `lora_layers` finds its layers
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def open_merge(
         MergeError: if models do not fit each other, or a required parameter is missing.
         LockError: if one of them is locked.
     """
-    models = {key: _open_model(key, (sources or {}).get(key), spec) for key in recipe.models}
+    models = {key: open_model(key, (sources or {}).get(key), spec) for key in recipe.models}
     for model in models.values():
         require_unlocked(model.checkpoint)
     models = untie_alike(models)
@@ -159,7 +159,7 @@ def _chat_template(recipe: Recipe, models: Mapping[str, Model]) -> str | None:
     return resolve_template(recipe.chat_template, folders)
 
 
-def _open_model(key: str, source: ModelSource | None = None, spec: Spec | None = None) -> Model:
+def open_model(key: str, source: ModelSource | None = None, spec: Spec | None = None) -> Model:
     """Open a model; its spec is None if no family describes it."""
     module = None
     if source is None or isinstance(source, str | Path):

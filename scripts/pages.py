@@ -378,7 +378,8 @@ REFERENCE = {
     "Verify": "verify Permuted",
     "Evaluate": "evaluate",
     "Match and merge": (
-        "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions extract_lora"
+        "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions "
+        "extract_lora"
     ),
     "Lock and seal": (
         "Key generate_key save_key load_key lock unlock authorize deauthorize seal open_sealed"

@@ -84,6 +84,8 @@ def extract_lora(
         )
     result.save(out)
     info(f"wrote {out}: {len(result.tensors)} tensors of {len(result.layers)} layers")
+    if not result.verdict.shared:
+        warn(f"{model} and {base} {result.verdict.words}; extracted by force")
     code = deliver(result.results, str(result), json, report)
     if result.lost:
         warn(f"the differences of {len(result.lost)} tensors are not in the adapter")

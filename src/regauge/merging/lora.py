@@ -382,21 +382,21 @@ def _extract(
                 hint="fetch the models again, or train again with a lower learning rate",
             )
         if name.endswith(".weight") and module in targets:
+            if progress is not None:
+                progress(done, len(targets), name)
+            done += 1
             if size:
                 b, a, kept = decompose(delta.T if layers.is_transposed else delta, limit, energy)
                 factors[module] = b, a
                 left_out = delta - ((b @ a).T if layers.is_transposed else b @ a)
                 error = float(left_out.double().norm()) / size
                 found.append(LoraLayer(module, len(a), size, error, kept))
-            done += 1
-            if progress is not None:
-                progress(done, len(targets), name)
         elif size:
             differing[name] = size
     if not factors:
-        where = "the targeted layers" if layers.others else "the linear layers"
         raise MergeError(
-            f"{model.key} must differ from {base.key} in {where}, got equal weights",
+            f"{model.key} must differ from {base.key} in the targeted linear layers, got equal "
+            "weights",
             hint="check that the models are not swapped for copies of one another",
         )
     others, modules, has_bias = _sort_others(model, base, differing, layers, factors, save_modules)
@@ -489,7 +489,7 @@ def _sort_others(
             reason = savable_module(base, name, factors)
             is_saved = save_modules and not reason
             if not reason:
-                reason = "not a target" if module in layers.others else "not a linear layer"
+                reason = layers.others.get(module, "not a linear layer")
         if is_saved and name not in biases and module not in modules:
             modules.append(module)
         others.append(OtherTensor(name, size, is_saved, reason))

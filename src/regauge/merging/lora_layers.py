@@ -32,12 +32,12 @@ class Layers:
 
     Attributes:
         names: the modules of the targeted linear layers, as stored.
-        others: the other linear layers.
+        others: the other linear layers, each with the reason why it is not targeted.
         is_transposed: whether their weights are stored [in, out], as by GPT-2's Conv1D.
     """
 
     names: tuple[str, ...]
-    others: tuple[str, ...]
+    others: Mapping[str, str]
     is_transposed: bool
 
 
@@ -50,18 +50,19 @@ def find_layers(base: Model, target: Sequence[str] | None) -> Layers:
     is_transposed = {name: flag for name in base.state if (flag := _layout(base, name)) is not None}
     # PEFT has one flag for all layers: the few of the other layout are left to `modules_to_save`
     majority = Counter(is_transposed.values()).most_common(1)
-    layers = [
-        name.removesuffix(".weight")
-        for name, flag in is_transposed.items()
-        if flag == majority[0][0]
-    ]
+    layers, others = [], {}
+    for name, flag in is_transposed.items():
+        if flag == majority[0][0]:
+            layers.append(name.removesuffix(".weight"))
+        else:
+            others[name.removesuffix(".weight")] = "stored in another layout than most layers"
     if not layers:
         raise MergeError(
             f"{base.key} must have linear layers (floating-point 2-D weights), got none",
             hint="quantised models must be converted to full precision first",
         )
     if target is None:
-        return Layers(tuple(layers), (), majority[0][0])
+        return Layers(tuple(layers), others, majority[0][0])
     for suffix in target:
         if not any(_has_suffix(name, suffix) for name in layers):
             known = sorted({name.rpartition(".")[2] for name in layers})
@@ -70,7 +71,7 @@ def find_layers(base: Model, target: Sequence[str] | None) -> Layers:
                 hint=f"choose from {', '.join(known)}",
             )
     chosen = tuple(n for n in layers if any(_has_suffix(n, suffix) for suffix in target))
-    others = tuple(n for n in layers if n not in set(chosen))
+    others |= dict.fromkeys(set(layers) - set(chosen), "not a target")
     return Layers(chosen, others, majority[0][0])
 
 

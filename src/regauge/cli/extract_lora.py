@@ -62,9 +62,10 @@ def extract_lora(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Extract a fine-tuned model's difference from its base as a LoRA adapter.
+    """Extract a LoRA adapter from a fine-tuned model.
 
-    Decomposes the difference of each linear layer by a truncated SVD, and writes PEFT's files.
+    Decomposes the difference of each linear layer from the base by a truncated SVD, and writes
+    PEFT's files.
     """
     check_outputs(json, report)
     import regauge

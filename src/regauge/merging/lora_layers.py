@@ -45,7 +45,7 @@ def find_layers(base: Model, target: Sequence[str] | None) -> Layers:
     """Return the linear layers of a model, and those that `target` names by suffixes.
 
     Raises:
-        MergeError: there are none, or a suffix matches none.
+        MergeError: the model has no linear layer, or a suffix matches no layer.
     """
     is_transposed = {name: flag for name in base.state if (flag := _layout(base, name)) is not None}
     # PEFT has one flag for all layers: the few of the other layout are left to `modules_to_save`

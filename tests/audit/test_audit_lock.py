@@ -18,7 +18,14 @@ from safetensors.torch import load_file, save_file
 from regauge import apply, authorize, element, generate_key, save_key
 from regauge.attacks.theft import Budget
 from regauge.audit import lock_audit as audit
-from regauge.audit.lock_audit import LockCase, _key_share, audit_lock, build_verdict
+from regauge.audit.lock_audit import (
+    LockCase,
+    _key_share,
+    audit_lock,
+    build_verdict,
+    gain_interval,
+)
+from regauge.audit.verdicts import Verdict
 from regauge.checkpoints.reader import LOCK_FIELD, open_checkpoint
 from regauge.cli import main
 from regauge.core.members import Dense, Monomial
@@ -187,14 +194,26 @@ def test_verdicts() -> None:
         == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
         "alone give 0.20."
     )
-    levels = {
-        interval: build_verdict([scored[0], replace(scored[1], interval=interval), scored[2]])
-        for interval in ((0.5, 0.7), (0.1, 0.9))
-    }
-    assert [next(v.level for v in found if "40 labels" in v.text) for found in levels.values()] == [
-        "partial",
-        "none",
-    ]
+    best, scratch = "lock/theft/new edges 40", "lock/theft/scratch 40"
+
+    def judge(right: list[bool], guessed: list[bool]) -> Verdict:
+        found = build_verdict(scored, {best: right, scratch: guessed})
+        return next(v for v in found if "40 labels" in v.text)
+
+    wrong = [False]
+    helps = judge([True] * 60 + wrong * 40, [True] * 20 + wrong * 80)
+    assert helps.level == "partial"
+    unclear = judge([True] * 7 + wrong * 3, [True] * 3 + wrong * 7)
+    assert unclear.level == "unclear"
+    assert "10 test examples are too few to decide if the locked weights help" in unclear.text
+    assert judge([True] * 10, [True] * 10).level == "unclear", "equal, and few"
+    same = judge([True] * 900 + wrong * 100, [True] * 900 + wrong * 100)
+    assert same.level == "none"
+    assert "at 99 % confidence the locked weights add at most 0.00" in same.text
+    guessed = [True] * 880 + wrong * 120  # 2 points of 1000, paired
+    assert gain_interval([True] * 900 + wrong * 100, guessed)[0] > 0
+    assert gain_interval(wrong * 100 + [True] * 900, guessed)[0] < 0
+    assert gain_interval([True] * 60, wrong * 60, 3)[0] < gain_interval([True] * 60, wrong * 60)[0]
 
 
 def test_what_counts_is_the_way_from_the_floor_to_the_ceiling() -> None:

@@ -6,7 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from regauge.audit.engine import Attack
+from regauge.audit.gradient_audit.clients import Truth
+from regauge.audit.gradient_audit.engine import GradientCase, score_other_texts, token_lists
+from regauge.audit.recorded_audit.report import Target, build_results
+from regauge.audit.scores import AttackScores, Row
+from regauge.audit.text_scores import score_texts
 from regauge.audit.verdicts import (
     Evidence,
     Quantity,
@@ -17,6 +24,7 @@ from regauge.audit.verdicts import (
     with_verdicts,
     write_verdicts,
 )
+from regauge.data.tasks import Examples
 from regauge.results.findings import Finding, Results, apply_threshold, from_json, to_json
 
 LABELS = Quantity("labels", "", 0.05, 0.9, "%", "labels")
@@ -94,6 +102,52 @@ def test_a_sentence_says_what_its_numbers_do() -> None:
         "Images are not revealed under private=1: PSNR 12.0 dB, about as a guess "
         "(a guess: 12.1 dB)."
     )
+
+
+def test_attacks_for_another_optimizer_do_not_exclude_a_leak() -> None:
+    rows = Row("", {"dlg": AttackScores("dlg", {"PSNR": [12.0]})}, floor={"PSNR": [12.1]})
+    targets = [Target(0, client, rows) for client in range(8)]
+    attacks = [Attack("dlg", "DLG", "", lambda: None)]
+    plain = build_results(targets, {}, attacks, is_text=False)
+    assert plain.headline.tone == "good"
+    assert plain.headline.text.startswith("Images are not revealed in round 1")
+    adaptive = build_results(targets, {}, attacks, False, "adamw")
+    assert adaptive.headline.tone == "none"
+    assert adaptive.headline.text == (
+        "Inconclusive for images in round 1: PSNR 12.0 dB (a guess: 12.1 dB); the attacks invert "
+        "steps of SGD, and the clients trained with adamw."
+    )
+    leaky = {"dlg": AttackScores("dlg", {"PSNR": [45.0]})}
+    targets[3] = replace(targets[3], row=replace(rows, by_attack=leaky))
+    leak = build_results(targets, {}, attacks, False, "adamw").headline.text
+    assert leak.startswith("Images are partly revealed in round 1")
+    assert "1 of 8 images is recovered" in leak
+
+
+def test_the_baseline_of_texts_is_assigned_as_an_attack_is() -> None:
+    """A guess at random scores like the baseline, whatever the number of texts in an update."""
+    rng = np.random.default_rng(0)
+    weights = 1 / np.arange(1, 101)
+
+    def sample(count: int) -> Examples:
+        ids = torch.from_numpy(rng.choice(100, (count, 12), p=weights / weights.sum()))
+        return Examples(count, 2, lambda i: ({"input_ids": ids[i]}, torch.zeros(len(i)).long()))
+
+    case = GradientCase(torch.nn.Identity(), sample(400), sample(400), (), (), updates=100, batch=4)
+    floor = np.mean(score_other_texts(case, 4, 100)["ROUGE-L"])
+
+    def tokens(texts: Examples) -> list[list[int]]:
+        inputs, labels = texts.batch(np.arange(400))
+        return token_lists(Truth(inputs, inputs, labels), False)
+
+    guesses, victims = tokens(sample(400)), tokens(case.victims)
+    at = [slice(i, i + 4) for i in range(0, 400, 4)]
+    attack = np.mean([score_texts(guesses[s], victims[s])["ROUGE-L"] for s in at])
+    assert abs(attack - floor) < 0.01
+    alone = np.mean(
+        [score_texts([g], [v])["ROUGE-L"] for g, v in zip(guesses, victims, strict=True)]
+    )
+    assert attack - alone > 0.02, "the assignment alone gains"
 
 
 def test_leaks_come_first_and_decide_the_headline() -> None:

@@ -34,7 +34,13 @@ from regauge.attacks.views import (
 )
 from regauge.audit.engine import Steps
 from regauge.audit.tables import plot_lock
-from regauge.audit.verdicts import Verdict, evidence_of_share, order_verdicts, with_verdicts
+from regauge.audit.verdicts import (
+    CONFIDENCE,
+    Verdict,
+    evidence_of_share,
+    order_verdicts,
+    with_verdicts,
+)
 from regauge.checkpoints.resume import StateStore
 from regauge.core.action import State, apply
 from regauge.core.element import Element
@@ -44,7 +50,7 @@ from regauge.core.names import items_of
 from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
-from regauge.data.tasks import Examples
+from regauge.data.tasks import Examples, logits_of
 from regauge.errors import AuditError, CutError, Hint
 from regauge.matching.barriers import score
 from regauge.matching.invariants import find_nonfinite
@@ -183,18 +189,22 @@ def audit_lock(
         references.floor, references.ceiling = saved.values["scores"]
     findings: list[Finding] = []
     costs: list[float] = []
+    hits: dict[str, list[bool]] = {}
     for title, run in plan:
 
         def compute(
             within: Progress, run: Callable[[Progress], Iterator[Finding]] = run
         ) -> tuple[Any, dict[str, torch.Tensor]]:
             timed, started = [], time.monotonic()
+            references.hits.clear()
             for finding in run(within):  # the time until each finding is its cost
                 timed.append((asdict(finding), round(time.monotonic() - started, 2)))
                 started = time.monotonic()
-            return {"findings": timed}, {}
+            return {"findings": timed, "hits": dict(references.hits)}, {}
 
-        for values, seconds in steps.run(title, title, compute).values["findings"]:
+        outcome = steps.run(title, title, compute).values
+        hits.update(outcome["hits"])
+        for values, seconds in outcome["findings"]:
             findings.append(apply_threshold(Finding(**values), fail_above))
             costs.append(seconds)
     if not findings:
@@ -221,7 +231,7 @@ def audit_lock(
         facts={"kind": case.kind},
         unchecked=tuple(unchecked),
     )
-    return with_verdicts(results, build_verdict(findings))
+    return with_verdicts(results, build_verdict(findings, hits))
 
 
 class References:
@@ -231,6 +241,7 @@ class References:
         self.case = case
         self.floor: Any = None
         self.ceiling: Any = None
+        self.hits: dict[str, list[bool]] = {}  # which test examples the last theft gets right
 
     def measure(self) -> list[float | None]:
         """Return the score of the locked model, and of the owner's if the key is available."""
@@ -239,8 +250,15 @@ class References:
         return [_evaluate(self.case, state) for state in (self.case.state, owner)]
 
 
-def build_verdict(findings: Sequence[Finding]) -> list[Verdict]:
-    """Return the consequences for the owner of the lock, the worst first."""
+def build_verdict(
+    findings: Sequence[Finding], hits: Mapping[str, Sequence[bool]] | None = None
+) -> list[Verdict]:
+    """Return the consequences for the owner of the lock, the worst first.
+
+    Args:
+        findings: The findings.
+        hits: For each theft, by the id of its finding, which test examples it gets right.
+    """
     by_id = {f.id: f for f in findings}
     recovered = {f.id for f in findings if f.value is not None and f.value >= RECOVERED}
     verdicts = []
@@ -290,7 +308,9 @@ def build_verdict(findings: Sequence[Finding]) -> list[Verdict]:
                 "none" if guessed else "partial",
             )
         )
-    verdicts += _theft_verdicts(by_id, "No relative known" if base is None else "Without a base")
+    verdicts += _theft_verdicts(
+        by_id, hits or {}, "No relative known" if base is None else "Without a base"
+    )
     if "lock/known inputs" in recovered:
         verdicts.append(
             Verdict(
@@ -317,27 +337,61 @@ def build_verdict(findings: Sequence[Finding]) -> list[Verdict]:
     return order_verdicts(verdicts)
 
 
-def _theft_verdicts(by_id: Mapping[str, Finding], situation: str) -> list[Verdict]:
+def _theft_verdicts(
+    by_id: Mapping[str, Finding], hits: Mapping[str, Sequence[bool]], situation: str
+) -> list[Verdict]:
     """Judge the best theft with most labels against a model trained on the labels alone."""
     thefts = [f for i, f in by_id.items() if i.startswith("lock/theft/") and f.value is not None]
     stolen = [f for f in thefts if "scratch" not in f.id]
     if not stolen:
         return []
     labels = max(int(f.id.rsplit(" ", 1)[1]) for f in stolen)
-    best = max((f for f in stolen if f.id.endswith(f" {labels}")), key=lambda f: f.value or 0.0)
+    rivals = [f for f in stolen if f.id.endswith(f" {labels}")]
+    best = max(rivals, key=lambda f: f.value or 0.0)
     scratch = by_id.get(f"lock/theft/scratch {labels}")
     ceiling = f" of {best.ceiling:.2f}" if best.ceiling is not None else ""
     sentence = f"{situation}: an attacker with {labels} labels reaches {best.value:.2f}{ceiling}"
     if scratch is None or scratch.value is None or best.value is None:
         return [Verdict(f"{sentence}.")]
     sentence += f"; the labels alone give {scratch.value:.2f}"
-    if best.interval is None:
+    if best.id not in hits or scratch.id not in hits:
         return [Verdict(f"{sentence}.")]
-    gains = best.interval[0] > scratch.value
+    low, high = gain_interval(hits[best.id], hits[scratch.id], len(rivals))
     usable = best.ceiling is not None and best.value >= best.ceiling - MARGIN
-    if gains:
+    if low > 0:
         return [Verdict(f"{sentence}.", "leak" if usable else "partial")]
-    return [Verdict(f"{sentence}: the locked weights do not help it measurably.", "none")]
+    if high <= MARGIN:
+        help_ = f"at 99 % confidence the locked weights add at most {high:.2f}"
+        return [Verdict(f"{sentence}; {help_}.", "none")]
+    few = f"{len(hits[best.id])} test examples are too few to decide if the locked weights help"
+    return [Verdict(f"{sentence}; {few}.", "unclear")]
+
+
+def gain_interval(
+    better: Sequence[bool], baseline: Sequence[bool], tried: int = 1
+) -> tuple[float, float]:
+    """Return the 99 % interval of the gain in accuracy, paired over the same test examples.
+
+    It is the adjusted Wald interval of Agresti and Min (2005), which is not empty if all pairs
+    agree.
+
+    Args:
+        better: Which examples the better model gets right.
+        baseline: Which examples the baseline gets right.
+        tried: The number of models of which this is the best (Bonferroni).
+
+    Example:
+        >>> low, high = gain_interval([True] * 10, [True] * 7 + [False] * 3)
+        >>> low < 0 < high
+        True
+    """
+    from scipy.stats import norm
+
+    difference = np.asarray(better, float) - np.asarray(baseline, float)
+    count, net = len(difference) + 2, float(difference.sum())
+    variance = float(np.abs(difference).sum()) + 1 - net**2 / count
+    width = norm.isf((1 - CONFIDENCE) / 2 / tried) * math.sqrt(variance) / count
+    return net / count - float(width), net / count + float(width)
 
 
 def _reason_skipped(case: LockCase, name: str) -> str:
@@ -616,6 +670,8 @@ def _try_theft(
 
         stolen = THEFTS[way](view, variant, report)
         values.append(_evaluate(case, stolen.state_dict(), stolen))
+        if values[-1] >= max(v for v in (-math.inf, *values) if not math.isnan(v)):
+            references.hits[f"lock/theft/{way} {count}"] = _find_correct(stolen, case.test)
     value = max(values, key=lambda v: -math.inf if math.isnan(v) else v)
     sentence = f"{value:.3f} with {count} labels; the locked model {floor:.3f}" + (
         "" if owner is None else f", the owner's {owner:.3f}"
@@ -762,6 +818,18 @@ def _evaluate(case: LockCase, state: Any, model: torch.nn.Module | None = None) 
         module, {n: v.float() if v.is_floating_point() else v for n, v in state.items()}, case.test
     )
     return -scores.loss if case.test.causal else scores.accuracy
+
+
+def _find_correct(model: torch.nn.Module, examples: Examples | None) -> list[bool]:
+    """Return which examples a model gets right."""
+    assert examples is not None
+    correct: list[bool] = []
+    model.eval()
+    for start in range(0, len(examples), 16):
+        inputs, labels = examples.batch(np.arange(start, min(start + 16, len(examples))))
+        with torch.no_grad():
+            correct += (logits_of(model, inputs).argmax(1) == labels).tolist()
+    return correct
 
 
 def _metric_name(case: LockCase) -> str:

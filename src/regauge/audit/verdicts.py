@@ -215,6 +215,7 @@ def write_verdicts(
     quantity: Quantity,
     measured: Iterable[tuple[str, Evidence, str]],
     under: Callable[[Sequence[str]], str] | None = None,
+    limit: str = "",
 ) -> list[Verdict]:
     """Return a sentence for each level that occurs, with the cases that have it.
 
@@ -222,11 +223,14 @@ def write_verdicts(
         quantity: What is recovered.
         measured: The name of each case, its evidence, and the attack.
         under: Describe some cases, which are combinations of defences by default.
+        limit: Why the attacks do not suffice to exclude a leak; empty if they do.
     """
     under = under or _under_defences
     by_level: dict[Level, list[tuple[str, Evidence, str]]] = {}
     for case in measured:
-        by_level.setdefault(quantity.level(case[1]), []).append(case)
+        level = quantity.level(case[1])
+        level = "unclear" if limit and level == "none" else level
+        by_level.setdefault(level, []).append(case)
     verdicts = []
     for level in ORDER:
         cases = by_level.get(level, [])
@@ -244,10 +248,8 @@ def write_verdicts(
         where = under([name for name, _, _ in cases])
         if level == "unclear":
             few = f"{fewest} {quantity.units} are" if fewest > 1 else f"1 {quantity.units[:-1]} is"
-            text = (
-                f"Inconclusive for {quantity.name} {where}: {values} ({guess}); {few} too few to "
-                "distinguish it from a guess."
-            )
+            reason = limit or f"{few} too few to distinguish it from a guess"
+            text = f"Inconclusive for {quantity.name} {where}: {values} ({guess}); {reason}."
         elif level == "none":
             text = f"{subject} are not revealed {where}: {values}, about as a guess ({guess})."
         else:

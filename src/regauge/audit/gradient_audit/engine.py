@@ -236,7 +236,9 @@ def audit_gradients(
     stages = {name: [measure(c, stage=name) for c in combinations] for name in case.stages}
     steps.finish()
     if case.is_text:
-        floors = {ANOTHER_TEXT: score_other_texts(case)}
+        floors = {
+            ANOTHER_TEXT: score_other_texts(case, case.batch, _count_updates(case, case.batch))
+        }
         measured = Case(case.name, rows, floors, metric="ROUGE-L", subject="texts")
         return apply_verdicts(report.build_text_results(measured, attacks), fail_above)
     shown = to_pixels(case, _first_victims(case, pictures)) if pictures else None
@@ -352,9 +354,12 @@ def audit_combination(
         return attack_updates(attack, chosen, attacker, within)
 
     row = attack_row(steps or Steps(), f"{stage}/{combination}", combination, attacks, run)
-    floor = None
-    if not case.is_text:
-        floor = _score_mean_image(case, _count_updates(case, size) * size, None)
+    count = _count_updates(case, size)
+    floor = (
+        score_other_texts(case, size, count)
+        if case.is_text
+        else _score_mean_image(case, count * size, None)
+    )
     inputs = None
     if pictures and isinstance(plan.model, Mjp):
         read = [u.truth.read["pixel_values"] for u in updates() if u.truth.puzzle is not None]
@@ -563,14 +568,22 @@ def score_baselines(case: GradientCase, lpips: Lpips | None) -> dict[str, Scores
     return scores
 
 
-def score_other_texts(case: GradientCase) -> Scores:
-    """Score texts of the attacker as guesses of the attacked ones."""
-    count = min(len(case.own), len(case.victims), max(1, case.updates * case.batch))
+def score_other_texts(case: GradientCase, size: int, count: int) -> Scores:
+    """Score texts of the attacker as guesses of some updates, assigned as those of an attack.
+
+    Args:
+        case: The data.
+        size: The number of texts in an update.
+        count: The number of updates.
+    """
+    total = min(size * count, len(case.victims))
     texts = []
     for data in (case.own, case.victims):
-        inputs, labels = data.batch(np.arange(count))
+        inputs, labels = data.batch(np.arange(total) % len(data))
         texts.append(token_lists(Truth(inputs, inputs, labels), data.causal))
-    return merge_scores([score_texts([guess], [text]) for guess, text in zip(*texts, strict=True)])
+    own, victims = texts
+    updates = [slice(first, first + size) for first in range(0, total, size)]
+    return merge_scores([score_texts(own[update], victims[update]) for update in updates])
 
 
 def _score_mean_image(case: GradientCase, count: int, lpips: Lpips | None) -> Scores:

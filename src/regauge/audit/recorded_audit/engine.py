@@ -206,7 +206,7 @@ def audit_recorded(
     run_state = state_store.load(run.folder)
     history = completed_rounds(run_state.history) if run_state else []
     accuracy = {past.number: past.measures.get("accuracy") for past in history}
-    results = report.build_results(targets, accuracy, chosen, is_text)
+    results = report.build_results(targets, accuracy, chosen, is_text, run.settings.optimizer)
     facts = {
         **results.facts,
         "run": str(run.folder),

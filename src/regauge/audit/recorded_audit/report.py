@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -68,6 +68,7 @@ def build_results(
     accuracy: Mapping[int, float | None],
     attacks: Sequence[Attack],
     is_text: bool,
+    optimizer: str = "sgd",
 ) -> Results:
     """Return accuracy and leakage over rounds.
 
@@ -76,7 +77,12 @@ def build_results(
         accuracy: The accuracy after each completed round.
         attacks: The attacks.
         is_text: Whether they recover texts.
+        optimizer: The optimizer of the clients. The attacks invert SGD: with another one they do
+            not show that nothing is revealed.
     """
+    limit = ""
+    if optimizer != "sgd":
+        limit = f"the attacks invert steps of SGD, and the clients trained with {optimizer}"
     leak = TEXT_FORMAT if is_text else IMAGE_FORMAT
     ordered = {a.name for a in attacks if a.is_ordered}
     numbers = sorted({target.round for target in targets})
@@ -127,11 +133,11 @@ def build_results(
         y: dict[str, list[float | None]] = {"the best attack": aucs, "a guess": [0.5] * len(x)}
         figures.append(line_figure("Was this patch in the batch?", x, y, "round", "AUC", log=False))
     figures += gallery("First and last", [pair for t in targets for pair in _pictures(t, leak)])
-    evidence = {n: gather_evidence(n, scores, targets) for n in numbers}
+    evidence = {n: gather_evidence(n, scores, targets, leak, ordered) for n in numbers}
     verdicts = []
     for kind, quantity in {"leak": leak.quantity, **SHARES}.items():
         found = [(str(n + 1), e[kind], "") for n, e in evidence.items() if kind in e]
-        verdicts += write_verdicts(quantity, found, _in_rounds)
+        verdicts += write_verdicts(quantity, found, _in_rounds, limit)
     if not any("leak" in e for e in evidence.values()):
         none = f"No verdict on whole {leak.subject}: none of the selected attacks applies."
         verdicts.append(Verdict(none, "unclear"))
@@ -145,7 +151,8 @@ def build_results(
             means[n]["floor"],
             None,
             " ".join(
-                v.text for v in write_verdicts(leak.quantity, [(str(n + 1), e, "")], _in_rounds)
+                v.text
+                for v in write_verdicts(leak.quantity, [(str(n + 1), e, "")], _in_rounds, limit)
             ),
             measure=leak.measure,
             trials=e.count,
@@ -164,16 +171,24 @@ def build_results(
 
 
 def gather_evidence(
-    number: int, scores: Sequence[Means], targets: Sequence[Target]
+    number: int,
+    scores: Sequence[Means],
+    targets: Sequence[Target],
+    leak: LeakFormat,
+    ordered: set[str],
 ) -> dict[str, Evidence]:
     """Return the evidence of a round, over its updates, by kind."""
     chosen = [(s, t.row) for s, t in zip(scores, targets, strict=True) if t.round == number]
     evidence: dict[str, Evidence | None] = {}
-    pairs = [(s["leak"], s["floor"]) for s, _ in chosen]
-    known = [(leak, floor) for leak, floor in pairs if leak is not None and floor is not None]
+    pairs = [(s["leak"], s["floor"], row) for s, row in chosen]
+    known = [(x, floor, row) for x, floor, row in pairs if x is not None and floor is not None]
     if known:
-        leaks, floors = ([pair[i] for pair in known] for i in (0, 1))
-        evidence["leak"] = evidence_of_mean(leaks, floors)
+        over_updates = evidence_of_mean([x for x, _, _ in known], [floor for _, floor, _ in known])
+        rows = [row for _, _, row in known]
+        each = [v for r in rows for v in r.by_attack[best_of(r, leak, ordered)].scores[leak.metric]]
+        guesses = [v for row in rows for v in (row.floor or {})[leak.metric]]
+        reach = 2 * max(guesses) - statistics.fmean(guesses)
+        evidence["leak"] = replace(over_updates, examples=tuple(each), reach=reach)
     for kind in SHARES:
         rows = [row for _, row in chosen if row.shares.get(kind)]
         if rows:
@@ -194,13 +209,18 @@ def _in_rounds(names: Sequence[str]) -> str:
 
 def measure(row: Row, leak: LeakFormat, ordered: set[str]) -> dict[str, float | None]:
     """Return the leak of the best attack with an order, the floor, and what else is recovered."""
-    values = {n: s.value(leak.metric) or 0.0 for n, s in row.by_attack.items() if n in ordered}
-    best = max(values, key=lambda n: values[n], default="")
+    best = best_of(row, leak, ordered)
     further = {
         key: row.value(best, key) if key == "exact" else row.share(key) for key in leak.columns
     }
     floor = None if row.floor is None else mean_score(row.floor, leak.metric)
-    return {"leak": values.get(best), "floor": floor, **further}
+    return {"leak": row.value(best, leak.metric), "floor": floor, **further}
+
+
+def best_of(row: Row, leak: LeakFormat, ordered: set[str]) -> str:
+    """Return the best attack with an order; empty without one."""
+    values = {n: s.value(leak.metric) or 0.0 for n, s in row.by_attack.items() if n in ordered}
+    return max(values, key=lambda n: values[n], default="")
 
 
 def _average(values: Sequence[float | None]) -> float | None:

@@ -62,7 +62,7 @@ def rotate(
 
 
 @FAMILIES
-def test_an_authorised_model_is_the_plain_one(name: str) -> None:
+def test_an_authorized_model_is_the_plain_one(name: str) -> None:
     """Outputs and hidden states are equal; gradients of the edges are equal, those of the backbone
     follow the dual action.
     """
@@ -262,7 +262,7 @@ def test_a_lock_of_inner_spaces_has_edges_that_do_nothing() -> None:
     authorize_with_element(twin, g)
     assert is_authorized(twin)
     assert distance(compute_outputs(twin, IDS), compute_outputs(model, IDS)) < 1e-9
-    with pytest.raises(AuthorizeError, match="authorised already"):
+    with pytest.raises(AuthorizeError, match="authorized already"):
         authorize_with_element(twin, g)
 
 
@@ -424,7 +424,7 @@ def test_trained_gains_dropout_and_scales_are_refused() -> None:
 
 
 def test_what_the_lock_does_not_touch_may_be_trained_by_any_optimizer() -> None:
-    """A new head on a frozen backbone; another model; the same model after its authorisation was
+    """A new head on a frozen backbone; another model; the same model after its authorization was
     taken off.
     """
     _, twin, g = rotate("llama")
@@ -573,13 +573,13 @@ def test_two_processes_of_accelerate_train_it_as_the_plain_model(tmp_path) -> No
 # What is kept, copied and saved.
 
 
-def test_authorising_twice_is_an_error() -> None:
+def test_authorizing_twice_is_an_error() -> None:
     _, twin, g = pair("gpt2")
     authorize_with_element(twin, g)
-    with pytest.raises(AuthorizeError, match="authorised already") as error:
+    with pytest.raises(AuthorizeError, match="authorized already") as error:
         authorize_with_element(twin, g)
     assert "deauthorize" in str(error.value.hint)
-    with pytest.raises(AuthorizeError, match="authorised already"):
+    with pytest.raises(AuthorizeError, match="authorized already"):
         authorize_with_element(twin.transformer, g)
 
 
@@ -619,7 +619,7 @@ def test_a_saved_model_holds_no_key_and_refuses_to_run() -> None:
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
     assert not is_authorized(loaded)
-    with pytest.raises(AuthorizeError, match="saved while it was authorised"):
+    with pytest.raises(AuthorizeError, match="saved while it was authorized"):
         loaded(**IDS)
     authorize_with_element(loaded, g)
     assert distance(compute_outputs(loaded, IDS), expected) < 1e-9
@@ -682,7 +682,7 @@ def test_mistakes_are_named() -> None:
         authorize_with_element(build("gpt2-untied"), element(spec_of(build("llama")), 1))
     with pytest.raises(AuthorizeError, match="permuted by a wrapper"):
         authorize_with_element(Permuted(build("gpt2"), columns=g, rows=False).model, g)
-    with pytest.raises(CutError, match="is authorised"):
+    with pytest.raises(CutError, match="is authorized"):
         Permuted(authorize_with_element(twin, g), columns=g)
     bart, _, h = pair("bart")
     bart.model.encoder.layerdrop = 0.1

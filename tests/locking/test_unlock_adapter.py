@@ -31,7 +31,7 @@ class Case(NamedTuple):
     Attributes:
         folder: Has "plain", "locked", "KEY" and "adapter".
         key: The key.
-        logits: Those of the authorised model with the adapter.
+        logits: Those of the authorized model with the adapter.
     """
 
     folder: Path

@@ -76,7 +76,7 @@ def new_edges(
 def fine_tune(
     view: LockedFileWithLabels, budget: Budget, progress: Progress | None = None
 ) -> torch.nn.Module:
-    """Fine-tune the whole locked model: the unauthorised user of Xu et al.
+    """Fine-tune the whole locked model: the unauthorized user of Xu et al.
 
     Sees: the locked file and some labelled examples.
     Recovers: a model for the owner's task.

@@ -76,7 +76,7 @@ def show_lock(context: DemoContext) -> Results:
         for n in plain
         if "k_proj.bias" not in n and "key.bias" not in n
     )
-    without, authorised = accuracies["anyone, without the key"], accuracies["owner, with the key"]
+    without, authorized = accuracies["anyone, without the key"], accuracies["owner, with the key"]
     findings = (
         Finding(
             "locked/chance",
@@ -91,8 +91,8 @@ def show_lock(context: DemoContext) -> Results:
         Finding(
             "locked/authorised",
             "With its key it is as accurate as the plain model.",
-            authorised == plain_accuracy,
-            authorised,
+            authorized == plain_accuracy,
+            authorized,
             chance,
             plain_accuracy,
             "the same number of digits is classified correctly",
@@ -136,7 +136,7 @@ def show_lock(context: DemoContext) -> Results:
 
 def _conclude(accuracies: dict[str, float], base: Finding) -> Claim:
     is_undone = (base.value or 0.0) >= 0.99
-    without, authorised = accuracies["anyone, without the key"], accuracies["owner, with the key"]
+    without, authorized = accuracies["anyone, without the key"], accuracies["owner, with the key"]
     return Claim(
         "A lock is worth nothing against an attacker with the base model"
         if is_undone
@@ -144,7 +144,7 @@ def _conclude(accuracies: dict[str, float], base: Finding) -> Claim:
         "bad" if is_undone else "mixed",
         f"{base.value or 0.0:.0%}",
         "of the key recovered by comparing the locked weights with the public base",
-        f"The key decides the basis of the weights: the model is {authorised:.0%} correct with it, "
+        f"The key decides the basis of the weights: the model is {authorized:.0%} correct with it, "
         f"{without:.0%} without. Locking is obfuscation; to protect a file, encrypt it "
         "(regauge seal).",
         "regauge keygen -o KEY\nregauge lock MODEL -k KEY -o LOCKED\n"

@@ -70,7 +70,7 @@ def run(
         clients: The number of clients; like the next three, in place of that of the settings.
         rounds: The number of rounds. A larger number extends a finished run.
         strategy: The rule from contributions to the next model: "fedavg", "fedprox", "fedadam" or
-            "matched", which aligns clients with different initialisations.
+            "matched", which aligns clients with different initializations.
         aggregation: The rule that combines contributions: "mean", "median", "trimmed-mean" or
             "clipped-mean".
         settings: All settings: partition, local training, defences, secure sums, limits, seed.

@@ -1,7 +1,7 @@
 """Secure aggregation by Flower's SecAgg+: the server learns only the mean of the contributions.
 
 SecAgg+ of Flower 1.41 uses the older interface (FitIns, a LegacyContext), which is translated here
-on both sides. Changes are quantised to 22 bits between -1 and 1, so that the mean is exact to about
+on both sides. Changes are quantized to 22 bits between -1 and 1, so that the mean is exact to about
 1e-6; a client with a change that is not finite, or larger, drops out. Clients that drop out after
 the key exchange are recovered from, as long as two thirds reply. Single contributions cannot be
 inspected, so none can be rejected by its values: one client can spoil a mean. The mean counts as

@@ -1,4 +1,4 @@
-"""Federated fusion: align clients with different initialisations before averaging.
+"""Federated fusion: align clients with different initializations before averaging.
 
 Two networks that were trained separately may be equal up to a change of basis; their mean is not.
 The strategy `matched` folds the norms of the weights of a first round, then aligns one client after

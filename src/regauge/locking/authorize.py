@@ -1,4 +1,4 @@
-"""Authorisation: a locked model computes the plain function while its weights stay locked.
+"""Authorization: a locked model computes the plain function while its weights stay locked.
 
 A lock transforms the backbone alone, so that embedding and head no longer fit it.
 `authorize_with_element(model, g)` registers hooks on the first and the last block of every
@@ -11,8 +11,8 @@ transformed at the input too.
     deauthorize(model)                 # locked again
 
 The model stays an ordinary module: torch, torch.compile, gradient checkpointing and DDP all support
-hooks. A deepcopy is authorised like its original. The element is never written to disk: a pickled
-copy raises until it is authorised again.
+hooks. A deepcopy is authorized like its original. The element is never written to disk: a pickled
+copy raises until it is authorized again.
 
 Optimizers whose steps would differ from those on the plain model raise at their first step
 (`regauge.locking.optimizer_guard`).
@@ -62,7 +62,7 @@ class AxisTransform:
     def __init__(self, space: str, member: Member, dim: int) -> None:
         self.space, self.size, self.dim = space, member.size, dim
         self.cache: dict[tuple[str, torch.dtype], _AxisTensors] = {}
-        with torch.inference_mode(False):  # a model authorised for inference may be trained later
+        with torch.inference_mode(False):  # a model authorized for inference may be trained later
             self._set_member(member)
         for dtype in (torch.float32, torch.float64):
             self._tensors(torch.device("cpu"), dtype)
@@ -142,7 +142,7 @@ class _Closed(_Hook):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise AuthorizeError(
-            "this model was saved while it was authorised, and the key was not saved with it",
+            "this model was saved while it was authorized, and the key was not saved with it",
             hint="authorize it again, or call regauge.locking.authorize.deauthorize(model) to "
             "use it as the locked model",
         )
@@ -268,7 +268,7 @@ def authorize(
         WrongKeyError: Another key locked it.
         TamperedModelError: The record or, with `files`, a file or weight was changed.
         AuthorizeError: The model was loaded with an adapter (transformers loads an
-            `adapter_model.safetensors` in the folder by default), or is authorised already.
+            `adapter_model.safetensors` in the folder by default), or is authorized already.
 
     Example:
         >>> key = regauge.generate_key()
@@ -366,13 +366,13 @@ def authorize_with_element(
         The model.
 
     Raises:
-        AuthorizeError: The model is authorised or permuted already, or drops layers.
+        AuthorizeError: The model is authorized or permuted already, or drops layers.
         SpecError: The model does not fit the element's spec.
         CutError: The model cannot be cut.
     """
     if is_authorized(model):
         raise AuthorizeError(
-            f"this {type(model).__name__} is authorised already",
+            f"this {type(model).__name__} is authorized already",
             hint="call regauge.locking.authorize.deauthorize(model) first",
         )
     if getattr(model, PERMUTED, False):
@@ -391,7 +391,7 @@ def authorize_with_element(
     require(
         check(element.spec, model.state_dict()),
         f'this {type(model).__name__} does not fit the element\'s spec "{element.spec.family}"',
-        hint="authorise the model itself, before adding adapters and wrappers",
+        hint="authorize the model itself, before adding adapters and wrappers",
     )
     hooks = list(_plan_hooks(model_cut, element))
     _remove_hooks(model)
@@ -416,10 +416,10 @@ def authorize_with_element(
 
 
 def deauthorize(model: Module) -> None:
-    """Remove the authorisation: the locked backbone fits neither embedding nor head again.
+    """Remove the authorization: the locked backbone fits neither embedding nor head again.
 
     Args:
-        model: An authorised model, which is changed in place.
+        model: An authorized model, which is changed in place.
 
     Example:
         >>> key = regauge.generate_key()
@@ -436,7 +436,7 @@ def deauthorize(model: Module) -> None:
 
 
 def is_authorized(model: Module) -> bool:
-    """Return whether a model, or one that it wraps, is authorised."""
+    """Return whether a model, or one that it wraps, is authorized."""
     return any(
         module.__dict__.get(_EDGE_ATTRIBUTE) is not None
         or any(
@@ -448,7 +448,7 @@ def is_authorized(model: Module) -> bool:
 
 
 def edge_of(model: Module) -> Edge | None:
-    """Return the edge of a model, or of one that it wraps; None if it is not authorised."""
+    """Return the edge of a model, or of one that it wraps; None if it is not authorized."""
     return next(
         (
             m.__dict__[_EDGE_ATTRIBUTE]
@@ -465,7 +465,7 @@ def _forward_hooks_of(module: Module) -> Iterator[Any]:
 
 
 def _remove_hooks(model: Module) -> None:
-    """Remove the hooks of an authorisation from all modules."""
+    """Remove the hooks of an authorization from all modules."""
     for module in model.modules():
         for hooks, options in (
             (module._forward_pre_hooks, [module._forward_pre_hooks_with_kwargs]),

@@ -28,7 +28,7 @@ PERMUTED = "_regauge_permuted"  # attribute of a model with a backbone permuted 
 
 
 class Edge:
-    """The authorisation of a model, stored as its attribute and never pickled.
+    """The authorization of a model, stored as its attribute and never pickled.
 
     Attributes:
         model: Weak reference to the model.

@@ -82,7 +82,7 @@ class Permuted(torch.nn.Module):
 
     Raises:
         CutError: The model cannot be cut, its rows cannot be permuted, or it is wrapped or
-            authorised already.
+            authorized already.
 
     Example:
         >>> model.set_attn_implementation("eager")
@@ -121,7 +121,7 @@ class Permuted(torch.nn.Module):
             )
         if is_authorized(model):
             raise CutError(
-                f"this {type(model).__name__} is authorised: its backbone is locked",
+                f"this {type(model).__name__} is authorized: its backbone is locked",
                 hint="unlock it first, or deauthorize it",
             )
         if self._columns is not None:

@@ -506,7 +506,7 @@ def score_reconstructions(guesses: Tensor, images: Tensor, lpips: Lpips | None) 
 def split_own_images(own: Examples) -> tuple[Examples, Examples]:
     """Return the adversary's images, and held-out images for non-members in membership attacks.
 
-    An adversary that had the non-members would recognise them as such.
+    An adversary that had the non-members would recognize them as such.
     """
     count = len(own) if len(own) < 8 else len(own) - min(100, len(own) // 4)
     first = count if count < len(own) else 0

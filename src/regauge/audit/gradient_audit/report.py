@@ -168,7 +168,7 @@ def build_overview(case: Case) -> Table:
     columns = ("defences", "images", "patches", *labels, "images in an update")
     note = (
         f"By the best attack that was tried. Images: revealed from {IMAGES.certain:.0f} dB on, "
-        f"where a picture is recognised; not revealed within {IMAGES.margin} dB of the mean image. "
+        f"where a picture is recognized; not revealed within {IMAGES.margin} dB of the mean image. "
         f"Patches: whether one was in the batch; revealed from an AUC of "
         f"{SHARES['patches'].certain} on, not revealed up to {0.5 + SHARES['patches'].margin}. "
         "Inconclusive: too few updates to distinguish the attack from a guess at 99 % confidence."
@@ -249,7 +249,7 @@ def gallery_figures(case: Case) -> list[Figure]:
             rows.append((f"{row.combination}: {best:.0f} dB ({name})", images))
     caption = (
         f"The best attack under each combination. The mean image has {case.floor(LEAK):.1f} "
-        f"dB; from about {IMAGES.certain:.0f} dB on, a picture is recognised."
+        f"dB; from about {IMAGES.certain:.0f} dB on, a picture is recognized."
     )
     return gallery(f"{case.name}: what the server recovers", rows, caption)
 

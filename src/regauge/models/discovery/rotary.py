@@ -1,4 +1,4 @@
-"""Rotary positions, recognised as a whole: x * cos + turn(x) * sin, where turn(x) rotates every
+"""Rotary positions, recognized as a whole: x * cos + turn(x) * sin, where turn(x) rotates every
 2-plane of x by a quarter turn.
 
 The planes are (j, j + n/2), written cat(-x[n/2:], x[:n/2]), or (2j, 2j + 1), written

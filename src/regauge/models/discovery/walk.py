@@ -307,7 +307,7 @@ def walk(graph: Graph) -> Walk:
 
 
 def _nodes_inside_rotaries(graph: Graph, rotaries: dict[fx.Node, fx.Node]) -> set[fx.Node]:
-    """Return the nodes that only a recognised rotary embedding reads: the operators it is written
+    """Return the nodes that only a recognized rotary embedding reads: the operators it is written
     with.
     """
     needed: set[fx.Node] = set()

@@ -50,7 +50,7 @@ def test_a_run_its_model_and_going_on(
         main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
     )
     captured = capsys.readouterr()
-    assert "round 0/2: start, test loss" in captured.err
+    assert "round 1/2: start, test loss" in captured.err
     assert "round 2/2: 3 contributed, training loss" in captured.err
     assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; test loss" in captured.out
     assert [line.split()[0] for line in captured.out.splitlines() if "±" in line] == [

@@ -37,7 +37,7 @@ def test_a_module_and_examples_in_memory() -> None:
     assert not trained.model.training
     assert [r.contributed for r in trained.history] == [(0, 1, 2)] * 2
     assert trained.history[-1].measures["examples"] == 48
-    assert [(done, total) for done, total, _ in shown] == [(-1, 2), (0, 2), (1, 2)]
+    assert [(done, total) for done, total, _ in shown] == [(0, 2), (0, 2), (1, 2)]
     start = evaluate_model(fed.vit(), fed.bars(seed=5), 256)
     assert shown[0][2] == (
         f"start, test loss {start['loss']:.4f}, test accuracy {start['accuracy']:.4f}"

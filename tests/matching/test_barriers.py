@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from regauge.checkpoints.element_files import save_element
 from regauge.cli import main
 from regauge.core.action import apply
-from regauge.core.element import element
+from regauge.core.element import element, identity
 from regauge.core.fold import fold_norms
 from regauge.data.datasets import Data
 from regauge.data.tasks import Examples, loss_of, prepare, task_of
@@ -32,7 +32,13 @@ from regauge.matching.barriers import (
     score,
 )
 from regauge.matching.barriers import Path as Walked
-from regauge.matching.connectivity import UNALIGNED, _conclude, connect
+from regauge.matching.connectivity import (
+    UNALIGNED,
+    Aligner,
+    _conclude,
+    align_by_weights,
+    connect,
+)
 from regauge.models.resolve import spec_of
 from regauge.results.findings import load_results
 from regauge.results.report import page
@@ -270,6 +276,27 @@ def test_results_of_a_planted_pair() -> None:
     assert "The loss on the way from A to B" in page(results)
     headline = "Alignment removes the barrier: A and B can be averaged"
     assert (results.headline.text, results.headline.tone) == (headline, "good")
+
+
+@pytest.mark.parametrize("label", ["folded", "matched"])
+def test_both_ends_stay_when_norms_are_folded_and_when_a_is_aligned(label: str) -> None:
+    a, b = build("gpt2").float(), build("gpt2", seed=1).float()
+    aligners: dict[str, Aligner] = {
+        "folded": lambda spec, *_: identity(spec),
+        "matched": align_by_weights,
+    }
+    examples = readings(spoken(a))
+    results = connect(
+        a, b, examples, aligner=aligners[label], label=label, points=3, calibrate=False
+    )
+    (ends,) = (f for f in results.findings if f.id == f"ends/{label}")
+    assert ends.holds
+    assert ends.value is not None
+    assert ends.value < 1e-4
+    assert "norms are folded" in ends.sentence
+    plain = [score(m, m.state_dict(), examples).loss for m in (a, b)]
+    for losses in results.figures[0].data["y"].values():
+        assert [losses[0], losses[-1]] == pytest.approx(plain, abs=1e-4)
 
 
 @pytest.mark.parametrize(

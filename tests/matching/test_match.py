@@ -41,6 +41,7 @@ from regauge.matching.costs import Costs
 from regauge.matching.invariants import invariant_distance, state_invariants
 from regauge.matching.many import match_many, nearest_to_mean
 from regauge.matching.preparation import select_groups
+from regauge.matching.search import _solve_unit
 from regauge.matching.solver import Solver
 from regauge.testing import strict_float64
 from support import forks
@@ -413,9 +414,17 @@ def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "get_context", lambda method: forks.context())
 
 
-def test_workers_are_spawned() -> None:
+def test_workers_are_spawned_and_solve() -> None:
+    """The one test whose worker starts as a user's do: what it is sent and returns is pickled."""
+    (spec, a), (_, b) = state_of("gpt2", 0), state_of("gpt2", 1)
+    groups = {name: space.group for name, space in spec.spaces.items()}
+    task = (Solver(Costs(spec, a, b), groups, identity(spec)), ["ffn.0"], False)
     with preparation.worker_pool(2) as pool:
         assert pool._mp_context.get_start_method() == "spawn"
+        (found,) = pool.map(_solve_unit, [task])
+    order, members = _solve_unit(task)
+    assert found[0] == order == ["ffn.0"]
+    assert np.array_equal(found[1]["ffn.0"].matrix(), members["ffn.0"].matrix())
 
 
 @pytest.mark.usefixtures("_forked_workers")

@@ -11,6 +11,8 @@ import transformers
 
 import regauge
 import support.picos as picos
+from regauge.checkpoints.transform import _make_rounded
+from regauge.core.fold import fold_norms
 from regauge.errors import (
     CheckpointError,
     DataError,
@@ -135,10 +137,42 @@ def test_the_stream_is_rotated_and_b_stays(strangers: tuple[Path, Path], tmp_pat
     assert saved.config["tie_word_embeddings"] is False
     state = matched.state()
     assert all(torch.equal(state[n], saved[n]) for n in saved)
+    matched.save_element(tmp_path / "element")
+    side = matched.pair.a
+    folded_spec, folded = fold_norms(side.spec, side.checkpoint)
+    moved = regauge.apply(regauge.load_element(tmp_path / "element", folded_spec), folded)
+    for n, t in fold_norms(matched.pair.output[0].output_spec, saved)[1].items():
+        assert torch.allclose(moved[n], t, atol=1e-4), f"the saved element does not make {n}"
     aligned, original = (regauge.load_model(f) for f in (tmp_path / "a", strangers[0]))
     with torch.no_grad():
         outputs = [model(IDS).logits for model in (aligned, original)]
     assert (outputs[0] - outputs[1]).abs().max() < 1e-4 * outputs[1].abs().max()
+
+
+def test_tiny_gains_of_b_overflow_no_half_precision(tmp_path: Path) -> None:
+    for name, seed, value in (("a", 0, 50.0), ("b", 1, 2e-4)):
+        model = picos.build("gpt2", seed).float()
+        with torch.no_grad():
+            model.get_parameter("transformer.h.0.ln_2.weight").fill_(value)
+            model.get_parameter("transformer.h.0.ln_2.bias").zero_()
+        model.half().save_pretrained(tmp_path / name)
+    matched = regauge.match(tmp_path / "a", tmp_path / "b", options=regauge.MatchOptions(sweeps=1))
+    assert matched.pair.is_folded
+    assert "ln_2" in matched.pair.output[1][0]
+    state = matched.state()
+    assert all(bool(t.isfinite().all()) for t in state.values())
+    matched.save(tmp_path / "out")
+    aligned, original = (regauge.load_model(tmp_path / n).float() for n in ("out", "a"))
+    with torch.no_grad():
+        outputs = [model(IDS).logits for model in (aligned, original)]
+    assert (outputs[0] - outputs[1]).abs().max() < 0.05 * outputs[1].abs().max()
+
+
+def test_what_does_not_fit_half_precision_is_an_error() -> None:
+    value = torch.tensor([1.0, -1e5])
+    with pytest.raises(SpecError, match=r'"w" must fit float16, got values up to 1e\+05'):
+        _make_rounded(lambda: value, torch.float16, "w")
+    assert _make_rounded(lambda: value / 0, torch.float16, "w").isinf().all()
 
 
 def test_models_of_one_ancestor_are_permuted_and_stay_tied(

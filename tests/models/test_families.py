@@ -35,7 +35,7 @@ from regauge.testing import (
     symmetry_error,
 )
 from support.models import _load, _twin
-from support.picos import PICOS, build, config_of, late, of_each_family, spec_of
+from support.picos import PICOS, VARIANTS, build, config_of, late, of_each_family, spec_of
 
 ALL = pytest.mark.parametrize("name", PICOS)
 BACKBONES = pytest.mark.parametrize("name", [late(name) for name in PICOS])
@@ -73,7 +73,7 @@ def test_a_random_element_moves_the_weights_and_keeps_the_function(name: str) ->
     check_random_element(name, "full")
 
 
-@pytest.mark.parametrize("name", [of_each_family(name) for name in PICOS])
+@pytest.mark.parametrize("name", [of_each_family(name, *VARIANTS) for name in PICOS])
 @pytest.mark.parametrize("kind", ["permutation", "signed", "orthogonal"])
 def test_a_random_element_of_a_smaller_group_does_too(name: str, kind: str) -> None:
     check_random_element(name, kind)

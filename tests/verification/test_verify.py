@@ -32,7 +32,7 @@ from regauge.verification.checks import (
 from regauge.verification.faults import first_fault
 from regauge.verification.inputs import example_inputs
 from regauge.verification.subject import Subject, Transform
-from support.picos import FAMILIES, PICOS, build, config_of, of_each_family, spec_of, vit
+from support.picos import FAMILIES, PICOS, VARIANTS, build, config_of, of_each_family, spec_of, vit
 
 
 def tame(name: str, dtype: torch.dtype) -> torch.nn.Module:
@@ -75,9 +75,7 @@ def faults(results: Any) -> list[str]:
 SPECIAL = ("deberta-v2-xlarge", "llama-mha-tied")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in SPECIAL else of_each_family(name) for name in PICOS]
-)
+@pytest.mark.parametrize("name", [of_each_family(name, *SPECIAL, *VARIANTS) for name in PICOS])
 def test_every_law_holds_in_float64(name: str) -> None:
     results = run(build(name))
     assert not faults(results)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from regauge.checkpoints.files import EVERYONE
+from regauge.errors import SpecError
 
 if TYPE_CHECKING:
     from regauge.checkpoints.plan import Plan
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TransformSource:
-    """A checkpoint to transform, unchanged or prepared by folding norms or fixing gauges.
+    """A checkpoint to transform, unchanged or prepared by folding norms.
 
     Attributes:
         checkpoint: The files.
@@ -65,12 +66,21 @@ class TransformSource:
         Returns:
             The source, and remarks on gains that could not be taken over.
         """
-        from regauge.core.unfold import norms_of
+        import torch
+
+        from regauge.core.unfold import norms_of, smallest_gains
 
         names = [n for norm in self.spec.norms for n in (norm.gain, norm.bias) if n is not None]
         names += [scale.gain for scale in self.spec.scales]
         dtypes = {name: self.checkpoint[name].dtype for name in names}
-        norms, notes = norms_of(self.spec, other.checkpoint, dtypes)
+        stored = {name: self._stored_name(name) for name in self.state}
+        narrow = {
+            name: torch.float16
+            for name, source in stored.items()
+            if self.checkpoint.entries[source].dtype == "F16"
+        }
+        smallest = smallest_gains(self.spec, self.state, narrow)
+        norms, notes = norms_of(self.spec, other.checkpoint, dtypes, smallest)
         digest = hashlib.sha256()
         for name in sorted(norms):
             digest.update(name.encode() + norms[name].double().numpy().tobytes())
@@ -115,6 +125,7 @@ class TransformSource:
                     _make_rounded,
                     make,
                     self.checkpoint[self._stored_name(name)].dtype,
+                    name,
                 )
                 for name, make in thunks.items()
             }
@@ -226,5 +237,14 @@ def recipe_digest(g: Element, unfolded: Spec, steps: Sequence[str], part: str | 
     return digest.digest()
 
 
-def _make_rounded(make: Callable[[], Any], dtype: Any) -> Any:
-    return make().to(dtype)
+def _make_rounded(make: Callable[[], Any], dtype: Any, name: str) -> Any:
+    """Return a tensor in its stored dtype, and raise a SpecError if its values do not fit."""
+    value = make()
+    rounded = value.to(dtype)
+    if dtype.itemsize == 2 and bool((value.isfinite() & ~rounded.isfinite()).any()):
+        largest = float(value.abs().max())
+        raise SpecError(
+            f'"{name}" must fit {str(dtype).split(".")[-1]}, got values up to {largest:.3g}',
+            hint="convert the checkpoint to bfloat16 or float32 first",
+        )
+    return rounded

@@ -10,15 +10,7 @@ from regauge.cli.console import info
 if TYPE_CHECKING:
     import torch
 
-    from regauge.checkpoints.reader import Checkpoint
-    from regauge.core.spec import Spec
     from regauge.models.sources import Model
-
-
-def open_model(source: str, spec_file: Path | None) -> tuple[Checkpoint, Spec]:
-    """Return the checkpoint and its spec, which are not yet checked against each other."""
-    model = open_source(source, spec_file)
-    return model.checkpoint, model.spec
 
 
 def open_source(source: str | torch.nn.Module, spec_file: Path | None = None) -> Model:

@@ -202,7 +202,7 @@ class NormEdits:
         term = ax.parse(self.spec.tensors[norm.gain]).terms[-1]
         for weight, bias in norm.readers:
             for name, entry in self.entries(weight).items():
-                dim = _reading_axis(entry, term)
+                dim = reading_axis(entry, term)
                 self.edit(name, partial(scale_axis, by=gain, dim=dim))
                 if shift is not None and folds_bias(norm):
                     assert bias is not None
@@ -236,7 +236,7 @@ class NormEdits:
         for weight, bias in scale.writers:
             for pattern in [weight] if bias is None else [weight, bias]:
                 for name, entry in self.entries(pattern).items():
-                    dim = _writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
+                    dim = writing_axis(entry, ax.parse(self.spec.tensors[scale.gain]).terms[-1])
                     self.edit(name, partial(scale_axis, by=gain, dim=dim))
 
     def thunks(self, rounded: bool) -> dict[str, Callable[[], Tensor]]:
@@ -294,12 +294,12 @@ def _bias_name(bias: str, entry: StoredTensor) -> str:
     return bias if entry.parent is None else bias.replace(f"{{{entry.parent}}}", str(entry.place))
 
 
-def _reading_axis(entry: StoredTensor, gain: ax.Term) -> int:
+def reading_axis(entry: StoredTensor, gain: ax.Term) -> int:
     """Return the axis of a reader that is contracted with the norm's output."""
     return _axis(entry, gain, star=True)
 
 
-def _writing_axis(entry: StoredTensor, gain: ax.Term) -> int:
+def writing_axis(entry: StoredTensor, gain: ax.Term) -> int:
     """Return the axis of a writer that the gain multiplies."""
     return _axis(entry, gain, star=False)
 

@@ -18,7 +18,17 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from regauge.core.fold import NormEdits, folded_spec, folds_bias, gain_of, scale_axis, to_work_dtype
+from regauge.core import axes as ax
+from regauge.core.fold import (
+    NormEdits,
+    folded_spec,
+    folds_bias,
+    gain_of,
+    reading_axis,
+    scale_axis,
+    to_work_dtype,
+    writing_axis,
+)
 from regauge.core.spec import Norm, Spec
 
 if TYPE_CHECKING:
@@ -28,8 +38,7 @@ if TYPE_CHECKING:
 
     Tensor = torch.Tensor
 
-# A gain below this share of the median gain of its norm is replaced: dividing by it could overflow
-# half precision, and dividing by zero has no result.
+# A gain below this share of the median gain of its norm is replaced: zero cannot be divided by.
 MIN_GAIN = 1e-4
 # The largest rounding error of one coordinate of a norm, as a share of its standard deviation: the
 # error of gain * n + bias is eps * bias, which a reader of n sees as eps * bias / gain.
@@ -45,7 +54,10 @@ def unfolded_spec(spec: Spec) -> Spec:
 
 
 def norms_of(
-    spec: Spec, state: State, dtypes: Mapping[str, torch.dtype]
+    spec: Spec,
+    state: State,
+    dtypes: Mapping[str, torch.dtype],
+    smallest: Mapping[str, float] | None = None,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Return the gains and biases of a model's norms, for another model to take over.
 
@@ -57,24 +69,58 @@ def norms_of(
         spec: The spec of the model.
         state: Its state, not folded.
         dtypes: The dtype in which the other model stores each of them.
+        smallest: The smallest factor of each gain that the other model can be written with
+            (`smallest_gains`).
 
     Returns:
         The tensors by name, rounded to these dtypes, and a remark on every replacement.
     """
     values: dict[str, Tensor] = {}
     notes: list[str] = []
+    least = smallest or {}
     for norm in spec.norms:
         stored = state[norm.gain].detach().to(dtypes[norm.gain])
         bias = None if norm.bias is None else state[norm.bias].detach().to(dtypes[norm.bias])
         # a bias that is added to each reader's input drowns a small gain in rounding
         added = bias if folds_bias(norm) else None
-        values[norm.gain] = _usable_gain(norm.gain, stored, norm.neutral, added, notes)
+        values[norm.gain] = _usable_gain(norm.gain, stored, norm.neutral, added, least, notes)
         if norm.bias is not None and bias is not None:
             values[norm.bias] = bias
     for scale in spec.scales:
         stored = state[scale.gain].detach().to(dtypes[scale.gain])
-        values[scale.gain] = _usable_gain(scale.gain, stored, 1.0, None, notes)
+        values[scale.gain] = _usable_gain(scale.gain, stored, 1.0, None, least, notes)
     return values, notes
+
+
+def smallest_gains(
+    spec: Spec, folded: State, dtypes: Mapping[str, torch.dtype]
+) -> dict[str, float]:
+    """Return for norms and LayerScales the smallest factor that overflows no weight in any basis.
+
+    A rotation of the stream keeps the norm of what a weight reads or writes with, so that no entry
+    becomes larger than it.
+
+    Args:
+        spec: The spec of the state before it was folded.
+        folded: The folded state, in the precision to compute in.
+        dtypes: The dtypes of the tensors that are stored in less than the range of float32.
+    """
+    import torch
+
+    edits = NormEdits(spec, folded)
+    places = [(norm.gain, norm.readers, reading_axis) for norm in spec.norms]
+    places += [(scale.gain, scale.writers, writing_axis) for scale in spec.scales]
+    smallest: dict[str, float] = {}
+    for gain, weights, axis in places:
+        term = ax.parse(spec.tensors[gain]).terms[-1]
+        for weight, _ in weights:
+            for name, entry in edits.entries(weight).items():
+                if name not in dtypes:
+                    continue
+                largest = torch.linalg.vector_norm(folded[name], dim=axis(entry, term)).max()
+                share = float(largest) / torch.finfo(dtypes[name]).max
+                smallest[gain] = max(smallest.get(gain, 0.0), share)
+    return smallest
 
 
 def unfold_lazily(
@@ -110,7 +156,12 @@ def _unfold(edits: NormEdits, norm: Norm, norms: Mapping[str, Tensor]) -> None:
 
 
 def _usable_gain(
-    name: str, stored: Tensor, neutral: float, bias: Tensor | None, notes: list[str]
+    name: str,
+    stored: Tensor,
+    neutral: float,
+    bias: Tensor | None,
+    least: Mapping[str, float],
+    notes: list[str],
 ) -> Tensor:
     """Return a stored gain with zero and tiny factors replaced, and add a remark if there are any.
 
@@ -119,6 +170,7 @@ def _usable_gain(
         stored: Its stored values.
         neutral: The stored value that means a factor of one.
         bias: The bias that is added after it, if readers have to subtract it again.
+        least: The smallest factor of each gain that overflows no weight.
         notes: The remarks.
     """
     import torch
@@ -127,6 +179,7 @@ def _usable_gain(
     size = factor.abs()
     median = float(size.median())
     smallest = torch.full_like(size, MIN_GAIN * median if median > 0 else 1.0)
+    smallest = smallest.clamp(min=least.get(name, 0.0))
     if bias is not None:
         eps = torch.finfo(stored.dtype).eps / 2
         smallest = torch.maximum(smallest, to_work_dtype(bias).abs() * (eps / MAX_NOISE))

@@ -25,7 +25,6 @@ whole loop.
     activations      inputs and recorded activations, for matching by function
     refine, tangents learned steps on the group, towards a low loss between the models
     many             more than two models
-    gauges           gauge freedoms removed before matching
     compare, barriers, connectivity, invariants, fingerprint
                      what two models have in common, measured
 """

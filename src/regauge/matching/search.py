@@ -71,7 +71,7 @@ def match_states(
     """Find the element that moves a closest to b, both states of this spec.
 
     At any time memory holds one tensor of each model, and the tensors that one layer's fit needs.
-    To remove gauge freedoms first, pass states from `fold_norms` or `gauges.fix_gauges`.
+    To remove gauge freedoms first, pass states from `fold_norms`.
 
     Args:
         spec: the spec of both models.

@@ -51,7 +51,7 @@ def progress_bar(
     with bars:
         task = bars.add_task(description, total=None, message="")
         yield lambda done, total, message: bars.update(
-            task, completed=max(done, 0), total=total, message=message
+            task, completed=done, total=total, message=message
         )
 
 

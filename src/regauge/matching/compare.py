@@ -102,7 +102,7 @@ def compare_unmatched(
         verdict = "same basis"
         explanation = (
             f"The two share a basis without matching (cosine {cosine:.3f}; most rows and columns "
-            "of every matrix are similar, and none is moved). They merge without matching."
+            "of every matrix are similar). They merge without matching."
         )
     layers = _layer_rows(spec, unmatched, products, products)
     return Comparison(

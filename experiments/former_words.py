@@ -104,7 +104,6 @@ RENAMED: tuple[tuple[str, str], ...] = (
         "the bigram is tuned on the test data; a guess knows the class frequencies.",
     ),
     (r"\bthe ceiling is FedAvg as it is\b", "the control is plain FedAvg"),
-    (r"uthoris", "uthoriz"),
     (r"\bdB above floor\b", "dB above the baseline"),
     (r"\bfloor\b", "baseline"),
     (r"\b([Cc])lients that begin apart\b", r"\1lients with different initializations"),

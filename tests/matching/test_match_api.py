@@ -308,7 +308,7 @@ def test_what_is_no_model_is_refused_with_a_way_out(
         regauge.match({"x": 1}, model, spec=regauge.spec_of(model))  # type: ignore[dict-item]
     with pytest.raises(DataError, match="nonsense does not exist"):
         regauge.match(*folders, data="nonsense")
-    with pytest.raises(RegaugeError, match='or "self", got int'):
+    with pytest.raises(RegaugeError, match='"self" or "noise", got int'):
         regauge.match(*folders, data=3)  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="is the input"):
         regauge.match(*folders).save(folders[0])

@@ -12,6 +12,7 @@ from regauge.audit.engine import Attack
 from regauge.audit.gradient_audit.clients import Truth
 from regauge.audit.gradient_audit.engine import GradientCase, score_other_texts, token_lists
 from regauge.audit.recorded_audit.report import Target, build_results
+from regauge.audit.report import AuditReport
 from regauge.audit.scores import AttackScores, Row
 from regauge.audit.text_scores import score_texts
 from regauge.audit.verdicts import (
@@ -24,6 +25,7 @@ from regauge.audit.verdicts import (
     with_verdicts,
     write_verdicts,
 )
+from regauge.cli.run import deliver
 from regauge.data.tasks import Examples
 from regauge.results.findings import Finding, Results, apply_threshold, from_json, to_json
 
@@ -213,3 +215,12 @@ def test_a_threshold_fails_closed() -> None:
     sure = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.5, 0.7))
     assert apply_threshold(sure, 0.5).holds is False
     assert from_json(to_json(Results("t", (sure,)))).findings == (sure,)
+
+
+def test_an_inconclusive_gate_has_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    noisy = Finding("x/rows/any", "", None, 0.6, 0.2, 0.7, interval=(0.1, 1.1))
+    judged = Results("t", (apply_threshold(noisy, 0.5),), facts={"verdict": ["unclear"]})
+    report = AuditReport("gradients", judged)
+    assert deliver(judged, str(report), None, None, must_decide=True) == 3
+    assert "INCONCLUSIVE  x/rows/any" in capsys.readouterr().out
+    assert deliver(Results("t", (noisy,)), "", None, None, must_decide=True) == 0

@@ -501,6 +501,7 @@ def poisoned(value: Any, poison: str) -> Any:
             "spread",
             "trials",
             "interval",
+            "beats_floor",
         }
         return {
             k if k in allowed else k + poison: v

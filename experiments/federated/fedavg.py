@@ -147,7 +147,9 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     marks = sorted({0, settings.rounds // 2, settings.rounds - 1})
     caught: dict[int, tuple[Mapping[str, torch.Tensor], Sequence[Contribution]]] = {}
 
-    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+    def record(
+        number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]
+    ) -> None:
         if number in marks:
             caught[number] = (dict(state), list(sent))
 
@@ -157,7 +159,7 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         state_of(model),
         settings,
         measure=make_measure(model, test, local_state=own),
-        recorder=spy,
+        recorder=record,
     )
     leaks = {
         str(n): _leaks(model, parts, test, settings, p, n, *caught[n]) for n in marks if n in caught
@@ -258,7 +260,9 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     model = build(p["model"], int(p["seed"])).to(work.device)
     alone: list[float] = []
 
-    def spy(number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]) -> None:
+    def record(
+        number: int, state: Mapping[str, torch.Tensor], sent: Sequence[Contribution]
+    ) -> None:
         if number == 0:
             alone.extend(make_measure(model, test)(c.tensors)["accuracy"] for c in sent)
 
@@ -268,7 +272,7 @@ def fuse(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
         state_of(model),
         settings,
         measure=make_measure(model, test),
-        recorder=spy,
+        recorder=record,
         fuse=partial(average_weights, model, inputs=inputs if p["looks"] else (), steps=p["steps"]),
     )
     return Outcome(
@@ -411,7 +415,7 @@ def _claims(
         ceiling = _leak(plain, "one image", "leak", 0)
         if ceiling is not None:
             shown = floor if leak is None else leak
-            told = (
+            detail = (
                 "no attack on images could try: what it needs is not sent"
                 if leak is None
                 else "updates of one image in the first round"
@@ -424,7 +428,7 @@ def _claims(
                     shown,
                     floor,
                     ceiling,
-                    told,
+                    detail,
                     measure="PSNR, dB",
                     spread=spread_of(
                         [
@@ -469,8 +473,8 @@ def fusion(lab: Lab) -> Results:
         for way in list(FUSED)[1:]
         for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)
     ]
-    told = {"clients alone": alone, "as they stand": plain}
-    facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | told
+    detail = {"clients alone": alone, "as they stand": plain}
+    facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | detail
     return Results(
         "Clients that begin apart",
         tuple(findings),
@@ -485,7 +489,7 @@ def _fusions(
 ) -> list[Finding]:
     """What a match must reach."""
     mean, base = statistics.fmean(matched), statistics.fmean(plain)
-    told = (
+    detail = (
         f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves "
         f"{100 * alone:.1f} %"
     )
@@ -506,7 +510,7 @@ def _fusions(
             mean,
             base,
             alone,
-            told,
+            detail,
             **more,
         ),
         Finding(
@@ -517,7 +521,7 @@ def _fusions(
             mean,
             CHANCE,
             alone,
-            told,
+            detail,
             **more,
         ),
     ]

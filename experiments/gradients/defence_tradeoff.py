@@ -125,7 +125,7 @@ def front(lab: Lab) -> Results:
                 f"{again['auc']:.3f} (to {again['auc upper']:.3f})"
             )
             (safe if hides else refuted).append((recipe, size))
-        told = [
+        detail = [
             size,
             100 * level,
             None if spread is None else 100 * spread,
@@ -136,13 +136,13 @@ def front(lab: Lab) -> Results:
             leak["auc upper"],
         ]
         rows.append(
-            (recipe, *told, leak["labels"], epsilons[recipe], _answer(keeps), _answer(hides))
+            (recipe, *detail, leak["labels"], epsilons[recipe], _answer(keeps), _answer(hides))
         )
         points.setdefault(f"{size} image{'s' if size > 1 else ''}", []).append(
             [max(leak["above"] or 0.0, 0.0), 100 * level, recipe]
         )
     rows.append(("no training at all", None, 100 * start, *[None] * 10))
-    found_all = _told(
+    found_all = _build_results(
         lab,
         rows,
         points,
@@ -173,7 +173,7 @@ def _answer(yes: bool) -> str:
     return "yes" if yes else "no"
 
 
-def _told(
+def _build_results(
     lab: Lab,
     rows: Sequence[tuple[Any, ...]],
     points: Mapping[str, Any],
@@ -335,7 +335,7 @@ def follow(
 
     def backward(step: int) -> float:
         inputs, labels = examples.batch(draw.integers(0, len(examples), size))
-        slopes = received(
+        grads = received(
             model,
             plan,
             examples,
@@ -346,7 +346,7 @@ def follow(
             noise,
         )
         for name, q in parameters.items():
-            q.grad = slopes.get(name)
+            q.grad = grads.get(name)
         return math.nan  # the server sees no loss
 
     for _ in descend(optimizer, backward, range(steps)):

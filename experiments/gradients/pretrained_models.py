@@ -76,11 +76,11 @@ def real(lab: Lab) -> Results:
     for stage in stages:
         for combination in combinations:
             found = _faces(lab, preset, weights, stage, combination).values
-            told = (
+            detail = (
                 f"ViT on faces, {stage} steps "
                 f"({100 * weights.values['accuracy'][str(stage)]:.0f} %)"
             )
-            rows.append(_row(told, combination, found))
+            rows.append(_row(detail, combination, found))
             curve[combination].append(
                 None if found["best"] is None else found["best"] - found["floor"]
             )

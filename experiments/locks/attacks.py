@@ -534,13 +534,13 @@ def _bases_table(
         shares = [round(_mean(base[name, group, d], "public base"), 4) for d in drifts]
         first = base[name, group, drifts[0]]
         vectors = _mean(first, "norm vectors")
-        told = None if math.isnan(vectors) else round(vectors, 4)
+        detail = None if math.isnan(vectors) else round(vectors, 4)
         rows.append(
             (
                 name,
                 group,
                 *shares,
-                told,
+                detail,
                 round(_mean(first, "lineage"), 3),
                 round(_mean(first, "public base", 3), 1),
             )
@@ -567,9 +567,16 @@ def _features_table(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
     rows: list[tuple[str | float | None, ...]] = []
     for (name, group), found in seen.items():
         text, enough = _mean(found, "vocabulary"), str(found[0]["known inputs"][4])
-        told = None if math.isnan(text) else text
+        detail = None if math.isnan(text) else text
         rows.append(
-            (name, group, _mean(found, "known inputs"), enough, _mean(found, "seen features"), told)
+            (
+                name,
+                group,
+                _mean(found, "known inputs"),
+                enough,
+                _mean(found, "seen features"),
+                detail,
+            )
         )
     note = (
         "Known inputs: features before and after the key. Seen features: moved features of one "

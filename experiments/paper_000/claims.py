@@ -72,7 +72,7 @@ def same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
     pairs = list(zip(c.values(way), c.values("plain"), strict=True))
     worst = max(abs(a - b) / (b if c.measure == "perplexity" else 1) for a, b in pairs)
     verb = "Training" if table in ("table3", "table5") else "Inference"
-    told = (
+    detail = (
         "the same in every trial"
         if worst == 0
         else f"the largest difference in a trial is {worst:.1e}"
@@ -84,7 +84,7 @@ def same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
         c.mean(way),
         c.chance,
         c.mean("plain"),
-        told if exact else f"{told}; in float32 the rounding of many steps adds up",
+        detail if exact else f"{detail}; in float32 the rounding of many steps adds up",
         _source(table),
         c.measure,
         spread=c.spread(way),
@@ -100,7 +100,7 @@ def lost(c: Column, way: str, table: str) -> Finding:
     )
     knows = gap > (KNOWS_TEXT if c.measure == "perplexity" else KNOWS)
     share = left / gap if knows else 0.0
-    told = (
+    detail = (
         f"{100 * share:.0f} % of the way from a guess to the plain model"
         if share > 0
         else "no better than a guess, or worse"
@@ -113,7 +113,7 @@ def lost(c: Column, way: str, table: str) -> Finding:
         value,
         chance,
         plain,
-        told if knows else "the plain model itself is hardly better than a guess here",
+        detail if knows else "the plain model itself is hardly better than a guess here",
         _source(table),
         c.measure,
         spread=c.spread(way),
@@ -123,7 +123,7 @@ def lost(c: Column, way: str, table: str) -> Finding:
 
 def in_law(c: Column, way: str, table: str) -> Finding:
     gap, spread = c.mean(way) - c.mean("plain"), c.spread("plain")
-    told = f"the means differ by {gap:+.4f}" + (
+    detail = f"the means differ by {gap:+.4f}" + (
         f", where seeds alone spread by {spread:.4f}" if spread is not None else ""
     )
     return Finding(
@@ -134,7 +134,7 @@ def in_law(c: Column, way: str, table: str) -> Finding:
         c.mean(way),
         c.chance,
         c.mean("plain"),
-        told,
+        detail,
         _source(table),
         c.measure,
         spread=c.spread(way),
@@ -155,7 +155,7 @@ def outputs(c: Column, way: str, table: str) -> Finding:
     )
     floor = TOLERANCE[c.subject.dtype]
     statement = f"The logits of {c.subject.name} with permuted {way} are those of the plain model."
-    told = f"{c.subject.dtype}; the control is the moved model on normal input"
+    detail = f"{c.subject.dtype}; the control is the moved model on normal input"
     return Finding(
         f"{c.key}/{way}/outputs",
         statement,
@@ -163,7 +163,7 @@ def outputs(c: Column, way: str, table: str) -> Finding:
         value,
         floor,
         control,
-        told,
+        detail,
         _source(table),
         trials=len(plain),
     )
@@ -185,12 +185,12 @@ def agree(
         f"The {what} of a {c.subject.name} trained with permuted "
         f"{way}{' and put back' if what == 'weights' else ''} are those of plain training."
     )
-    told = (
+    detail = (
         f"{dtype}, after {by_way['plain'][0].values.get('steps', 'all')} steps"
         if what == "weights"
         else f"{dtype}, on the test data"
     )
-    told += "; the control is training from another seed" if others else ""
+    detail += "; the control is training from another seed" if others else ""
     return Finding(
         f"{c.key}/{way}/{what}",
         statement,
@@ -198,7 +198,7 @@ def agree(
         value,
         floor,
         min(others, default=None),
-        told if exact else f"{told}; in float32 the rounding of many steps adds up",
+        detail if exact else f"{detail}; in float32 the rounding of many steps adds up",
         _source(table),
         trials=len(pairs),
     )

@@ -151,7 +151,7 @@ def _claims(c: Column, trained: Scores, source: str) -> list[Finding]:
         abs(a - b) / (b if text else 1)
         for a, b in zip(c.values("authorized"), c.values("plain"), strict=True)
     ]
-    told = (
+    detail = (
         "the same in every trial"
         if max(gaps) == 0
         else f"the largest difference in a trial is {max(gaps):.1e}"
@@ -165,7 +165,7 @@ def _claims(c: Column, trained: Scores, source: str) -> list[Finding]:
             c.mean("authorized"),
             c.chance,
             c.mean("plain"),
-            told,
+            detail,
             source,
             c.measure,
             spread=c.spread("authorized"),
@@ -220,13 +220,13 @@ def _thief(c: Column, source: str) -> Finding:
         if text
         else _points(c)
     )
-    told = (
+    detail = (
         f"{short}; of what pre-training gives over a fresh model, {kept['unauthorized']} are "
         "left to a thief"
         if knows
         else "pre-training gives little"
     )
-    told += f", and {kept['edges']} by the edges alone" if "edges" in kept else ""
+    detail += f", and {kept['edges']} by the edges alone" if "edges" in kept else ""
     return Finding(
         f"{c.key}/unauthorized",
         f"Fine-tuned without the key, the locked {c.subject.name} ends worse than the plain one "
@@ -235,7 +235,7 @@ def _thief(c: Column, source: str) -> Finding:
         c.mean("unauthorized"),
         c.mean("scratch"),
         c.mean("plain"),
-        told,
+        detail,
         source,
         c.measure,
         spread=c.spread("unauthorized"),
@@ -301,7 +301,7 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
         if gained > 0
         else math.nan
     )
-    told = (
+    detail = (
         f"the least loss on the way; a thief keeps {100 * left:.0f} % of what pre-training "
         "gives over a fresh model"
         if gained > 0
@@ -316,7 +316,7 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
             statistics.fmean(least["unauthorized"]),
             statistics.fmean(least["scratch"]),
             statistics.fmean(least["authorized"]),
-            told or "pre-training gives nothing over a fresh model here",
+            detail or "pre-training gives nothing over a fresh model here",
             "000 Fig. 5",
             "validation loss",
             spread=spread_of(least["unauthorized"]),
@@ -353,7 +353,7 @@ def _spoken(subject: Subject, said: Scores) -> list[Finding]:
     ]
     random, frequencies = perplexity["scratch"], math.exp(said["plain"][0].values["frequencies"])
     left = math.log(random / perplexity["unauthorized"]) / math.log(random / perplexity["plain"])
-    told = (
+    detail = (
         f"{100 * left:.0f} % of the way from random weights to the plain model, in nats; the "
         f"frequencies alone give {frequencies:.0f}"
     )
@@ -393,7 +393,7 @@ def _spoken(subject: Subject, said: Scores) -> list[Finding]:
             perplexity["unauthorized"],
             random,
             perplexity["plain"],
-            told if knows else f"{told}, and the plain model hardly knows more",
+            detail if knows else f"{detail}, and the plain model hardly knows more",
             "000 Fig. 6",
             "perplexity",
             trials=trials,
@@ -472,15 +472,15 @@ def _table(
         else ""
     )
     left = [(c.subject.name, kept) for c in columns if (kept := _kept(c))]
-    told = [
+    detail = [
         f"{name} {kept['unauthorized']}"
         + (f" (edges alone {kept['edges']})" if "edges" in kept else "")
         for name, kept in left
     ]
     note += (
         " Of what pre-training gives over a fresh model, in points or nats, a thief without "
-        f"the key keeps: {', '.join(told)}."
-        if told
+        f"the key keeps: {', '.join(detail)}."
+        if detail
         else ""
     )
     return Table(title, tuple(heads), tuple(rows), note)

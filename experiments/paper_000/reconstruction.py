@@ -456,7 +456,7 @@ def _claims(case: Case) -> list[Finding]:
             for m in ("SSIM", "PSNR", "F-SIM")
         }
         known = {m: (a, b) for m, (a, b) in lower.items() if a is not None and b is not None}
-        told = ", ".join(f"{m} {a:.3f} to {b:.3f}" for m, (a, b) in known.items())
+        detail = ", ".join(f"{m} {a:.3f} to {b:.3f}" for m, (a, b) in known.items())
         holds = all(b < a for a, b in known.values())
         out.append(
             Finding(
@@ -467,7 +467,7 @@ def _claims(case: Case) -> list[Finding]:
                 row.value("decoder", "SSIM"),
                 case.floor("SSIM"),
                 before.value("decoder", "SSIM"),
-                told,
+                detail,
                 "000 Tab. 6",
                 "SSIM",
                 trials=seeds,

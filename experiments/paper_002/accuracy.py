@@ -13,11 +13,11 @@ from experiments.paper_002.jigsaw_cells import (
     RATIOS,
     TRAINED,
     How,
+    describe,
     how,
     model_of,
     score_of,
     subjects_of,
-    told,
 )
 from experiments.shared.presets import Subject
 from experiments.shared.runner import Lab
@@ -250,7 +250,7 @@ def table3(lab: Lab) -> Results:
         *(
             better(
                 f"ratio/{way['ratio']:g}",
-                f"trained with {told(way)}",
+                f"trained with {describe(way)}",
                 scores,
                 found[0],
                 judged=False,
@@ -494,7 +494,7 @@ def epochs(lab: Lab) -> Results:
             for name, scores in (("plain", base), ("MJP", puzzled))
         ]
         gains.append(mean(puzzled, "accuracy") - mean(base, "accuracy"))
-    told = ", ".join(f"{100 * g:+.1f}" for g in gains)
+    detail = ", ".join(f"{100 * g:+.1f}" for g in gains)
     finding = trend(
         "epochs/accuracy",
         "The longer the training on the same images, the less accuracy puzzles cost.",
@@ -516,7 +516,7 @@ def epochs(lab: Lab) -> Results:
     tables = (
         Table("By the length of the training", ("share, training", *COLUMNS), tuple(rows), note),
     )
-    finding = replace(finding, sentence=f"{finding.sentence}; points of accuracy: {told}")
+    finding = replace(finding, sentence=f"{finding.sentence}; points of accuracy: {detail}")
     return results(
         lab,
         "002/epochs",
@@ -618,8 +618,8 @@ def versus(
     """One is more than the other, in the mean over seeds."""
     found, before = ([value(one, measure, ratio) for one in some] for some in (scores, base))
     a, b = statistics.fmean(found), statistics.fmean(before)
-    told = said(above(found, before), f"{100 * (a - b):+.1f} points")
-    return Finding(key, statement, None, a, b, 1.0, told, "002", measure, trials=trials_of(lab))
+    detail = said(above(found, before), f"{100 * (a - b):+.1f} points")
+    return Finding(key, statement, None, a, b, 1.0, detail, "002", measure, trials=trials_of(lab))
 
 
 def trend(

@@ -116,7 +116,9 @@ def model_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
         "how": _how(subject, given),
     }
     data = {"train": lab.open(subject.train), "test": lab.open(subject.test)}
-    found = lab.run(TRAIN, parameters, data, f"train {subject.name}, {told(given)}, seed {trial}")
+    found = lab.run(
+        TRAIN, parameters, data, f"train {subject.name}, {describe(given)}, seed {trial}"
+    )
     lab.sizes[subject.name] = {
         "parameters": found.values["parameters"],
         "trained on": f"{found.values['examples']:,} of {data['train'].name}",
@@ -137,7 +139,7 @@ def score_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
         SCORE,
         parameters,
         {"test": lab.open(subject.test), "weights": weights},
-        f"test {subject.name}, {told(given)}, seed {trial}",
+        f"test {subject.name}, {describe(given)}, seed {trial}",
     )
     lab.sizes[subject.name]["tested on"] = (
         f"{found.values['examples']:,} of {lab.open(subject.test).name}"
@@ -145,7 +147,7 @@ def score_of(lab: Lab, subject: Subject, given: How, trial: int) -> Outcome:
     return found
 
 
-def told(given: How) -> str:
+def describe(given: How) -> str:
     return ", ".join(
         [
             str(given["variant"]),

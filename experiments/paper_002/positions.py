@@ -15,11 +15,11 @@ from experiments.paper_002.accuracy import above, lines, results, said, trials_o
 from experiments.paper_002.jigsaw_cells import (
     TRAINED,
     How,
+    describe,
     how,
     model_of,
     parameters_with,
     subjects_of,
-    told,
     trained,
 )
 from experiments.shared.cells import Cell
@@ -70,7 +70,7 @@ def _studied(lab: Lab, item: tuple[How, bool, int]) -> Mapping[str, Any]:
         LOOK,
         {**parameters_with(subject, way), "umap": umap},
         data,
-        f"study {subject.name}, {told(way)}, seed {trial}",
+        f"study {subject.name}, {describe(way)}, seed {trial}",
     ).values
 
 
@@ -107,7 +107,9 @@ def table7(lab: Lab) -> Results:
         "With puzzles a table of positions needs more directions.",
         f"share of the variance in {least} directions",
     )
-    finding = _told("positions/variance", statement, first, before, -1, "002 Tab. 7", measure)
+    finding = _finding_of_trend(
+        "positions/variance", statement, first, before, -1, "002 Tab. 7", measure
+    )
     table = Table(
         "Explained variance",
         ("directions", *map(str, DIMENSIONS)),
@@ -149,7 +151,7 @@ def table8(lab: Lab) -> Results:
     errors = {n: [one["regression"]["1-D"][0] for one in runs] for n, runs in found.items()}
     guess, measure = guess_of(found["plain"][0]["grid"]), "mean absolute error of places, 1-D"
     findings = [
-        _told(
+        _finding_of_trend(
             f"positions/{key}",
             text,
             errors[way],
@@ -237,7 +239,7 @@ def figure3(lab: Lab) -> Results:
     needed = {n: [_needed(one["eigenvalues"]) for one in runs] for n, runs in found.items()}
     statement = f"With puzzles {100 * MOST:.0f} % of the eigenvalues are of more directions."
     measure = f"directions with {100 * MOST:.0f} % of the eigenvalues"
-    finding = _told(
+    finding = _finding_of_trend(
         "positions/eigenvalues", statement, needed["MJP"], needed["plain"], 1, "002 Fig. 3", measure
     )
     figure = lines(
@@ -279,7 +281,7 @@ def figure4(lab: Lab) -> Results:
     )
     apart, before = ([one["apart"] for one in found[name]] for name in ("MJP", "plain"))
     statement = "With puzzles the heads of the last layer differ more."
-    finding = _told(
+    finding = _finding_of_trend(
         "attention/diverse", statement, apart, before, 1, "002 Fig. 4", "difference between heads"
     )
     lab.pictures.append(
@@ -301,7 +303,7 @@ def _needed(eigenvalues: Sequence[float]) -> int:
     return next(i + 1 for i, v in enumerate(eigenvalues) if v >= MOST)
 
 
-def _told(
+def _finding_of_trend(
     key: str,
     statement: str,
     values: Sequence[float],

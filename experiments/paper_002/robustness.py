@@ -177,7 +177,7 @@ def table4(lab: Lab) -> Results:
         f"Percent, means over seeds; {reference.values['images']} images under 15 "
         f"corruptions of 5 severities; {int(hard.sum())} hard images."
     )
-    told = (
+    detail = (
         (
             "frost and snow are made from noise here, where the benchmark has photographs: "
             "regauge.jigsaw.corruptions"
@@ -190,7 +190,7 @@ def table4(lab: Lab) -> Results:
         findings,
         (Table("Robustness", columns, rows, note),),
         (),
-        told,
+        detail,
     )
 
 

@@ -115,7 +115,7 @@ def score_of(lab: Lab, subject: Subject, ratio: float, trial: int) -> Outcome:
     """A training and its test: two cells."""
     assert subject.train is not None
     known = {"model": subject.model, "task": subject.task, "ratio": ratio}
-    told = f"{subject.name}, {f'spans {ratio:g}' if ratio else 'plain'}, seed {trial}"
+    detail = f"{subject.name}, {f'spans {ratio:g}' if ratio else 'plain'}, seed {trial}"
     train_on, test_on, sources = (
         lab.open(subject.train),
         lab.open(subject.test),
@@ -125,11 +125,11 @@ def score_of(lab: Lab, subject: Subject, ratio: float, trial: int) -> Outcome:
         TRAIN,
         {**known, "recipe": subject.recipe, "seed": trial, "warmup": WARMUP},
         {"train": train_on, **sources},
-        f"train {told}",
+        f"train {detail}",
     )
     data = {"test": test_on, "weights": weights, **sources}
     found = lab.run(
-        SCORE, {**known, "shuffled": RATIO, "batch": subject.batch}, data, f"test {told}"
+        SCORE, {**known, "shuffled": RATIO, "batch": subject.batch}, data, f"test {detail}"
     )
     lab.sizes[subject.name] = {
         "parameters": weights.values["parameters"],

@@ -98,13 +98,13 @@ def barriers(lab: Lab) -> Results:
         if kind not in floors:
             floors[kind] = _floor(lab, bench)
         paths = {variant: bench.walk(WAYS[way]) for variant, way in variants(kind).items()}
-        told = {
+        detail = {
             variant: said
             for variant, way in variants(kind).items()
             if (said := bench.match(WAYS[way]).values["notes"])
         }
-        if told:
-            notes[bench.pair.label] = told
+        if detail:
+            notes[bench.pair.label] = detail
         plain = paths["vanilla"]
         for variant, path in paths.items():
             change = max(abs(path.losses[i] - plain.losses[i]) for i in (0, -1))
@@ -158,7 +158,7 @@ def barriers(lab: Lab) -> Results:
         tables,
         tuple(figures),
         {**facts(lab, "barriers", ends), "notes": notes},
-        (*own, *ends.told()),
+        (*own, *ends.list_absent()),
     )
 
 
@@ -221,7 +221,7 @@ def _findings(
     out = []
     worst = max(f[end] for f in by["vanilla"] for end in ("first", "second"))
     learned = None if lab.preset_name == "pico" else worst < floor[1]
-    told = "the ends must know something before anything can be lost between them"
+    detail = "the ends must know something before anything can be lost between them"
     out.append(
         Finding(
             f"{kind}/ends",
@@ -230,7 +230,7 @@ def _findings(
             worst,
             None,
             floor[1],
-            told,
+            detail,
             measure="nats",
             trials=trials,
         )
@@ -251,13 +251,13 @@ def _findings(
     for variant, found in by.items():
         values = [f["barrier"] for f in found]
         half, share = interval(values), _share(by, variant)
-        told = (
+        detail = (
             "one pair: no interval"
             if half is None
             else f"{statistics.fmean(values) - half:.4g} to "
             f"{statistics.fmean(values) + half:.4g} (95 %)"
         )
-        told += f"; {share:.3g} of vanilla" if share is not None else ""
+        detail += f"; {share:.3g} of vanilla" if share is not None else ""
         said = f"The barrier between the {name}s, {variant}"
         out.append(
             Finding(
@@ -267,7 +267,7 @@ def _findings(
                 statistics.fmean(values),
                 0.0,
                 vanilla,
-                told,
+                detail,
                 "Theus et al. Tab. 2",
                 "nats",
                 "",
@@ -288,7 +288,7 @@ def _goal(
     """
     goal, values = GOALS[kind, variant], [f["barrier"] for f in by[variant]]
     enough = len(values) >= goal["pairs"] and lab.preset_name != "pico"
-    told = (
+    detail = (
         ""
         if enough
         else f"not judged: {len(values)} of {goal['pairs']:g} pairs"
@@ -308,7 +308,7 @@ def _goal(
             share,
             goal["share"],
             1.0,
-            told,
+            detail,
             measure="share",
             trials=len(values),
         )
@@ -328,7 +328,7 @@ def _goal(
         mean,
         goal["nats"],
         plain,
-        told,
+        detail,
         measure="nats",
         trials=len(values),
     )

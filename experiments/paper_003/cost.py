@@ -159,7 +159,7 @@ def table3(lab: Lab) -> Results:
                 f"CPU seconds of our matcher on the {bench.pair.about.name}s, as the "
                 "paper's, over those of its plain transcription"
             )
-            told = "measured in turn on this machine; the median ratio"
+            detail = "measured in turn on this machine; the median ratio"
             findings.append(
                 Finding(
                     f"{kind}/seconds",
@@ -168,7 +168,7 @@ def table3(lab: Lab) -> Results:
                     ratio,
                     None,
                     1.0,
-                    told,
+                    detail,
                     "003 Tab. 3",
                     "ratio of seconds",
                     trials=len(base),
@@ -184,7 +184,7 @@ def table3(lab: Lab) -> Results:
                     f"CPU seconds of the paper's matching of the {bench.pair.about.name}s "
                     f"over those of a merge by {method}"
                 )
-                told = "the paper says under 0.05, on an A100 and with 1000 steps"
+                detail = "the paper says under 0.05, on an A100 and with 1000 steps"
                 findings.append(
                     Finding(
                         f"{kind}/{method}/share",
@@ -193,7 +193,7 @@ def table3(lab: Lab) -> Results:
                         share,
                         None,
                         1.0,
-                        told,
+                        detail,
                         "003 Tab. 3",
                         "ratio of seconds",
                         trials=trials,
@@ -204,7 +204,7 @@ def table3(lab: Lab) -> Results:
             said = (
                 f"Our matcher brings the {bench.pair.about.name}s as near as the transcription does"
             )
-            told = f"{ours:.6g} and {theirs:.6g}"
+            detail = f"{ours:.6g} and {theirs:.6g}"
             findings.append(
                 Finding(
                     f"{kind}/distance",
@@ -212,7 +212,7 @@ def table3(lab: Lab) -> Results:
                     off <= EXACT,
                     off,
                     EXACT,
-                    sentence=told,
+                    sentence=detail,
                     source="003 Thm 4.1",
                 )
             )

@@ -188,15 +188,15 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
         f"{method}: the merged {shown.name(kind)} is better after our matching than after "
         "the paper's"
     )
-    told = (
+    detail = (
         "on models this small it means nothing"
         if lab.preset_name == "pico"
         else f"the paper's has {paper:.4g} nats"
     )
-    told_only = (
+    detail_only = (
         lab.preset_name == "pico" or method != "Simple"
     )  # what other methods make of a matching is measured, and no claim of ours
-    holds = None if told_only else ours < paper
+    holds = None if detail_only else ours < paper
     return Finding(
         f"{kind}/{method}/loss",
         said,
@@ -204,7 +204,7 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
         ours,
         None,
         none,
-        told,
+        detail,
         measure="nats",
         trials=shown.trials(kind),
     )
@@ -341,12 +341,12 @@ def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
         )
     share = shown.mean(kind, "ours")("share")
     said = f"Our matching of the {name}s with folded norms, as a share of the distance before"
-    told = "a number: weight distance is no measure of a merge"
+    detail = "a number: weight distance is no measure of a merge"
     out.append(
-        Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, told, measure="share", trials=trials)
+        Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, detail, measure="share", trials=trials)
     )
     broken = shown.mean(kind, "soft transport")("broken")
-    told = "no element, so that its distance is none between two descriptions of the ends"
+    detail = "no element, so that its distance is none between two descriptions of the ends"
     said = f"What Sinkhorn's map alone does to the loss of the {name}"
     out.append(
         Finding(
@@ -356,7 +356,7 @@ def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
             broken,
             0.0,
             None,
-            told,
+            detail,
             measure="change of the loss, in nats",
             trials=trials,
         )
@@ -405,7 +405,7 @@ def figure5(lab: Lab) -> Results:
             rows.append((name, SAID[way], mean("barrier"), share, *columns, trials))
             said = f"The barrier between the {name}s, {SAID[way]}"
             spread = shown.spread(kind, way, "barrier")
-            told = (
+            detail = (
                 "a number" if share is None else f"{share:.3g} of that of the models as they stand"
             )
             findings.append(
@@ -416,7 +416,7 @@ def figure5(lab: Lab) -> Results:
                     mean("barrier"),
                     0.0,
                     plain,
-                    told,
+                    detail,
                     "003 Fig. 5",
                     "nats",
                     spread=spread,
@@ -441,7 +441,7 @@ def figure5(lab: Lab) -> Results:
             "Of the paper's four matchings the complete one has the lowest barrier between "
             f"the {name}s"
         )
-        told = f"the lowest is that of: {SAID[least]}"
+        detail = f"the lowest is that of: {SAID[least]}"
         rise, plain = (shown.mean(kind, way)("rise") for way in ("paper", "none"))
         findings.append(
             Finding(
@@ -451,7 +451,7 @@ def figure5(lab: Lab) -> Results:
                 rise,
                 0.0,
                 plain,
-                told,
+                detail,
                 "003 Fig. 5",
                 "nats (the paper's wording)",
                 trials=trials,

@@ -144,7 +144,7 @@ def _more_layers(
     more = f"the {'first' if first < last else 'last'} layers matter more here"
     if abs(first - last) <= max(SAME, TIE * abs(none - full)):
         more = "no difference to speak of here"
-    told = f"the last {half}: {last:.4g} nats, all: {full:.4g}; {more}"
+    detail = f"the last {half}: {last:.4g} nats, all: {full:.4g}; {more}"
     said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
     return [
         nearer,
@@ -155,7 +155,7 @@ def _more_layers(
             first,
             None,
             none,
-            told,
+            detail,
             "003 Fig. 6",
             "nats",
             trials=trials,

@@ -233,7 +233,7 @@ READ = frozenset(
 )  # the finders that look at data, where models do not write their own
 
 
-def told(how: How) -> str:
+def describe(how: How) -> str:
     """A way in words."""
     name = next((SAID[name] for name, way in WAYS.items() if way == how), str(how["by"]))
     return f"layers {how['layers']}" if "layers" in how else name

@@ -125,11 +125,11 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         zip(shown.values(kind, (method, way)), shown.values(kind, (method, "none")), strict=True)
     )
     worse = sum(x["accuracy"] < y["accuracy"] - HARM for x, y in pairs)
-    told = (
+    detail = (
         f"{100 * none('accuracy'):.1f} % without, {100 * here('accuracy'):.1f} % with; a "
         f"better end has {100 * none('end'):.1f} %"
     )
-    told += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
+    detail += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
     return Finding(
         f"claim/{kind}/{method}/{way.replace(' ', '-')}",
         f"{method}: the merged {shown.name(kind)} is no worse after matching ({SAID[way]})",
@@ -137,7 +137,7 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
         gain,
         -HARM,
         none("end") - none("accuracy"),
-        told,
+        detail,
         "003 Tab. 2",
         "gain of accuracy",
         spread=spread_of([x["accuracy"] - y["accuracy"] for x, y in pairs]),
@@ -152,7 +152,7 @@ def _best(shown: Rows, kind: str, name: str) -> Finding:
         key=lambda case: shown.mean(kind, case)("accuracy"),
     )
     mean = shown.mean(kind, (method, way))
-    said, told = (
+    said, detail = (
         f"The best merge of the {name}s: {method}, {SAID[way]}",
         f"loss {mean('loss'):.4g} nats",
     )
@@ -163,7 +163,7 @@ def _best(shown: Rows, kind: str, name: str) -> Finding:
         mean("accuracy"),
         mean("guess"),
         mean("end"),
-        told,
+        detail,
         "",
         "accuracy",
         trials=shown.trials(kind),

@@ -167,7 +167,7 @@ class Ends:
     def steps(self) -> int:
         return sum(r.steps for r in self.ready)
 
-    def told(self) -> tuple[str, ...]:
+    def list_absent(self) -> tuple[str, ...]:
         """What was not measured, for `Results.unchecked`."""
         return tuple(f"{kind}: {why}" for kind, why in self.absent.items())
 
@@ -199,7 +199,7 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
                 else "this preset has no such pair"
             )
     if not found.ready:
-        told = "\n".join(f"  {line}" for line in found.told())
+        detail = "\n".join(f"  {line}" for line in found.list_absent())
         hint = (
             "put the folders that are named above into the assets (--assets DIR or REGAUGE_ASSETS)"
         )
@@ -209,7 +209,7 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
                 f"python -m experiments 003/pairs{preset} trains them, one pair of each kind "
                 "first; it may be interrupted, and goes on where it was"
             )
-        raise NoPairsError(f"there is no pair of models to measure on\n{told}", hint=hint)
+        raise NoPairsError(f"there is no pair of models to measure on\n{detail}", hint=hint)
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.paper_003.matchers import FINDERS, READ, How, Request, told
+from experiments.paper_003.matchers import FINDERS, READ, How, Request, describe
 from experiments.paper_003.pair_catalog import Pair
 from experiments.shared.cells import Cell
 from experiments.shared.models import build
@@ -287,7 +287,7 @@ class Bench:
                 MATCH,
                 p,
                 {**self.data, **(self.examples if reads else {})},
-                f"match {self.pair.label}: {told(how)}",
+                f"match {self.pair.label}: {describe(how)}",
             )
         return self.found[key]
 
@@ -310,5 +310,5 @@ class Bench:
             cell,
             p,
             {**self.data, **self.examples, "match": found},
-            f"{what} {self.pair.label}: {told(how)}",
+            f"{what} {self.pair.label}: {describe(how)}",
         )

@@ -121,5 +121,5 @@ def results(
         (table,),
         tuple(figures),
         facts(lab, name, ends),
-        (*own, *ends.told(), *unchecked),
+        (*own, *ends.list_absent(), *unchecked),
     )

@@ -217,13 +217,13 @@ class Lab:
         pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _one_thread)
         try:
             waiting = [pool.submit(_work, given, work, item) for item in items]
-            told = f"parts that do not wait for each other, in {jobs} processes"
+            detail = f"parts that do not wait for each other, in {jobs} processes"
             if self.progress:
-                self.progress(0, len(items), told)
+                self.progress(0, len(items), detail)
             for n, done in enumerate(as_completed(waiting)):
                 done.result()
                 if self.progress:
-                    self.progress(n + 1, len(items), told if n + 1 < len(items) else "")
+                    self.progress(n + 1, len(items), detail if n + 1 < len(items) else "")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             ours = [child for child in multiprocessing.active_children() if child not in others]
@@ -329,7 +329,7 @@ class Lab:
         """
         if isinstance(seeds, Mapping) and len(set(seeds.values())) == 1:
             seeds = next(iter(seeds.values()))
-        told = {
+        detail = {
             "experiment": name,
             "preset": self.preset_name,
             "seeds": seeds,
@@ -340,7 +340,7 @@ class Lab:
         versions = {
             library: ", ".join(sorted(found)) for library, found in sorted(self.made.items())
         }
-        return {**told, "minutes of computing": round(self.seconds / 60, 1), "versions": versions}
+        return {**detail, "minutes of computing": round(self.seconds / 60, 1), "versions": versions}
 
     def _note(self, subject: Subject, outcome: Outcome, what: str) -> None:
         about = self.sizes.setdefault(subject.name, {"parameters": outcome.values["parameters"]})

@@ -258,7 +258,7 @@ def _mean(values: Sequence[float]) -> float:
     return float(statistics.fmean(values))
 
 
-def _told(found: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+def _summarize(found: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
     """Over trials: accuracy, the share identified by the strongest attack, and the SSIM of the
     strongest in that.
     """
@@ -271,9 +271,9 @@ def _told(found: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
 
 def _measured(scene: Scene, found: Found) -> list[Finding]:
     out = []
-    plain = _told(found[scene.recipes[0]])
+    plain = _summarize(found[scene.recipes[0]])
     for one, trials in found.items():
-        accuracy, share, alike = _told(trials)
+        accuracy, share, alike = _summarize(trials)
         name = f"{scene.name}/{one.name}"
         spread = [
             spread_of(v)
@@ -323,11 +323,17 @@ def _best(scene: Scene, found: Found) -> list[Finding]:
     """
     out = []
     chance = next(iter(found.values()))[0]["chance"]
-    plain = _told(found[scene.recipes[0]])[0]
+    plain = _summarize(found[scene.recipes[0]])[0]
     for budget in BUDGETS:
-        fits = {one: _told(trials) for one, trials in found.items() if _told(trials)[1] <= budget}
+        fits = {
+            one: _summarize(trials)
+            for one, trials in found.items()
+            if _summarize(trials)[1] <= budget
+        }
         useful = {
-            one: told for one, told in fits.items() if told[0] > chance + 0.5 * (plain - chance)
+            one: detail
+            for one, detail in fits.items()
+            if detail[0] > chance + 0.5 * (plain - chance)
         }
         best = max(useful, key=lambda one: useful[one][0], default=None)
         statement = (
@@ -361,7 +367,7 @@ def _best(scene: Scene, found: Found) -> list[Finding]:
 def _table(scene: Scene, found: Found) -> Table:
     rows: list[tuple[str | float | None, ...]] = []
     for one, trials in found.items():
-        accuracy, share, alike = _told(trials)
+        accuracy, share, alike = _summarize(trials)
         by = {
             name: _mean([o["attacks"][name][IDENTIFIED] for o in trials])
             for name in trials[0]["attacks"]

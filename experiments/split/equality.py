@@ -114,7 +114,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
         return max(float(one[what]) for one in found)
 
     steps, trials = found[0]["steps"], len(found)
-    told = f"float32, {steps} steps of AdamW, columns locked and rows shuffled, over mutual TLS"
+    detail = f"float32, {steps} steps of AdamW, columns locked and rows shuffled, over mutual TLS"
     share = max(one["bytes"] / one["budget"] for one in found)
     return [
         Finding(
@@ -124,7 +124,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
             worst("losses"),
             NEAR,
             min(float(one["losses without"]) for one in found),
-            f"{told}; the control is a client without the key",
+            f"{detail}; the control is a client without the key",
             measure="largest relative difference of a loss",
             trials=trials,
         ),
@@ -135,7 +135,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
             worst("weights"),
             NEAR,
             min(float(one["weights locked"]) for one in found),
-            f"{told}; biases of keys apart; the control is the backbone as the server has it",
+            f"{detail}; biases of keys apart; the control is the backbone as the server has it",
             measure="relative difference of all weights together",
             trials=trials,
         ),
@@ -160,7 +160,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
             worst("outputs"),
             NEAR_OUTPUTS,
             min(float(one["outputs before"]) for one in found),
-            f"{told}; the control is the model before its training",
+            f"{detail}; the control is the model before its training",
             trials=trials,
         ),
         Finding(

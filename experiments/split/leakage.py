@@ -187,7 +187,7 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
             true.append(labels[rows])
         streams.append(stream(train[:samples]))
         if epoch in (0, int(p["epochs"]) - 1):
-            slopes, told = sample_grads([ServerPass(s, {}, s) for s in sent]), torch.cat(true)
+            grads, detail = sample_grads([ServerPass(s, {}, s) for s in sent]), torch.cat(true)
             loud = sample_grads(
                 [
                     ServerPass(
@@ -198,19 +198,19 @@ def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
                     for s in sent
                 ]
             )
-            most = float(torch.bincount(told).max() / len(told))
+            most = float(torch.bincount(detail).max() / len(detail))
             when = f"epoch {epoch + 1}"
             found[f"labels, {when}"] = [
                 most,
-                _named(cluster_labels(SentGradients(slopes), classes), told, classes),
+                _named(cluster_labels(SentGradients(grads), classes), detail, classes),
             ]
             found[f"labels, gradients with noise of their own size, {when}"] = [
                 most,
-                _named(cluster_labels(SentGradients(loud), classes), told, classes),
+                _named(cluster_labels(SentGradients(loud), classes), detail, classes),
             ]
             found[f"the number of classes, {when}"] = [
                 0.0,
-                float(count_classes(SentGradients(slopes)) == classes),
+                float(count_classes(SentGradients(grads)) == classes),
             ]
     for noise in NOISES:
         who = torch.from_numpy(drawn.permutation(samples))

@@ -687,7 +687,8 @@ def test_a_trend_is_told_beyond_the_seeds_spread(
 def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:
     assert positions.guess_of((8, 8)) == 16.0
     worse, better = (
-        positions._told("a", "b", [error], [69.0], -1, "", "error", 16.0) for error in (57.0, 9.0)
+        positions._finding_of_trend("a", "b", [error], [69.0], -1, "", "error", 16.0)
+        for error in (57.0, 9.0)
     )
     assert worse.sentence == "neither reads places: a guess has 16.0; 57, against 69"
     assert better.sentence == "holds here: 9, against 69"

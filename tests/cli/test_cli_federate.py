@@ -50,7 +50,7 @@ def test_a_run_its_model_and_going_on(
         main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "2", "-o", str(out)]) == 0
     )
     captured = capsys.readouterr()
-    assert "round 1/2: start, test loss" in captured.err
+    assert "round 1/2: before training: test loss" in captured.err
     assert "round 2/2: 3 contributed, training loss" in captured.err
     assert f"{out / 'model'}: 2 rounds of 3 clients, fedavg; test loss" in captured.out
     assert [line.split()[0] for line in captured.out.splitlines() if "±" in line] == [
@@ -73,7 +73,7 @@ def test_a_run_its_model_and_going_on(
         main(["federate", str(start), *HOW, "--clients", "3", "--rounds", "3", "-o", str(out)]) == 0
     )
     assert "round 3/3" in (err := capsys.readouterr().err)
-    assert "round 1/3" not in err
+    assert "round 1/3: 3 contributed" not in err
     rows = load_results(out / "results.json").tables[0].rows
     assert [row[0] for row in rows] == [0, 1, 2, 3]
     assert rows[0][3] is None

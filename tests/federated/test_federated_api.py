@@ -40,7 +40,7 @@ def test_a_module_and_examples_in_memory() -> None:
     assert [(done, total) for done, total, _ in shown] == [(0, 2), (0, 2), (1, 2)]
     start = evaluate_model(fed.vit(), fed.bars(seed=5), 256)
     assert shown[0][2] == (
-        f"start, test loss {start['loss']:.4f}, test accuracy {start['accuracy']:.4f}"
+        f"before training: test loss {start['loss']:.4f}, test accuracy {start['accuracy']:.4f}"
     )
     assert "3 contributed, training loss" in shown[1][2]
     assert repr(trained).startswith("<federated run: the model: 2 rounds of 3 clients, fedavg")

@@ -82,7 +82,7 @@ def open_(
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Decrypt a sealed file or folder, with its key or the identity of a recipient.
+    """Decrypt a sealed file or folder, with its key or an identity.
 
     The output appears only after all of it is authenticated.
     """

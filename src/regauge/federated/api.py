@@ -116,7 +116,7 @@ def run(
 
     def on_start(measures: Mapping[str, float]) -> None:
         if progress is not None:
-            progress(0, chosen.rounds, f"start, {describe_measures(measures)}")
+            progress(0, chosen.rounds, f"before training: {describe_measures(measures)}")
 
     if place is None or engine == "process":
         return run_federated(

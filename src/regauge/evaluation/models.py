@@ -94,10 +94,9 @@ def _require_any(models: Any) -> Any:
 
 
 def _open(source: Any, name: str | None) -> Subject:
-    if isinstance(source, ResultView) and isinstance(
-        getattr(source, "model", None), torch.nn.Module
-    ):
-        source = source.model  # type: ignore[attr-defined]
+    trained = getattr(source, "model", None)
+    if isinstance(source, ResultView) and isinstance(trained, torch.nn.Module):
+        source = trained
     if isinstance(source, str | Path):
         return Subject(name or str(source), open_adapted(str(source)))
     checkpoint, module = open_source(source)

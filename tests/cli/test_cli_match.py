@@ -96,7 +96,7 @@ def test_strangers_are_matched_by_what_they_do_and_refined(
     a, b = pair[0], gpt2(tmp_path / "stranger", 7)
     out = tmp_path / "out"
     wishes = ("--samples", 32, "--workers", 2, "--refine", "self", "--refine-steps", 2)
-    assert run("match", a, b, "-o", out, "--self-written", *wishes) == 0
+    assert run("match", a, b, "-o", out, "--data", "self", *wishes) == 0
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
     models = [AutoModelForCausalLM.from_pretrained(x) for x in (a, out)]
     with torch.no_grad():

@@ -5,9 +5,13 @@ from __future__ import annotations
 from itertools import permutations
 
 import numpy as np
+import pytest
 import torch
 
+from regauge.core import fit
 from regauge.core.assignment import best_assignment, sinkhorn
+from regauge.core.groups import Scaling
+from regauge.core.members import Monomial
 
 
 def test_the_best_assignment_is_that_of_all_permutations() -> None:
@@ -28,3 +32,30 @@ def test_sinkhorn_gives_a_doubly_stochastic_matrix_that_rounds_to_the_assignment
     sharp = sinkhorn(50 * scores, rounds=500)
     assert (best_assignment(-sharp) == best_assignment(-scores)).all()
     assert not torch.allclose(scores.exp().sum(1), torch.ones(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("noise", [0.3, 30.0])
+def test_assignments_in_single_precision_are_those_in_double(
+    noise: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near copies are certain in float32; for strangers float64 decides."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((1, 600, 40)).astype(np.float32)
+    order = rng.permutation(600)
+    y = x[:, order] + np.float32(noise) * rng.standard_normal(x.shape).astype(np.float32)
+    used: list[object] = []
+    cosines = fit._cosines
+
+    def spy(pair: fit.Pair, dtype: type, rows: slice) -> np.ndarray:
+        used.append(dtype)
+        return cosines(pair, dtype, rows)
+
+    monkeypatch.setattr(fit, "_cosines", spy)
+    single = Scaling(positive=False).fit(plain=(y, x), dual=(y, x))
+    assert (np.float64 in used) == (noise > 1)
+    monkeypatch.setattr(fit, "SINGLE_PRECISION_SIZE", 10**9)
+    double = Scaling(positive=False).fit(plain=(y, x), dual=(y, x))
+    assert isinstance(single, Monomial)
+    assert isinstance(double, Monomial)
+    assert (single.index == double.index).all()
+    assert (single.index == order).all() == (noise < 1)

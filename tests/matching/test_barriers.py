@@ -451,7 +451,7 @@ def test_the_command_finds_the_element_itself(
 
 
 def test_the_command_as_they_stand(pair: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(pair, "--no-match", "--no-calibrate", "--samples", "8", "--json", "-") == 0
+    assert run(pair, "--align", "none", "--no-calibrate", "--samples", "8", "--json", "-") == 0
     report = json.loads(capsys.readouterr().out)
     assert list(report["facts"]["paths"]) == ["as they stand"]
     assert report["facts"]["examples"] == 8

@@ -22,6 +22,7 @@ from regauge.errors import (
     UnknownModelError,
 )
 from regauge.locking.locked_checkpoints import plan_lock
+from regauge.matching import activations
 from regauge.matching.api import ModelMatch
 from regauge.matching.compare import compare_unmatched
 
@@ -147,6 +148,43 @@ def test_the_stream_is_rotated_and_b_stays(strangers: tuple[Path, Path], tmp_pat
     with torch.no_grad():
         outputs = [model(IDS).logits for model in (aligned, original)]
     assert (outputs[0] - outputs[1]).abs().max() < 1e-4 * outputs[1].abs().max()
+
+
+def test_language_models_trained_apart_are_matched_by_text_that_they_write(
+    strangers: tuple[Path, Path], folders: tuple[Path, Path]
+) -> None:
+    by_text, by_weights = regauge.match(*strangers), regauge.match(*strangers, data=None)
+    assert by_text.results.facts["by"] == "self-written text"
+    assert by_weights.results.facts["by"] == "weights"
+    assert by_text.distance > by_weights.distance, "activations, not weights, were aligned"
+    named = regauge.match(*strangers, data="self")
+    assert named.distance == by_text.distance, "the default is what the name gives"
+    moved = regauge.match(*folders)
+    assert moved.results.facts["by"] == "weights", "weights find a moved copy exactly"
+    plain = regauge.match(*strangers, options=regauge.MatchOptions(stream="permutation"))
+    assert plain.results.facts["by"] == "weights", "options of the search keep to the weights"
+
+
+def test_models_that_write_no_text_are_matched_by_weights(
+    strangers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [regauge.load_model(folder).state_dict() for folder in strangers]
+    matched = regauge.match(*states, spec=regauge.spec_of(regauge.load_model(strangers[0])))
+    assert matched.results.facts["by"] == "weights"
+    monkeypatch.setattr(activations, "MAX_WRITER", 10)
+    assert regauge.match(*strangers).results.facts["by"] == "weights", "too large to write text"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_norm_of_b_without_gains_is_matched(family: str, tmp_path: Path) -> None:
+    a, b = (picos.build(family, seed).float() for seed in (0, 1))
+    name = next(n for n, _ in b.named_parameters() if n.endswith(("ln_1.weight", "norm.weight")))
+    with torch.no_grad():
+        b.get_parameter(name).zero_()
+    regauge.match(a, b).save(tmp_path / "aligned")
+    aligned = regauge.load_model(tmp_path / "aligned")
+    with torch.no_grad():
+        assert torch.allclose(aligned(IDS).logits, a(IDS).logits, atol=1e-3)
 
 
 def test_tiny_gains_of_b_overflow_no_half_precision(tmp_path: Path) -> None:

@@ -42,10 +42,14 @@ def barrier(
             rich_help_panel=options.ADVANCED,
         ),
     ] = 11,
-    do_match: Annotated[
-        bool, typer.Option("--match/--no-match", help="Also measure after matching A to B.")
-    ] = True,
-    self_written: sample.SelfWritten = False,
+    align: Annotated[
+        options.AlignKind,
+        typer.Option(
+            "--align",
+            help="Also measure after matching A to B: by the weights, by text that both generate "
+            "(self), or as match does (auto).",
+        ),
+    ] = options.AlignKind.auto,
     element: Annotated[
         Path | None,
         typer.Option(
@@ -95,8 +99,6 @@ def barrier(
     moving A changed what it computes.
     """
     check_outputs(json, report)
-    if self_written and (element is not None or not do_match):
-        raise typer.BadParameter("--self-written requires matching: drop --element and --no-match")
     source = sample.read_options(data, field, split, tokenizer, length, mean, std)
     import regauge
 
@@ -106,7 +108,7 @@ def barrier(
             a,
             b,
             source,
-            align=element or ("self" if self_written else "weights" if do_match else None),
+            align=element or (None if align.value == "none" else align.value),
             stream=stream.value,
             options=regauge.BarrierOptions(
                 points=points,

@@ -137,15 +137,16 @@ def match(
         ),
     ] = True,
     shared_tokens: SharedTokens = False,
-    self_written: sample.SelfWritten = False,
     sample_data: Annotated[
-        str | None,
+        str,
         typer.Option(
             "--data",
-            metavar="URI",
-            help="Match by activations on a sample of data. Default: by the weights.",
+            metavar="URI|self|noise|weights",
+            help="Match by activations on unlabelled data, on text that the models generate (self) "
+            "or on noise, or by the weights alone. auto: self for language models of up to 500 "
+            "million parameters that were trained apart, otherwise weights.",
         ),
-    ] = None,
+    ] = "auto",
     samples: Annotated[
         int,
         typer.Option(
@@ -221,8 +222,6 @@ def match(
     take the result.
     """
     started = time.monotonic()
-    if self_written and sample_data is not None:
-        raise typer.BadParameter("pass either --data or --self-written, not both")
     check_outputs(json, report)
     import regauge
     from regauge.checkpoints.files import format_bytes
@@ -262,7 +261,7 @@ def match(
             b,
             spec=spec,
             shared_tokens=shared_tokens,
-            data="self" if self_written else read(sample_data),
+            data=read(sample_data),
             refine=read(refine),
             options=chosen,
             out=out,
@@ -307,8 +306,10 @@ def _read_options(
     uri: str | None,
 ) -> DataSource | str | None:
     """Return the data that an option names; `self` and `noise` stand for generated inputs."""
-    if uri is None or uri in {"self", "noise"}:
+    if uri is None or uri in {"self", "noise", "auto"}:
         return uri
+    if uri == "weights":
+        return None
     return sample.read_options(uri, field, split, tokenizer, length, mean, std)
 
 

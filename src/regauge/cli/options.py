@@ -19,6 +19,15 @@ class StreamKind(StrEnum):
     permutation = "permutation"
 
 
+class AlignKind(StrEnum):
+    """How a model is aligned before a path to another one is measured."""
+
+    auto = "auto"
+    weights = "weights"
+    self = "self"
+    none = "none"
+
+
 class GroupKind(StrEnum):
     """Subgroups that an element is limited to."""
 

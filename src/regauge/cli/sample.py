@@ -100,13 +100,6 @@ Std = Annotated[
         rich_help_panel=options.DATA,
     ),
 ]
-SelfWritten = Annotated[
-    bool,
-    typer.Option(
-        "--self-written",
-        help="Match language models by activations on text that they generate, without data.",
-    ),
-]
 
 
 def read_options(

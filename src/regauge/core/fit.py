@@ -8,7 +8,7 @@ features]. Callers use `Group.fit` in groups.py; this module holds what the grou
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from regauge.core.rng import Floats, Ints
 
 Pair = tuple[Floats, Floats]
 PRECONDITION_SIZE = 512  # from this size on, preconditioning makes an assignment faster
+SINGLE_PRECISION_SIZE = 512  # from this size on, cosines are computed in float32 first
 
 
 class SummedPair(NamedTuple):
@@ -121,12 +122,7 @@ def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive
     Cosines, which do not depend on scales, determine the permutation. The scales then balance the
     two sides; with one side only, they are least squares.
     """
-    sides = [_cosines(p) for p in (plain, dual) if p is not None]
-    if positive or not sides:
-        scores = np.asarray(sum(sides))
-    else:  # a sign flips both sides at once, so only the product of their cosines is invariant
-        scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
-    index = assign(scores if bar is None else scores + _cosines(bar))
+    index = _assign_by_cosines(plain, dual, bar, positive)
     (yx, yy, xx), (yx_dual, yy_dual, xx_dual) = (
         _inner_products(plain, index),
         _inner_products(dual, index),
@@ -140,6 +136,52 @@ def fit_scaled(plain: Pair | None, dual: Pair | None, bar: Pair | None, positive
     sign = np.where((yx if plain is not None else yx_dual) < 0, -1.0, 1.0)
     scale = _clip_factors(scale)
     return Monomial(index, scale if positive else scale * sign)
+
+
+def _assign_by_cosines(
+    plain: Pair | None, dual: Pair | None, bar: Pair | None, positive: bool
+) -> Ints:
+    """Return the permutation with the largest total cosine.
+
+    Cosines of large spaces are computed in float32 first. Where every row's largest is certain
+    despite the rounding, and these are a permutation, it is the one that float64 gives.
+    """
+    pairs = [p for p in (plain, dual, bar) if p is not None]
+    features = max(p[0].shape[2] for p in pairs)
+    if pairs[0][0].shape[1] >= SINGLE_PRECISION_SIZE:
+        # Rounding of a product of unit vectors in any order of summation, of their norms and of the
+        # scores. A score is a sum or a product of at most three cosines.
+        error = 3 * (features + 16) * 2.0**-24
+        rows = slice(0, None, max(1, pairs[0][0].shape[1] // 64))
+        for part in (rows, slice(None)):  # a few rows show whether there is hope
+            scores = _cosine_scores(plain, dual, bar, positive, np.float32, part)
+            best = scores.argmax(2)
+            top = np.take_along_axis(scores, best[:, :, None], 2)
+            np.put_along_axis(scores, best[:, :, None], -np.inf, 2)
+            if not bool((top[:, :, 0] - scores.max(2) > 2 * error).all()):
+                break
+            if any(len(np.unique(one)) < len(one) for one in best):
+                break
+        else:
+            return np.asarray(best, np.int64)
+    return assign(_cosine_scores(plain, dual, bar, positive, np.float64, slice(None)))
+
+
+def _cosine_scores(
+    plain: Pair | None,
+    dual: Pair | None,
+    bar: Pair | None,
+    positive: bool,
+    dtype: type[np.floating[Any]],
+    rows: slice,
+) -> Floats:
+    """Return the scores that an assignment by cosines maximizes, of some rows."""
+    sides = [_cosines(p, dtype, rows) for p in (plain, dual) if p is not None]
+    if positive or not sides:
+        scores = np.asarray(sum(sides))
+    else:  # a sign flips both sides at once, so only the product of their cosines is invariant
+        scores = np.abs(sides[0]) if len(sides) == 1 else sides[0] * sides[1]
+    return scores if bar is None else np.asarray(scores + _cosines(bar, dtype, rows))
 
 
 def fit_planes(plain: Pair | None, dual: Pair | None, layout: Layout, unit: bool) -> Complexes:
@@ -246,11 +288,15 @@ def _clip_factors(factors: Floats) -> Floats:
     )
 
 
-def _cosines(pair: Pair) -> Floats:
-    def unit(x: Floats) -> Floats:
-        return np.asarray(x / np.maximum(np.linalg.norm(x, axis=2, keepdims=True), 1e-300))
+def _cosines(pair: Pair, dtype: type[np.floating[Any]], rows: slice) -> Floats:
+    """Return the cosines of some rows of y with all rows of x."""
 
-    return np.asarray(unit(pair[0]) @ unit(pair[1]).swapaxes(1, 2))
+    def unit(x: Floats) -> Floats:
+        x = x.astype(dtype, copy=False)
+        norm = np.linalg.norm(x, axis=2, keepdims=True)
+        return np.asarray(x / np.where(norm > 0, norm, 1))
+
+    return np.asarray(unit(pair[0][:, rows]) @ unit(pair[1]).swapaxes(1, 2))
 
 
 def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Floats]:
@@ -258,7 +304,11 @@ def _inner_products(pair: Pair | None, index: Ints) -> tuple[Floats, Floats, Flo
     if pair is None:
         return np.ones(index.shape), np.ones(index.shape), np.ones(index.shape)
     y, x = pair[0], np.take_along_axis(pair[1], index[:, :, None], 1)
-    return (y * x).sum(2), (y * y).sum(2), (x * x).sum(2)
+    products = (
+        np.einsum("cif,cif->ci", u, v, dtype=np.float64) for u, v in ((y, x), (y, y), (x, x))
+    )
+    yx, yy, xx = products
+    return yx, yy, xx
 
 
 def _safe_ratio(a: Floats, b: Floats) -> Floats:

@@ -165,8 +165,9 @@ def train_model(
         examples: The training examples.
         recipe: `optimizer` with its learning rate `rate` (and `more` options of `OptimizerConfig`),
             `batch` (size), `epochs` or `steps`, `dtype`; optionally `warmup` (fraction of the
-            steps), `clip` (largest gradient norm), `augment` (see `regauge.data.augment`) and
-            `looks` (number of evaluations).
+            steps), `clip` (largest gradient norm), `augment` (see `regauge.data.augment`),
+            `autocast` (the dtype of matrix products, "bfloat16"; weights keep `dtype`) and `looks`
+            (number of evaluations).
         seed: The seed of batches, augmentation and dropout.
         work: The store of an interrupted run's state, and the device.
         evaluate: Called before the first step and `looks` times after it.
@@ -186,7 +187,7 @@ def train_model(
     def backward(step: int) -> Tensor:
         inputs, labels = move_batch(_sample_batch(examples, recipe, seed, step), work.device, dtype)
         inputs, labels = _augment_batch(inputs, labels, examples, recipe, seed, step)
-        with exact_arithmetic(dtype):
+        with exact_arithmetic(dtype), _autocast(recipe, work.device):
             return compute_gradients(model, examples, inputs, labels)
 
     def look(step: int) -> None:
@@ -262,6 +263,13 @@ def exact_arithmetic(dtype: torch.dtype) -> Any:
     other dtypes.
     """
     return strict_float64() if dtype == torch.float64 else contextlib.nullcontext()
+
+
+def _autocast(recipe: Parameters, device: str) -> contextlib.AbstractContextManager[Any]:
+    """Return the context in which matrix products have the dtype that a recipe names."""
+    if "autocast" not in recipe:
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, getattr(torch, recipe["autocast"]))
 
 
 def move_batch(

@@ -28,6 +28,9 @@ from regauge.models.families import Boundary
 Tensor = torch.Tensor
 # Rows of the stream recorded at each place: far more than a stream has coordinates.
 MAX_ROWS = 16_384
+# The largest language model, in parameters, that writes text for its alignment without being asked
+# to: 64 texts of two such models take some minutes on two cores.
+MAX_WRITER = 500_000_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,13 +197,25 @@ def _find_reader(
         return None
 
 
+def writes_by_default(model: torch.nn.Module) -> bool:
+    """Return whether a model writes text for its alignment without being asked to: it can, and has
+    at most `MAX_WRITER` parameters.
+    """
+    size = sum(p.numel() for p in model.parameters())
+    return size <= MAX_WRITER and _can_generate(model)
+
+
+def _can_generate(model: torch.nn.Module) -> bool:
+    return hasattr(model, "generate") and bool(getattr(model, "can_generate", lambda: False)())
+
+
 def require_generation(model: torch.nn.Module) -> None:
     """Raise unless a model can generate text.
 
     Raises:
         RecordError: it cannot.
     """
-    if not hasattr(model, "generate") or not getattr(model, "can_generate", lambda: False)():
+    if not _can_generate(model):
         raise RecordError(f"a {type(model).__name__} cannot generate text", hint="pass data")
 
 

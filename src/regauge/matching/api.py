@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from regauge.checkpoints.writer import WriteResult
     from regauge.evaluation.models import DataInput
     from regauge.evaluation.report import Evaluation
-    from regauge.matching.live_pair import Inputs
+    from regauge.matching.live_pair import Batches, Generated, Inputs
     from regauge.matching.refine import Refinement
     from regauge.models.sources import Source
 
@@ -99,6 +99,13 @@ class MatchOptions:
         require_at_least(MatchError, 0, sweeps=self.sweeps)
         names = ("workers", "samples", "refine_steps")
         require_at_least(MatchError, 1, **{name: getattr(self, name) for name in names})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the search has its default options: all spaces, over their full groups."""
+        plain = MatchOptions()
+        names = ("workers", "sweeps", "samples", "seed", "refine_steps")
+        return replace(self, **{name: getattr(plain, name) for name in names}) == plain
 
     def for_search(self) -> dict[str, Any]:
         """Return the options of `match_states`."""
@@ -293,7 +300,7 @@ def match(
     *,
     spec: Spec | str | Path | None = None,
     shared_tokens: bool = False,
-    data: Inputs | None = None,
+    data: Inputs | None = "auto",
     refine: Inputs | None = None,
     options: MatchOptions | None = None,
     out: str | Path | None = None,
@@ -315,7 +322,9 @@ def match(
         spec: a spec or spec file for both; by default that of their family.
         shared_tokens: match by the shared tokens of two different vocabularies.
         data: match by activations: the path or hub id of a dataset, a `DataSource`, batches of
-            inputs, "self" for text that the models generate, or "noise". By default by the weights.
+            inputs, "self" for text that the models generate, or "noise"; None matches by the
+            weights. By default language models that were trained apart are matched by text that
+            they generate (up to 500 million parameters), all others by the weights.
         refine: refine the element by gradient descent on such data.
         options: options of the match.
         out: the output that `save` will write. It is checked first, and finished parts of the
@@ -353,20 +362,26 @@ def match(
             for source in side.checkpoint.sources:
                 check_target(target, source)
     live = LivePair(pair, chosen.samples, chosen.seed)
-    to_refine, to_match = live.read(refine), live.read(data)
+    by_default = live.default_inputs() if data == "auto" and chosen.is_plain else None
+    to_refine, to_match = live.read(refine), live.read(None if data == "auto" else data)
     report = progress or (lambda done, total, label: None)
     store = None
     if out is not None and resume is not None:
-        store = StateStore.beside(Path(out), _label(pair, chosen, digest_of_inputs(to_match)))
+        digest = digest_of_inputs(to_match or by_default)
+        store = StateStore.beside(Path(out), _label(pair, chosen, digest))
         if not resume:
             store.delete()
-    activations = None
-    if to_match is not None:
+    recorded: list[Batches | Generated] = []
+
+    def record(inputs: Batches | Generated) -> tuple[Any, Any]:
+        recorded.append(inputs)
         report(0, 1, "recording the activations of both models")
-        activations = live.record_activations(to_match)
+        return live.record_activations(inputs)
+
     pair, found = match_pair(
         pair,
-        activations=activations,
+        record=partial(record, by_default) if by_default is not None else None,
+        activations=None if to_match is None else record(to_match),
         store=store,
         progress=progress,
         **chosen.for_search(),
@@ -381,10 +396,10 @@ def match(
         **_names_of(a, b, pair),
         "folded": pair.is_folded,
         "group": chosen.within,
-        "by": describe_inputs(data),
+        "by": describe_inputs(data if data != "auto" else "self" if recorded else None),
         **_facts_of_refinement(refine, refined),
     }
-    return ModelMatch(pair, found, facts, refined, activations is None, store)
+    return ModelMatch(pair, found, facts, refined, not recorded, store)
 
 
 def _open(

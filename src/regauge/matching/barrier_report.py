@@ -125,7 +125,7 @@ def barrier(
     b: Source,
     data: Examples | DataSource | str | Path,
     *,
-    align: Literal["weights", "self"] | Element | str | Path | None = "weights",
+    align: Literal["auto", "weights", "self"] | Element | str | Path | None = "auto",
     stream: Stream = "auto",
     options: BarrierOptions | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -141,7 +141,8 @@ def barrier(
         b: model B, of the same class and size.
         data: labelled data: a path, a hub id, a `DataSource`, or `Examples`.
         align: "weights" matches A to B by the weights, "self" by activations on text that they
-            generate; an element or its file moves A; None measures only the path between A and B.
+            generate, "auto" as `match` does; an element or its file moves A; None measures only
+            the path between A and B.
         stream: "auto" rotates the residual stream where the model allows it; "permutation" permutes
             it, as Git Re-Basin does.
         options: points, samples, batches and device.
@@ -192,12 +193,13 @@ def barrier(
         for checkpoint, module in sides
     )
     require_interpolable(first.state_dict(), second.state_dict(), (names[0], names[1]))
-    is_matched = align in ("weights", "self", None)
+    is_matched = align in ("auto", "weights", "self", None)
+    texts: list[Any] = []
     results = connect(
         first,
         second,
         examples,
-        aligner=_make_aligner(align, first, second, chosen.seed),
+        aligner=_make_aligner(align, first, second, chosen.seed, texts),
         label="matched" if is_matched else "moved",
         stream=stream,
         progress=progress,
@@ -209,7 +211,7 @@ def barrier(
         "B": names[1],
         "data": data.uri if isinstance(data, DataSource) else _name_of_data(data),
         "task": task,
-        "matched by": GENERATED["self"] if align == "self" else "weights",
+        "matched by": GENERATED["self"] if texts else "weights",
         **results.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -221,18 +223,27 @@ def _name_of_data(data: Examples | str | Path) -> str:
     return str(data) if isinstance(data, str | Path) else f"{len(data)} examples"
 
 
-def _make_aligner(align: Any, first: torch.nn.Module, second: torch.nn.Module, seed: int) -> Any:
-    """Return the function that finds the element that aligns A with B; None for none."""
+def _make_aligner(
+    align: Any, first: torch.nn.Module, second: torch.nn.Module, seed: int, texts: list[Any]
+) -> Any:
+    """Return the function that finds the element that aligns A with B; None for none.
+
+    It adds the texts that it has the models generate to `texts`.
+    """
     from regauge.checkpoints.element_files import load_element
-    from regauge.matching.activations import generate_text
+    from regauge.matching.activations import generate_text, writes_by_default
     from regauge.matching.connectivity import align_by_activations, align_by_weights
+
+    def generate() -> list[dict[str, torch.Tensor]]:
+        texts.extend(generate_text([first, second], seed=seed))
+        return texts
 
     if align is None:
         return None
     if isinstance(align, Element):
         return lambda spec, *_: align.to(spec)
-    if align == "weights":
+    if align == "weights" or (align == "auto" and not writes_by_default(first)):
         return align_by_weights
-    if align == "self":
-        return align_by_activations(first, second, generate_text([first, second], seed=seed))
+    if align in ("auto", "self"):
+        return align_by_activations(first, second, generate, only_apart=align == "auto")
     return lambda spec, *_: load_element(align, spec)

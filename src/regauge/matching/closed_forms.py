@@ -106,8 +106,9 @@ def row_cosines(y: Floats, x: Floats) -> Floats:
 
 
 def _cosine(inner: Floats, y: Floats, x: Floats) -> Floats:
-    """Divide inner products by the norms."""
-    return np.asarray(inner / np.sqrt(np.maximum(y[:, :, None, None] * x[None, None], 1e-300)))
+    """Divide inner products by the norms. The cosine with a zero vector is 0."""
+    squared = np.asarray(y, np.float64)[:, :, None, None] * x[None, None]
+    return np.asarray(inner / np.sqrt(np.where(squared > 0, squared, 1.0)))
 
 
 def assign_two_level(scores: Floats) -> tuple[Ints, Ints]:

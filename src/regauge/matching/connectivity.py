@@ -49,21 +49,34 @@ def align_by_weights(spec: Spec, a: State, b: State) -> Element:
 
 
 def align_by_activations(
-    first: torch.nn.Module, second: torch.nn.Module, batches: Sequence[Mapping[str, Tensor]]
+    first: torch.nn.Module,
+    second: torch.nn.Module,
+    inputs: Callable[[], Sequence[Mapping[str, Tensor]]],
+    *,
+    only_apart: bool = False,
 ) -> Aligner:
-    """Return an aligner that matches by the activations on these inputs."""
+    """Return an aligner that matches by the activations on these inputs.
+
+    Args:
+        first: model A.
+        second: model B.
+        inputs: returns the inputs, when they are needed.
+        only_apart: match by the weights first, and by activations only models trained apart.
+    """
 
     def align(spec: Spec, a: State, b: State) -> Element:
         """Match by activations."""
         from regauge.matching import match_states
-        from regauge.matching.activations import record
+        from regauge.matching.activations import Activations, record
+        from regauge.matching.paired import match_apart
 
-        return match_states(
-            spec,
-            a,
-            b,
-            activations=(record(first, a, spec, batches), record(second, b, spec, batches)),
-        ).element
+        def record_both() -> tuple[Activations, Activations]:
+            batches = inputs()
+            return record(first, a, spec, batches), record(second, b, spec, batches)
+
+        if only_apart:
+            return match_apart(spec, a, b, record_both).element
+        return match_states(spec, a, b, activations=record_both()).element
 
     return align
 

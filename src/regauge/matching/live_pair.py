@@ -13,7 +13,7 @@ from regauge.core.element import Element
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec, stored_tensors
 from regauge.data.sources import DataSource
-from regauge.errors import Hint, MatchError
+from regauge.errors import Hint, MatchError, RegaugeError
 from regauge.matching.pairs import Pair
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from regauge.matching.result import Match
 
     Batches: TypeAlias = Sequence[Mapping[str, torch.Tensor]]
-    Inputs: TypeAlias = Batches | DataSource | str | Path | Literal["self", "noise"]
+    Inputs: TypeAlias = Batches | DataSource | str | Path | Literal["self", "noise", "auto"]
 
 SAMPLES = 64  # examples of the data, by default
 REFINE_STEPS = 200  # steps of a refinement, by default
@@ -120,6 +120,22 @@ class LivePair:
             {names.get(n, n): v.float() if v.is_floating_point() else v for n, v in state.items()}
             for state in self.pair.states
         ]
+
+    def default_inputs(self) -> Generated | None:
+        """Return the inputs by which models that were trained apart are matched unless others are
+        named: text that they generate, if both `writes_by_default`; otherwise None.
+        """
+        if self.pair.rows:
+            return None
+        try:
+            from regauge.matching.activations import writes_by_default
+            from regauge.models.load import load_empty
+
+            sides = zip((self.pair.a, self.pair.b), self.pair.modules, strict=True)
+            modules = [load_empty(s.checkpoint) if m is None else m for s, m in sides]
+        except RegaugeError:  # no config, or a library is missing
+            return None
+        return Generated("self", self.samples) if all(map(writes_by_default, modules)) else None
 
     def read(self, inputs: Inputs | None) -> Batches | Generated | None:
         """Read inputs for both models, see `read_inputs`; None without inputs."""

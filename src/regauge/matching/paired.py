@@ -1,4 +1,7 @@
-"""The search on a pair of models: with folded norms, or as stored where that is simpler.
+"""The search on a pair of models: by weights or by activations, with folded norms or as stored.
+
+Weights find a planted or fine-tuned copy exactly. Between models that were trained apart,
+activations give a smaller barrier; where a model can record some without data, they decide there.
 
 Folded norms allow every rotation of the stream, and rotations align models that were trained apart
 better than permutations do. For models with a common ancestor, moved or fine-tuned, the rotation is
@@ -8,7 +11,9 @@ rounded, and tied heads stay tied.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from regauge.core.element import Element
@@ -19,19 +24,50 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.matching.pairs import Pair
 from regauge.matching.result import Match
-from regauge.matching.search import match_states
+from regauge.matching.search import MAX_RELATED, MAX_SWEEPS, match_states
 
 if TYPE_CHECKING:
     from regauge.checkpoints.resume import StateStore
+    from regauge.core.action import State
+    from regauge.matching.activations import Activations
 
 # The mean overlap of a rotation with the nearest permutation (1 if it is one) above which it is
 # that permutation, up to noise. Between models trained apart it is near 0.2.
 MIN_OVERLAP = 0.8
 
 
+def match_apart(
+    spec: Spec,
+    a: State,
+    b: State,
+    record: Callable[[], tuple[Activations, Activations]],
+    *,
+    sweeps: int = MAX_SWEEPS,
+    store: StateStore | None = None,
+    **options: Any,
+) -> Match:
+    """Match by weights; if that leaves the two apart, by their activations.
+
+    Args:
+        spec: the spec of both models.
+        a: the state that moves.
+        b: the state that stays.
+        record: records the activations of both on the same inputs.
+        sweeps: the largest number of sweeps by weights, of models that are not apart.
+        store: where finished parts are saved.
+        options: further options of `match_states`.
+    """
+    found = match_states(spec, a, b, sweeps=sweeps, store=store, sweep_unrelated=False, **options)
+    if found.relative_distance <= MAX_RELATED:
+        return found
+    nested = store.nested("activations") if store else None
+    return match_states(spec, a, b, sweeps=0, store=nested, **{**options, "activations": record()})
+
+
 def match_pair(
     pair: Pair,
     *,
+    record: Callable[[], tuple[Activations, Activations]] | None = None,
     within: Kind = "full",
     store: StateStore | None = None,
     progress: Progress | None = None,
@@ -41,6 +77,8 @@ def match_pair(
 
     Args:
         pair: the two models.
+        record: records the activations of both, by which models that were trained apart are
+            matched; None matches by the weights, or by the `activations` of the options.
         within: the kind that every group is restricted to.
         store: where finished parts are saved.
         progress: the progress callback.
@@ -49,11 +87,10 @@ def match_pair(
     Returns:
         The pair as it was compared in the end, and the match.
     """
-    a, b = pair.states
-    found = match_states(
+    search = match_states if record is None else partial(match_apart, record=record)
+    found = search(
         pair.spec,
-        a,
-        b,
+        *pair.states,
         rows=pair.rows,
         within=within,
         store=store,

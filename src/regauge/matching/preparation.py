@@ -18,14 +18,18 @@ from regauge.matching.costs import SharedRows
 
 
 def require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows]) -> None:
-    """Raise unless both states fit the spec (tables with shared rows excepted) and are finite."""
-    for name, state in (("the model that moves", a), ("the model that stays", b)):
-        faults = [f for f in check(spec, state) if f.name not in rows]
+    """Raise unless both states fit the spec (tables with shared rows excepted)."""
+    for name, state in _named(a, b):
         require(
-            faults,
+            [f for f in check(spec, state) if f.name not in rows],
             f'{name} does not fit the spec "{spec.family}"',
             hint="both must be models of one architecture and size",
         )
+
+
+def require_finite(a: State, b: State) -> None:
+    """Raise if a tensor of one of the states has values that are not finite."""
+    for name, state in _named(a, b):
         for tensor in state:
             value = state[tensor]
             if value.dtype.is_floating_point and not bool(value.isfinite().all()):
@@ -33,6 +37,11 @@ def require_pair(spec: Spec, a: State, b: State, rows: Mapping[str, SharedRows])
                     f'"{tensor}" of {name} has values that are not finite',
                     hint="matching would find nothing but NaN",
                 )
+
+
+def _named(a: State, b: State) -> tuple[tuple[str, State], ...]:
+    """Return both states with what messages call them."""
+    return ("the model that moves", a), ("the model that stays", b)
 
 
 def select_groups(

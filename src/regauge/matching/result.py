@@ -89,6 +89,11 @@ class SearchLog:
         self.after, self.squared = self.before, math.inf
         self.steps: list[Step] = []
 
+    @property
+    def relative_distance(self) -> float:
+        """The smallest distance so far, as a share of b's norm."""
+        return math.sqrt(self.squared / max(sum(self.size.values()), 1e-300))
+
     def record(self, name: str, g: Element) -> float:
         """Measure the distance after a step and keep the element if it is the best so far.
 

@@ -24,6 +24,8 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from regauge.core.action import State
 from regauge.core.element import Element, identity
 from regauge.core.groups import Kind
@@ -32,7 +34,12 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.errors import Hint, MatchError
 from regauge.matching.costs import Costs, SharedRows, Weights
-from regauge.matching.preparation import require_pair, select_groups, worker_pool
+from regauge.matching.preparation import (
+    require_finite,
+    require_pair,
+    select_groups,
+    worker_pool,
+)
 from regauge.matching.result import Match, SearchLog
 from regauge.matching.saved_parts import SavedParts
 from regauge.matching.solver import Solver
@@ -44,6 +51,9 @@ if TYPE_CHECKING:
 MAX_SWEEPS = 10
 EXACT_TOLERANCE = 1e-13  # of b's squared norm: float32 rounding after an exact match stays below it
 MIN_GAIN = 1e-4  # a sweep that gains less than this share of the squared distance is the last
+# The relative distance after the first pass below which two models are one model up to noise, such
+# as a fine-tuned copy. Models that were trained apart stay near 0.9.
+MAX_RELATED = 0.5
 
 
 def match_states(
@@ -65,6 +75,7 @@ def match_states(
     whole: bool = False,
     workers: int = 1,
     known_spaces: Iterable[str] | None = None,
+    sweep_unrelated: bool | None = None,
     store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> Match:
@@ -96,6 +107,9 @@ def match_states(
         whole: compare key biases as stored, as rotation symmetry does; softmax cancels them.
         workers: the number of processes. Layers are independent once the stream is known.
         known_spaces: the spaces that `start` already solves; all by default.
+        sweep_unrelated: also sweep if the first pass leaves the two further apart than copies of
+            one model (`MAX_RELATED`). By default not after activations: there the sweeps, which
+            minimize the distance of the weights, raise the barrier.
         store: where finished parts are saved. A search that is given the parts of an interrupted
             one repeats none of them, and returns the same element.
         progress: the progress callback.
@@ -115,6 +129,8 @@ def match_states(
     costs = make_costs(activations=activations)
     groups = select_groups(spec, spaces, layers, within)
     log = SearchLog(costs, started)
+    if not np.isfinite([*log.before.values(), *log.size.values()]).all():
+        require_finite(a, b)
     if not any(log.before.values()):
         return log.result(identity(spec), (), "the two are equal")
     report = progress or (lambda done, total, label: None)
@@ -132,6 +148,10 @@ def match_states(
         log.record(solver.stage, solver.g)
         if activations is not None:  # these gave the start; sweeps minimize the weights' distance
             solver.costs = make_costs()
+        if sweep_unrelated is None:
+            sweep_unrelated = activations is None
+        if not sweep_unrelated and log.relative_distance > MAX_RELATED:
+            sweeps = 0
         # Solve each space again given all others, until nothing improves.
         for i in range(sweeps):
             if log.squared <= EXACT_TOLERANCE * sum(log.size.values()):

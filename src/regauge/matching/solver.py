@@ -20,7 +20,15 @@ import numpy as np
 from regauge.core.axes import Leaf
 from regauge.core.element import Element
 from regauge.core.fit import Pair, correlation, make_summed_pair
-from regauge.core.groups import GeneralLinear, Group, Orthogonal, Permutation, Rotary, Trivial
+from regauge.core.groups import (
+    GeneralLinear,
+    Group,
+    Orthogonal,
+    Permutation,
+    Rotary,
+    Scaling,
+    Trivial,
+)
 from regauge.core.members import Member, Monomial
 from regauge.core.rng import Floats
 from regauge.matching.blocks import Block
@@ -296,6 +304,8 @@ class Solver:
                 if group.is_orthogonal:
                     side = "plain" if side == "dual" else side
                     totals[side] = correlation(pair, total=totals.get(side))
+                elif isinstance(group, Scaling):  # its fit chooses the precision
+                    sides.setdefault(side, []).append(pair)
                 else:
                     sides.setdefault(side, []).append(
                         (pair[0].astype(np.float64), pair[1].astype(np.float64))

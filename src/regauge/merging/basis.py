@@ -431,17 +431,21 @@ def _align_model(
         )
         return _transform(model, pair, Element(pair.spec, members)), verdict
     start = None if pair.is_folded or config.options else verdict.element
+    live = LivePair(pair, SAMPLES, 0)
+    written = live.default_inputs() if start is None and not config.options else None
     pair, result = match_pair(
         pair,
         start=start,
+        record=partial(live.record_activations, written) if written is not None else None,
         store=store.nested(model.key) if store else None,
         progress=progress,
         **options,
     )
     refined = None
     if inputs is not None:
-        live = LivePair(pair, SAMPLES, 0)
-        result, refined = live.refine_match(result, inputs, config.refine_steps, progress)
+        result, refined = live.with_pair(pair).refine_match(
+            result, inputs, config.refine_steps, progress
+        )
     note = (
         f"aligned with {anchor.key}: distance {result.distance_before:.4g} before, "
         f"{result.distance:.4g} after"

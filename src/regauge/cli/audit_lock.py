@@ -61,7 +61,8 @@ def lock(
         typer.Option(
             "--data",
             metavar="URI",
-            help="Examples of its task, for theft, features and accuracies.",
+            help="Examples of the model's task, for attacks on features and for theft: training "
+            "from LOCKED.",
         ),
     ] = None,
     field: sample.Field = None,

@@ -94,8 +94,8 @@ def lock(
 ) -> int:
     """Obfuscate a model with a key; this is not encryption.
 
-    Transforms the backbone by a secret element that only the key holder can undo. `regauge
-    audit lock` measures what the lock of your model is worth.
+    Transforms the backbone by an element that is derived from the key. `regauge audit lock`
+    measures what the lock of your model is worth.
     """
     if reseal and (group is not None or spaces is not None):
         raise typer.BadParameter("--group and --spaces apply to a new lock, not to --reseal")

@@ -221,8 +221,8 @@ def match(
 ) -> int:
     """Align model A with model B, without changing what A computes.
 
-    Writes A in the basis nearest to B and with B's norms; B stays as it is. Any merging tool can
-    take the result.
+    Writes A in the basis of B, with the gains of B's norm layers; B is not changed. Any merging
+    tool can take the result.
     """
     started = time.monotonic()
     if self_written and sample_data is not None:

@@ -356,7 +356,7 @@ def test_what_match_has_aligned_is_merged_with_a_warning(run: Run, tmp_path: Pat
     assert run("match", a, z, "-o", tmp_path / "aligned").code == 0
     result = run("merge", tmp_path / "aligned", z, "-o", tmp_path / "out")
     assert result.code == 0, result.err
-    assert "are aligned, though trained apart" in result.err
+    assert "were trained independently and aligned" in result.err
     assert "models so far apart average to one that is usually worse" in result.err
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False

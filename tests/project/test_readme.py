@@ -158,7 +158,7 @@ def test_the_demo_and_the_commands_print_what_is_shown(
     demo, *_ = re.findall(r"```\n(1\. .*?)```", README, re.S)
     assert_printed(demo, capsys.readouterr().out)
     monkeypatch.chdir(tmp_path / "regauge-demo")
-    blocks = re.findall(r"```\n((?:regauge .*\n)+)```\n```\n(.*?)```", README, re.S)
+    blocks = re.findall(r"```\n((?:regauge [^\n]*\n)+)```\n```\n(.*?)```", README, re.S)
     assert len(blocks) >= 3
     for commands, shown in blocks:
         for command in commands.splitlines():

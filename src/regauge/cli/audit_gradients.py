@@ -141,7 +141,8 @@ def gradients(
         typer.Option(
             "--attacks",
             metavar="A,A",
-            help="Attacks by name, or all. Default: all but descents, which take minutes.",
+            help="Attacks by name, or all. Default: all but those by optimization, which take "
+            "minutes.",
         ),
     ] = None,
     optimized: Annotated[
@@ -150,7 +151,7 @@ def gradients(
             "--optimized",
             min=1,
             metavar="N",
-            help="Updates per combination that descents attack.",
+            help="Updates per combination to attack by optimization.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 2,
@@ -169,7 +170,7 @@ def gradients(
             "--practice",
             min=10,
             metavar="N",
-            help="Training updates for learned attacks, made from the attacker's images.",
+            help="Updates to train learned attacks on, computed from the attacker's images.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 100,
@@ -213,7 +214,7 @@ def gradients(
         typer.Option(
             "--lpips",
             metavar="FILE",
-            help="AlexNet weights with the LPIPS heads.",
+            help="AlexNet weights with the LPIPS heads, to measure LPIPS too.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = None,
@@ -230,8 +231,8 @@ def gradients(
     """Measure what gradients of federated training leak.
 
     Computes updates as a client of federated learning does, with each combination of defences,
-    and attacks them: closed forms, spans, optimization. Trains nothing. Ends with a verdict in
-    words.
+    and attacks them. Reports what the attacks recover, and a verdict in words. MODEL is not
+    changed.
     """
     check_outputs(json, report)
     passed = passed_options(context)

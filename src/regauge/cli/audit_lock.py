@@ -52,14 +52,17 @@ def lock(
     ] = None,
     against: Annotated[
         str | None,
-        typer.Option("--against", metavar="BASE", help="Public model that it may descend from."),
+        typer.Option(
+            "--against", metavar="BASE", help="Public model that LOCKED may descend from."
+        ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             "--data",
             metavar="URI",
-            help="Examples of its task, for theft, features and accuracies.",
+            help="Examples of the model's task, for attacks on features and for theft: training "
+            "from LOCKED.",
         ),
     ] = None,
     field: sample.Field = None,
@@ -83,14 +86,18 @@ def lock(
         typer.Option(
             "--labels",
             metavar="N,N",
-            help="Numbers of labels that a thief has.",
+            help="Numbers of labels that the attacker has.",
             rich_help_panel=_THIEF,
         ),
     ] = "50,200,1000",
     steps: Annotated[
         int,
         typer.Option(
-            "--steps", min=1, metavar="N", help="Training steps of a thief.", rich_help_panel=_THIEF
+            "--steps",
+            min=1,
+            metavar="N",
+            help="Training steps of the attacker.",
+            rich_help_panel=_THIEF,
         ),
     ] = 300,
     lr_text: Annotated[
@@ -98,7 +105,7 @@ def lock(
         typer.Option(
             "--rates",
             metavar="R,R",
-            help="Learning rates of a thief; the best counts.",
+            help="Learning rates of the attacker; the best counts.",
             rich_help_panel=_THIEF,
         ),
     ] = "3e-4,3e-3",
@@ -113,8 +120,8 @@ def lock(
 ) -> int:
     """Attack a locked model and report what its lock is worth.
 
-    Each attack gets what one adversary may have: the file alone, a public base, a few labels,
-    or observed features.
+    Each attack gets what one adversary may have: the file alone, a public base, a few labelled
+    examples, or observed features.
     """
     check_outputs(json, report)
     counts, lrs = parse_counts(labels, "--labels", "50,200"), _parse_lrs(lr_text)

@@ -161,12 +161,11 @@ def split(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Measure what the server of split learning learns.
+    """Measure what features of split learning leak.
 
-    Trains the model split, with each combination of defences, and attacks the features and
-    gradients that the server received: images by the paper's decoder, and by decoders and
-    inversions that expect shuffles; texts token by token. Reports utility against privacy, with
-    a verdict in words.
+    Trains the model by split learning, with each combination of defences, and attacks the
+    features and gradients that the server received. Reports the accuracy of the trained model,
+    what the attacks recover, and a verdict in words.
     """
     check_outputs(json, report)
     noise_levels, radius_levels = (

@@ -87,7 +87,7 @@ def barrier(
     batch: options.Batch = 16,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed_option("Seed of the sample.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the sample of --data.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,

@@ -45,15 +45,15 @@ def evaluate(
     batch: options.Batch = 32,
     json: options.JsonFile = None,
     report: options.Report = None,
-    seed: Annotated[int, options.seed_option("Seed of the sample.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the sample of --data.")] = 0,
     device: options.Device = "cpu",
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
     """Measure loss, and accuracy or perplexity, of models.
 
-    Evaluates all models on the same data. A standard error and the value of a guess that reads no
-    input stand beside each number.
+    Evaluates all models on the same data. Prints standard errors, and the scores of a guess that
+    ignores the input.
     """
     check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):

@@ -54,7 +54,8 @@ def federate(
         ),
     ],
     strategy: Annotated[
-        Strategy, typer.Option("--strategy", help="Rule from contributions to the next model.")
+        Strategy,
+        typer.Option("--strategy", help="How the server updates the model from contributions."),
     ] = Strategy("fedavg"),
     partition: Annotated[
         Partition,
@@ -77,7 +78,7 @@ def federate(
     min_clients: Annotated[
         int,
         typer.Option(
-            "--min-clients", metavar="N", help="Contributions required for a round to count."
+            "--min-clients", metavar="N", help="Contributions that a round needs to be valid."
         ),
     ] = 1,
     epochs: Annotated[
@@ -234,7 +235,7 @@ def federate(
         typer.Option(
             "--drop",
             metavar="X",
-            help="Share of contributions to drop on purpose.",
+            help="Share of contributions to drop, to simulate failures.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 0.0,

@@ -100,7 +100,8 @@ def train(
         typer.Option(
             "--variant",
             metavar="A-J",
-            help="Variant of the paper's Table 2. Default: J, or the nearest that applies.",
+            help="Variant of training, see docs/guides/jigsaw.md. Default: J, or the nearest that "
+            "applies.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = None,
@@ -108,7 +109,7 @@ def train(
         PuzzlesPer,
         typer.Option(
             "--per",
-            help="One puzzle per batch, as in the paper's code, or one per image.",
+            help="One puzzle per batch, as in the code of MJP, or one per image.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = PuzzlesPer.batch,
@@ -146,7 +147,7 @@ def train(
         Schedule,
         typer.Option(
             "--schedule",
-            help="Schedule of lambda: as in the paper's text, or as in its code.",
+            help="Schedule of lambda: as in the paper of MJP, or as in its reference code.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = Schedule.constant,

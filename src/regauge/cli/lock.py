@@ -73,8 +73,7 @@ def lock(
         bool,
         typer.Option(
             "--reseal",
-            help="Renew the commitment of a locked MODEL that was trained since, in place or to "
-            "OUT.",
+            help="Update the record of a locked MODEL that was trained since, in place or to OUT.",
         ),
     ] = False,
     data: sample.Evaluated = None,
@@ -95,8 +94,8 @@ def lock(
 ) -> int:
     """Obfuscate a model with a key; this is not encryption.
 
-    Transforms the backbone by a secret element that only the key holder can undo. `regauge
-    audit lock` measures what that is worth for your model.
+    Transforms the backbone by an element that is derived from the key. `regauge audit lock`
+    measures what the lock of your model is worth.
     """
     if reseal and (group is not None or spaces is not None):
         raise typer.BadParameter("--group and --spaces apply to a new lock, not to --reseal")
@@ -203,7 +202,7 @@ def unlock(
 ) -> int:
     """Restore a locked model with its key.
 
-    Checks the key and the whole file before writing anything.
+    Checks the key and all files before writing anything.
     """
     if adapter is not None and (data is not None or retrained):
         raise typer.BadParameter("--data and --retrained do not apply to --adapter")

@@ -50,7 +50,10 @@ Layers = Annotated[
 ]
 Group = Annotated[
     options.GroupKind,
-    typer.Option("--group", help="Largest group to search; orthogonal: rotations of heads."),
+    typer.Option(
+        "--group",
+        help="Largest group of changes of basis to search; orthogonal allows rotations in heads.",
+    ),
 ]
 Anchors = Annotated[
     str | None,
@@ -111,7 +114,7 @@ def match(
         typer.Option(
             "--preset",
             metavar="NAME",
-            help="A published method in place of the options of the search: git-re-basin or "
+            help="A published method instead of options of the search: git-re-basin or "
             "rotation-symmetry.",
             rich_help_panel=options.ADVANCED,
         ),
@@ -122,7 +125,7 @@ def match(
         bool,
         typer.Option(
             "--rescale",
-            help="With --group orthogonal: also one factor per head.",
+            help="With --group orthogonal: also fit one scale factor per head.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = False,
@@ -131,8 +134,8 @@ def match(
         bool,
         typer.Option(
             "--nearest/--anchored",
-            help="Refit the stream in sweeps; or keep its first estimate where token tables "
-            "determine it.",
+            help="Refit the stream in every sweep, or keep the first estimate from the token "
+            "embeddings.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = True,
@@ -142,9 +145,9 @@ def match(
         typer.Option(
             "--data",
             metavar="URI|self|noise|weights",
-            help="Match by activations on unlabelled data, on text that the models generate (self) "
-            "or on noise, or by the weights alone. auto: self for language models of up to 500 "
-            "million parameters that were trained apart, otherwise weights.",
+            help="Match by activations on unlabelled data, on text that the models generate "
+            "(self) or on noise; or by the weights alone. auto: self for language models of up "
+            "to 500 million parameters that were trained independently, else weights.",
         ),
     ] = "auto",
     samples: Annotated[
@@ -153,7 +156,7 @@ def match(
             "--samples",
             min=1,
             metavar="N",
-            help="Examples of the sample, or texts to generate.",
+            help="Examples to sample from --data or --refine, or texts to generate.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 64,
@@ -163,7 +166,7 @@ def match(
     length: sample.Length = None,
     mean: sample.Mean = None,
     std: sample.Std = None,
-    seed: Annotated[int, options.seed_option("Seed of the sample.")] = 0,
+    seed: Annotated[int, options.seed_option("Seed of the sample of --data or --refine.")] = 0,
     refine: Annotated[
         str | None,
         typer.Option(
@@ -218,8 +221,8 @@ def match(
 ) -> int:
     """Align model A with model B, without changing what A computes.
 
-    Writes A in the basis nearest to B and with B's norms; B stays as it is. Any merging tool can
-    take the result.
+    Writes A in the basis of B, with the gains of B's norm layers; B is not changed. Any merging
+    tool can take the result.
     """
     started = time.monotonic()
     check_outputs(json, report)
@@ -323,7 +326,8 @@ def compare(
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Match also models that share a basis already, with a control."
+            "--deep",
+            help="Also match models that share a basis as stored, and compute the control.",
         ),
     ] = False,
     shared_tokens: SharedTokens = False,
@@ -336,7 +340,7 @@ def compare(
 ) -> int:
     """Check whether two models share a basis.
 
-    Compares them directly and after matching. Check this before merging.
+    Compares them as stored and, if they differ, after matching. Check this before merging.
     """
     check_outputs(json, report)
     import regauge

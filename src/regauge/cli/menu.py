@@ -15,7 +15,7 @@ Start
   regauge doctor                   what is installed, and how to get what is not
 
 By task
-  merge models trained apart       regauge merge A B --align -o OUT
+  merge independent models         regauge merge A B --align -o OUT
   check for a shared basis         regauge compare A B
   lock a model with a key          regauge keygen -o KEY
                                    regauge lock MODEL -k KEY -o LOCKED
@@ -24,7 +24,7 @@ By task
   measure what a lock is worth     regauge audit lock LOCKED --against BASE
   measure what gradients leak      regauge audit gradients MODEL --data DATA
   measure what features leak       regauge audit split MODEL --data DATA
-  train with a backbone elsewhere  regauge split --help
+  train with a remote backbone     regauge split --help
   train on federated data          regauge federate --help
   train with jigsaw puzzles        regauge jigsaw train MODEL --data DATA -o OUT
   accuracy or perplexity           regauge evaluate A B --data DATA

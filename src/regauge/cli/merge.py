@@ -47,7 +47,8 @@ def merge(
         typer.Option(
             "--weight",
             metavar="W",
-            help="Weight of a model, in their order; once: for each. Default: 1.",
+            help="Weight of a model, repeated in the order of the models; given once, of every "
+            "model. Default: 1.",
         ),
     ] = None,
     parameter: Annotated[
@@ -158,7 +159,9 @@ def merge(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Merge models that share no basis, or of different kinds, unaligned."
+            "--force",
+            help="Merge unaligned, even if the models do not share a basis or are of different "
+            "kinds.",
         ),
     ] = False,
     seed: Annotated[int, options.seed_option("Seed of randomized methods.")] = 0,

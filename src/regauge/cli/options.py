@@ -186,8 +186,8 @@ FailAbove = Annotated[
         min=0.0,
         max=1.0,
         metavar="X",
-        help="Exit with code 3 if an attack goes beyond this share of the way from a guess "
-        "to no defence.",
+        help="Exit with code 3 if an attack scores above X, on a scale from 0 (a guess) to 1 (no "
+        "defence).",
     ),
 ]
 ImageReport = Annotated[

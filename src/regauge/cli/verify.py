@@ -58,7 +58,7 @@ def verify(
         bool,
         typer.Option(
             "--general/--no-general",
-            help="Also check Theorem 4.7, operator by operator.",
+            help="Also check single operators (Theorem 4.7 of Xu et al.).",
             rich_help_panel=options.ADVANCED,
         ),
     ] = True,

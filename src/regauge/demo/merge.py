@@ -1,4 +1,4 @@
-"""The second chapter: two models that learned apart can be averaged once they are aligned."""
+"""The second chapter: two models trained independently can be averaged once they are aligned."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def show_merge(context: DemoContext) -> Results:
         measure="accuracy",
     )
     claim = Claim(
-        "Two models trained apart can be averaged, once they are aligned"
+        "Two models trained independently can be averaged, once they are aligned"
         if after > worse - 0.05
         else "Alignment makes the average of two models better, and not yet as good as they are",
         "good" if after > worse - 0.05 else "mixed" if better.holds else "bad",
@@ -109,7 +109,7 @@ def show_merge(context: DemoContext) -> Results:
         "Each point is a model whose weights are a mixture of those of A and B.",
     )
     table = Table(
-        "Two ViTs that were trained apart, and their average",
+        "Two ViTs that were trained independently, and their average",
         ("", "accuracy"),
         tuple(accuracies.items()),
         f"{EPOCHS} epochs each, one pair. Distance of the weights: "

@@ -3,7 +3,7 @@
 Weights find a planted or fine-tuned copy exactly. Between models that were trained apart,
 activations give a smaller barrier; where a model can record some without data, they decide there.
 
-Folded norms allow every rotation of the stream, and rotations align models that were trained apart
+Folded norms allow every rotation of the stream, and rotations align independently trained models
 better than permutations do. For models with a common ancestor, moved or fine-tuned, the rotation is
 a permutation up to noise. Then the norms stay as they are: the stream is permuted, nothing is
 rounded, and tied heads stay tied.
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from regauge.matching.activations import Activations
 
 # The mean overlap of a rotation with the nearest permutation (1 if it is one) above which it is
-# that permutation, up to noise. Between models trained apart it is near 0.2.
+# that permutation, up to noise. Between independently trained models it is near 0.2.
 MIN_OVERLAP = 0.8
 
 

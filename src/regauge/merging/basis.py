@@ -40,15 +40,15 @@ if TYPE_CHECKING:
 
 SAMPLE_ROWS = 48  # rows of a matrix that are compared
 MAX_UNRELATED_COSINE = 0.1  # below this cosine of a matrix, two models have nothing in common
-ALIGNED = "aligned"  # the verdict on models that were trained apart and then aligned
+ALIGNED = "aligned"  # the verdict on models that were trained independently and then aligned
 _FOLDED = "folded"  # of a saved alignment that was found with folded norms
 # Standard errors by which a row of a matrix resembles the other model's row at the same place more
 # than its other rows: of every matrix, and of the median one, if two models were aligned.
 MIN_SIGMAS, MIN_MEDIAN_SIGMAS = 1.5, 5.0
 # The cosine of two models, after alignment if any, above which averages of them keep their quality.
-# A fine-tune that changes weights by 20 % has 0.98. Models trained apart have 0.3 to 0.7 once they
-# are aligned, and averages of them are worse than both: ViTs on digits 76 % (0.46), of 92 %; GPT-2s
-# 0.15 nats (0.38), Llamas 0.44 nats (0.66).
+# A fine-tune that changes weights by 20 % has 0.98. Models that were trained independently have
+# 0.3 to 0.7 once they are aligned, and averages of them are worse than both: ViTs on digits 76 %
+# (0.46), of 92 %; GPT-2s 0.15 nats (0.38), Llamas 0.44 nats (0.66).
 MIN_MERGED_COSINE = 0.8
 # The divergence of mixtures after a refinement, in nats, up to which averages keep their quality.
 # Of GPT-2s 0.035 (within 0.03 nats of the ends); of ViTs on digits 0.11 (93 %, of 94 and 96 %),
@@ -144,7 +144,7 @@ def check_basis(
         return verdict(True, "same basis", f"share a basis {evidence}")
     if sample.is_matched:
         return verdict(
-            True, ALIGNED, f"are aligned, though trained apart (cosine {sample.cosine:.3f})"
+            True, ALIGNED, f"were trained independently and aligned (cosine {sample.cosine:.3f})"
         )
     if sample.min_cosine < MAX_UNRELATED_COSINE:
         return verdict(False, "different bases", f"do not share a basis {evidence}")

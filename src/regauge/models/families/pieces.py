@@ -208,8 +208,8 @@ def qa_logits() -> dict[str, str]:
     return {"start_logits": "_ _", "end_logits": "_ _"}
 
 
-LAYER_NORM = "LayerNorm gains and the mean follow permutations only"
-RMS_NORM = "RMSNorm gains follow signed permutations only"
+LAYER_NORM = "LayerNorm gains and the mean commute with permutations only"
+RMS_NORM = "RMSNorm gains commute with signed permutations only"
 POST_NORM = "LayerNorm gains act on the stream itself and cannot be folded"
 
 _ACTIVATIONS: dict[str, tuple[Group, str]] = {
@@ -227,11 +227,11 @@ def neurons(size: int, activation: str, *, gated: bool = False, over: str | None
             size,
             Scaling(positive=False),
             over,
-            why="the gate's function follows permutations; up and down may be scaled against "
-            "each other",
+            why="the gate's activation commutes with permutations; up and down may be scaled "
+            "against each other",
         )
     group, why = _ACTIVATIONS.get(
-        activation, (Permutation(), f"{activation} follows permutations only")
+        activation, (Permutation(), f"{activation} commutes with permutations only")
     )
     return Space(size, group, over, why=why)
 

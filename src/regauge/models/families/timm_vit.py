@@ -165,7 +165,7 @@ def stream_space(c: Config, names: Names, width: int, rms: bool) -> Space:
     """Return the space of the stream."""
     if pooling_of(c) in ("max", "avgmax"):
         return Space(
-            width, Permutation(), why="the maximum over the tokens follows permutations only"
+            width, Permutation(), why="the maximum over the tokens commutes with permutations only"
         )
     if names.has_prefix("norm_pre."):
         return Space(

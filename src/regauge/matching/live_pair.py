@@ -30,6 +30,8 @@ SAMPLES = 64  # examples of the data, by default
 REFINE_STEPS = 200  # steps of a refinement, by default
 # Inputs without data, by their names, as the facts of `--json` describe them.
 GENERATED = {"self": "self-written text", "noise": "noise"}
+# Noise is free and says less than data: so many examples of it for each sample, up to so many values.
+_NOISE_PER_SAMPLE, _MAX_NOISE_VALUES = 16, 1 << 25
 _BATCH_SIZE = 8
 
 
@@ -151,9 +153,12 @@ class LivePair:
             return [dict(batch) for batch in batches]
         from regauge.matching.activations import generate_text, sample_noise
 
-        how: Any = {"count": batches.samples, "seed": self.seed, "batch_size": _BATCH_SIZE}
         if batches.kind == "noise":
-            return [dict(batch) for batch in sample_noise(self.models[0], **how)]
+            one = sample_noise(self.models[0], count=1)[0]
+            limit = _MAX_NOISE_VALUES // max(x.numel() for x in one.values())
+            count = max(batches.samples, min(_NOISE_PER_SAMPLE * batches.samples, limit))
+            return sample_noise(self.models[0], count=count, seed=self.seed)
+        how: Any = {"count": batches.samples, "seed": self.seed, "batch_size": _BATCH_SIZE}
         return [dict(batch) for batch in generate_text(self.models, **how)]
 
     def record_activations(self, batches: Batches | Generated) -> tuple[Any, Any]:

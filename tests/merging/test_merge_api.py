@@ -206,3 +206,26 @@ def test_slices_copy_a_buffer_that_one_of_the_models_lacks(
     assert torch.equal(sliced[buffer], value)
     assert sliced.keys() == whole.keys() == without.keys() | {buffer}
     assert all(torch.equal(sliced[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_neurons_keep_their_norms(family: str) -> None:
+    models = [picos.build(family, seed).float() for seed in (0, 1)]
+    options = [
+        regauge.MergeOptions({"keep_norms": keep}, force=True, seed=0) for keep in (False, True)
+    ]
+    plain, kept = (regauge.merge(models, weights=0.5, options=o).state() for o in options)
+    first, second = (model.state_dict() for model in models)
+    neurons = [
+        n for n in plain if n.endswith(("c_fc.weight", "gate_proj.weight", "up_proj.weight"))
+    ]
+    assert neurons
+    for name in neurons:
+        reading = 0 if "c_fc" in name else 1
+        wanted = (first[name].norm(dim=reading) + second[name].norm(dim=reading)) / 2
+        assert torch.allclose(kept[name].norm(dim=reading), wanted, rtol=1e-5)
+        assert (plain[name].norm(dim=reading) < wanted).all(), "the control: means are shorter"
+        cosine = torch.nn.functional.cosine_similarity(kept[name], plain[name], dim=reading)
+        assert torch.allclose(cosine, torch.ones_like(cosine), atol=1e-5)
+    others = set(plain) - set(neurons)
+    assert all(torch.equal(plain[name], kept[name]) for name in others)

@@ -30,7 +30,7 @@ SAMPLES = 64  # examples of the data, by default
 REFINE_STEPS = 200  # steps of a refinement, by default
 # Inputs without data, by their names, as the facts of `--json` describe them.
 GENERATED = {"self": "self-written text", "noise": "noise"}
-# Noise is free and says less than data: so many examples of it for each sample, up to so many values.
+# Noise is free and says less than data: examples of it for each sample, and their most values.
 _NOISE_PER_SAMPLE, _MAX_NOISE_VALUES = 16, 1 << 25
 _BATCH_SIZE = 8
 

@@ -30,9 +30,12 @@ from regauge.checkpoints.plan import (
 )
 from regauge.checkpoints.reader import INDEX, WEIGHTS
 from regauge.checkpoints.resume import StateStore
+from regauge.core import axes as ax
 from regauge.core.check import check
+from regauge.core.groups import Permutation, Scaling, SignedPermutation
 from regauge.core.progress import Progress
 from regauge.errors import Hint, MergeError, RegaugeError, SpecError, UnknownModelError
+from regauge.matching.preparation import layers_of
 from regauge.merging.basis import (
     Verdict,
     align_models,
@@ -392,10 +395,34 @@ def _merge_output(merge: Merge, output: OutputTensor) -> TensorOrBlocks:
                 output.name,
                 merge.seed,
                 statistics,
+                _reading_axes(merge.anchor.spec, output.inputs[0][1]),
             )
         )
     except RegaugeError as error:
         raise MergeError(f'"{output.name}": {error}', hint=error.hint) from error
+
+
+def _reading_axes(spec: Spec | None, name: str) -> tuple[int, ...]:
+    """Return the axes along which the neurons of a feed-forward layer read, if this tensor holds
+    their input weights.
+
+    Neurons are the coordinates of a space of one layer that is only permuted and scaled, and is
+    neither a set of heads nor of experts.
+    """
+    if spec is None or name not in spec.tensors:
+        return ()
+    terms = ax.parse(spec.tensors[name]).terms
+    leaves = {i: term for i, term in enumerate(terms) if isinstance(term, ax.Leaf)}
+    layers = layers_of(spec)
+    writes_neurons = any(
+        not leaf.star
+        and leaf.space in layers
+        and spec.spaces[leaf.space].over is None
+        and not spec.children(leaf.space)
+        and isinstance(spec.spaces[leaf.space].group, Permutation | SignedPermutation | Scaling)
+        for leaf in leaves.values()
+    )
+    return tuple(i for i, leaf in leaves.items() if leaf.star) if writes_neurons else ()
 
 
 def _stored_dtype(merge: Merge, output: OutputTensor) -> str:

@@ -62,6 +62,8 @@ class MergeInput:
         name: the name of the tensor; with `seed` it determines random choices.
         seed: the random seed.
         statistics: a statistic of each tensor, or None if there is none.
+        reading: the axes along which neurons read their inputs, if the tensor holds the input
+            weights of the neurons of a feed-forward layer.
     """
 
     tensors: Sequence[Tensor]
@@ -73,6 +75,7 @@ class MergeInput:
     name: str = ""
     seed: int = 0
     statistics: Sequence[Any] = ()
+    reading: tuple[int, ...] = ()
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -193,7 +196,9 @@ def inner_products(
 def linear(inputs: MergeInput) -> TensorOrBlocks:
     """Return the weighted mean, or without `normalize` the weighted sum.
 
-    The mean with equal weights is a model soup.
+    The mean with equal weights is a model soup. With `keep_norms` the input weights of each neuron
+    of a feed-forward layer keep the mean norm of those that were averaged: neurons that are alike
+    but not equal average to shorter ones.
     """
     weights = [float(p["weight"]) for p in inputs.per_model]
     total = (
@@ -215,7 +220,21 @@ def linear(inputs: MergeInput) -> TensorOrBlocks:
             added.addcmul_(part, torch.tensor(weight, dtype=part.dtype))
         return added if total is None else added.div_(total)
 
-    return blockwise(inputs.tensors, inputs.out_dtype, block)
+    if not inputs.shared.get("keep_norms", False) or not inputs.reading:
+        return blockwise(inputs.tensors, inputs.out_dtype, block)
+    dtype = working_dtype(inputs.tensors)
+    mean = blockwise(inputs.tensors, dtype, block).tensor()
+
+    def norms(tensor: Tensor) -> Tensor:
+        out: Tensor = torch.linalg.vector_norm(tensor.to(dtype), dim=inputs.reading, keepdim=True)
+        return out
+
+    wanted = torch.stack([w * norms(x) for x, w in zip(inputs.tensors, weights, strict=True)]).sum(
+        0
+    ) / (total or 1.0)
+    present = norms(mean)
+    factor = torch.where(present > 0, wanted / present, torch.ones_like(present))
+    return (mean * factor).to(inputs.out_dtype)
 
 
 def fisher(inputs: MergeInput) -> TensorOrBlocks:
@@ -601,7 +620,13 @@ def _transport_method(about: str, statistic: str = "", **shared: Any) -> Method:
 
 # mergekit's int8_mask sets the storage of masks: it changes no result there or here.
 METHODS: dict[str, Method] = {
-    "linear": Method(linear, False, {"normalize": True}, {"weight": REQUIRED}, "the weighted mean"),
+    "linear": Method(
+        linear,
+        False,
+        {"normalize": True, "keep_norms": False},
+        {"weight": REQUIRED},
+        "the weighted mean",
+    ),
     "slerp": Method(
         slerp, True, {"t": REQUIRED}, description="along the great circle between two models"
     ),

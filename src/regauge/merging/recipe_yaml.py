@@ -79,6 +79,7 @@ _MAX_CHARS = 10_000  # in one value
 _MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
 _BOOLEANS = (
     "normalize",
+    "keep_norms",
     "rescale",
     "int8_mask",
     "filter_wise",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from benchmarks import (
+    alignment,
     audit,
     authorized,
     discover,
@@ -31,6 +32,7 @@ BENCHMARKS = {
     "permuted": permuted.main,
     "authorized": authorized.main,
     "matching": matching.main,
+    "alignment": alignment.main,
     "merging": merging.main,
     "gradients": gradients.main,
     "split": split.main,

@@ -76,7 +76,19 @@ def test_the_pictures_are_as_their_scripts_make_them(tmp_path: Path) -> None:
     assert (tmp_path / "picture.svg").read_bytes() == (DOCS / "picture.svg").read_bytes()
     for name, draw in drawings.DRAWINGS.items():
         assert (DOCS / name).read_text() == draw().svg(), f"run python scripts/drawings.py: {name}"
-        assert "prefers-color-scheme:dark" in draw().svg()
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda p: p.name)
+def test_pictures_have_two_palettes_and_text_that_a_phone_shows(path: Path) -> None:
+    svg = path.read_text()
+    assert "prefers-color-scheme:dark" in svg
+    root = re.search(r"<svg [^>]*>", svg)
+    assert root
+    width = re.search(r' width="(\d+)"', root[0])
+    assert width
+    assert float(width[1]) <= 560, "shown at less than 64 % on 390 pixels"
+    sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", svg)]
+    assert min(sizes, default=14) >= 14
 
 
 def test_tables_of_the_site_scroll_in_themselves() -> None:

@@ -112,6 +112,12 @@ def test_columns_of_numbers_are_aligned() -> None:
     )
 
 
+def test_escaped_pipes_in_tables_are_shown_as_pipes() -> None:
+    table = "<table><tr>\n<td><code>--a b\\|c</code></td>\n</tr></table>"
+    assert "b|c</code>" in layout.on_page_content(table)
+    assert "a\\|b" in layout.on_page_content("<p>a\\|b</p>")
+
+
 def test_options_and_units_are_not_broken_over_lines() -> None:
     page = "<p>88.2 % with <code>merge --align -o A-B</code></p>"
     page += "<pre><code>a --data 5 %</code></pre>"
@@ -119,12 +125,17 @@ def test_options_and_units_are_not_broken_over_lines() -> None:
     assert "88.2\N{NO-BREAK SPACE}% with" in marked
     assert '<span class="option">--align</span> <span class="option">-o</span> A-B' in marked
     assert marked.endswith("<pre><code>a --data 5 %</code></pre>")
+    assert "<code>regauge.<wbr>match_<wbr>all</code>" in layout.on_page_content(
+        "<code>regauge.match_all</code>"
+    )
 
 
 def test_text_in_columns_is_not_wrapped() -> None:
     block = '<div class="language-text highlight"><pre><code>{}</code></pre></div>'
-    columns, prose = block.format("a    1\nb    2\n"), block.format("one line\n  another\n")
-    assert 'highlight columns">' in layout.on_page_content(columns)
+    columns, prose = block.format("t of\na  1\n\nb  2\n"), block.format("one line\n  another\n")
+    marked = layout.on_page_content(columns)
+    assert 'highlight columns">' in marked
+    assert '<code><span class="prose">t of</span>\na  1\n\nb  2\n</code>' in marked
     assert layout.on_page_content(prose) == prose
 
 

@@ -338,6 +338,18 @@ def test_long_names_in_tables_may_be_broken_and_stay_escaped() -> None:
     assert "short.one" in html
 
 
+def test_a_legend_fits_its_chart() -> None:
+    from regauge.results.report.plots import draw_figure
+
+    lines = {"x": [0, 1], "y": {"fine-tuned plainly": [0, 1], "with jigsaw puzzles": [1, 0]}}
+    markup, _ = draw_figure(Figure("f", "lines", lines), "p-", compact=True)
+    starts = [
+        float(re.findall(r' x="([\d.]+)"', markup[: markup.index(f">{name}<")])[-1])
+        for name in lines["y"]
+    ]
+    assert starts[0] == starts[1] < 60, "one column"
+
+
 def test_shares_have_no_axis_beyond_one() -> None:
     lines = {"x": [0, 1], "y": {"a": [1.0, 1.0]}, "percent": True}
     ticks = re.findall(r">(\d+) %<", page(Results("t", figures=(Figure("f", "lines", lines),))))

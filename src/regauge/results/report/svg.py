@@ -96,10 +96,11 @@ _STYLE: dict[Any, Any] = {
 
 def add_legend(axes: Any, series: int) -> None:
     if series > 1:
+        room = int(axes.figure.get_figwidth() * 72 / 7)  # in characters
         longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
         axes.figure.legend(
             loc="outside upper left",
-            ncols=max(1, min(series, 60 // (longest + 8))),
+            ncols=max(1, min(series, room // (longest + 8))),
             handlelength=2.4,
         )
 

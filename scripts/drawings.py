@@ -1,6 +1,7 @@
 """Drawings of the README and of docs/concepts.md: `python scripts/drawings.py [docs]`.
 
 Plain SVG with text as text and two palettes, for light and dark mode. The same bytes every time.
+Drawings are narrow and tall, so that their text is readable on a phone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ LIGHT = {
     "rule": "#b6bfca",
     "ink": "#1b1f24",
     "soft": "#4a525b",
+    "blue": "#dbe9fb",
+    "grey": "#eceff2",
+    "green": "#dcf3e3",
+    "red": "#fbe3e0",
+    "yellow": "#fdf3d0",
 }
 DARK = {
     "page": "#0d1117",
@@ -27,7 +33,15 @@ DARK = {
     "rule": "#4a5563",
     "ink": "#e8edf3",
     "soft": "#a9b4c0",
+    "blue": "#152a47",
+    "grey": "#262d36",
+    "green": "#14341f",
+    "red": "#43201d",
+    "yellow": "#3b310f",
 }
+BANDS = ("blue", "grey", "green", "red", "yellow")
+WIDTH = 560  # of every drawing: text of 14 units has 9 pixels on a phone that is 390 pixels wide
+MARGIN = 16
 ACCENT = {"blue": "#3b78c9", "orange": "#d9822b", "green": "#2f8f5b", "red": "#c4493d"}
 NEGATIVE, ZERO, POSITIVE = (
     (47, 103, 177),
@@ -39,9 +53,17 @@ NEGATIVE, ZERO, POSITIVE = (
 class Drawing:
     """An SVG under construction: shapes and text in a coordinate system of pixels."""
 
-    def __init__(self, width: int, height: int, title: str) -> None:
-        self.width, self.height, self.title = width, height, title
+    def __init__(self, height: float, title: str) -> None:
+        self.width, self.height, self.title = WIDTH, height, title
         self.parts: list[str] = []
+
+    def band(self, y: float, height: float, colour: str) -> None:
+        """Draw the background of some boxes."""
+        x, width = MARGIN / 2, self.width - MARGIN
+        self.parts.append(
+            f'<rect class="band-{colour}" x="{x:g}" y="{y:g}" width="{width:g}" '
+            f'height="{height:g}" rx="8"/>'
+        )
 
     def box(self, x: float, y: float, width: float, height: float, accent: str = "") -> None:
         """Draw a rounded card, with a coloured edge on top if an accent is given."""
@@ -97,16 +119,17 @@ class Drawing:
         """Return the file."""
         style = [
             'text{font-family:system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}',
-            ".head{font-size:17px;font-weight:600}.body{font-size:14px}.small{font-size:13px}",
-            ".code{font-size:13px;font-family:ui-monospace,Menlo,Consolas,monospace}",
+            ".head{font-size:16px;font-weight:600}.body{font-size:15px}.small{font-size:14px}",
+            ".code,.name{font-size:14px;font-family:ui-monospace,Menlo,Consolas,monospace}",
+            ".name,.title{font-weight:600}.title{font-size:14px}",
             _palette(LIGHT),
             f"@media (prefers-color-scheme:dark){{{_palette(DARK)}}}",
         ]
         start = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}" role="img">'
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height:g}" '
+            f'width="{self.width}" height="{self.height:g}" role="img">'
         )
-        page = f'<rect class="page" width="{self.width}" height="{self.height}" rx="10"/>'
+        page = f'<rect class="page" width="{self.width}" height="{self.height:g}" rx="10"/>'
         title = f"<title>{escape(self.title)}</title>"
         return "\n".join(
             [start, title, "<style>", *style, "</style>", page, *self.parts, "</svg>\n"]
@@ -115,14 +138,15 @@ class Drawing:
 
 def _palette(colours: dict[str, str]) -> str:
     c = colours
-    return (
+    bands = "".join(f".band-{name}{{fill:{c[name]}}}" for name in BANDS)
+    return bands + (
         f".page{{fill:{c['page']}}}.card{{fill:{c['card']};stroke:{c['rule']}}}"
-        f".head,.body,.code{{fill:{c['ink']}}}.small{{fill:{c['soft']}}}"
+        f".head,.title,.body,.code,.name{{fill:{c['ink']}}}.small{{fill:{c['soft']}}}"
         f".line{{stroke:{c['soft']};stroke-width:1.6;fill:none}}.tip{{fill:{c['soft']}}}"
     )
 
 
-def _bases() -> list[tuple[str, str, np.ndarray, np.ndarray]]:
+def _bases() -> list[tuple[str, str, str, np.ndarray, np.ndarray]]:
     """One pair of adjacent linear maps in three bases: as trained, permuted, rotated."""
     rng = np.random.default_rng(4)
     out, into = rng.normal(size=(6, 6)), rng.normal(size=(6, 6))
@@ -130,11 +154,11 @@ def _bases() -> list[tuple[str, str, np.ndarray, np.ndarray]]:
     permuted = np.eye(6)[order]
     rotated, _ = np.linalg.qr(rng.normal(size=(6, 6)))
     named = (
-        ("as trained", "W_out · W_in", np.eye(6)),
-        ("channels permuted", "W_out P⁻¹ · P W_in", permuted),
-        ("channels rotated", "W_out R⁻¹ · R W_in", rotated),
+        ("as trained", "W_out", "W_in", np.eye(6)),
+        ("channels permuted", "W_out P⁻¹", "P W_in", permuted),
+        ("channels rotated", "W_out R⁻¹", "R W_in", rotated),
     )
-    return [(name, formula, out @ m.T, m @ into) for name, formula, m in named]
+    return [(name, left, right, out @ m.T, m @ into) for name, left, right, m in named]
 
 
 USES = (
@@ -148,42 +172,44 @@ USES = (
 
 def draw_idea() -> Drawing:
     """Draw one function in three bases, and what choosing the basis is good for."""
-    d = Drawing(960, 440, "Three sets of weights compute one function. regauge chooses which set.")
-    for i, (name, formula, out, into) in enumerate(_bases()):
-        x = 24 + 316 * i
-        d.box(x, 20, 280, 172)
-        d.text(x + 140, 46, name, "head")
-        d.matrix(x + 46, 64, 14, out)
-        d.matrix(x + 152, 64, 14, into)
-        d.text(x + 141, 110, "·", "head")
-        d.text(x + 140, 176, formula, "code")
-        d.arrow(x + 140, 194, x + 140, 224)
+    d = Drawing(438, "Three sets of weights compute one function. regauge chooses which set.")
+    for i, (name, left, right, out, into) in enumerate(_bases()):
+        x = MARGIN + 184 * i
+        d.box(x, 16, 160, 146)
+        d.text(x + 80, 42, name, "title")
+        d.matrix(x + 9, 56, 11, out)
+        d.matrix(x + 86, 56, 11, into)
+        d.text(x + 80, 94, "·", "head")
+        d.text(x + 43, 146, left, "code")
+        d.text(x + 119, 146, right, "code")
+        d.arrow(x + 80, 164, x + 80, 190)
         if i < 2:
-            d.arrow(x + 282, 106, x + 314, 106)
-            d.text(x + 298, 96, "g" if i == 0 else "h", "code")
-    d.box(24, 226, 912, 74)
-    d.text(44, 258, "One function", "head", "start")
-    d.text(44, 280, "the same output for every input", "small", "start")
-    d.curve([(500 + 4 * t, 265 - 24 * math.sin(t / 9) * math.exp(-t / 90)) for t in range(106)])
-    d.text(24, 334, "regauge chooses the basis:", "head", "start")
-    width = (912 - 4 * 14) / 5
-    for i, (why, commands, colour) in enumerate(USES):
-        x = 24 + i * (width + 14)
-        d.box(x, 350, width, 70, colour)
-        d.text(x + width / 2, 380, commands, "head")
-        d.text(x + width / 2, 404, why, "small")
+            d.arrow(x + 162, 89, x + 182, 89)
+            d.text(x + 172, 76, "g" if i == 0 else "h", "code")
+    d.box(MARGIN, 192, 528, 70)
+    d.text(32, 222, "One function", "head", "start")
+    d.text(32, 245, "the same output for every input", "small", "start")
+    d.curve([(290 + 2.3 * t, 229 - 24 * math.sin(t / 9) * math.exp(-t / 90)) for t in range(106)])
+    width = (528 - 2 * 8) / 3
+    d.text(MARGIN + 4, 308, "regauge chooses", "head", "start")
+    d.text(MARGIN + 4, 330, "the basis:", "head", "start")
+    for i, (why, commands, colour) in enumerate(USES, 1):
+        x, y = MARGIN + i % 3 * (width + 8), 278 + i // 3 * 76
+        d.box(x, y, width, 64, colour)
+        d.text(x + width / 2, y + 28, commands, "head")
+        d.text(x + width / 2, y + 50, why, "small")
     return d
 
 
 WEIGHTS = (
-    (28, 84, "embedding", "_ stream", "blue"),
-    (212, 122, "q_proj", "(head qk) stream*", "orange"),
-    (382, 122, "k_proj", "(head qk*) stream*", "orange"),
-    (212, 188, "v_proj", "(head vo) stream*", "orange"),
-    (382, 188, "o_proj", "stream (head vo)*", "orange"),
-    (590, 122, "up", "ffn stream*", "green"),
-    (590, 188, "down", "stream ffn*", "green"),
-    (782, 84, "head", "_ stream*", "blue"),
+    (16, 16, 168, "embedding", "_ stream", "blue"),
+    (376, 16, 168, "head", "_ stream*", "blue"),
+    (26, 168, 162, "q_proj", "(head qk) stream*", "orange"),
+    (198, 168, 162, "k_proj", "(head qk*) stream*", "orange"),
+    (26, 236, 162, "v_proj", "(head vo) stream*", "orange"),
+    (198, 236, 162, "o_proj", "stream (head vo)*", "orange"),
+    (394, 168, 140, "up", "ffn stream*", "green"),
+    (394, 236, 140, "down", "stream ffn*", "green"),
 )
 SPACES = (
     ("stream", "the residual stream", "limited by the norms", "blue"),
@@ -199,26 +225,26 @@ SPACES = (
 
 def draw_block() -> Drawing:
     """Draw a Transformer block with the axes of its weights, and its spaces below."""
-    d = Drawing(960, 410, "The spaces of a Transformer block, and the axes of its weights.")
-    d.text(480, 30, "residual stream", "head")
-    d.curve([(20, 46), (940, 46)])
-    for x, width, name, colour in ((198, 352, "attention", "orange"), (576, 182, "FFN", "green")):
-        d.box(x, 84, width, 176, colour)
-        d.text(x + width / 2, 110, name, "head")
-        d.arrow(x + 40, 48, x + 40, 82)
-        d.arrow(x + width - 40, 82, x + width - 40, 50)
-    for x, y, name, axes, colour in WEIGHTS:
-        d.box(x, y, 154, 56, colour)
-        d.text(x + 77, y + 24, name)
-        d.text(x + 77, y + 44, axes, "code")
-    d.arrow(105, 82, 105, 50)
-    d.arrow(859, 48, 859, 82)
+    d = Drawing(528, "The spaces of a Transformer block, and the axes of its weights.")
+    d.text(280, 90, "residual stream", "head")
+    d.curve([(16, 102), (544, 102)])
+    for x, width, name, colour in ((16, 354, "attention", "orange"), (384, 160, "FFN", "green")):
+        d.box(x, 132, width, 178, colour)
+        d.text(x + width / 2, 157, name, "head")
+        d.arrow(x + 36, 104, x + 36, 130)
+        d.arrow(x + width - 36, 130, x + width - 36, 106)
+    for x, y, width, name, axes, colour in WEIGHTS:
+        d.box(x, y, width, 60, colour)
+        d.text(x + width / 2, y + 25, name)
+        d.text(x + width / 2, y + 47, axes, "code")
+    d.arrow(100, 78, 100, 100)
+    d.arrow(460, 100, 460, 78)
     for i, (names, about, group, colour) in enumerate(SPACES):
-        left = 28 + 308 * i
-        d.box(left, 284, 288, 102, colour)
-        d.text(left + 144, 312, names, "code")
-        d.text(left + 144, 338, about)
-        d.text(left + 144, 364, group, "small")
+        y = 326 + 66 * i
+        d.box(16, y, 528, 56, colour)
+        d.text(32, y + 33, names, "code", "start")
+        d.text(160, y + 25, about, "body", "start")
+        d.text(160, y + 46, group, "small", "start")
     return d
 
 

@@ -1,5 +1,5 @@
-"""The picture of README and architecture page: `python scripts/picture.py [docs/picture.svg]`. The
-same bytes every time.
+"""The picture of the architecture page: `python scripts/picture.py [docs/picture.svg]`. The same
+bytes every time.
 
 Rows are layers and boxes are packages, in the import order of tests/project/test_imports.py.
 """
@@ -7,21 +7,14 @@ Rows are layers and boxes are packages, in the import order of tests/project/tes
 from __future__ import annotations
 
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
-
-mpl.use("svg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from drawings import MARGIN, WIDTH, Drawing
 
 ROOT = Path(__file__).parents[1]
-INK, SOFT, RULE = "#1b1f24", "#4a525b", "#8c959f"
-BLUE, GREY, GREEN, RED, YELLOW = "#dbe9fb", "#eceff2", "#dcf3e3", "#fbe3e0", "#fdf3d0"
-CODE = "DejaVu Sans Mono"
-LEFT, WIDTH, GAP, HEIGHT = 19.0, 84.0, 1.6, 6.6  # of the boxes, in units of a tenth of an inch
+PAD, GAP, LINE = 10.0, 10.0, 18.0  # inside a band, between boxes, and of a line of text
 
 
 class Box(NamedTuple):
@@ -45,7 +38,7 @@ LAYERS = (
     Layer(
         "core/",
         "the algebra",
-        BLUE,
+        "blue",
         (
             (
                 Box("axes", "(head.0 qk.0) stream*"),
@@ -59,7 +52,7 @@ LAYERS = (
     Layer(
         "Foundations",
         "files, models, data",
-        GREY,
+        "grey",
         (
             (
                 Box("checkpoints/", "streamed, atomic files"),
@@ -75,7 +68,7 @@ LAYERS = (
     Layer(
         "Applications",
         "built on the algebra",
-        GREEN,
+        "green",
         (
             (
                 Box("matching/", "align two models"),
@@ -94,7 +87,7 @@ LAYERS = (
     Layer(
         "Attacks",
         "measured leakage",
-        RED,
+        "red",
         (
             (
                 Box("attacks/", "functions of an adversary's View"),
@@ -106,89 +99,50 @@ LAYERS = (
     Layer(
         "Front ends",
         "parse, call, print",
-        YELLOW,
+        "yellow",
         ((Box("demo/", "everything on small models"), Box("cli/", "the command regauge")),),
     ),
 )
 
 
-def draw_band(ax: Axes, y: float, height: float, layer: Layer) -> None:
-    """Draw the background of a layer, with its title on the left."""
-    band = FancyBboxPatch(
-        (0.5, y),
-        LEFT + WIDTH,
-        height,
-        boxstyle="round,pad=0,rounding_size=0.9",
-        linewidth=0,
-        facecolor=layer.colour,
-    )
-    ax.add_patch(band)
-    middle = y + height / 2
-    font = CODE if layer.title.endswith("/") else None
-    title = {"size": 11.5, "weight": "bold", "color": INK, "family": font}
-    ax.text(2.2, middle + 0.25, layer.title, va="bottom", **title)
-    ax.text(2.2, middle - 0.45, layer.about, va="top", size=8.4, color=SOFT)
+def _place(layer: Layer, row: tuple[Box, ...]) -> tuple[float, float, list[list[str]]]:
+    """Return the gap between the boxes of a row, their width, and the lines about each."""
+    gap = 22.0 if layer.arrows else GAP
+    width = (WIDTH - MARGIN - 2 * PAD - gap * (len(row) - 1)) / len(row)
+    return gap, width, [textwrap.wrap(box.about, int(width / 8)) for box in row]
 
 
-def draw_box(ax: Axes, x: float, y: float, width: float, box: Box) -> None:
-    """Draw a box with its name, and the line about it below."""
-    frame = FancyBboxPatch(
-        (x, y),
-        width,
-        HEIGHT,
-        boxstyle="round,pad=0,rounding_size=0.7",
-        linewidth=0.9,
-        edgecolor=RULE,
-        facecolor="white",
-    )
-    ax.add_patch(frame)
-    middle = {"x": x + width / 2, "ha": "center", "va": "center"}
-    ax.text(
-        y=y + 0.65 * HEIGHT, s=box.name, size=11, weight="bold", color=INK, family=CODE, **middle
-    )
-    ax.text(y=y + 0.27 * HEIGHT, s=box.about, size=8.4, color=SOFT, **middle)
-
-
-def draw_arrow(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
-    """Draw an arrow from one point to another."""
-    arrow = FancyArrowPatch(
-        start,
-        end,
-        arrowstyle="-|>",
-        mutation_scale=9,
-        linewidth=1.1,
-        color=INK,
-        shrinkA=0,
-        shrinkB=0,
-        zorder=3,
-    )
-    ax.add_patch(arrow)
-
-
-def picture() -> plt.Figure:
+def picture() -> Drawing:
     """Draw all layers, the lowest one first."""
-    heights = [len(layer.rows) * (HEIGHT + GAP) + GAP for layer in LAYERS]
-    total = sum(heights) + GAP * (len(LAYERS) - 1)
-    figure, ax = plt.subplots(figsize=(10.4, (total + 4) / 10))
-    ax.set_xlim(0, 104)
-    ax.set_ylim(-4, total)
-    ax.axis("off")
-    top = total
-    for layer, height in zip(LAYERS, heights, strict=True):
-        draw_band(ax, top - height, height, layer)
-        for number, row in enumerate(layer.rows, 1):
-            y = top - number * (HEIGHT + GAP)
-            gap = 2.4 if layer.arrows else GAP
-            width = (WIDTH - GAP - gap * (len(row) - 1)) / len(row)
-            for i, box in enumerate(row):
-                x = LEFT + i * (width + gap)
-                draw_box(ax, x, y, width, box)
+    drawing = Drawing(0, "The packages of regauge, in layers.")
+    y = MARGIN / 2
+    for layer in LAYERS:
+        placed = [_place(layer, row) for row in layer.rows]
+        heights = [34 + LINE * max(map(len, texts)) for _, _, texts in placed]
+        drawing.band(y, 36 + sum(heights) + GAP * len(heights), layer.colour)
+        kind = "name" if layer.title.endswith("/") else "head"
+        drawing.text(MARGIN / 2 + PAD, y + 25, layer.title, kind, "start")
+        drawing.text(WIDTH - MARGIN / 2 - PAD, y + 25, layer.about, "small", "end")
+        y += 36
+        for row, height, (gap, width, texts) in zip(layer.rows, heights, placed, strict=True):
+            for i, (box, lines) in enumerate(zip(row, texts, strict=True)):
+                x = MARGIN / 2 + PAD + i * (width + gap)
+                drawing.box(x, y, width, height)
+                drawing.text(x + width / 2, y + 23, box.name, "name")
+                for number, line in enumerate(lines, 1):
+                    drawing.text(x + width / 2, y + 24 + LINE * number, line, "small")
                 if layer.arrows and i:
-                    draw_arrow(ax, (x - gap, y + HEIGHT / 2), (x, y + HEIGHT / 2))
-        top -= height + GAP
-    note = "Packages import only packages before them: rows above, or boxes to their left."
-    ax.text(52, -2.6, note, ha="center", va="center", size=8.8, color=SOFT)
-    return figure
+                    drawing.arrow(x - gap + 2, y + height / 2, x - 2, y + height / 2)
+            y += height + GAP
+        y += GAP
+    for line in (
+        "Packages import only packages before them:",
+        "rows above, or boxes to their left.",
+    ):
+        y += LINE
+        drawing.text(WIDTH / 2, y, line, "small")
+    drawing.height = y + MARGIN
+    return drawing
 
 
 def check_packages() -> None:
@@ -204,19 +158,7 @@ def main() -> None:
     """Write the picture to the path of the command line, or to docs/picture.svg."""
     check_packages()
     out = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "picture.svg"
-    mpl.rcParams.update(
-        {"svg.hashsalt": "regauge", "svg.fonttype": "path", "font.family": "DejaVu Sans"}
-    )
-    picture().savefig(
-        out,
-        format="svg",
-        bbox_inches="tight",
-        pad_inches=0.05,
-        metadata={"Date": None, "Creator": None},
-        facecolor="white",
-    )
-    text = out.read_text()
-    out.write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
+    out.write_text(picture().svg())
 
 
 if __name__ == "__main__":

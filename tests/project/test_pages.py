@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(ROOT / "scripts"))
 import drawings  # noqa: E402
+import layout  # noqa: E402
 import pages  # noqa: E402
 
 
@@ -75,7 +76,67 @@ def test_the_pictures_are_as_their_scripts_make_them(tmp_path: Path) -> None:
     assert (tmp_path / "picture.svg").read_bytes() == (DOCS / "picture.svg").read_bytes()
     for name, draw in drawings.DRAWINGS.items():
         assert (DOCS / name).read_text() == draw().svg(), f"run python scripts/drawings.py: {name}"
-        assert "prefers-color-scheme:dark" in draw().svg()
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda p: p.name)
+def test_pictures_have_two_palettes_and_text_that_a_phone_shows(path: Path) -> None:
+    svg = path.read_text()
+    assert "prefers-color-scheme:dark" in svg
+    root = re.search(r"<svg [^>]*>", svg)
+    assert root
+    width = re.search(r' width="(\d+)"', root[0])
+    assert width
+    assert float(width[1]) <= 560, "shown at less than 64 % on 390 pixels"
+    sizes = [float(size) for size in re.findall(r"font-size:([\d.]+)px", svg)]
+    assert min(sizes, default=14) >= 14
+
+
+def test_tables_of_the_site_scroll_in_themselves() -> None:
+    style = (DOCS / "site.css").read_text()
+    rule = re.search(r"\.md-typeset table:not\(\[class\]\) \{(.*?)\}", style)
+    assert rule
+    assert "overflow-x: auto" in rule[1]
+    assert "max-width: 100%" in rule[1]
+
+
+def test_columns_of_numbers_are_aligned() -> None:
+    head = "<tr>\n<th>model</th>\n<th>loss</th>\n<th>verdict</th>\n</tr>"
+    row = "<tr>\n<td>{}</td>\n<td>{}</td>\n<td>{}</td>\n</tr>"
+    rows = row.format("1", "0.26 ± 0.02", "holds") + row.format("2", "", "5 %")
+    marked = layout.on_page_content(f"<table>{head}{rows}</table>")
+    assert marked.count('class="number"') == 3
+    assert '<th class="number">loss</th>' in marked
+    assert '<td class="number"></td>' in marked
+    assert marked.replace(' class="number"', "").replace("\N{NO-BREAK SPACE}", " ") == (
+        f"<table>{head}{rows}</table>"
+    )
+
+
+def test_escaped_pipes_in_tables_are_shown_as_pipes() -> None:
+    table = "<table><tr>\n<td><code>--a b\\|c</code></td>\n</tr></table>"
+    assert "b|c</code>" in layout.on_page_content(table)
+    assert "a\\|b" in layout.on_page_content("<p>a\\|b</p>")
+
+
+def test_options_and_units_are_not_broken_over_lines() -> None:
+    page = "<p>88.2 % with <code>merge --align -o A-B</code></p>"
+    page += "<pre><code>a --data 5 %</code></pre>"
+    marked = layout.on_page_content(page)
+    assert "88.2\N{NO-BREAK SPACE}% with" in marked
+    assert '<span class="option">--align</span> <span class="option">-o</span> A-B' in marked
+    assert marked.endswith("<pre><code>a --data 5 %</code></pre>")
+    assert "<code>regauge.<wbr>match_<wbr>all</code>" in layout.on_page_content(
+        "<code>regauge.match_all</code>"
+    )
+
+
+def test_text_in_columns_is_not_wrapped() -> None:
+    block = '<div class="language-text highlight"><pre><code>{}</code></pre></div>'
+    columns, prose = block.format("t of\na  1\n\nb  2\n"), block.format("one line\n  another\n")
+    marked = layout.on_page_content(columns)
+    assert 'highlight columns">' in marked
+    assert '<code><span class="prose">t of</span>\na  1\n\nb  2\n</code>' in marked
+    assert layout.on_page_content(prose) == prose
 
 
 def links(text: str) -> list[str]:

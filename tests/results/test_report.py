@@ -314,6 +314,49 @@ def test_details_are_folded_unless_a_check_fails() -> None:
     assert re.search(r"<details><summary>Not checked", page(RESULTS))
 
 
+def test_every_table_of_results_scrolls_in_its_own_box() -> None:
+    html = page(replace(RESULTS, chapters=(RESULTS,)))
+    assert html.count('<table class="data">') == 2
+    boxed = re.findall(r'<div class="scroll"[^>]*>\s*<table class="data">', html)
+    assert len(boxed) == 2
+    style = html.split("</style>")[0]
+    assert re.search(r"^\.scroll[^{]*\{[^}]*overflow-x: auto", style, re.M)
+
+
+def test_tables_and_columns_without_values_are_not_shown() -> None:
+    rows = (("a", None, 0.0), ("b", None, None))
+    tables = (Table("Bare", ("x",), ()), Table("Half", ("name", "matched", "found"), rows))
+    html = page(Results("t", tables=tables))
+    assert "Bare" not in html
+    assert re.findall(r"<th scope[^>]*>(\w+)", html) == ["name", "found"]
+
+
+def test_long_names_in_tables_may_be_broken_and_stay_escaped() -> None:
+    rows = (("layer.0.attention<b>.key", 1), ("short.one", 2))
+    html = page(Results("t", tables=(Table("T", ("name", "n"), rows),)))
+    assert "layer.<wbr>0.<wbr>attention&lt;b&gt;.key" in html
+    assert "short.one" in html
+
+
+def test_a_legend_fits_its_chart() -> None:
+    from regauge.results.report.plots import draw_figure
+
+    lines = {"x": [0, 1], "y": {"fine-tuned plainly": [0, 1], "with jigsaw puzzles": [1, 0]}}
+    markup, _ = draw_figure(Figure("f", "lines", lines), "p-", compact=True)
+    starts = [
+        float(re.findall(r' x="([\d.]+)"', markup[: markup.index(f">{name}<")])[-1])
+        for name in lines["y"]
+    ]
+    assert starts[0] == starts[1] < 60, "one column"
+
+
+def test_shares_have_no_axis_beyond_one() -> None:
+    lines = {"x": [0, 1], "y": {"a": [1.0, 1.0]}, "percent": True}
+    ticks = re.findall(r">(\d+) %<", page(Results("t", figures=(Figure("f", "lines", lines),))))
+    assert "100" in ticks
+    assert max(map(int, ticks)) == 100
+
+
 def test_both_colour_schemes_define_every_colour() -> None:
     style = page(RESULTS).split("</style>")[0]
     light, dark = re.findall(r":root \{(.*?)\}", style, re.S)

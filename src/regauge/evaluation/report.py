@@ -242,7 +242,12 @@ class Evaluation(ResultView):
         return Figure(
             f"{self.metric.capitalize()} of each model",
             "bars",
-            {"labels": labels, "y": {self.metric: values}, "ylabel": self.metric},
+            {
+                "labels": labels,
+                "y": {self.metric: values},
+                "ylabel": self.metric,
+                "percent": is_accuracy,
+            },
             f"{direction.capitalize()} is better; the last bar reads no input.",
         )
 

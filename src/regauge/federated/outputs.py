@@ -357,5 +357,5 @@ def _round_figure(finished: FederatedRun) -> Figure:
         start = {"test accuracy": finished.evaluation.scores["start"].accuracy}
         rounds = [0, *rounds]
         curves = {name: [start.get(name), *values] for name, values in curves.items()}
-    lines = {"x": rounds, "y": curves, "xlabel": "round", "ylabel": "accuracy", "log": False}
+    lines = {"x": rounds, "y": curves, "xlabel": "round", "ylabel": "accuracy", "percent": True}
     return Figure("Accuracy over rounds", "lines", lines, "Round 0 is the model before training.")

@@ -266,7 +266,7 @@ def curve_figures(case: Case) -> list[Figure]:
         }
         title, xlabel = f"{case.name}: leakage against batch size", "images in an update"
         caption = "Without a defence. In the mean over the images of all updates."
-        figures.append(line_figure(title, sizes, y, xlabel, "PSNR", caption))
+        figures.append(line_figure(title, sizes, y, xlabel, "PSNR, dB", caption))
         recovered = {
             name: values
             for kind, name in (("patches", "patches, AUC"), ("labels", "labels, share"))
@@ -287,7 +287,7 @@ def curve_figures(case: Case) -> list[Figure]:
                 range(len(stages)),
                 {c: values for c, values in curves.items() if any(v is not None for v in values)},
                 "stage of training",
-                "PSNR of the best attack",
+                "PSNR of the best attack, dB",
                 f"0 is the given model; then: {', '.join(case.stages)}.",
             )
         )

@@ -202,6 +202,7 @@ def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
             "series": {name: sorted(points, key=lambda p: p[0]) for name, points in series.items()},
             "xlabel": "SSIM of the reconstructions: less is more private",
             "ylabel": "accuracy",
+            "percent": True,
         }
         caption = (
             f"Up and to the left is better. The mean image has {case.floor(LEAK):.3f}; "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -35,6 +36,7 @@ _MAX_FAILED = 8  # failing findings that the summary names; it is to be read in 
 _MAX_DEPTH = 4  # facts nested deeper than this are shown as one line
 _MAX_OPEN_ROWS = 25  # of a table that is shown without a click
 _MAX_OPEN_FIGURES = 4
+_MAX_UNBROKEN = 16  # characters of a name in a table that stay on one line
 _TEMPLATES = ("page.html", "parts.html", "page.css")
 
 
@@ -82,7 +84,9 @@ def page(results: Results) -> str:
         "number": format_number,
         "amount": format_amount,
         "fact": _format_fact,
+        "cell_text": _format_cell,
         "numeric": _is_numeric,
+        "empty": _is_empty,
         "marks": {"good": "✓", "bad": "✕", "mixed": "◐", "none": "○"},
         "max_rows": _MAX_OPEN_ROWS,
         "max_figures": _MAX_OPEN_FIGURES,
@@ -160,6 +164,21 @@ def write_page(source: Path | str, out: Path) -> str:
 
 def _is_numeric(table: Table, column: int) -> bool:
     return any(isinstance(row[column], int | float) for row in table.rows if column < len(row))
+
+
+def _format_cell(value: Any) -> Any:
+    """Format a cell; a long name may be broken after its dots, slashes and underscores."""
+    from markupsafe import Markup, escape
+
+    text = format_number(value)
+    if not isinstance(value, str) or len(text) <= _MAX_UNBROKEN:
+        return text
+    return Markup(re.sub(r"(?<=\w[./_])(?=\w)", "<wbr>", str(escape(text))))
+
+
+def _is_empty(table: Table, column: int) -> bool:
+    """Return whether no row has a value in a column."""
+    return all(row[column] is None for row in table.rows if column < len(row))
 
 
 def _format_fact(value: Any, depth: int = _MAX_DEPTH) -> Any:

@@ -113,6 +113,9 @@ def _lines(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             set_log_labels(axes.yaxis)
         elif data.get("percent"):
             _show_percent(axes.yaxis)
+            low, high = axes.get_ylim()
+            if high > 1 >= axes.dataLim.y1:  # no axis to 104 %
+                axes.set_ylim(low, 1 + 0.04 * (1 - low))
         add_legend(axes, len(data["y"]))
 
     return draw_chart(figure, prefix, _size(compact, 280, len(data["y"])), paint), skipped
@@ -145,7 +148,7 @@ def _points(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
                     position,
                     xytext=(6, 5),
                     textcoords="offset points",
-                    fontsize=11,
+                    fontsize=12,
                     color=INK,
                 )
         axes.margins(0.06 if is_scatter else 0.12)
@@ -208,7 +211,7 @@ def _bars(figure: Figure, prefix: str, compact: bool) -> tuple[str, int]:
             )
             texts = [f"{100 * v:.1f} %" if is_share else format_number(v) for v in map(float, y)]
             shown = [t if math.isfinite(v) else "" for t, v in zip(texts, y, strict=True)]
-            axes.bar_label(bars, shown, padding=4, fontsize=11)
+            axes.bar_label(bars, shown, padding=4, fontsize=12)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.margins(x=0.16)

@@ -21,7 +21,7 @@ _COLOURS = {
     **{c: f"var(--s{i})" for i, c in enumerate(SERIES)},
 }
 SMALL_WIDTH = 310  # of a card in a summary
-WIDTH = 440  # the text has 12 of these units, readable on a phone that is 330 pixels wide
+WIDTH = 420  # the text has 12 of these units, readable on a phone that is 330 pixels wide
 
 
 def draw_chart(figure: Figure, prefix: str, size: tuple[float, float], paint: Any) -> str:
@@ -84,10 +84,10 @@ _STYLE: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "xtick.labelsize": 11,
-    "ytick.labelsize": 11,
+    "xtick.labelsize": 12,
+    "ytick.labelsize": 12,
     "legend.frameon": False,
-    "legend.fontsize": 11,
+    "legend.fontsize": 12,
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), INK),
     **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), RULE),
     **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"),
@@ -96,10 +96,11 @@ _STYLE: dict[Any, Any] = {
 
 def add_legend(axes: Any, series: int) -> None:
     if series > 1:
+        room = int(axes.figure.get_figwidth() * 72 / 7)  # in characters
         longest = max(len(text) for text in axes.get_legend_handles_labels()[1])
         axes.figure.legend(
             loc="outside upper left",
-            ncols=max(1, min(series, 60 // (longest + 8))),
+            ncols=max(1, min(series, room // (longest + 8))),
             handlelength=2.4,
         )
 

@@ -93,9 +93,9 @@ def measure(a: Path, b: Path) -> float:
     unaligned = excess(load(a), second, ids)
     print(f"\n{a} and {b}: {len(ids)} windows of {CONTEXT} tokens")
     print(
-        f"{'alignment':30} {'excess, nats':>12} {'of unaligned':>12} {'keep_norms':>10} {'CPU-s':>7}"
+        f"{'alignment':28} {'excess, nats':>12} {'of unaligned':>12} {'keep_norms':>10} {'CPU-s':>7}"
     )
-    print(f"{'unaligned':30} {unaligned:12.4f} {1:12.3f}")
+    print(f"{'unaligned':28} {unaligned:12.4f} {1:12.3f}")
     shares = {}
     for name, align in cases().items():
         started = time.process_time()
@@ -110,7 +110,7 @@ def measure(a: Path, b: Path) -> float:
             left = excess(first, second, ids)
             restored = excess(first, second, ids, merged)
         shares[name] = left / unaligned
-        print(f"{name:30} {left:12.4f} {shares[name]:12.3f} {restored:10.4f} {seconds:7.1f}")
+        print(f"{name:28} {left:12.4f} {shares[name]:12.3f} {restored:10.4f} {seconds:7.1f}")
     return shares["default"]
 
 

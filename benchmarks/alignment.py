@@ -92,9 +92,8 @@ def measure(a: Path, b: Path) -> float:
     ids, second = held_out(b), load(b)
     unaligned = excess(load(a), second, ids)
     print(f"\n{a} and {b}: {len(ids)} windows of {CONTEXT} tokens")
-    print(
-        f"{'alignment':28} {'excess, nats':>12} {'of unaligned':>12} {'keep_norms':>10} {'CPU-s':>7}"
-    )
+    heads = ("alignment", "excess, nats", "of unaligned", "keep_norms", "CPU-s")
+    print("{:28} {:>12} {:>12} {:>10} {:>7}".format(*heads))
     print(f"{'unaligned':28} {unaligned:12.4f} {1:12.3f}")
     shares = {}
     for name, align in cases().items():

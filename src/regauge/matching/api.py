@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from regauge.checkpoints.writer import WriteResult
     from regauge.evaluation.models import DataInput
     from regauge.evaluation.report import Evaluation
-    from regauge.matching.live_pair import Batches, Generated, Inputs
+    from regauge.matching.live_pair import Inputs
     from regauge.matching.refine import Refinement
     from regauge.models.sources import Source
 
@@ -371,17 +371,17 @@ def match(
         store = StateStore.beside(Path(out), _label(pair, chosen, digest))
         if not resume:
             store.delete()
-    recorded: list[Batches | Generated] = []
+    inputs = by_default if to_match is None else to_match
 
-    def record(inputs: Batches | Generated) -> tuple[Any, Any]:
-        recorded.append(inputs)
+    def record() -> Any:
+        assert inputs is not None
         report(0, 1, "recording the activations of both models")
-        return live.record_activations(inputs)
+        return live.record(inputs)
 
     pair, found = match_pair(
         pair,
-        record=partial(record, by_default) if by_default is not None else None,
-        activations=None if to_match is None else record(to_match),
+        record=None if inputs is None else record,
+        only_apart=to_match is None,
         store=store,
         progress=progress,
         **chosen.for_search(),
@@ -396,10 +396,12 @@ def match(
         **_names_of(a, b, pair),
         "folded": pair.is_folded,
         "group": chosen.within,
-        "by": describe_inputs(data if data != "auto" else "self" if recorded else None),
+        "by": describe_inputs(
+            None if found.by == "weights" else "self" if to_match is None else data
+        ),
         **_facts_of_refinement(refine, refined),
     }
-    return ModelMatch(pair, found, facts, refined, not recorded, store)
+    return ModelMatch(pair, found, facts, refined, found.by == "weights", store)
 
 
 def _open(

@@ -66,17 +66,24 @@ def align_by_activations(
 
     def align(spec: Spec, a: State, b: State) -> Element:
         """Match by activations."""
-        from regauge.matching import match_states
-        from regauge.matching.activations import Activations, record
-        from regauge.matching.paired import match_apart
+        from regauge.matching.activations import record
+        from regauge.matching.paired import match_apart, match_by_activations
+        from regauge.matching.refine import mixture_divergences
 
-        def record_both() -> tuple[Activations, Activations]:
+        def record_both() -> Any:
             batches = inputs()
-            return record(first, a, spec, batches), record(second, b, spec, batches)
+            recorded = record(first, a, spec, batches), record(second, b, spec, batches)
+            judge = None
+            if not spec.visible:
+                judge = partial(_judge, batches)
+            return recorded, judge
+
+        def _judge(batches: Any, elements: Sequence[Element]) -> list[float]:
+            return mixture_divergences(spec, a, b, elements, first, batches)
 
         if only_apart:
             return match_apart(spec, a, b, record_both).element
-        return match_states(spec, a, b, activations=record_both()).element
+        return match_by_activations(spec, a, b, *record_both()).element
 
     return align
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
 
     from regauge.checkpoints.reader import Checkpoint
+    from regauge.matching.activations import Activations
+    from regauge.matching.paired import Judge
     from regauge.matching.refine import Refinement
     from regauge.matching.result import Match
 
@@ -161,11 +163,10 @@ class LivePair:
         how: Any = {"count": batches.samples, "seed": self.seed, "batch_size": _BATCH_SIZE}
         return [dict(batch) for batch in generate_text(self.models, **how)]
 
-    def record_activations(self, batches: Batches | Generated) -> tuple[Any, Any]:
+    def record_activations(self, inputs: Batches) -> tuple[Activations, Activations]:
         """Record the activations of both models on the same inputs."""
         from regauge.matching.activations import record
 
-        inputs = self.inputs(batches)
         stored = {live: name for name, live in self.names.items()}
         of_a, of_b = (
             record(model, state, self.spec, inputs)
@@ -176,6 +177,26 @@ class LivePair:
             for x in (of_a, of_b)
         )
         return first, second
+
+    def record(
+        self, batches: Batches | Generated
+    ) -> tuple[tuple[Activations, Activations], Judge | None]:
+        """Record the activations of both models on the same inputs, and return them with what
+        judges elements on these inputs: the divergence of the average of both from their
+        predictions. None judges models whose outputs move with the element.
+        """
+        inputs = self.inputs(batches)
+        recorded = self.record_activations(inputs)
+        if self.spec.visible:
+            return recorded, None
+
+        def judge(elements: Sequence[Element]) -> list[float]:
+            from regauge.matching.refine import mixture_divergences
+
+            a, b = self.states
+            return mixture_divergences(self.spec, a, b, elements, self.models[0], inputs)
+
+        return recorded, judge
 
     def refine_match(
         self, found: Match, batches: Batches | Generated, steps: int, progress: Progress | None

@@ -11,7 +11,7 @@ rounded, and tied heads stay tied.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from regauge.core.progress import Progress
 from regauge.core.spec import Spec
 from regauge.matching.pairs import Pair
 from regauge.matching.result import Match
-from regauge.matching.search import MAX_RELATED, MAX_SWEEPS, match_states
+from regauge.matching.search import MAX_RELATED, match_states
 
 if TYPE_CHECKING:
     from regauge.checkpoints.resume import StateStore
@@ -36,38 +36,75 @@ if TYPE_CHECKING:
 MIN_OVERLAP = 0.8
 
 
-def match_apart(
+# Returns a number for each element, lower for a better alignment.
+Judge = Callable[[Sequence[Element]], Sequence[float]]
+
+
+def match_by_activations(
     spec: Spec,
     a: State,
     b: State,
-    record: Callable[[], tuple[Activations, Activations]],
-    *,
-    sweeps: int = MAX_SWEEPS,
-    store: StateStore | None = None,
+    activations: tuple[Activations, Activations],
+    judge: Judge | None,
+    others: Sequence[Match] = (),
     **options: Any,
 ) -> Match:
-    """Match by weights; if that leaves the two apart, by their activations.
+    """Match by activations, and choose between the first pass and what sweeps make of it.
+
+    The sweeps minimize the distance of the weights. Copies of one model need them; between models
+    that were trained independently they may help or harm, as `judge` finds.
 
     Args:
         spec: the spec of both models.
         a: the state that moves.
         b: the state that stays.
-        record: records the activations of both on the same inputs.
-        sweeps: the largest number of sweeps by weights, of models that are not apart.
+        activations: the activations of both on the same inputs.
+        judge: judges elements by how well the two mix; None trusts the sweeps.
+        others: other matches of the two, to choose from as well.
+        options: further options of `match_states`.
+    """
+    swept = match_states(spec, a, b, activations=activations, **options)
+    if judge is None or swept.first is None or swept.relative_distance <= MAX_RELATED:
+        return swept
+    first = replace(swept.with_element(swept.first, spec, a, b), steps=swept.steps[:1])
+    choices = [first, swept, *others]
+    scores = list(judge([match.element for match in choices]))
+    return choices[scores.index(min(scores))]
+
+
+def match_apart(
+    spec: Spec,
+    a: State,
+    b: State,
+    record: Callable[[], tuple[tuple[Activations, Activations], Judge | None]],
+    *,
+    store: StateStore | None = None,
+    **options: Any,
+) -> Match:
+    """Match by weights; models that this leaves apart also by their activations.
+
+    Args:
+        spec: the spec of both models.
+        a: the state that moves.
+        b: the state that stays.
+        record: records the activations of both on the same inputs, and returns what judges
+            elements on them.
         store: where finished parts are saved.
         options: further options of `match_states`.
     """
-    found = match_states(spec, a, b, sweeps=sweeps, store=store, sweep_unrelated=False, **options)
+    found = match_states(spec, a, b, store=store, sweep_unrelated=False, **options)
     if found.relative_distance <= MAX_RELATED:
         return found
     nested = store.nested("activations") if store else None
-    return match_states(spec, a, b, sweeps=0, store=nested, **{**options, "activations": record()})
+    activations, judge = record()
+    return match_by_activations(spec, a, b, activations, judge, [found], store=nested, **options)
 
 
 def match_pair(
     pair: Pair,
     *,
-    record: Callable[[], tuple[Activations, Activations]] | None = None,
+    record: Callable[[], tuple[tuple[Activations, Activations], Judge | None]] | None = None,
+    only_apart: bool = False,
     within: Kind = "full",
     store: StateStore | None = None,
     progress: Progress | None = None,
@@ -77,8 +114,9 @@ def match_pair(
 
     Args:
         pair: the two models.
-        record: records the activations of both, by which models that were trained apart are
-            matched; None matches by the weights, or by the `activations` of the options.
+        record: records the activations of both on the same inputs, and returns what judges
+            elements on them; None matches by the weights.
+        only_apart: match by activations only models that weights leave apart.
         within: the kind that every group is restricted to.
         store: where finished parts are saved.
         progress: the progress callback.
@@ -87,7 +125,12 @@ def match_pair(
     Returns:
         The pair as it was compared in the end, and the match.
     """
-    search = match_states if record is None else partial(match_apart, record=record)
+    search: Callable[..., Match] = match_states
+    if record is not None and only_apart:
+        search = partial(match_apart, record=record)
+    elif record is not None:
+        activations, judge = record()
+        search = partial(match_by_activations, activations=activations, judge=judge)
     found = search(
         pair.spec,
         *pair.states,
@@ -112,9 +155,9 @@ def match_pair(
         within=within,
         store=store.nested("permuted") if store else None,
         progress=progress,
-        **{**options, "start": start, "activations": None},
+        **{**options, "start": start},
     )
-    return plain, replace(again, order=found.order, notes=found.notes)
+    return plain, replace(again, order=found.order, notes=found.notes, by=found.by)
 
 
 def permuted_start(spec: Spec, g: Element, within: Kind = "full") -> Element | None:

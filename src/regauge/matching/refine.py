@@ -238,6 +238,36 @@ def refine(
     )
 
 
+def mixture_divergences(
+    spec: Spec,
+    a: State,
+    b: State,
+    elements: Sequence[Element],
+    model: torch.nn.Module,
+    batches: Sequence[Batch],
+) -> list[float]:
+    """Return, for each element g, the divergence of the average of g . A and B from the predictions
+    of both, averaged. Lower is better.
+
+    Args:
+        spec: the spec of both models.
+        a: the weights of A.
+        b: the weights of B.
+        elements: the elements of A.
+        model: a live module of the family, as in `refine`.
+        batches: the inputs.
+    """
+    path = _Path(spec, a, b, model, None, (0.5, 0.5))
+    still = _End(spec, identity(spec), path.b, set(), LearningRates())
+    with _eval_mode(model):
+        return [
+            path.held_out_loss(
+                [_End(spec, g.to(spec), path.a, set(), LearningRates()), still], batches
+            )
+            for g in elements
+        ]
+
+
 def bind_weights(model: torch.nn.Module, state: Mapping[str, Tensor]) -> Forward:
     """Return the model's forward pass with other weights.
 

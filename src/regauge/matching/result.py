@@ -37,6 +37,8 @@ class Match:
         order: the spaces in the order in which they were solved.
         seconds: the duration of the search.
         notes: remarks for the user, such as spaces without evidence.
+        first: the element after the first pass; None if there was none.
+        by: what the first pass compared, "weights" or "activations".
     """
 
     element: Element
@@ -47,6 +49,8 @@ class Match:
     order: Sequence[str] = ()
     seconds: float = 0.0
     notes: Sequence[str] = field(default_factory=tuple)
+    first: Element | None = None
+    by: str = "weights"
 
     @property
     def distance_before(self) -> float:
@@ -83,7 +87,7 @@ class SearchLog:
 
     def __init__(self, costs: Costs, started: float) -> None:
         self.costs, self.started = costs, started
-        self.best = identity(costs.spec)
+        self.best = self.first = identity(costs.spec)
         distances = costs.distances(self.best)
         self.before, self.size = ({n: d[i] for n, d in distances.items()} for i in (0, 1))
         self.after, self.squared = self.before, math.inf
@@ -103,6 +107,8 @@ class SearchLog:
         after = {n: d for n, (d, _) in self.costs.distances(g).items()}
         step = Step(name, sum(after.values()), time.monotonic() - self.started)
         gain = self.squared - step.squared
+        if not self.steps:
+            self.first = g
         if not self.steps or gain > 0:
             self.best, self.after, self.squared = g, after, step.squared
         self.steps.append(step)

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def match_states(
     whole: bool = False,
     workers: int = 1,
     known_spaces: Iterable[str] | None = None,
-    sweep_unrelated: bool | None = None,
+    sweep_unrelated: bool = True,
     store: StateStore | None = None,
     progress: Progress | None = None,
 ) -> Match:
@@ -108,8 +109,7 @@ def match_states(
         workers: the number of processes. Layers are independent once the stream is known.
         known_spaces: the spaces that `start` already solves; all by default.
         sweep_unrelated: also sweep if the first pass leaves the two further apart than copies of
-            one model (`MAX_RELATED`). By default not after activations: there the sweeps, which
-            minimize the distance of the weights, raise the barrier.
+            one model (`MAX_RELATED`).
         store: where finished parts are saved. A search that is given the parts of an interrupted
             one repeats none of them, and returns the same element.
         progress: the progress callback.
@@ -148,8 +148,6 @@ def match_states(
         log.record(solver.stage, solver.g)
         if activations is not None:  # these gave the start; sweeps minimize the weights' distance
             solver.costs = make_costs()
-        if sweep_unrelated is None:
-            sweep_unrelated = activations is None
         if not sweep_unrelated and log.relative_distance > MAX_RELATED:
             sweeps = 0
         # Solve each space again given all others, until nothing improves.
@@ -165,11 +163,15 @@ def match_states(
     report(sweeps + 1, sweeps + 1, "")
 
     # Return the best element and the report.
-    best = Element(spec, {s: m for s, m in log.best.members.items() if s in groups})
+    best, first = (
+        Element(spec, {s: m for s, m in g.members.items() if s in groups})
+        for g in (log.best, log.first)
+    )
     best.require()
     unsolved = [space for space in solver.groups if space not in solver.known]
     notes = [f"no evidence for {', '.join(unsolved)}"] if unsolved else []
-    return log.result(best, order, *notes)
+    found = log.result(best, order, *notes)
+    return replace(found, first=first, by="weights" if activations is None else "activations")
 
 
 def first_pass(solver: Solver, spaces: Iterable[str] | None = None) -> list[str]:

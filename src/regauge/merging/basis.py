@@ -436,7 +436,8 @@ def _align_model(
     pair, result = match_pair(
         pair,
         start=start,
-        record=partial(live.record_activations, written) if written is not None else None,
+        record=partial(live.record, written) if written is not None else None,
+        only_apart=True,
         store=store.nested(model.key) if store else None,
         progress=progress,
         **options,

@@ -1,6 +1,4 @@
-"""`regauge audit`: every attack on the user's own case, scored. `regauge audit lock` is defined
-here.
-"""
+"""`regauge audit lock`: every attack on the user's own locked model, scored."""
 
 from __future__ import annotations
 
@@ -11,8 +9,6 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_gradients import gradients
-from regauge.cli.audit_split import split
 from regauge.cli.console import info, step_bar
 from regauge.cli.run import (
     check_outputs,
@@ -25,20 +21,8 @@ from regauge.cli.run import (
 )
 
 _THIEF = "Theft"
-app = typer.Typer(
-    name="audit",
-    help="Attack what regauge protects, on your own case, and report what the protection is worth.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
-@app.callback()
-def _root() -> None:
-    """Attack what regauge protects, on your own case, and report what the protection is worth."""
-
-
-@app.command()
 def lock(
     model: options.LockedModel,
     key: Annotated[
@@ -148,10 +132,6 @@ def lock(
     code = deliver(result.results, str(result), json, report, must_decide=True)
     result.delete_state()
     return code
-
-
-app.command("split")(split)
-app.command("gradients")(gradients)
 
 
 def _parse_lrs(text: str) -> tuple[float, ...]:

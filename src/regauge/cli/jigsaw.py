@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,18 +16,7 @@ from regauge.cli.console import info, print_json, print_result, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.core.options import require_device
 
-if TYPE_CHECKING:
-    pass
-
 VERSION = 1
-
-app = typer.Typer(
-    name="jigsaw",
-    help="Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its "
-    "patches, and measure it.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
 class PuzzlesPer(StrEnum):
@@ -71,14 +60,6 @@ Patch = Annotated[
 ]
 
 
-@app.callback()
-def _root() -> None:
-    """Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its patches,
-    and measure it.
-    """
-
-
-@app.command()
 def train(
     model: options.Model,
     data: Data,
@@ -286,7 +267,6 @@ def train(
     return 0
 
 
-@app.command()
 def evaluate(
     models: Annotated[
         list[str],
@@ -339,7 +319,6 @@ def evaluate(
     return deliver(evaluation.results, str(evaluation), json, report)
 
 
-@app.command()
 def study(
     models: Annotated[
         list[str],

@@ -1,7 +1,5 @@
-"""`regauge split`: the backbone on a server; data, labels, embedding and head with the clients.
-
-This module holds certificates and the joining of parts; `split_server` has the server's command,
-`split_client` the client's.
+"""`regauge split certs` and `join`: certificates of server and clients, and the joining of trained
+parts. `split_server` has the server's command, `split_client` the client's.
 """
 
 from __future__ import annotations
@@ -15,26 +13,9 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, print_json
-from regauge.cli.split_client import predict, train
-from regauge.cli.split_server import serve
 
 VERSION = 1
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # regauge reports transport errors itself
-
-app = typer.Typer(
-    name="split",
-    help="Train and use a model whose backbone is on a server. Data, labels, embedding and head "
-    "stay here.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback()
-def _root() -> None:
-    """Train and use a model whose backbone is on a server. Data, labels, embedding and head stay
-    here.
-    """
 
 
 def _check_each(option: str, check: str) -> Callable[[list[str] | None], list[str] | None]:
@@ -52,7 +33,6 @@ def _check_each(option: str, check: str) -> Callable[[list[str] | None], list[st
     return callback
 
 
-@app.command()
 def certs(
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New folder for all files.")],
     name: Annotated[
@@ -104,12 +84,6 @@ def certs(
     return 0
 
 
-app.command()(serve)
-app.command()(train)
-app.command()(predict)
-
-
-@app.command()
 def join(
     edges: Annotated[
         str, typer.Argument(metavar="EDGES", help="Output of a client: embedding and head.")

@@ -4,21 +4,20 @@ them.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_split import parse_names, unknown_attacks
+from regauge.cli.audit_split import unknown_attacks
 from regauge.cli.console import info, step_bar
 from regauge.cli.option_guard import passed_options, reject_options
+from regauge.cli.parsers import check_lr, parse_counts, parse_names, parse_sizes
 from regauge.cli.run import (
     check_outputs,
     deliver,
     facts_of_run,
-    parse_counts,
     saved_steps,
     set_threads,
     state_of,
@@ -235,7 +234,7 @@ def gradients(
     """
     check_outputs(json, report)
     passed = passed_options(context)
-    restarts = _parse_budget(budget)
+    descent_steps, restarts = parse_sizes(budget, "--budget", "STEPS,RESTARTS", "300,2")
     if run is not None:
         from regauge.cli.audit_recorded import audit_recorded
 
@@ -254,8 +253,8 @@ def gradients(
         return audit_recorded(
             run,
             parse_counts(rounds, "--rounds", "1,2,4"),
-            parse_names(attacks),
-            (*restarts, practice, seed),
+            parse_names(attacks) or (),
+            (descent_steps, restarts, practice, seed),
             gallery,
             resume,
             json,
@@ -265,8 +264,7 @@ def gradients(
     reject_options(passed, ["rounds"], "requires --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("pass MODEL and --data, or --from RUN")
-    if not 0 < lr < math.inf:
-        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
+    check_lr(lr)
     source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
     require_device(device)
     set_threads(threads)
@@ -274,7 +272,7 @@ def gradients(
     from regauge.audit.gradient_audit.attempts import Budget
 
     options = audit.GradientOptions(
-        attacks=parse_names(attacks),
+        attacks=parse_names(attacks) or (),
         samples=samples,
         fresh=is_random,
         resize=resize,
@@ -287,7 +285,7 @@ def gradients(
         lr=lr,
         batches=parse_counts(batches, "--batches", "1,2,4"),
         train_steps=parse_counts(stages, "--train", "100,1000"),
-        budget=Budget(*restarts, practice=practice),
+        budget=Budget(descent_steps, restarts, practice=practice),
         optimized=optimized,
     )
 
@@ -314,13 +312,3 @@ def gradients(
     code = deliver(result.results, str(result), json, report, must_decide=True)
     result.delete_state()
     return code
-
-
-def _parse_budget(text: str) -> tuple[int, int]:
-    """Parse STEPS,RESTARTS."""
-    numbers = text.split(",")
-    if len(numbers) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in numbers):
-        raise typer.BadParameter(
-            f"must be STEPS,RESTARTS, as in 300,2, got {text!r}", param_hint="--budget"
-        )
-    return int(numbers[0]), int(numbers[1])

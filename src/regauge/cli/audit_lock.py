@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +9,11 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
+from regauge.cli.parsers import bad_value, parse_counts, parse_lrs
 from regauge.cli.run import (
     check_outputs,
     deliver,
     facts_of_run,
-    parse_counts,
     saved_steps,
     set_threads,
     state_of,
@@ -101,11 +100,9 @@ def lock(
     or observed features.
     """
     check_outputs(json, report)
-    counts, lrs = parse_counts(labels, "--labels", "50,200"), _parse_lrs(lr_text)
+    counts, lrs = parse_counts(labels, "--labels", "50,200"), parse_lrs(lr_text, "--rates")
     if not counts:
-        raise typer.BadParameter(
-            f"must be one or more numbers, as in 50,200, got {labels!r}", param_hint="--labels"
-        )
+        raise bad_value("--labels", "one or more numbers, as in 50,200", labels)
     set_threads(threads)
     from regauge import audit
     from regauge.attacks.theft import Budget
@@ -132,16 +129,3 @@ def lock(
     code = deliver(result.results, str(result), json, report, must_decide=True)
     result.delete_state()
     return code
-
-
-def _parse_lrs(text: str) -> tuple[float, ...]:
-    """Parse a comma-separated list of positive learning rates."""
-    try:
-        lrs = tuple(float(p) for p in text.split(",") if p.strip())
-    except ValueError:
-        lrs = ()
-    if not lrs or not all(0 < lr < math.inf for lr in lrs):
-        raise typer.BadParameter(
-            f"must be positive learning rates, as in 3e-4,3e-3, got {text!r}", param_hint="--rates"
-        )
-    return lrs

@@ -4,7 +4,6 @@ images or texts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
+from regauge.cli.parsers import check_lr, parse_names, parse_numbers, parse_sizes
 from regauge.cli.run import (
     check_outputs,
     deliver,
@@ -169,12 +169,9 @@ def split(
     a verdict in words.
     """
     check_outputs(json, report)
-    noise_levels, radius_levels = (
-        _parse_numbers(noises, "--noises"),
-        _parse_numbers(radii, "--radii"),
-    )
-    if not 0 < lr < math.inf:
-        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
+    noise_levels = parse_numbers(noises.strip() or None, "--noises") or []
+    radius_levels = parse_numbers(radii.strip() or None, "--radii") or []
+    check_lr(lr)
     source = sample.read_options(
         data,
         field,
@@ -183,16 +180,18 @@ def split(
         length,
         mean,
         std,
-        attributes=tuple(parse_names(attributes)),
+        attributes=tuple(parse_names(attributes) or ()),
     )
-    hidden, depth, most_epochs = _parse_attacker(attacker)
+    width, depth, most_epochs = parse_sizes(
+        attacker, "--attacker", "WIDTH,DEPTH,EPOCHS", "128,2,200"
+    )
     require_device(device)
     set_threads(threads)
     from regauge import audit
     from regauge.audit.split_audit.attempts import Budget
 
     options = audit.SplitOptions(
-        attacks=parse_names(attacks),
+        attacks=parse_names(attacks) or (),
         samples=samples,
         fresh=is_random,
         resize=resize,
@@ -203,7 +202,7 @@ def split(
         batch_size=batch,
         lr=lr,
         attacked=attacked,
-        budget=Budget(hidden, depth, most_epochs),
+        budget=Budget(width, depth, most_epochs),
         noises=noise_levels,
         radii=radius_levels,
     )
@@ -236,23 +235,3 @@ def unknown_attacks() -> Iterator[None]:
         yield
     except AttackNameError as error:
         raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
-
-
-def parse_names(text: str | None) -> list[str]:
-    """Split a comma-separated list of names."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _parse_numbers(text: str, name: str) -> list[float]:
-    """Parse comma-separated numbers; an empty text gives an empty list."""
-    return sample.parse_numbers(text, name) or [] if text.strip() else []
-
-
-def _parse_attacker(text: str) -> list[int]:
-    """Parse WIDTH,DEPTH,EPOCHS."""
-    numbers = text.split(",")
-    if len(numbers) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in numbers):
-        raise typer.BadParameter(
-            f"must be WIDTH,DEPTH,EPOCHS, as in 128,2,200, got {text!r}", param_hint="--attacker"
-        )
-    return [int(p) for p in numbers]

@@ -10,6 +10,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import step_bar
 from regauge.cli.keygen import read_key
+from regauge.cli.parsers import parse_names
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 
 
@@ -59,7 +60,7 @@ def evaluate(
     if key is None and (control or retrained or passphrase_file is not None):
         raise typer.BadParameter("--control, --retrained and --passphrase-file require -k KEY")
     reading = (data, field, split, tokenizer, length, mean, std, samples)
-    names = tuple(options.split_names(attributes) or ())
+    names = tuple(parse_names(attributes) or ())
     source = sample.read_options(*reading, attributes=names)
     import regauge
 

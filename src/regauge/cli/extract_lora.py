@@ -9,6 +9,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, step_bar, warn
+from regauge.cli.parsers import parse_names
 from regauge.cli.run import check_outputs, deliver, set_threads
 
 
@@ -77,7 +78,7 @@ def extract_lora(
             base,
             rank=rank,
             energy=energy,
-            target=options.split_names(target),
+            target=parse_names(target),
             save_modules=save_modules,
             force=force,
             out=out,

@@ -13,17 +13,11 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, print_json, print_result, step_bar
+from regauge.cli.parsers import parse_numbers
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.core.options import require_device
 
 VERSION = 1
-
-
-class PuzzlesPer(StrEnum):
-    """The unit that shares a puzzle."""
-
-    batch = "batch"
-    sample = "sample"
 
 
 class Schedule(StrEnum):
@@ -86,13 +80,13 @@ def train(
         ),
     ] = None,
     per: Annotated[
-        PuzzlesPer,
+        options.Unit,
         typer.Option(
             "--per",
             help="One puzzle per batch, as in the paper's code, or one per image.",
             rich_help_panel=options.ADVANCED,
         ),
-    ] = PuzzlesPer.batch,
+    ] = options.Unit.batch,
     probability: Annotated[
         float,
         typer.Option(
@@ -307,7 +301,7 @@ def evaluate(
         evaluation = jigsaw.evaluate(
             models,
             sample.read_options(data, field, split, mean=mean, std=std, samples=samples),
-            ratios=sample.parse_numbers(ratios, "--ratios") or (),
+            ratios=parse_numbers(ratios, "--ratios") or (),
             patch=patch,
             batch_size=batch,
             seed=seed,

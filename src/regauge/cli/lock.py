@@ -15,6 +15,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import info, print_json, step_bar
 from regauge.cli.keygen import read_key
+from regauge.cli.parsers import parse_names
 from regauge.cli.write import VERSION, write_job
 
 if TYPE_CHECKING:
@@ -37,12 +38,7 @@ Retrained = Annotated[
 ]
 
 
-class Group(StrEnum):
-    """Groups that a lock may sample from."""
-
-    permutation = "permutation"
-    signed = "signed"
-    rotation = "rotation"
+Group = StrEnum("Group", ["permutation", "signed", "rotation"])
 
 
 def lock(
@@ -120,7 +116,7 @@ def lock(
         model,
         secret,
         group=(group or Group.signed).value,
-        spaces=options.split_names(spaces),
+        spaces=parse_names(spaces),
         spec=spec,
     )
     plan = locked.plan(out, threads=threads)

@@ -14,8 +14,14 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, output_progress, step_bar
-from regauge.cli.pair import parse_layers, parse_names, parse_weights, report_discoveries
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.parsers import parse_layers, parse_names, parse_weights
+from regauge.cli.run import (
+    check_outputs,
+    deliver,
+    facts_of_run,
+    report_discoveries,
+    set_threads,
+)
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource

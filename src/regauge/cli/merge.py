@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, output_progress, print_json, print_result, step_bar, warn
+from regauge.cli.parsers import parse_settings, parse_size
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
@@ -190,7 +190,7 @@ def merge(
     that do not.
     """
     started = time.monotonic()
-    shard_bytes = _parse_size(shard_size)
+    shard_bytes = parse_size(shard_size, "--shard-size")
     is_recipe = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if is_recipe and any(
         value is not None
@@ -248,7 +248,7 @@ def merge(
             refine=unlabelled,
             data=source,
             options=regauge.MergeOptions(
-                parameters=_parse_settings(parameter),
+                parameters=parse_settings(parameter),
                 dtype=dtype,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
@@ -323,31 +323,3 @@ def _report_verdicts(result: MergeResult) -> None:
     for v in result.verdicts:
         if v.moved:
             info(f"{v.model} was {v.moved}")
-
-
-def _parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """Parse NAME=VALUE parameters of a method."""
-    import yaml
-
-    settings: dict[str, Any] = {}
-    for text in pairs or ():
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"must be NAME=VALUE, got {text!r}", param_hint="--set")
-        try:
-            settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise typer.BadParameter(
-                f"must be a number or a list of numbers, got {value!r}", param_hint="--set"
-            ) from error
-    return settings
-
-
-def _parse_size(text: str) -> int:
-    """Parse a size such as 500MB into bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise typer.BadParameter(
-            f"must be a size such as 500MB or 2GB, got {text!r}", param_hint="--shard-size"
-        )
-    return max(int(float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ")), 1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from regauge.cli.console import info, print_result
 from regauge.errors import StoppedError, need
 
 if TYPE_CHECKING:
+    from regauge.models.discovery import Discovery
     from regauge.results.findings import Results
 
 EXIT_FAILED = 3  # exit code if a law that should hold does not
@@ -45,18 +46,6 @@ def set_threads(count: int | None) -> None:
         torch.set_num_threads(count)
 
 
-def parse_counts(text: str, name: str, example: str) -> list[int]:
-    """Parse comma-separated whole numbers from 1, sorted and without duplicates. An empty text
-    gives an empty list.
-    """
-    parts = [p.strip() for p in text.split(",") if p.strip()]
-    if not all(p.isdecimal() and int(p) > 0 for p in parts):
-        raise typer.BadParameter(
-            f"must be whole numbers from 1, as in {example}, got {text!r}", param_hint=name
-        )
-    return sorted({int(p) for p in parts})
-
-
 def check_outputs(json: Path | None, report: Path | None) -> None:
     """Raise if an output cannot be written, before the work starts."""
     if report is not None:
@@ -76,6 +65,14 @@ def state_of(subject: str, json: Path | None, report: Path | None) -> Path | Non
     outs = [out for out in (json, report) if out is not None and str(out) != "-"]
     folder = outs[0].with_name(f".{outs[0].name}.state") if outs else Path(f".{subject}.state")
     return folder if os.access(folder.absolute().parent, os.W_OK) else None
+
+
+def report_discoveries(discoveries: Iterable[Discovery]) -> None:
+    """Report the models whose symmetry was inferred."""
+    from regauge.models.sources import describe_discovery
+
+    for discovery in discoveries:
+        info(*describe_discovery(discovery))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Options that name data, and their parsers."""
+"""Options that name data."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
+from regauge.cli.parsers import parse_fields, parse_numbers
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
@@ -136,26 +137,3 @@ def read_options(
         std=tuple(parse_numbers(std, "--std") or ()),
         attributes=attributes,
     )
-
-
-def parse_fields(values: list[str] | None) -> dict[str, str] | None:
-    """Parse NAME=COLUMN pairs. Fields that are not named keep their own names."""
-    if not values:
-        return None
-    pairs = [text.partition("=") for text in values]
-    for text, (name, equals, column) in zip(values, pairs, strict=True):
-        if not (name and equals and column):
-            raise typer.BadParameter(f"must be NAME=COLUMN, got {text!r}", param_hint="--field")
-    return {name: column for name, _, column in pairs}
-
-
-def parse_numbers(text: str | None, name: str) -> list[float] | None:
-    """Parse comma-separated numbers; None stays None."""
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"must be comma-separated numbers, got {text!r}", param_hint=name
-        ) from error

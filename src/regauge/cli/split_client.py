@@ -21,7 +21,6 @@ from regauge.cli.split_server import (
     Insecure,
     LearningRate,
     Momentum,
-    Optimizer,
     Schedule,
     TlsFiles,
     Warmup,
@@ -37,21 +36,7 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-class Rows(StrEnum):
-    """How often the tokens are shuffled."""
-
-    batch = "batch"
-    sample = "sample"
-
-
-class Codec(StrEnum):
-    """Codecs for features."""
-
-    bf16 = "bf16"
-    f16 = "f16"
-    q8 = "q8"
-
-
+Codec = StrEnum("Codec", ["bf16", "f16", "q8"])
 Source = Annotated[
     str,
     typer.Argument(
@@ -93,7 +78,7 @@ KeyOption = Annotated[
     ),
 ]
 RowsOption = Annotated[
-    Rows | None,
+    options.Unit | None,
     typer.Option("--rows", help="Shuffle the tokens of every batch, or of every sample."),
 ]
 DefenceOption = Annotated[
@@ -208,7 +193,7 @@ def train(
     batch: options.Batch = 16,
     lr: LearningRate = None,
     optimizer: Annotated[
-        Optimizer | None,
+        options.Optimizer | None,
         typer.Option(
             "--optimizer",
             help="Optimizer of embedding and head. Default: the server's.",
@@ -415,22 +400,19 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _parse_defences(
-    rows: Rows | None, keep_cls: bool, texts: Sequence[str] | None
+    rows: options.Unit | None, keep_cls: bool, texts: Sequence[str] | None
 ) -> tuple[Defence, ...]:
     """Return the defences in the order they apply. `--rows` is short for the defence of
     that name.
     """
-    from regauge.defences.split import Rows as Shuffled
-    from regauge.defences.split import parse_defences
+    from regauge.defences.split import Rows, parse_defences
 
     if keep_cls and rows is None:
         raise typer.BadParameter(
             "requires --rows; in a defence write rows=batch,keep_cls",
             param_hint="--keep-cls",
         )
-    return parse_defences(
-        [*(texts or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])]
-    )
+    return parse_defences([*(texts or ()), *([] if rows is None else [Rows(rows.value, keep_cls)])])
 
 
 class _StepReporter:

@@ -13,21 +13,8 @@ from regauge.cli.console import info, step_bar
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.core.options import require_device
 
-
-class Dtype(StrEnum):
-    """Dtypes to compute in."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Optimizer(StrEnum):
-    """Optimizers of the training to compare."""
-
-    sgd = "sgd"
-    adamw = "adamw"
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
+Optimizer = StrEnum("Optimizer", ["sgd", "adamw"])
 
 
 def verify(

@@ -10,18 +10,11 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_split import unknown_attacks
-from regauge.cli.console import info, step_bar
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
 from regauge.cli.option_guard import passed_options, reject_options
 from regauge.cli.parsers import check_lr, parse_counts, parse_names, parse_sizes
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    saved_steps,
-    set_threads,
-    state_of,
-)
+from regauge.cli.run import check_outputs, set_threads
 from regauge.core.options import require_device
 
 IMAGE_OPTIONS = (
@@ -234,7 +227,7 @@ def gradients(
     """
     check_outputs(json, report)
     passed = passed_options(context)
-    descent_steps, restarts = parse_sizes(budget, "--budget", "STEPS,RESTARTS", "300,2")
+    descent = parse_sizes(budget, "--budget", "STEPS,RESTARTS", "300,2")
     if run is not None:
         from regauge.cli.audit_recorded import audit_recorded
 
@@ -254,7 +247,7 @@ def gradients(
             run,
             parse_counts(rounds, "--rounds", "1,2,4"),
             parse_names(attacks) or (),
-            (descent_steps, restarts, practice, seed),
+            [*descent, practice, seed],
             gallery,
             resume,
             json,
@@ -285,7 +278,7 @@ def gradients(
         lr=lr,
         batches=parse_counts(batches, "--batches", "1,2,4"),
         train_steps=parse_counts(stages, "--train", "100,1000"),
-        budget=Budget(descent_steps, restarts, practice=practice),
+        budget=Budget(descent[0], descent[1], practice=practice),
         optimized=optimized,
     )
 
@@ -294,21 +287,19 @@ def gradients(
         reject_options(passed, foreign, f"requires a model of {other}; {model} reads {kind}")
         info(sizes)
 
-    state = state_of("audit-gradients", json, report)
-    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
-        result = audit.gradients(
+    return run_audit(
+        lambda **run: audit.gradients(
             model,
             source,
             defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=check,
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
+            **run,
+        ),
+        "gradients",
+        json,
+        report,
+        resume,
+    )

@@ -8,16 +8,10 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, step_bar
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
 from regauge.cli.parsers import bad_value, parse_counts, parse_lrs
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    saved_steps,
-    set_threads,
-    state_of,
-)
+from regauge.cli.run import check_outputs, set_threads
 
 _THIEF = "Theft"
 
@@ -108,24 +102,24 @@ def lock(
     from regauge.attacks.theft import Budget
     from regauge.cli.keygen import read_key
 
-    state = state_of("audit-lock", json, report)
-    with saved_steps(state), step_bar("audit") as progress:
-        result = audit.lock(
+    secret = None if key is None else read_key(key, "lock", passphrase_file)
+    examples = None
+    if data is not None:
+        examples = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    return run_audit(
+        lambda **run: audit.lock(
             model,
-            key=None if key is None else read_key(key, "lock", passphrase_file),
+            key=secret,
             base=against,
-            data=None
-            if data is None
-            else sample.read_options(data, field, split, tokenizer, length, mean, std),
+            data=examples,
             options=audit.LockOptions(counts, Budget(steps, lrs=lrs), samples),
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
+            **run,
+        ),
+        "lock",
+        json,
+        report,
+        resume,
+    )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from regauge.cli.console import step_bar
+from regauge.cli.audits import run_audit
 from regauge.cli.option_guard import reject_options
-from regauge.cli.run import deliver, facts_of_run, saved_steps, state_of
+from regauge.errors import need
 
 IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 
@@ -16,7 +16,7 @@ def audit_recorded(
     run: Path,
     rounds: Sequence[int],
     attacks: Sequence[str],
-    budget: tuple[int, int, int, int],
+    budget: Sequence[int],
     gallery: int,
     resume: bool,
     json: Path | None,
@@ -38,7 +38,6 @@ def audit_recorded(
     """
     from regauge import audit
     from regauge.audit.gradient_audit.attempts import Budget
-    from regauge.errors import need
 
     need("torchmetrics", "audit")
     steps, restarts, practice, seed = budget
@@ -47,20 +46,19 @@ def audit_recorded(
         if kind != "images":
             reject_options(passed, IMAGE_OPTIONS, f"requires a run on images; {run} is on texts")
 
-    state = state_of("audit-recorded", json, report)
-    with saved_steps(state), step_bar("audit") as progress:
-        result = audit.recorded(
+    return run_audit(
+        lambda **more: audit.recorded(
             run,
             rounds=rounds,
             attacks=attacks,
             budget=Budget(steps, restarts, seed=seed, practice=practice),
             gallery=gallery,
-            facts=facts_of_run(),
             on_loaded=check,
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report)
-    result.delete_state()
-    return code
+            **more,
+        ),
+        "recorded",
+        json,
+        report,
+        resume,
+        must_decide=False,
+    )

@@ -4,24 +4,16 @@ images or texts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, step_bar
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
 from regauge.cli.parsers import check_lr, parse_names, parse_numbers, parse_sizes
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    saved_steps,
-    set_threads,
-    state_of,
-)
+from regauge.cli.run import check_outputs, set_threads
 from regauge.core.options import require_device
 
 
@@ -206,32 +198,19 @@ def split(
         noises=noise_levels,
         radii=radius_levels,
     )
-    state = state_of("audit-split", json, report)
-    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
-        result = audit.split(
+    return run_audit(
+        lambda **run: audit.split(
             model,
             source,
             defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
-
-
-@contextmanager
-def unknown_attacks() -> Iterator[None]:
-    """Report the name of an unknown attack as a wrong value of --attacks."""
-    from regauge.errors import AttackNameError
-
-    try:
-        yield
-    except AttackNameError as error:
-        raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
+            **run,
+        ),
+        "split",
+        json,
+        report,
+        resume,
+    )

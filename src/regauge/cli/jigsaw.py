@@ -12,12 +12,10 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, print_result, step_bar
+from regauge.cli.console import info, print_report, print_result, step_bar
 from regauge.cli.parsers import parse_numbers
 from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
 from regauge.core.options import require_device
-
-VERSION = 1
 
 
 class Schedule(StrEnum):
@@ -254,8 +252,7 @@ def train(
         training.to_html(report)
         info(f"report: {report}")
     if json:
-        summary = {"out": str(out), **training.summary()}
-        print_json({"version": VERSION, "command": "jigsaw train", **summary})
+        print_report("jigsaw train", {"out": str(out), **training.summary()})
     else:
         print_result(f"{out}: {training}")
     return 0

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, step_bar
+from regauge.cli.console import info, print_report, step_bar
 from regauge.cli.keygen import read_key
 from regauge.cli.parsers import parse_names
-from regauge.cli.write import VERSION, write_job
+from regauge.cli.write import write_job
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
@@ -163,8 +163,8 @@ def _reseal(
     action = "dry run: this would renew" if dry_run else "renewed"
     info(f"{action} the commitment of {place}, locked by the key {record.key}")
     if json:
-        report = {"version": VERSION, "command": "lock --reseal", "out": place}
-        print_json(report | {"record": record.to_dict(), "dry_run": dry_run})
+        fields = {"out": place, "record": record.to_dict(), "dry_run": dry_run}
+        print_report("lock --reseal", fields)
     return 0
 
 

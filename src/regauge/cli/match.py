@@ -232,7 +232,8 @@ def match(
     check_outputs(json, report)
     import regauge
     from regauge.checkpoints.files import format_bytes
-    from regauge.cli.write import report_written, summary
+    from regauge.checkpoints.outputs import format_spaces
+    from regauge.cli.write import report_written
     from regauge.matching.presets import preset
 
     set_threads(threads)
@@ -290,7 +291,7 @@ def match(
         report_written(written)
         info(
             f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
-            f"transforms {summary(result.element)}"
+            f"transforms {format_spaces(result.element.members)}"
         )
         if save_element is not None:
             result.save_element(save_element)

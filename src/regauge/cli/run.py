@@ -4,7 +4,6 @@ exit code.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -58,15 +57,6 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
             check_writable(out)
 
 
-def state_of(subject: str, json: Path | None, report: Path | None) -> Path | None:
-    """Return the folder for the saved steps of an audit: beside its first output, or in the working
-    folder. None if that cannot be written.
-    """
-    outs = [out for out in (json, report) if out is not None and str(out) != "-"]
-    folder = outs[0].with_name(f".{outs[0].name}.state") if outs else Path(f".{subject}.state")
-    return folder if os.access(folder.absolute().parent, os.W_OK) else None
-
-
 def report_discoveries(discoveries: Iterable[Discovery]) -> None:
     """Report the models whose symmetry was inferred."""
     from regauge.models.sources import describe_discovery
@@ -90,17 +80,6 @@ def report_saved(describe: Callable[[], str], hint: str) -> Iterator[None]:
         if not saved:
             raise
         raise StoppedError(f"interrupted; {saved}", hint=hint) from stop
-
-
-def saved_steps(folder: Path | None) -> AbstractContextManager[None]:
-    """Report on an interrupt how many steps of an audit are saved in a folder."""
-
-    def describe() -> str:
-        count = 0 if folder is None else len(list(folder.glob("*.safetensors")))
-        noun = "finished step is" if count == 1 else "finished steps are"
-        return f"{count} {noun} saved in {folder}" if count else ""
-
-    return report_saved(describe, "to continue, repeat the command with --resume")
 
 
 def saved_rounds(folder: Path, rounds: int) -> AbstractContextManager[None]:

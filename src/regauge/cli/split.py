@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import info, print_json
+from regauge.cli.console import info, print_report
 
-VERSION = 1
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # regauge reports transport errors itself
 
 
@@ -80,7 +79,7 @@ def certs(
         files = {
             side: [str(t.authority), str(t.certificate), str(t.key)] for side, t in created.items()
         }
-        print_json({"version": VERSION, "command": "split certs", "to": str(to), "files": files})
+        print_report("split certs", {"to": str(to), "files": files})
     return 0
 
 
@@ -120,7 +119,5 @@ def join(
             "unlocks it"
         )
     if json:
-        print_json(
-            {"version": VERSION, "command": "split join", "out": str(out), "key": key or None}
-        )
+        print_report("split join", {"out": str(out), "key": key or None})
     return 0

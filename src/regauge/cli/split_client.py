@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, print_result, step_bar
+from regauge.cli.console import info, print_report, print_result, step_bar
 from regauge.cli.split_server import (
     Clip,
     Insecure,
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from regauge.core.progress import Progress
     from regauge.defences.split import Defence
     from regauge.split import ConnectOptions
-
-VERSION = 1
 
 
 Codec = StrEnum("Codec", ["bf16", "f16", "q8"])
@@ -289,7 +287,7 @@ def train(
     )
     if json:
         report = {"out": str(out), "steps": result.steps, "losses": result.losses}
-        print_json({"version": VERSION, "command": "split train", **report})
+        print_report("split train", report)
     return 0
 
 
@@ -350,8 +348,7 @@ def predict(
             progress=lambda done, total, _: reporter(done, total, None),
         )
     if json:
-        report = {"data": source.uri, **result.metrics}
-        print_json({"version": VERSION, "command": "split predict", **report})
+        print_report("split predict", {"data": source.uri, **result.metrics})
     else:
         print_result(str(result))
     return 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import info, print_json
+from regauge.cli.console import info, print_report
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from regauge.split import OptimizerConfig, SplitServer
 
 _LIMITS = "Limits of clients"
-VERSION = 1
 STATUS_INTERVAL = 10.0  # seconds between status lines without a terminal
 
 
@@ -333,7 +332,7 @@ def serve(
             on_poll=status,
         )
     if json:
-        print_json({"version": VERSION, "command": "split serve", **server.to_dict()})
+        print_report("split serve", server.to_dict())
     return 0
 
 

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.cli.console import info, output_progress, print_json, print_result, warn
+from regauge.cli.console import info, output_progress, print_report, print_result, warn
 
 if TYPE_CHECKING:
     from regauge.checkpoints.outputs import Job
     from regauge.checkpoints.writer import WriteResult
-    from regauge.core.element import Element
     from regauge.evaluation.report import Evaluation
-
-VERSION = 1
 
 
 def write_job(
@@ -49,7 +46,7 @@ def write_job(
     """
     from regauge.checkpoints.files import format_bytes
 
-    report = {"version": VERSION, "command": command, **job.facts, "dry_run": dry_run}
+    report = {**job.facts, "dry_run": dry_run}
     for note in job.notes:
         info(note)
     for warning in job.warnings:
@@ -80,7 +77,7 @@ def write_job(
         report |= {name: facts[name] for name in facts if name in fields or name in extra}
     evaluation = evaluate() if evaluate is not None else None
     if json:
-        print_json(report | ({"evaluation": evaluation.to_dict()} if evaluation else {}))
+        print_report(command, report | ({"evaluation": evaluation.to_dict()} if evaluation else {}))
     elif evaluation is not None:
         print_result(str(evaluation))
     return 0
@@ -97,10 +94,3 @@ def report_written(written: WriteResult) -> None:
         info(f"not copied (weights in other formats, keys, elements): {', '.join(written.skipped)}")
     if written.resumed:
         info(f"resumed from the interrupted run: {', '.join(sorted(written.resumed))}")
-
-
-def summary(g: Element) -> str:
-    """Return the spaces that an element transforms, by their roots."""
-    from regauge.checkpoints.outputs import format_spaces
-
-    return format_spaces(g.members)

@@ -254,20 +254,23 @@ def _report_interrupt(arguments: list[str]) -> int:
 
 def _needs_resume(arguments: list[str]) -> bool:
     """Return whether a command resumes only with the option --resume."""
-    context = typer.main.get_command(build_app(arguments))
-    for word in arguments:
-        below = getattr(context, "commands", {}).get(word)
-        if below is None:
-            break
-        context = below
-    return any("--resume" in p.opts and not p.default for p in context.params)
+    commands = dict(leaves_of(typer.main.get_command(build_app(arguments))))
+    name = _command_name(arguments)
+    parameters = commands[name].params if name in commands else ()
+    return any("--resume" in p.opts and not p.default for p in parameters)
+
+
+def _command_name(arguments: list[str]) -> str:
+    """Return the name of the command that the arguments run."""
+    names = (" ".join(arguments[:2]), *arguments[:1])
+    return next((name for name in names if name in _COMMANDS), "")
 
 
 def _suggest_next(arguments: list[str]) -> None:
     """Print what to do with the output of a command, if it has one."""
-    name = next((n for n in (" ".join(arguments[:2]), " ".join(arguments[:1])) if n in NEXT), None)
+    name = _command_name(arguments)
     outs = [b for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
-    if name is not None and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
+    if name in NEXT and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
         purposes = (f"{name} --purpose {word}" for word in arguments)
         text = NEXT[next((full for full in purposes if full in NEXT), name)]
         info(f"next: {text.format(out=shlex.quote(outs[-1]))}")

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +15,8 @@ from regauge.cli.audits import run_audit
 from regauge.cli.console import info
 from regauge.cli.option_guard import passed_options, reject_options
 from regauge.cli.parsers import check_lr, parse_counts, parse_names, parse_sizes
-from regauge.cli.run import check_outputs, set_threads
-from regauge.core.options import require_device
+from regauge.cli.run import start_run
+from regauge.errors import need
 
 IMAGE_OPTIONS = (
     "batches",
@@ -29,6 +30,7 @@ IMAGE_OPTIONS = (
     "std",
 )
 TEXT_OPTIONS = ("tokenizer", "length")
+RECORDED_IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 RUN_OPTIONS = (
     "run",
     "rounds",
@@ -225,12 +227,9 @@ def gradients(
     and attacks them: closed forms, spans, optimization. Trains nothing. Ends with a verdict in
     words.
     """
-    check_outputs(json, report)
     passed = passed_options(context)
     descent = parse_sizes(budget, "--budget", "STEPS,RESTARTS", "300,2")
     if run is not None:
-        from regauge.cli.audit_recorded import audit_recorded
-
         reject_options(
             passed,
             ["fail_above"],
@@ -242,8 +241,8 @@ def gradients(
             [name for name in passed if name not in RUN_OPTIONS],
             "must not be given with --from: the run sets it",
         )
-        set_threads(threads)
-        return audit_recorded(
+        start_run(json, report, threads=threads)
+        return _audit_recorded(
             run,
             parse_counts(rounds, "--rounds", "1,2,4"),
             parse_names(attacks) or (),
@@ -259,8 +258,7 @@ def gradients(
         raise typer.BadParameter("pass MODEL and --data, or --from RUN")
     check_lr(lr)
     source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     from regauge import audit
     from regauge.audit.gradient_audit.attempts import Budget
 
@@ -302,4 +300,58 @@ def gradients(
         json,
         report,
         resume,
+    )
+
+
+def _audit_recorded(
+    run: Path,
+    rounds: Sequence[int],
+    attacks: Sequence[str],
+    budget: Sequence[int],
+    gallery: int,
+    resume: bool,
+    json: Path | None,
+    report: Path | None,
+    passed: Mapping[str, str],
+) -> int:
+    """Attack the rounds of a recorded run, and report accuracy and leakage side by side.
+
+    Args:
+        run: the run's folder.
+        rounds: the rounds to attack, counted from 1; empty for all.
+        attacks: names of the attacks.
+        budget: steps and restarts of attacks by optimization, rehearsals, and the seed.
+        gallery: how many images to show.
+        resume: whether to resume an interrupted audit.
+        json: where to write the results.
+        report: where to write the page.
+        passed: the options that were passed, by parameter.
+    """
+    from regauge import audit
+    from regauge.audit.gradient_audit.attempts import Budget
+
+    need("torchmetrics", "audit")
+    steps, restarts, practice, seed = budget
+
+    def check(kind: str, sizes: str) -> None:
+        if kind != "images":
+            reject_options(
+                passed, RECORDED_IMAGE_OPTIONS, f"requires a run on images; {run} is on texts"
+            )
+
+    return run_audit(
+        lambda **more: audit.recorded(
+            run,
+            rounds=rounds,
+            attacks=attacks,
+            budget=Budget(steps, restarts, seed=seed, practice=practice),
+            gallery=gallery,
+            on_loaded=check,
+            **more,
+        ),
+        "recorded",
+        json,
+        report,
+        resume,
+        must_decide=False,
     )

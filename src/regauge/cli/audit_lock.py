@@ -11,7 +11,7 @@ from regauge.cli import options, sample
 from regauge.cli.audits import run_audit
 from regauge.cli.console import info
 from regauge.cli.parsers import bad_value, parse_counts, parse_lrs
-from regauge.cli.run import check_outputs, set_threads
+from regauge.cli.run import start_run
 
 _THIEF = "Theft"
 
@@ -93,19 +93,16 @@ def lock(
     Each attack gets what one adversary may have: the file alone, a public base, a few labels,
     or observed features.
     """
-    check_outputs(json, report)
     counts, lrs = parse_counts(labels, "--labels", "50,200"), parse_lrs(lr_text, "--rates")
     if not counts:
         raise bad_value("--labels", "one or more numbers, as in 50,200", labels)
-    set_threads(threads)
+    start_run(json, report, threads=threads)
     from regauge import audit
     from regauge.attacks.theft import Budget
     from regauge.cli.keygen import read_key
 
     secret = None if key is None else read_key(key, "lock", passphrase_file)
-    examples = None
-    if data is not None:
-        examples = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    examples = sample.read_optional(data, field, split, tokenizer, length, mean, std)
     return run_audit(
         lambda **run: audit.lock(
             model,

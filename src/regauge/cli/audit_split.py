@@ -13,8 +13,7 @@ from regauge.cli import options, sample
 from regauge.cli.audits import run_audit
 from regauge.cli.console import info
 from regauge.cli.parsers import check_lr, parse_names, parse_numbers, parse_sizes
-from regauge.cli.run import check_outputs, set_threads
-from regauge.core.options import require_device
+from regauge.cli.run import start_run
 
 
 def split(
@@ -160,7 +159,6 @@ def split(
     inversions that expect shuffles; texts token by token. Reports utility against privacy, with
     a verdict in words.
     """
-    check_outputs(json, report)
     noise_levels = parse_numbers(noises.strip() or None, "--noises") or []
     radius_levels = parse_numbers(radii.strip() or None, "--radii") or []
     check_lr(lr)
@@ -177,8 +175,7 @@ def split(
     width, depth, most_epochs = parse_sizes(
         attacker, "--attacker", "WIDTH,DEPTH,EPOCHS", "128,2,200"
     )
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     from regauge import audit
     from regauge.audit.split_audit.attempts import Budget
 

@@ -9,7 +9,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import deliver, facts_of_run, start_run
 
 
 def barrier(
@@ -94,13 +94,12 @@ def barrier(
     inside the path, over the straight line between the losses of the two ends. Exit code 3 if
     moving A changed what it computes.
     """
-    check_outputs(json, report)
     if self_written and (element is not None or not do_match):
         raise typer.BadParameter("--self-written requires matching: drop --element and --no-match")
     source = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     with step_bar("barrier") as progress:
         result = regauge.barrier(
             a,

@@ -11,7 +11,7 @@ from regauge.cli import options, sample
 from regauge.cli.console import step_bar
 from regauge.cli.keygen import read_key
 from regauge.cli.parsers import parse_names
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import deliver, facts_of_run, start_run
 
 
 def evaluate(
@@ -56,15 +56,14 @@ def evaluate(
     Evaluates all models on the same data. A standard error and the value of a guess that reads no
     input stand beside each number.
     """
-    check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):
         raise typer.BadParameter("--control, --retrained and --passphrase-file require -k KEY")
     reading = (data, field, split, tokenizer, length, mean, std, samples)
     names = tuple(parse_names(attributes) or ())
     source = sample.read_options(*reading, attributes=names)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     with step_bar("evaluate") as progress:
         result = regauge.evaluate(

@@ -10,7 +10,7 @@ import typer
 from regauge.cli import options
 from regauge.cli.console import info, step_bar, warn
 from regauge.cli.parsers import parse_names
-from regauge.cli.run import check_outputs, deliver, set_threads
+from regauge.cli.run import deliver, start_run
 
 
 def extract_lora(
@@ -68,10 +68,9 @@ def extract_lora(
     Decomposes the difference of each linear layer from the base by a truncated SVD, and writes
     PEFT's files.
     """
-    check_outputs(json, report)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     with step_bar("extract") as progress:
         result = regauge.extract_lora(
             model,

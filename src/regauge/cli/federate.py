@@ -13,8 +13,7 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
 from regauge.cli.parsers import parse_fields, parse_numbers
-from regauge.cli.run import check_outputs, deliver, facts_of_run, saved_rounds, set_threads
-from regauge.core.options import require_device
+from regauge.cli.run import deliver, facts_of_run, saved_rounds, start_run
 
 _AGGREGATION = "Aggregation"
 _FLOWER = "Flower"
@@ -389,8 +388,6 @@ def federate(
     Exit code 3 if training made the model worse.
     """
     started = time.monotonic()
-    require_device(device)
-    check_outputs(json, report)
     deployed = engine == "deployment"
     if deployed and (json is not None or report is not None):
         raise typer.BadParameter(
@@ -401,9 +398,9 @@ def federate(
         raise typer.BadParameter(
             "deployment requires --superlink HOST:PORT and --authority PEM", param_hint="--engine"
         )
+    start_run(json, report, threads=threads, device=device)
     from regauge.federated import FlowerOptions, Settings, run
 
-    set_threads(threads)
     settings = Settings(
         clients=clients,
         rounds=rounds,

@@ -72,7 +72,9 @@ def keygen(
     if public is not None:
         if out is not None or passphrase:
             raise typer.BadParameter("--public reads a key: it takes neither -o nor --passphrase")
-        _print_recipient(read_key(public, "receive", passphrase_file), json)
+        identity = read_key(public, "receive", passphrase_file)
+        fields = {"id": identity.id, "purpose": identity.purpose, "recipient": identity.recipient}
+        print_report("keygen", fields) if json else print_result(identity.recipient)
         return 0
     if out is None:
         raise typer.BadParameter("--output is required")
@@ -90,15 +92,6 @@ def keygen(
         info("the recipient, for those who send files to you, is public:")
         print_result(key.recipient)
     return 0
-
-
-def _print_recipient(identity: Key, json: bool) -> None:
-    """Print the public string of an identity."""
-    if not json:
-        print_result(identity.recipient)
-        return
-    fields = {"id": identity.id, "purpose": identity.purpose, "recipient": identity.recipient}
-    print_report("keygen", fields)
 
 
 def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, output_progress, print_json, print_result, step_bar, warn
+from regauge.cli.console import info, print_json, print_result, step_bar, warn
 from regauge.cli.parsers import parse_settings, parse_size
+from regauge.cli.run import start_run
 
 if TYPE_CHECKING:
-    from regauge.data.sources import DataSource
     from regauge.merging.api import MergeResult
 
 
@@ -222,22 +223,15 @@ def merge(
         raise typer.BadParameter(f"{passed[0]} requires --data or --refine")
     if refine is not None and not align:
         raise typer.BadParameter("--refine requires --align")
-
-    def read(uri: str | None, labels: bool = False) -> DataSource | None:
-        if uri is None:
-            return None
-        return sample.read_options(
-            uri, field, split or "test", data_tokenizer, length, mean, std, samples, labels
-        )
-
-    source, unlabelled = read(data, labels), read(refine)
+    reading = (field, split or "test", data_tokenizer, length, mean, std, samples)
+    source = sample.read_optional(data, *reading, labels)
+    unlabelled = sample.read_optional(refine, *reading)
+    start_run(threads=threads)
     import regauge
     from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
-    from regauge.cli.run import set_threads
-    from regauge.cli.write import report_written
+    from regauge.cli.write import write_output
 
-    set_threads(threads)
     with step_bar("merge") as progress:
         result = regauge.merge(
             Path(models[0]) if is_recipe else models,
@@ -269,18 +263,17 @@ def merge(
         info(f"dry run: {report['tensors']} tensors, {size}, would be written to {out}")
     else:
         reuse_memory()
-        with output_progress(out, "merging") as progress:
-            written = result.save(resume=resume, threads=threads, progress=progress)
-        report_written(written)
-        seconds = time.monotonic() - started
-        info(
-            f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by "
-            f"{report['method']} of {len(report['models'])} models"
+        written, seconds = write_output(
+            out,
+            "merging",
+            partial(result.save, resume=resume, threads=threads),
+            f", by {report['method']} of {len(report['models'])} models",
+            started,
         )
         report |= {
             "nonfinite": list(written.nonfinite),
             "resumed": sorted(written.resumed),
-            "seconds": round(seconds, 3),
+            "seconds": seconds,
         }
         report |= _measure(result, out, json)
     for warning in result.warnings:  # last, to be seen

@@ -15,6 +15,7 @@ import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import info, print_result
+from regauge.core.options import require_device
 from regauge.errors import StoppedError, need
 
 if TYPE_CHECKING:
@@ -34,19 +35,14 @@ def facts_of_run() -> dict[str, Any]:
     }
 
 
-def set_threads(count: int | None) -> None:
-    """Set the number of threads of this process; None keeps the default of `core.threads`."""
-    if count is not None:
-        import torch
-
-        from regauge.core import threads
-
-        threads.set_threads(count)
-        torch.set_num_threads(count)
-
-
-def check_outputs(json: Path | None, report: Path | None) -> None:
-    """Raise if an output cannot be written, before the work starts."""
+def start_run(
+    json: Path | None = None,
+    report: Path | None = None,
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Check outputs and device before the work starts, and set the number of threads."""
     if report is not None:
         need("jinja2", "report")
         need("matplotlib", "report")
@@ -55,6 +51,15 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
     for out in (json, report):
         if out is not None and str(out) != "-":
             check_writable(out)
+    if device is not None:
+        require_device(device)
+    if threads is not None:
+        import torch
+
+        from regauge.core.threads import set_threads
+
+        set_threads(threads)
+        torch.set_num_threads(threads)
 
 
 def report_discoveries(discoveries: Iterable[Discovery]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -108,6 +108,11 @@ SelfWritten = Annotated[
         help="Match language models by activations on text that they generate, without data.",
     ),
 ]
+
+
+def read_optional(uri: str | None, *options: Any, **named: Any) -> DataSource | None:
+    """Return the source that the options name; None without data."""
+    return None if uri is None else read_options(uri, *options, **named)
 
 
 def read_options(

@@ -49,11 +49,11 @@ def seal(
     from regauge.locking.recipients import resolve_recipients
     from regauge.locking.seal import seal as run
 
-    fields: dict[str, object]
     if key is not None:
         secret = read_key(key, "seal", passphrase_file)
         size = run(path, secret, out)
-        by, fields = f"by the key {secret.id}", {"key": secret.id}
+        by = f"by the key {secret.id}"
+        fields: dict[str, object] = {"key": secret.id}
     else:
         recipients = list(resolve_recipients(to or ()))
         size = run(path, out=out, to=recipients)

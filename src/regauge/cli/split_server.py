@@ -15,6 +15,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, print_report
+from regauge.cli.run import start_run
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -298,13 +299,10 @@ def serve(
         raise typer.BadParameter(
             "requires --tls: clients are identified by their certificates", param_hint="--clients"
         )
-    from regauge.cli.run import set_threads
-    from regauge.core.options import require_device
+    start_run(threads=threads, device=device)
     from regauge.split import ServerOptions
     from regauge.split import serve as run
 
-    set_threads(threads)
-    require_device(device)
     settings = ServerOptions(
         clients=clients,
         quota=quota,

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import support.picos as picos
+from experiments.paper_000.reconstruction import merge_trials
 from regauge.attacks.views import ServerPass
 from regauge.audit.engine import denormalize
 from regauge.audit.scores import (
@@ -23,7 +24,6 @@ from regauge.audit.scores import (
     Row,
     best_assignment,
     mean_score,
-    merge_trials,
     score_baselines,
     score_images,
     worst_score,

@@ -25,6 +25,7 @@ from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
 from regauge.errors import AttackNameError, UpdateError
 from regauge.results.findings import Results, apply_threshold
+from regauge.results.progress import format_seconds
 
 if TYPE_CHECKING:
     from regauge.data.tasks import Examples
@@ -192,15 +193,8 @@ class Steps:
     def _report(self, message: str, elapsed: float, share: float) -> None:
         if self.progress:
             left = self.estimate(elapsed, share)
-            about = "" if left is None or left < 30 else f", about {format_duration(left)} left"
+            about = "" if left is None or left < 30 else f", about {format_seconds(left)} left"
             self.progress(self.done, len(self.kinds), message + about)
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration for an estimate: "40 s", "12 min", "3.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @dataclass(frozen=True, eq=False)

@@ -41,6 +41,11 @@ def is_shuffled(combination: str) -> bool:
     return any(isinstance(d, Rows | BatchShuffle) for d in parse_combination(combination))
 
 
+def has_batch_shuffle(combination: str) -> bool:
+    """Return whether a combination shuffles tokens between the samples of a batch."""
+    return any(isinstance(d, BatchShuffle) for d in parse_combination(combination))
+
+
 class RecordingHost:
     """A server that records, while `is_recording`, the tensors and the gradient of each pass."""
 

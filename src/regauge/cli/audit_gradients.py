@@ -177,14 +177,7 @@ def gradients(
             rich_help_panel=options.ADVANCED,
         ),
     ] = 8,
-    is_random: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Start from random weights instead of the model's.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = False,
+    is_random: options.RandomWeights = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,

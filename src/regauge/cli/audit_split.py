@@ -68,14 +68,7 @@ def split(
             help="Attacks by name, or all. Default: all.",
         ),
     ] = None,
-    is_random: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Start from random weights instead of the model's.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = False,
+    is_random: options.RandomWeights = False,
     field: sample.Field = None,
     attributes: sample.Attributes = None,
     data_split: sample.Split = "train",

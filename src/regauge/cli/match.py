@@ -170,16 +170,7 @@ def match(
             "models generate (self), or on noise.",
         ),
     ] = None,
-    refine_steps: Annotated[
-        int,
-        typer.Option(
-            "--refine-steps",
-            min=1,
-            metavar="N",
-            help="Steps of the refinement.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = 200,
+    refine_steps: options.RefineSteps = 200,
     workers: Annotated[
         int,
         typer.Option(

@@ -98,16 +98,7 @@ def merge(
             "models generate (self), or on noise.",
         ),
     ] = None,
-    refine_steps: Annotated[
-        int,
-        typer.Option(
-            "--refine-steps",
-            min=1,
-            metavar="N",
-            help="Steps of the refinement.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = 200,
+    refine_steps: options.RefineSteps = 200,
     data: Annotated[
         str | None,
         typer.Option(

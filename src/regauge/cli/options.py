@@ -200,3 +200,21 @@ Resize = Annotated[
     bool,
     typer.Option("--resize", help="Resize images to the model's input size.", rich_help_panel=DATA),
 ]
+RandomWeights = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Start from random weights instead of the model's.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+RefineSteps = Annotated[
+    int,
+    typer.Option(
+        "--refine-steps",
+        min=1,
+        metavar="N",
+        help="Steps of the refinement.",
+        rich_help_panel=ADVANCED,
+    ),
+]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from regauge.attacks.views import (
     ObservedFeatures,
     part_spec,
 )
-from regauge.audit.engine import Steps
+from regauge.audit.engine import Steps, resolve_names
 from regauge.audit.tables import plot_lock
 from regauge.audit.verdicts import (
     CONFIDENCE,
@@ -46,7 +46,6 @@ from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
 from regauge.core.members import Member, Monomial
-from regauge.core.names import items_of
 from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
@@ -135,7 +134,7 @@ def audit_lock(
     budget: theft.Budget | None = None,
     seed: int = 0,
     fail_above: float | None = None,
-    attacks: Collection[str] | None = None,
+    attacks: Sequence[str] | None = None,
     progress: Progress | None = None,
     store: StateStore | None = None,
 ) -> Results:
@@ -148,7 +147,7 @@ def audit_lock(
         seed: The random seed of samples and shuffles.
         fail_above: Fail a finding if its attack gets further than this share of the way from
             baseline to upper bound. None: findings have no verdict.
-        attacks: Names of attacks; None: all.
+        attacks: Names of attacks; "all", None or empty: all.
         progress: Progress callback.
         store: The saved steps of an interrupted run.
 
@@ -156,6 +155,7 @@ def audit_lock(
         One finding for each attack, a table of costs, and the verdict in `facts["verdict"]`.
 
     Raises:
+        AttackNameError: An attack is unknown.
         AuditError: A state has NaN or Inf, or no attack is applicable.
     """
     budget = budget or theft.Budget(seed=seed)
@@ -170,7 +170,7 @@ def audit_lock(
                 f'{owner} must be finite, got NaN or Inf in "{tensor}"',
                 hint="check that it is the right file",
             )
-    chosen = ATTACKS if attacks is None else [n for n in ATTACKS if n in items_of(attacks)]
+    chosen = resolve_names(attacks, ATTACKS, "locks") or ATTACKS
     reasons = {name: _reason_skipped(case, name) for name in chosen}
     unchecked = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     names = [name for name, reason in reasons.items() if not reason]

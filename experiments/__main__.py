@@ -16,8 +16,7 @@ import typer
 from regauge.cli import options
 from regauge.cli.app import run
 from regauge.cli.console import print_result, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
-from regauge.core.options import require_device
+from regauge.cli.run import deliver, facts_of_run, start_run
 from regauge.errors import RegaugeError, need
 from regauge.results.text import format_results
 
@@ -85,7 +84,6 @@ def reproduce(
     hold does not.
     """
     need("transformers", "experiments")
-    check_outputs(json, report)
     from experiments import EXPERIMENTS
     from experiments.shared.runner import Lab, default_assets
 
@@ -99,8 +97,7 @@ def reproduce(
     if id not in EXPERIMENTS:
         what = "no experiment is named" if id is None else f'there is no experiment "{id}"'
         raise UnknownExperimentError(what, hint=f"choose from {', '.join(EXPERIMENTS)}")
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     with step_bar(id) as progress:
         lab = Lab(
             preset,

@@ -32,12 +32,12 @@ from regauge.audit.engine import Attack, denormalize, select_attacks
 from regauge.audit.gradient_audit.attempts import ATTACKS, QUICK, Budget
 from regauge.audit.gradient_audit.clients import (
     batch_grads,
-    cast_inputs,
     make_puzzle,
     prepare_model,
 )
 from regauge.audit.gradient_audit.engine import GradientCase, audit_combination
 from regauge.audit.gradient_audit.report import LEAK
+from regauge.audit.inputs import cast_inputs
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import accuracy
 from regauge.data.optimizer_config import OptimizerConfig

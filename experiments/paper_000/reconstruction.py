@@ -11,6 +11,7 @@ engine; an attack on it.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from regauge.audit.scores import (
     AttackScores,
     Case,
     Row,
-    merge_trials,
+    merge_scores,
     score_baselines,
     score_images,
 )
@@ -220,6 +221,29 @@ def _shared(
         "plan": plan,
     }
     return {**shared, "recipe": subject.recipe, "combination": combination, "seed": trial}, data
+
+
+def merge_trials(trials: Sequence[Row]) -> Row:
+    """Merge the rows of several seeds: scores of all images, losses and pictures of the first."""
+    first = trials[0]
+    by_attack = {}
+    for name, result in first.by_attack.items():
+        results = [trial.by_attack[name] for trial in trials if name in trial.by_attack]
+        by_attack[name] = replace(
+            result,
+            scores=merge_scores([r.scores for r in results]),
+            seconds=statistics.fmean(r.seconds for r in results),
+            seeds=len(results),
+        )
+    accuracies = tuple(trial.accuracy for trial in trials)
+    return Row(
+        first.combination,
+        by_attack,
+        statistics.fmean(accuracies),
+        first.chance,
+        statistics.fmean(trial.seconds for trial in trials),
+        accuracies,
+    )
 
 
 def _case(lab: Lab, subject: Subject, trials: Sequence[int], attacks: Sequence[Attack]) -> Case:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from experiments.shared.cells import Cell
 from experiments.shared.models import build, plain, used, wrapper
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.evaluate import predict
-from regauge.data.tasks import chance_metrics, compute_metrics, prepare
+from regauge.data.tasks import Examples, prepare
 from regauge.data.train import exact_arithmetic, train_model
 
 Tensor = torch.Tensor
@@ -151,3 +152,35 @@ def count_passes(model: torch.nn.Module) -> Callable[[int], None]:
 
 def parameters_of(model: torch.nn.Module) -> int:
     return sum(t.numel() for t in model.parameters())
+
+
+def compute_metrics(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
+    """Compute the metrics of a task, from the confusion matrix [truth, prediction] of all examples
+    or pixels, or from the mean nats of a next token.
+    """
+    if examples.causal:
+        return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
+    table = confusion.double()
+    correct, truth, predicted = table.diag(), table.sum(1), table.sum(0)
+    accuracy = float(correct.sum() / table.sum())
+    if not examples.dense:
+        return {"accuracy": accuracy}
+    present = truth > 0
+    return {
+        "aAcc": accuracy,
+        "mIoU": float((correct / (truth + predicted - correct).clamp(min=1))[present].mean()),
+        "mAcc": float((correct / truth.clamp(min=1))[present].mean()),
+    }
+
+
+def chance_metrics(examples: Examples, confusion: Tensor) -> dict[str, float]:
+    """Compute the metrics of a guess without input: the most common class for pixels, any class for
+    examples, uniform tokens for texts.
+    """
+    if examples.causal:
+        return {"perplexity": float(examples.classes)}
+    if not examples.dense:
+        return {"accuracy": 1 / examples.classes}
+    truth = confusion.double().sum(1)
+    most_common, present = float(truth.max() / truth.sum()), int((truth > 0).sum())
+    return {"aAcc": most_common, "mIoU": most_common / present, "mAcc": 1 / present}

@@ -16,7 +16,6 @@ from regauge.attacks.served import (
     regroup_tokens,
     relink_samples,
     reused_key,
-    undo_member,
 )
 from regauge.attacks.views import KnownStreams, PairedImages, ServerPass
 from regauge.core.groups import Kind
@@ -27,6 +26,11 @@ from support.features import PATCH, TOKENS, VALUES, Embedding, pictures, shuffle
 
 EMBED = Embedding(2 * VALUES)
 KINDS: list[Kind] = ["permutation", "signed", "orthogonal"]
+
+
+def undo_member(member: Member, stream: torch.Tensor) -> torch.Tensor:
+    """Apply the inverse of a member to the stream."""
+    return stream @ torch.from_numpy(np.linalg.inv(member.matrix()[0])).to(stream).T
 
 
 def member(kind: Kind, seed: int = 4) -> Member:

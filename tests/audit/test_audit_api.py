@@ -93,6 +93,9 @@ def test_a_lock_is_audited_against_a_module_and_only_its_own_base_undoes_it(
     assert repr(own).startswith("<audit of lock: 2 findings, 2 failed: ")
     assert value_of(other, "lock/public base") < 0.5
     assert not other.results.failed
+    typo = LockOptions(attacks=["public base", "public bases"])
+    with pytest.raises(AttackNameError, match='unknown attack "public bases" on locks'):
+        regauge.audit.lock(tmp_path / "locked", key=key, base=model, options=typo)
     with pytest.raises(LockError, match="is not locked"):
         regauge.audit.lock(tmp_path / "plain", base=model)
     with pytest.raises(LockError, match="is locked by the key"):

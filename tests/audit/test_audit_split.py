@@ -14,16 +14,18 @@ import torch
 import transformers
 
 import support.picos as picos
+from experiments.paper_000.reconstruction import merge_trials
 from regauge.attacks.views import ServerPass
 from regauge.audit.engine import denormalize
 from regauge.audit.scores import (
+    MEAN_IMAGE,
     OTHERS,
+    SHUFFLED_PATCHES,
     AttackScores,
     Case,
     Row,
     best_assignment,
     mean_score,
-    merge_trials,
     score_baselines,
     score_images,
     worst_score,
@@ -39,6 +41,7 @@ from regauge.audit.split_audit.attempts import (
 )
 from regauge.audit.split_audit.engine import chance_accuracy, measure_label_leak
 from regauge.audit.split_audit.report import (
+    build_results,
     build_verdict,
     identification_rate,
     image_findings,
@@ -63,6 +66,7 @@ from regauge.results.findings import load_results
 from regauge.split import OptimizerConfig
 from regauge.split.client.train import Run
 
+BASELINES = (MEAN_IMAGE, SHUFFLED_PATCHES, OTHERS)
 ADAMW = OptimizerConfig("adamw", lr=5e-3)
 
 
@@ -374,6 +378,23 @@ def row(combination: str, accuracy: float, decoder: float, best: float, identifi
         0.5,
         1.0,
     )
+
+
+def test_a_combination_that_no_attack_fits_has_no_verdict() -> None:
+    """Otherwise it would be the one that leaks least."""
+    free = {name: {"SSIM": [0.1] * 8, "identified": [0.0] * 8} for name in BASELINES}
+    tried = AttackScores("least squares", {"SSIM": [0.9] * 8, "identified": [1.0] * 8})
+    rows = [
+        Row("none", {tried.attack: tried}, 0.9, 0.1),
+        Row("rows", {tried.attack: tried}, 0.9, 0.1),
+        Row("batch-shuffle=0.5", {}, 0.8, 0.1),
+        Row("batch-shuffle=0.5+rows", {}, 0.8, 0.1),
+    ]
+    results = build_results("", [Case("data", tuple(rows), free)], ATTACKS)
+    text = " ".join(results.facts["verdict"])
+    assert "No verdict on images under batch-shuffle=0.5, batch-shuffle=0.5+rows" in text
+    assert "least leaks under rows" in text
+    assert [row[3] for row in results.tables[0].rows] == [1.0, 1.0, None, None, 0.0]
 
 
 def test_the_verdict_is_in_words() -> None:

@@ -431,9 +431,9 @@ def test_bare_files_shards_and_folders_without_config(run: Run, tmp_path: Path, 
 
 def test_a_spec_file_instead_of_a_config(run: Run, tmp_path: Path, llama: Path, key: Path) -> None:
     from regauge.checkpoints.spec_files import dump_spec
-    from regauge.cli.model import open_source
+    from regauge.models.sources import resolve
 
-    (tmp_path / "spec.toml").write_text(dump_spec(open_source(str(llama)).spec))
+    (tmp_path / "spec.toml").write_text(dump_spec(resolve(llama).spec))
     before = contents(llama)
     (llama / "config.json").unlink()
     assert (

@@ -106,7 +106,7 @@ def test_every_command_is_named() -> None:
     from regauge.cli import app as cli
 
     lines = " ".join(line for line in README.splitlines() if line.startswith(("regauge ", "make ")))
-    for name in cli._COMMANDS.keys() | cli._GROUPS.keys():
+    for name in {command.split()[0] for command in cli._COMMANDS}:
         assert f"regauge {name}" in lines or f"make {name}" in lines or name == "rekey", name
 
 

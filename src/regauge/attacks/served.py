@@ -97,12 +97,6 @@ def reused_key(passes: Sequence[ServerPass], others: Tensor, kind: Kind = "permu
     return feature_statistics(ObservedFeatures(moved, others.detach().flatten(0, -2), kind))
 
 
-def undo_member(member: Member, stream: Tensor) -> Tensor:
-    """Apply the inverse of a member to the stream."""
-    matrix = torch.from_numpy(np.linalg.inv(member.matrix()[0])).to(stream)
-    return stream @ matrix.T
-
-
 def _pairs(y: Floats, x: Floats, order: np.ndarray, kind: Kind) -> KnownInputs:
     """Return the rows of both streams in matching order."""
     ordered = np.take_along_axis(x, order[..., None], 1)

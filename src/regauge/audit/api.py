@@ -25,7 +25,6 @@ from regauge.audit.inputs import (
     load_examples,
     load_plain_model,
     name_of,
-    reads_texts,
 )
 from regauge.audit.report import AuditReport
 from regauge.audit.resume import digest_files, open_store
@@ -55,6 +54,7 @@ from regauge.split.client.train import Run
 
 if TYPE_CHECKING:
     from regauge.core.spec import Spec
+    from regauge.data.tasks import Examples
     from regauge.models.sources import Model, Source
 
 OnLoaded: TypeAlias = Callable[[str, str], None]  # "images" or "texts", and the sizes of the parts
@@ -412,12 +412,9 @@ def split(
         parse_combination(combination)
     every = (*split_attempts.ATTACKS, *TEXT_ATTACKS)
     resolve_attacks(options.attacks, every, every, "images or texts")
-    lpips = None if options.lpips is None else Lpips(options.lpips)
-    module, beside = load_plain_model(model, options.fresh, seed)
-    examples, task = load_examples(
-        data, module, beside, resize=options.resize, pixels=(options.mean, options.std)
-    )
-    kind, is_text = ("images", False) if task["kind"] == "images" else ("texts", True)
+    module, examples, task, lpips = _load_sample(model, data, options, seed)
+    is_text = task["kind"] != "images"
+    kind = "texts" if is_text else "images"
     table = TEXT_ATTACKS if is_text else split_attempts.ATTACKS
     attacks = resolve_attacks(options.attacks, table, table, kind)
     if not is_text:
@@ -543,13 +540,9 @@ def gradients(
     need("torchmetrics", "audit")
     for combination in chosen or options.combinations()[0]:
         parse_plan(combination, options.batch_size, options.steps, options.lr)
-    lpips = None if options.lpips is None else Lpips(options.lpips)
-    module, beside = load_plain_model(model, options.fresh, seed)
-    is_text = reads_texts(module)
+    module, examples, task, lpips = _load_sample(model, data, options, seed)
+    is_text = task["kind"] != "images"
     kind = "texts" if is_text else "images"
-    examples, task = load_examples(
-        data, module, beside, resize=options.resize, pixels=(options.mean, options.std)
-    )
     combinations, skipped = (chosen, []) if chosen else options.combinations(is_text)
     own, victims = divide_examples(examples, (ATTACKER_SHARE,), options.samples, seed)
     table = gradient_attempts.TEXT_ATTACKS if is_text else gradient_attempts.ATTACKS
@@ -664,6 +657,17 @@ def recorded(
         opened, attacks=attacks, budget=budget, pictures=gallery, progress=progress, store=store
     )
     return _report("recorded run", results, started, facts, {}, store)
+
+
+def _load_sample(
+    model: Source, data: AuditData, options: SampleOptions, seed: int
+) -> tuple[torch.nn.Module, Examples, dict[str, Any], Lpips | None]:
+    """Return the model, its examples, how it reads them, and the LPIPS network."""
+    lpips = None if options.lpips is None else Lpips(options.lpips)
+    module, beside = load_plain_model(model, options.fresh, seed)
+    pixels = options.mean, options.std
+    examples, task = load_examples(data, module, beside, resize=options.resize, pixels=pixels)
+    return module, examples, task, lpips
 
 
 def _load_weights(

@@ -25,6 +25,7 @@ from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
 from regauge.errors import AttackNameError, UpdateError
 from regauge.results.findings import Results, apply_threshold
+from regauge.results.progress import format_seconds
 
 if TYPE_CHECKING:
     from regauge.data.tasks import Examples
@@ -192,15 +193,8 @@ class Steps:
     def _report(self, message: str, elapsed: float, share: float) -> None:
         if self.progress:
             left = self.estimate(elapsed, share)
-            about = "" if left is None or left < 30 else f", about {format_duration(left)} left"
+            about = "" if left is None or left < 30 else f", about {format_seconds(left)} left"
             self.progress(self.done, len(self.kinds), message + about)
-
-
-def format_duration(seconds: float) -> str:
-    """Format a duration for an estimate: "40 s", "12 min", "3.5 h"."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @dataclass(frozen=True, eq=False)
@@ -318,15 +312,28 @@ def resolve_attacks(
     Raises:
         AttackNameError: A name is not in the table.
     """
-    names = None if names is None else items_of(names)
-    available = [a.name for a in table]
-    unknown = [n for n in names or () if n not in (*available, "all")]
+    chosen = resolve_names(names, [a.name for a in table], subject)
+    return tuple(default) if chosen is None else select_attacks(chosen, table)
+
+
+def resolve_names(
+    names: Sequence[str] | None, available: Sequence[str], subject: str
+) -> list[str] | None:
+    """Return the names of available attacks in their order; None without names.
+
+    Raises:
+        AttackNameError: An attack is not available.
+    """
+    if not names:
+        return None
+    names = items_of(names)
+    unknown = [n for n in names if n not in (*available, "all")]
     if unknown:
         raise AttackNameError(
             f'unknown attack "{unknown[0]}" on {subject}',
             hint=f"use {', '.join(dict.fromkeys(available))}; or all",
         )
-    return tuple(a for a in table if "all" in names or a.name in names) if names else tuple(default)
+    return [n for n in available if "all" in names or n in names]
 
 
 def select_attacks(names: Sequence[str], table: Sequence[Attack]) -> tuple[Attack, ...]:

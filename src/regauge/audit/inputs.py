@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -123,6 +123,17 @@ def require_size(data: Data, module: torch.nn.Module) -> None:
                 "pass resize=True in the options to resize them", cli="pass --resize to resize them"
             ),
         )
+
+
+def cast_inputs(
+    model: torch.nn.Module, inputs: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Convert inputs to the model's dtype and device."""
+    parameter = next(p for p in model.parameters() if p.is_floating_point())
+    return {
+        k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
+        for k, v in inputs.items()
+    }
 
 
 def divide_examples(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from regauge.attacks.views import (
     ObservedFeatures,
     part_spec,
 )
-from regauge.audit.engine import Steps
+from regauge.audit.engine import Steps, resolve_names
 from regauge.audit.tables import plot_lock
 from regauge.audit.verdicts import (
     CONFIDENCE,
@@ -46,11 +46,11 @@ from regauge.core.action import State, apply
 from regauge.core.element import Element
 from regauge.core.groups import Kind
 from regauge.core.members import Member, Monomial
-from regauge.core.names import items_of
 from regauge.core.progress import Progress
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec
-from regauge.data.tasks import Examples, logits_of
+from regauge.data.evaluate import predict
+from regauge.data.tasks import Examples
 from regauge.errors import AuditError, CutError, Hint
 from regauge.matching.barriers import score
 from regauge.matching.invariants import find_nonfinite
@@ -63,10 +63,22 @@ if TYPE_CHECKING:
 
 LABEL_COUNTS = (50, 200, 1000)
 TOKEN_COUNTS = (1, 2, 4, 8, 16, 64, 256, 1024, 4096)
+VOCABULARY_TOKENS = 12  # of the text that is recovered from hidden states
 RECOVERED = 0.99  # share of the key from which it counts as known
 GUESSED = 0.05  # share of the key up to which a base counts as unrelated
 MARGIN = 0.05  # of accuracy: a stolen model this near to the owner's is as good
 EXPLAINED = "share explained"  # the measure of a guess without the key
+# What follows if an attack recovers all of its secret.
+UNDONE = {
+    "lock/public edges": "The file alone undoes this lock: its embedding and head are not locked "
+    "and reveal the order of the stream.",
+    "lock/known inputs": "An observer of the features of known inputs has the key of the stream: "
+    "{sentence}.",
+    "lock/seen features": "An observer of the features of enough unknown inputs, with the "
+    "embedding, has it too: do not use one key for many batches.",
+    "lock/vocabulary": "Hidden states of an open language model reveal the text itself, whatever "
+    "the key.",
+}
 ATTACKS = (
     "public edges",
     "public base",
@@ -122,7 +134,7 @@ def audit_lock(
     budget: theft.Budget | None = None,
     seed: int = 0,
     fail_above: float | None = None,
-    attacks: Collection[str] | None = None,
+    attacks: Sequence[str] | None = None,
     progress: Progress | None = None,
     store: StateStore | None = None,
 ) -> Results:
@@ -135,7 +147,7 @@ def audit_lock(
         seed: The random seed of samples and shuffles.
         fail_above: Fail a finding if its attack gets further than this share of the way from
             baseline to upper bound. None: findings have no verdict.
-        attacks: Names of attacks; None: all.
+        attacks: Names of attacks; "all", None or empty: all.
         progress: Progress callback.
         store: The saved steps of an interrupted run.
 
@@ -143,6 +155,7 @@ def audit_lock(
         One finding for each attack, a table of costs, and the verdict in `facts["verdict"]`.
 
     Raises:
+        AttackNameError: An attack is unknown.
         AuditError: A state has NaN or Inf, or no attack is applicable.
     """
     budget = budget or theft.Budget(seed=seed)
@@ -157,7 +170,7 @@ def audit_lock(
                 f'{owner} must be finite, got NaN or Inf in "{tensor}"',
                 hint="check that it is the right file",
             )
-    chosen = ATTACKS if attacks is None else [n for n in ATTACKS if n in items_of(attacks)]
+    chosen = resolve_names(attacks, ATTACKS, "locks") or ATTACKS
     reasons = {name: _reason_skipped(case, name) for name in chosen}
     unchecked = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     names = [name for name, reason in reasons.items() if not reason]
@@ -165,7 +178,7 @@ def audit_lock(
     plan: list[tuple[str, Callable[[Progress], Iterator[Finding]]]] = []
     for name in names:
         if name != "theft":
-            plan.append((name, partial(_attack, name, case, references, seed)))
+            plan.append((name, partial(_RUN[name], case, references, seed)))
             continue
         assert case.train is not None
         few = [n for n in labels if n > len(case.train)]
@@ -259,89 +272,65 @@ def build_verdict(
         findings: The findings.
         hits: For each theft, by the id of its finding, which test examples it gets right.
     """
-    by_id = {f.id: f for f in findings}
-    recovered = {f.id for f in findings if f.value is not None and f.value >= RECOVERED}
-    verdicts = []
-    if "lock/public edges" in recovered:
-        verdicts.append(
-            Verdict(
-                "The file alone undoes this lock: its embedding and head are not locked and reveal "
-                "the order of the stream.",
-                "leak",
-            )
-        )
-    base = by_id.get("lock/public base")
+    by_id = {f.id.removeprefix("lock/"): f for f in findings}
+    base = by_id.get("public base")
+
+    def undone(*names: str) -> list[Verdict]:
+        found = [by_id[name] for name in names if name in by_id]
+        return [
+            Verdict(UNDONE[f.id].format(sentence=f.sentence), "leak")
+            for f in found
+            if f.value is not None and f.value >= RECOVERED
+        ]
+
+    situation = "No relative known" if base is None else "Without a base"
+    return order_verdicts(
+        [
+            *undone("public edges"),
+            _judge_base(base),
+            *_judge_thefts(findings, hits or {}, situation),
+            *undone("known inputs", "seen features", "vocabulary"),
+        ]
+    )
+
+
+def _judge_base(base: Finding | None) -> Verdict:
+    """Judge the attack with a public base."""
     if base is None or base.value is None:
-        verdicts.append(
-            Verdict(
-                "No base was tried: if this model was tuned from a public one, run the audit "
-                "against it; the lock then gives nothing.",
-                "unclear",
-            )
+        return Verdict(
+            "No base was tried: if this model was tuned from a public one, run the audit against "
+            "it; the lock then gives nothing.",
+            "unclear",
         )
-    elif base.id in recovered:
-        verdicts.append(
-            Verdict(
-                "The base is public: this lock gives nothing. Anyone with the base undoes the "
-                "lock.",
-                "leak",
-            )
+    if base.value >= RECOVERED:
+        return Verdict(
+            "The base is public: this lock gives nothing. Anyone with the base undoes the lock.",
+            "leak",
         )
-    elif base.measure == EXPLAINED:
+    if base.measure == EXPLAINED:
         # Not a share of the key: unrelated weights explain some of any weights.
         shuffled = base.floor or 0.0
         is_relative = base.value - shuffled > (1 - shuffled) / 2
-        verdicts.append(
-            Verdict(
-                f"The base that was tried, transformed by the guess, explains {base.value:.0%} of "
-                f"the weights (shuffled weights: {shuffled:.0%}); with -k KEY the audit "
-                "reports the share of the key.",
-                "leak" if is_relative else "unclear",
-            )
+        return Verdict(
+            f"The base that was tried, transformed by the guess, explains {base.value:.0%} of the "
+            f"weights (shuffled weights: {shuffled:.0%}); with -k KEY the audit reports the share "
+            "of the key.",
+            "leak" if is_relative else "unclear",
         )
-    else:
-        guessed = base.value <= GUESSED
-        verdicts.append(
-            Verdict(
-                f"The base that was tried reveals {base.value:.0%} of the key"
-                f"{', about as a guess' if guessed else ''}.",
-                "none" if guessed else "partial",
-            )
-        )
-    verdicts += _theft_verdicts(
-        by_id, hits or {}, "No relative known" if base is None else "Without a base"
+    guessed = base.value <= GUESSED
+    about = ", about as a guess" if guessed else ""
+    return Verdict(
+        f"The base that was tried reveals {base.value:.0%} of the key{about}.",
+        "none" if guessed else "partial",
     )
-    if "lock/known inputs" in recovered:
-        verdicts.append(
-            Verdict(
-                "An observer of the features of known inputs has the key of the stream: "
-                f"{by_id['lock/known inputs'].sentence}.",
-                "leak",
-            )
-        )
-    if "lock/seen features" in recovered:
-        verdicts.append(
-            Verdict(
-                "An observer of the features of enough unknown inputs, with the embedding, has it "
-                "too: do not use one key for many batches.",
-                "leak",
-            )
-        )
-    if "lock/vocabulary" in recovered:
-        verdicts.append(
-            Verdict(
-                "Hidden states of an open language model reveal the text itself, whatever the key.",
-                "leak",
-            )
-        )
-    return order_verdicts(verdicts)
 
 
-def _theft_verdicts(
-    by_id: Mapping[str, Finding], hits: Mapping[str, Sequence[bool]], situation: str
+def _judge_thefts(
+    findings: Sequence[Finding], hits: Mapping[str, Sequence[bool]], situation: str
 ) -> list[Verdict]:
     """Judge the best theft with most labels against a model trained on the labels alone."""
-    thefts = [f for i, f in by_id.items() if i.startswith("lock/theft/") and f.value is not None]
+    by_id = {f.id: f for f in findings}
+    thefts = [f for f in findings if f.id.startswith("lock/theft/") and f.value is not None]
     stolen = [f for f in thefts if "scratch" not in f.id]
     if not stolen:
         return []
@@ -424,29 +413,8 @@ def _reason_skipped(case: LockCase, name: str) -> str:
     return "fewer than two examples were given" if len(case.test) < 2 else ""
 
 
-def _attack(
-    name: str, case: LockCase, references: References, seed: int, within: Progress
-) -> Iterator[Finding]:
-    """Run one attack by name."""
-    match name:
-        case "public edges":
-            yield from _try_public_edges(case, references, within)
-        case "public base":
-            yield from _try_public_base(case, references, seed, within)
-        case "lineage":
-            yield _try_lineage(case, seed)
-        case "known inputs":
-            yield _try_known_inputs(case, seed)
-        case "seen features":
-            yield _try_observed_features(case, seed)
-        case "vocabulary":
-            yield _try_vocabulary(case, seed)
-        case "handling":
-            yield from _check_handling(case)
-
-
 def _try_public_edges(
-    case: LockCase, references: References, within: Progress
+    case: LockCase, references: References, seed: int, within: Progress
 ) -> Iterator[Finding]:
     assert case.truth is not None
     guess = edges.public_edges(LockedFile(case.spec, case.state, case.kind), progress=within)
@@ -533,7 +501,9 @@ def _try_public_base(
     yield from _try_unlocked_model(case, references, guess, "public base")
 
 
-def _try_lineage(case: LockCase, seed: int) -> Finding:
+def _try_lineage(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     candidates = dict(case.candidates)
     if case.base is not None:
         candidates["the base"] = case.base
@@ -548,7 +518,7 @@ def _try_lineage(case: LockCase, seed: int) -> Finding:
         f"{', '.join(f'{n} {d:.3f}' for n, d in distances.items() if n != nearest)}"
     )
     share = max(0.0, 1 - distances[nearest] / baseline) if baseline else 1.0
-    return _make_finding(
+    yield _make_finding(
         "lock/lineage",
         "the model's descent is hidden",
         share,
@@ -570,7 +540,9 @@ def _shuffle_weights(base: State, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def _try_known_inputs(case: LockCase, seed: int) -> Finding:
+def _try_known_inputs(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     known, others, member = _sample_features(case, seed)
     observed = _apply_member(known, member)
     needed, share = math.nan, 0.0
@@ -585,7 +557,7 @@ def _try_known_inputs(case: LockCase, seed: int) -> Finding:
         if needed == needed
         else f"{len(known)} tokens give {share:.0%}"
     )
-    return _make_finding(
+    yield _make_finding(
         "lock/known inputs",
         "known inputs do not give the key of the stream",
         share,
@@ -595,7 +567,9 @@ def _try_known_inputs(case: LockCase, seed: int) -> Finding:
     )
 
 
-def _try_observed_features(case: LockCase, seed: int) -> Finding:
+def _try_observed_features(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     rows, others, member = _sample_features(case, seed)
     guess = features.feature_statistics(
         ObservedFeatures(_apply_member(rows, member), others, case.kind)
@@ -605,7 +579,7 @@ def _try_observed_features(case: LockCase, seed: int) -> Finding:
         f"{len(rows)} observed tokens, and {len(others)} embedded tokens of other examples, "
         f"give {share:.0%}"
     )
-    return _make_finding(
+    yield _make_finding(
         "lock/seen features",
         "observed features alone do not give the key of the stream",
         share,
@@ -615,7 +589,9 @@ def _try_observed_features(case: LockCase, seed: int) -> Finding:
     )
 
 
-def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Finding:
+def _try_vocabulary(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     """Recover text from hidden states of the locked model.
 
     Any model would do, if the adversary has its weights and observes its hidden states.
@@ -623,22 +599,19 @@ def _try_vocabulary(case: LockCase, seed: int, tokens: int = 12) -> Finding:
     assert case.model is not None
     assert case.test is not None
     *_, member = _sample_features(case, seed)
-    ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :tokens]
+    ids = case.test.batch(np.arange(1))[0]["input_ids"][:, :VOCABULARY_TOKENS]
     layer = max(1, int(getattr(case.model.config, "num_hidden_layers", 2)) // 2)
     with torch.no_grad():
         states = case.model(input_ids=ids, output_hidden_states=True).hidden_states[layer][0]
     recovered = features.vocabulary_search(
         HiddenStates(_apply_member(states, member), case.model, layer, case.kind)
     )
-    share = float(np.mean([a == b for a, b in zip(recovered, ids[0].tolist(), strict=True)]))
-    sentence = (
-        f"{sum(a == b for a, b in zip(recovered, ids[0].tolist(), strict=True))} of "
-        f"{ids.shape[1]} tokens, from the states at layer {layer}"
-    )
-    return _make_finding(
+    right = [a == b for a, b in zip(recovered, ids[0].tolist(), strict=True)]
+    sentence = f"{sum(right)} of {len(right)} tokens, from the states at layer {layer}"
+    yield _make_finding(
         "lock/vocabulary",
         "hidden states do not give the text",
-        share,
+        float(np.mean(right)),
         1 / case.test.classes,
         1.0,
         sentence,
@@ -688,7 +661,9 @@ def _try_theft(
     )
 
 
-def _check_handling(case: LockCase) -> Iterator[Finding]:
+def _check_handling(
+    case: LockCase, references: References, seed: int, within: Progress
+) -> Iterator[Finding]:
     """Check that misuse is detected: a wrong key, a changed bit, a missing tensor, a reused key."""
     from regauge.errors import TamperedModelError, WrongKeyError
     from regauge.locking.keys import generate_key
@@ -823,13 +798,8 @@ def _evaluate(case: LockCase, state: Any, model: torch.nn.Module | None = None) 
 def _find_correct(model: torch.nn.Module, examples: Examples | None) -> list[bool]:
     """Return which examples a model gets right."""
     assert examples is not None
-    correct: list[bool] = []
-    model.eval()
-    for start in range(0, len(examples), 16):
-        inputs, labels = examples.batch(np.arange(start, min(start + 16, len(examples))))
-        with torch.no_grad():
-            correct += (logits_of(model, inputs).argmax(1) == labels).tolist()
-    return correct
+    batches = predict(model, examples, 16)
+    return [hit for b in batches for hit in (b.logits.argmax(1) == b.labels).tolist()]
 
 
 def _metric_name(case: LockCase) -> str:
@@ -910,3 +880,14 @@ def _key_share(guesses: Mapping[str, Member], truth: Mapping[str, Member]) -> fl
             )
             right += float((errors < 0.1).sum())
     return right / max(total, 1.0)
+
+
+_RUN: Mapping[str, Callable[[LockCase, References, int, Progress], Iterator[Finding]]] = {
+    "public edges": _try_public_edges,
+    "public base": _try_public_base,
+    "lineage": _try_lineage,
+    "known inputs": _try_known_inputs,
+    "seen features": _try_observed_features,
+    "vocabulary": _try_vocabulary,
+    "handling": _check_handling,
+}

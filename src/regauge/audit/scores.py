@@ -208,7 +208,7 @@ class AttackScores:
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The accuracy and leakage of one combination of defences; `merge_trials` joins seeds.
+    """The accuracy and leakage of one combination of defences.
 
     Attributes:
         combination: The defences.
@@ -341,29 +341,6 @@ class Case:
     def has(self, kind: str) -> bool:
         """Return whether a share of this kind was measured."""
         return any(row.shares.get(kind) for row in self.rows)
-
-
-def merge_trials(trials: Sequence[Row]) -> Row:
-    """Merge the rows of several seeds: scores of all images, losses and pictures of the first."""
-    first = trials[0]
-    by_attack = {}
-    for name, result in first.by_attack.items():
-        results = [trial.by_attack[name] for trial in trials if name in trial.by_attack]
-        by_attack[name] = replace(
-            result,
-            scores=merge_scores([r.scores for r in results]),
-            seconds=statistics.fmean(r.seconds for r in results),
-            seeds=len(results),
-        )
-    accuracies = tuple(trial.accuracy for trial in trials)
-    return Row(
-        first.combination,
-        by_attack,
-        statistics.fmean(accuracies),
-        first.chance,
-        statistics.fmean(trial.seconds for trial in trials),
-        accuracies,
-    )
 
 
 def merge_scores(parts: Sequence[Mapping[str, Sequence[float]]]) -> Scores:

@@ -13,6 +13,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator
@@ -431,6 +432,16 @@ def remove_unfinished(folder: Path) -> None:
 def format_bytes(n: int) -> str:
     """Format a number of bytes: 12 B, 3.4 kB, 1,234.5 MB."""
     return f"{n} B" if n < 1_000 else f"{n / 1e3:.1f} kB" if n < 1_000_000 else f"{n / 1e6:,.1f} MB"
+
+
+def parse_bytes(text: str) -> int | None:
+    """Return the bytes of a size such as 500M, 2 GB or 8GiB; None if the text is none."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
+    if match is None or (match[3] and not match[2]):
+        return None
+    return int(
+        float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2].lower() or " ")
+    )
 
 
 _MAX_KEY_FILE_BYTES = 1 << 16

@@ -47,8 +47,27 @@ _COMMANDS = {  # name: "module:function", imported on demand
     "open": "seal:open_",
     "convert": "convert:convert",
     "report": "report:report",
+    "audit lock": "audit_lock:lock",
+    "audit split": "audit_split:split",
+    "audit gradients": "audit_gradients:gradients",
+    "jigsaw train": "jigsaw:train",
+    "jigsaw evaluate": "jigsaw:evaluate",
+    "jigsaw study": "jigsaw:study",
+    "split certs": "split:certs",
+    "split serve": "split_server:serve",
+    "split train": "split_client:train",
+    "split predict": "split_client:predict",
+    "split join": "split:join",
 }
-_GROUPS = {"audit": "audit_lock:app", "jigsaw": "jigsaw:app", "split": "split:app"}
+_GROUPS = {
+    "audit": "Attack what regauge protects, on your own case, and report what the protection is "
+    "worth.",
+    "jigsaw": "Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its "
+    "patches, and measure it.",
+    "split": "Train and use a model whose backbone is on a server. Data, labels, embedding and "
+    "head stay here.",
+}
+_HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class _Command(TyperCommand):
@@ -117,20 +136,18 @@ def build_app(arguments: list[str]) -> typer.Typer:
         help="Rewrite a Transformer's weights in another basis without changing what it computes.",
         invoke_without_command=True,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings=_HELP_OPTIONS,
     )
-    subcommand = arguments[0] if arguments else ""
-    is_known = subcommand in _COMMANDS or subcommand in _GROUPS
     app.callback()(_root)
-    for name, target in _COMMANDS.items():
-        if not is_known or name == subcommand:
-            app.command(name, cls=_Command)(_load_command(target))
-    for name, target in _GROUPS.items():
-        if not is_known or name == subcommand:
-            group = _load_command(target)
-            app.add_typer(group, cls=_Group)
-            for command in group.registered_commands:
-                command.cls = _Command
+    apps = {"": app}
+    for name in [n for n in _COMMANDS if n.split()[0] in arguments[:1]] or _COMMANDS:
+        group, _, command = name.rpartition(" ")
+        if group not in apps:
+            apps[group] = typer.Typer(
+                help=_GROUPS[group], no_args_is_help=True, context_settings=_HELP_OPTIONS
+            )
+            app.add_typer(apps[group], name=group, cls=_Group)
+        apps[group].command(command, cls=_Command)(_load_command(_COMMANDS[name]))
     return app
 
 
@@ -237,20 +254,23 @@ def _report_interrupt(arguments: list[str]) -> int:
 
 def _needs_resume(arguments: list[str]) -> bool:
     """Return whether a command resumes only with the option --resume."""
-    context = typer.main.get_command(build_app(arguments))
-    for word in arguments:
-        below = getattr(context, "commands", {}).get(word)
-        if below is None:
-            break
-        context = below
-    return any("--resume" in p.opts and not p.default for p in context.params)
+    commands = dict(leaves_of(typer.main.get_command(build_app(arguments))))
+    name = _command_name(arguments)
+    parameters = commands[name].params if name in commands else ()
+    return any("--resume" in p.opts and not p.default for p in parameters)
+
+
+def _command_name(arguments: list[str]) -> str:
+    """Return the name of the command that the arguments run."""
+    names = (" ".join(arguments[:2]), *arguments[:1])
+    return next((name for name in names if name in _COMMANDS), "")
 
 
 def _suggest_next(arguments: list[str]) -> None:
     """Print what to do with the output of a command, if it has one."""
-    name = next((n for n in (" ".join(arguments[:2]), " ".join(arguments[:1])) if n in NEXT), None)
+    name = _command_name(arguments)
     outs = [b for a, b in itertools.pairwise(arguments) if a in ("-o", "--output")]
-    if name is not None and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
+    if name in NEXT and outs and not {"--dry-run", "--help", "-h"} & set(arguments):
         purposes = (f"{name} --purpose {word}" for word in arguments)
         text = NEXT[next((full for full in purposes if full in NEXT), name)]
         info(f"next: {text.format(out=shlex.quote(outs[-1]))}")

@@ -4,26 +4,19 @@ them.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_split import parse_names, unknown_attacks
-from regauge.cli.console import info, step_bar
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
 from regauge.cli.option_guard import passed_options, reject_options
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    parse_counts,
-    saved_steps,
-    set_threads,
-    state_of,
-)
-from regauge.core.options import require_device
+from regauge.cli.parsers import check_lr, parse_counts, parse_names, parse_sizes
+from regauge.cli.run import start_run
+from regauge.errors import need
 
 IMAGE_OPTIONS = (
     "batches",
@@ -37,6 +30,7 @@ IMAGE_OPTIONS = (
     "std",
 )
 TEXT_OPTIONS = ("tokenizer", "length")
+RECORDED_IMAGE_OPTIONS = ("budget", "practice", "gallery", "seed")
 RUN_OPTIONS = (
     "run",
     "rounds",
@@ -184,14 +178,7 @@ def gradients(
             rich_help_panel=options.ADVANCED,
         ),
     ] = 8,
-    is_random: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Start from random weights instead of the model's.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = False,
+    is_random: options.RandomWeights = False,
     field: sample.Field = None,
     data_split: sample.Split = "train",
     tokenizer: sample.Tokenizer = None,
@@ -234,12 +221,9 @@ def gradients(
     and attacks them. Reports what the attacks recover, and a verdict in words. MODEL is not
     changed.
     """
-    check_outputs(json, report)
     passed = passed_options(context)
-    restarts = _parse_budget(budget)
+    descent = parse_sizes(budget, "--budget", "STEPS,RESTARTS", "300,2")
     if run is not None:
-        from regauge.cli.audit_recorded import audit_recorded
-
         reject_options(
             passed,
             ["fail_above"],
@@ -251,12 +235,12 @@ def gradients(
             [name for name in passed if name not in RUN_OPTIONS],
             "must not be given with --from: the run sets it",
         )
-        set_threads(threads)
-        return audit_recorded(
+        start_run(json, report, threads=threads)
+        return _audit_recorded(
             run,
             parse_counts(rounds, "--rounds", "1,2,4"),
-            parse_names(attacks),
-            (*restarts, practice, seed),
+            parse_names(attacks) or (),
+            [*descent, practice, seed],
             gallery,
             resume,
             json,
@@ -266,16 +250,14 @@ def gradients(
     reject_options(passed, ["rounds"], "requires --from RUN")
     if model is None or data is None:
         raise typer.BadParameter("pass MODEL and --data, or --from RUN")
-    if not 0 < lr < math.inf:
-        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
+    check_lr(lr)
     source = sample.read_options(data, field, data_split, tokenizer, length, mean, std)
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     from regauge import audit
     from regauge.audit.gradient_audit.attempts import Budget
 
     options = audit.GradientOptions(
-        attacks=parse_names(attacks),
+        attacks=parse_names(attacks) or (),
         samples=samples,
         fresh=is_random,
         resize=resize,
@@ -288,7 +270,7 @@ def gradients(
         lr=lr,
         batches=parse_counts(batches, "--batches", "1,2,4"),
         train_steps=parse_counts(stages, "--train", "100,1000"),
-        budget=Budget(*restarts, practice=practice),
+        budget=Budget(descent[0], descent[1], practice=practice),
         optimized=optimized,
     )
 
@@ -297,31 +279,73 @@ def gradients(
         reject_options(passed, foreign, f"requires a model of {other}; {model} reads {kind}")
         info(sizes)
 
-    state = state_of("audit-gradients", json, report)
-    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
-        result = audit.gradients(
+    return run_audit(
+        lambda **run: audit.gradients(
             model,
             source,
             defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=check,
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
+            **run,
+        ),
+        "gradients",
+        json,
+        report,
+        resume,
+    )
 
 
-def _parse_budget(text: str) -> tuple[int, int]:
-    """Parse STEPS,RESTARTS."""
-    numbers = text.split(",")
-    if len(numbers) != 2 or not all(p.strip().isdigit() and int(p) > 0 for p in numbers):
-        raise typer.BadParameter(
-            f"must be STEPS,RESTARTS, as in 300,2, got {text!r}", param_hint="--budget"
-        )
-    return int(numbers[0]), int(numbers[1])
+def _audit_recorded(
+    run: Path,
+    rounds: Sequence[int],
+    attacks: Sequence[str],
+    budget: Sequence[int],
+    gallery: int,
+    resume: bool,
+    json: Path | None,
+    report: Path | None,
+    passed: Mapping[str, str],
+) -> int:
+    """Attack the rounds of a recorded run, and report accuracy and leakage side by side.
+
+    Args:
+        run: the run's folder.
+        rounds: the rounds to attack, counted from 1; empty for all.
+        attacks: names of the attacks.
+        budget: steps and restarts of attacks by optimization, rehearsals, and the seed.
+        gallery: how many images to show.
+        resume: whether to resume an interrupted audit.
+        json: where to write the results.
+        report: where to write the page.
+        passed: the options that were passed, by parameter.
+    """
+    from regauge import audit
+    from regauge.audit.gradient_audit.attempts import Budget
+
+    need("torchmetrics", "audit")
+    steps, restarts, practice, seed = budget
+
+    def check(kind: str, sizes: str) -> None:
+        if kind != "images":
+            reject_options(
+                passed, RECORDED_IMAGE_OPTIONS, f"requires a run on images; {run} is on texts"
+            )
+
+    return run_audit(
+        lambda **more: audit.recorded(
+            run,
+            rounds=rounds,
+            attacks=attacks,
+            budget=Budget(steps, restarts, seed=seed, practice=practice),
+            gallery=gallery,
+            on_loaded=check,
+            **more,
+        ),
+        "recorded",
+        json,
+        report,
+        resume,
+        must_decide=False,
+    )

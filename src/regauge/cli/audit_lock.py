@@ -1,44 +1,21 @@
-"""`regauge audit`: every attack on the user's own case, scored. `regauge audit lock` is defined
-here.
-"""
+"""`regauge audit lock`: every attack on the user's own locked model, scored."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.audit_gradients import gradients
-from regauge.cli.audit_split import split
-from regauge.cli.console import info, step_bar
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    parse_counts,
-    saved_steps,
-    set_threads,
-    state_of,
-)
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
+from regauge.cli.parsers import bad_value, parse_counts, parse_lrs
+from regauge.cli.run import start_run
 
 _THIEF = "Theft"
-app = typer.Typer(
-    name="audit",
-    help="Attack what regauge protects, on your own case, and report what the protection is worth.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
 
 
-@app.callback()
-def _root() -> None:
-    """Attack what regauge protects, on your own case, and report what the protection is worth."""
-
-
-@app.command()
 def lock(
     model: options.LockedModel,
     key: Annotated[
@@ -123,52 +100,30 @@ def lock(
     Each attack gets what one adversary may have: the file alone, a public base, a few labelled
     examples, or observed features.
     """
-    check_outputs(json, report)
-    counts, lrs = parse_counts(labels, "--labels", "50,200"), _parse_lrs(lr_text)
+    counts, lrs = parse_counts(labels, "--labels", "50,200"), parse_lrs(lr_text, "--rates")
     if not counts:
-        raise typer.BadParameter(
-            f"must be one or more numbers, as in 50,200, got {labels!r}", param_hint="--labels"
-        )
-    set_threads(threads)
+        raise bad_value("--labels", "one or more numbers, as in 50,200", labels)
+    start_run(json, report, threads=threads)
     from regauge import audit
     from regauge.attacks.theft import Budget
     from regauge.cli.keygen import read_key
 
-    state = state_of("audit-lock", json, report)
-    with saved_steps(state), step_bar("audit") as progress:
-        result = audit.lock(
+    secret = None if key is None else read_key(key, "lock", passphrase_file)
+    examples = sample.read_optional(data, field, split, tokenizer, length, mean, std)
+    return run_audit(
+        lambda **run: audit.lock(
             model,
-            key=None if key is None else read_key(key, "lock", passphrase_file),
+            key=secret,
             base=against,
-            data=None
-            if data is None
-            else sample.read_options(data, field, split, tokenizer, length, mean, std),
+            data=examples,
             options=audit.LockOptions(counts, Budget(steps, lrs=lrs), samples),
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
-
-
-app.command("split")(split)
-app.command("gradients")(gradients)
-
-
-def _parse_lrs(text: str) -> tuple[float, ...]:
-    """Parse a comma-separated list of positive learning rates."""
-    try:
-        lrs = tuple(float(p) for p in text.split(",") if p.strip())
-    except ValueError:
-        lrs = ()
-    if not lrs or not all(0 < lr < math.inf for lr in lrs):
-        raise typer.BadParameter(
-            f"must be positive learning rates, as in 3e-4,3e-3, got {text!r}", param_hint="--rates"
-        )
-    return lrs
+            **run,
+        ),
+        "lock",
+        json,
+        report,
+        resume,
+    )

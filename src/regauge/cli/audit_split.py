@@ -4,25 +4,16 @@ images or texts.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, step_bar
-from regauge.cli.run import (
-    check_outputs,
-    deliver,
-    facts_of_run,
-    saved_steps,
-    set_threads,
-    state_of,
-)
-from regauge.core.options import require_device
+from regauge.cli.audits import run_audit
+from regauge.cli.console import info
+from regauge.cli.parsers import check_lr, parse_names, parse_numbers, parse_sizes
+from regauge.cli.run import start_run
 
 
 def split(
@@ -77,14 +68,7 @@ def split(
             help="Attacks by name, or all. Default: all.",
         ),
     ] = None,
-    is_random: Annotated[
-        bool,
-        typer.Option(
-            "--random-weights",
-            help="Start from random weights instead of the model's.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = False,
+    is_random: options.RandomWeights = False,
     field: sample.Field = None,
     attributes: sample.Attributes = None,
     data_split: sample.Split = "train",
@@ -167,13 +151,9 @@ def split(
     features and gradients that the server received. Reports the accuracy of the trained model,
     what the attacks recover, and a verdict in words.
     """
-    check_outputs(json, report)
-    noise_levels, radius_levels = (
-        _parse_numbers(noises, "--noises"),
-        _parse_numbers(radii, "--radii"),
-    )
-    if not 0 < lr < math.inf:
-        raise typer.BadParameter(f"must be > 0 and finite, got {lr}", param_hint="--lr")
+    noise_levels = parse_numbers(noises.strip() or None, "--noises") or []
+    radius_levels = parse_numbers(radii.strip() or None, "--radii") or []
+    check_lr(lr)
     source = sample.read_options(
         data,
         field,
@@ -182,16 +162,17 @@ def split(
         length,
         mean,
         std,
-        attributes=tuple(parse_names(attributes)),
+        attributes=tuple(parse_names(attributes) or ()),
     )
-    hidden, depth, most_epochs = _parse_attacker(attacker)
-    require_device(device)
-    set_threads(threads)
+    width, depth, most_epochs = parse_sizes(
+        attacker, "--attacker", "WIDTH,DEPTH,EPOCHS", "128,2,200"
+    )
+    start_run(json, report, threads=threads, device=device)
     from regauge import audit
     from regauge.audit.split_audit.attempts import Budget
 
     options = audit.SplitOptions(
-        attacks=parse_names(attacks),
+        attacks=parse_names(attacks) or (),
         samples=samples,
         fresh=is_random,
         resize=resize,
@@ -202,56 +183,23 @@ def split(
         batch_size=batch,
         lr=lr,
         attacked=attacked,
-        budget=Budget(hidden, depth, most_epochs),
+        budget=Budget(width, depth, most_epochs),
         noises=noise_levels,
         radii=radius_levels,
     )
-    state = state_of("audit-split", json, report)
-    with saved_steps(state), step_bar("audit") as progress, unknown_attacks():
-        result = audit.split(
+    return run_audit(
+        lambda **run: audit.split(
             model,
             source,
             defence or None,
             options=options,
             fail_above=fail_above,
             seed=seed,
-            facts=facts_of_run(),
             on_loaded=lambda kind, sizes: info(sizes),
-            state=state,
-            resume=resume,
-            progress=progress,
-        )
-    code = deliver(result.results, str(result), json, report, must_decide=True)
-    result.delete_state()
-    return code
-
-
-@contextmanager
-def unknown_attacks() -> Iterator[None]:
-    """Report the name of an unknown attack as a wrong value of --attacks."""
-    from regauge.errors import AttackNameError
-
-    try:
-        yield
-    except AttackNameError as error:
-        raise typer.BadParameter(f"{error}; {error.hint}", param_hint="--attacks") from error
-
-
-def parse_names(text: str | None) -> list[str]:
-    """Split a comma-separated list of names."""
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
-def _parse_numbers(text: str, name: str) -> list[float]:
-    """Parse comma-separated numbers; an empty text gives an empty list."""
-    return sample.parse_numbers(text, name) or [] if text.strip() else []
-
-
-def _parse_attacker(text: str) -> list[int]:
-    """Parse WIDTH,DEPTH,EPOCHS."""
-    numbers = text.split(",")
-    if len(numbers) != 3 or not all(p.strip().isdecimal() and int(p) > 0 for p in numbers):
-        raise typer.BadParameter(
-            f"must be WIDTH,DEPTH,EPOCHS, as in 128,2,200, got {text!r}", param_hint="--attacker"
-        )
-    return [int(p) for p in numbers]
+            **run,
+        ),
+        "split",
+        json,
+        report,
+        resume,
+    )

@@ -9,7 +9,7 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.run import deliver, facts_of_run, start_run
 
 
 def barrier(
@@ -98,11 +98,10 @@ def barrier(
     inside the path, over the straight line between the losses of the two ends. Exit code 3 if
     moving A changed what it computes.
     """
-    check_outputs(json, report)
     source = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     with step_bar("barrier") as progress:
         result = regauge.barrier(
             a,

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,8 @@ from regauge.errors import RegaugeError, StoppedError
 
 if TYPE_CHECKING:
     from regauge.core.progress import Progress
+
+REPORT_VERSION = 1  # of the JSON documents of commands
 
 
 def escape(text: str) -> str:
@@ -53,6 +55,11 @@ def print_result(text: str) -> None:
 def print_json(value: Any) -> None:
     """Write a value to stdout as JSON."""
     print_result(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_report(command: str, fields: Mapping[str, Any]) -> None:
+    """Write the JSON document of a command to stdout."""
+    print_json({"version": REPORT_VERSION, "command": command, **fields})
 
 
 def info(text: str) -> None:

@@ -10,7 +10,8 @@ import typer
 from regauge.cli import options, sample
 from regauge.cli.console import step_bar
 from regauge.cli.keygen import read_key
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.parsers import parse_names
+from regauge.cli.run import deliver, facts_of_run, start_run
 
 
 def evaluate(
@@ -55,15 +56,14 @@ def evaluate(
     Evaluates all models on the same data. Prints standard errors, and the scores of a guess that
     ignores the input.
     """
-    check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):
         raise typer.BadParameter("--control, --retrained and --passphrase-file require -k KEY")
     reading = (data, field, split, tokenizer, length, mean, std, samples)
-    names = tuple(options.split_names(attributes) or ())
+    names = tuple(parse_names(attributes) or ())
     source = sample.read_options(*reading, attributes=names)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     with step_bar("evaluate") as progress:
         result = regauge.evaluate(

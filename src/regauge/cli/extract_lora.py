@@ -9,7 +9,8 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, step_bar, warn
-from regauge.cli.run import check_outputs, deliver, set_threads
+from regauge.cli.parsers import parse_names
+from regauge.cli.run import deliver, start_run
 
 
 def extract_lora(
@@ -67,17 +68,16 @@ def extract_lora(
     Decomposes the difference of each linear layer from the base by a truncated SVD, and writes
     PEFT's files.
     """
-    check_outputs(json, report)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     with step_bar("extract") as progress:
         result = regauge.extract_lora(
             model,
             base,
             rank=rank,
             energy=energy,
-            target=options.split_names(target),
+            target=parse_names(target),
             save_modules=save_modules,
             force=force,
             out=out,

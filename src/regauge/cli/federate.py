@@ -12,14 +12,13 @@ import typer
 
 from regauge.cli import options, sample
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, saved_rounds, set_threads
-from regauge.core.options import require_device
+from regauge.cli.parsers import parse_fields, parse_numbers
+from regauge.cli.run import deliver, facts_of_run, saved_rounds, start_run
 
 _AGGREGATION = "Aggregation"
 _FLOWER = "Flower"
 Strategy = StrEnum("Strategy", ["fedavg", "fedprox", "fedadam", "matched"])
 Partition = StrEnum("Partition", ["iid", "dirichlet"])
-Optimizer = StrEnum("Optimizer", ["sgd", "adam", "adamw"])
 Engine = StrEnum("Engine", ["process", "simulation", "deployment"])
 Weigh = StrEnum("Weigh", ["examples", "clients"])
 Aggregation = StrEnum("Aggregation", ["mean", "median", "trimmed-mean", "clipped-mean"])
@@ -103,11 +102,11 @@ def federate(
         int, typer.Option("--batch-size", metavar="N", help="Examples per local step.")
     ] = 32,
     optimizer: Annotated[
-        Optimizer,
+        options.Optimizer,
         typer.Option(
             "--optimizer", help="Optimizer of the clients.", rich_help_panel=options.TRAINING
         ),
-    ] = Optimizer("adamw"),
+    ] = options.Optimizer.adamw,
     lr: Annotated[
         float | None,
         typer.Option(
@@ -390,8 +389,6 @@ def federate(
     Exit code 3 if training made the model worse.
     """
     started = time.monotonic()
-    require_device(device)
-    check_outputs(json, report)
     deployed = engine == "deployment"
     if deployed and (json is not None or report is not None):
         raise typer.BadParameter(
@@ -402,9 +399,9 @@ def federate(
         raise typer.BadParameter(
             "deployment requires --superlink HOST:PORT and --authority PEM", param_hint="--engine"
         )
+    start_run(json, report, threads=threads, device=device)
     from regauge.federated import FlowerOptions, Settings, run
 
-    set_threads(threads)
     settings = Settings(
         clients=clients,
         rounds=rounds,
@@ -455,11 +452,11 @@ def federate(
             facts=facts_of_run(),
             progress=progress,
             split=split,
-            fields=sample.parse_fields(field),
+            fields=parse_fields(field),
             tokenizer=tokenizer,
             length=length,
-            mean=sample.parse_numbers(mean, "--mean"),
-            std=sample.parse_numbers(std, "--std"),
+            mean=parse_numbers(mean, "--mean"),
+            std=parse_numbers(std, "--std"),
             test_split=test_split,
             fresh=fresh,
             device=device,

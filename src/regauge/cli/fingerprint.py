@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from regauge.cli import options
 from regauge.cli.console import print_json, print_result
-from regauge.cli.pair import report_discoveries
+from regauge.cli.run import report_discoveries
 
 
 def fingerprint(

@@ -193,19 +193,12 @@ def format_command(
         width: Columns of the terminal.
         style: Colours.
     """
-    lines = [*_usage(command, context, width, style), "", *format_text(command.help or "", width)]
     arguments = [p for p in command.get_params(context) if p.param_type_name == "argument"]
     groups = {"Arguments": arguments} if arguments else {}
     groups |= groups_of(command, context)
-    sections = {
-        title: [(name_of(p), text_of(p)) for p in members] for title, members in groups.items()
-    }
-    lines += format_sections(sections, width, style)
-    if examples:
-        lines += ["", style.heading("Examples:")]
-        for example in examples:
-            lines += _wrapped_example(example, width)
-    return "\n".join(lines)
+    after = [line for example in examples for line in _wrapped_example(example, width)]
+    heading = ["", style.heading("Examples:")] if examples else []
+    return _format_help(command, context, [_rows(groups)], [*heading, *after], width, style)
 
 
 def format_commands(
@@ -214,7 +207,7 @@ def format_commands(
     sections: Mapping[str, Mapping[str, str]],
     width: int,
     style: Style,
-    after: str = "",
+    after: str,
 ) -> str:
     """Return the help of a program or of a group of commands: a line for each command.
 
@@ -226,15 +219,30 @@ def format_commands(
         style: Colours.
         after: The last line.
     """
-    lines = [*_usage(command, context, width, style), "", *format_text(command.help or "", width)]
     listed = {title: list(members.items()) for title, members in sections.items()}
-    lines += format_sections(listed, width, style)
     options = [p for p in command.get_params(context) if p.param_type_name == "option"]
-    rows = [(name_of(p), text_of(p)) for p in options]
-    lines += format_sections({OPTIONS: rows}, width, style)
-    if after:
-        lines += ["", *format_text(after, width)]
-    return "\n".join(lines)
+    parts = [listed, _rows({OPTIONS: options})]
+    return _format_help(command, context, parts, ["", *format_text(after, width)], width, style)
+
+
+def _rows(groups: Mapping[str, Sequence[Any]]) -> dict[str, Rows]:
+    """Return the names and texts of parameters, by group."""
+    return {title: [(name_of(p), text_of(p)) for p in group] for title, group in groups.items()}
+
+
+def _format_help(
+    command: Any,
+    context: Any,
+    parts: Sequence[Mapping[str, Rows]],
+    after: Sequence[str],
+    width: int,
+    style: Style,
+) -> str:
+    """Return usage, description, parts whose sections share their columns, and the last lines."""
+    lines = [*_usage(command, context, width, style), "", *format_text(command.help or "", width)]
+    for sections in parts:
+        lines += format_sections(sections, width, style)
+    return "\n".join([*lines, *after])
 
 
 def _usage(command: Any, context: Any, width: int, style: Style) -> list[str]:

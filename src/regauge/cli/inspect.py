@@ -9,27 +9,24 @@ import typer
 from regauge.cli import options
 from regauge.cli.console import info, print_json, print_result
 
-Discover = Annotated[
-    bool,
-    typer.Option(
-        "--discover", help="Infer the symmetry from the model's graph, even for a known family."
-    ),
-]
-Explain = Annotated[
-    str | None,
-    typer.Option(
-        "--explain",
-        metavar="SPACE",
-        help="Explain the group of this space, operator by operator. Implies --discover.",
-    ),
-]
-
 
 def inspect(
     model: options.Model,
     spec: options.SpecFile = None,
-    discover: Discover = False,
-    explain: Explain = None,
+    discover: Annotated[
+        bool,
+        typer.Option(
+            "--discover", help="Infer the symmetry from the model's graph, even for a known family."
+        ),
+    ] = False,
+    explain: Annotated[
+        str | None,
+        typer.Option(
+            "--explain",
+            metavar="SPACE",
+            help="Explain the group of this space, operator by operator. Implies --discover.",
+        ),
+    ] = None,
     json: options.Json = False,
     verbose: options.Verbose = 0,
 ) -> int:

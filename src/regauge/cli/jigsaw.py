@@ -7,34 +7,14 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, print_result, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
-from regauge.core.options import require_device
-
-if TYPE_CHECKING:
-    pass
-
-VERSION = 1
-
-app = typer.Typer(
-    name="jigsaw",
-    help="Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its "
-    "patches, and measure it.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-class PuzzlesPer(StrEnum):
-    """The unit that shares a puzzle."""
-
-    batch = "batch"
-    sample = "sample"
+from regauge.cli.console import info, print_report, print_result, step_bar
+from regauge.cli.parsers import parse_numbers
+from regauge.cli.run import deliver, facts_of_run, start_run
 
 
 class Schedule(StrEnum):
@@ -54,10 +34,6 @@ Data = Annotated[
     ),
 ]
 Seed = Annotated[int, options.seed_option("Random seed of the run.")]
-Ratios = Annotated[
-    str,
-    typer.Option("--ratios", metavar="R,R", help="Shares of patches to shuffle at inference."),
-]
 Batch = Annotated[int, typer.Option("--batch-size", min=1, metavar="N", help="Images per batch.")]
 Patch = Annotated[
     int | None,
@@ -71,14 +47,6 @@ Patch = Annotated[
 ]
 
 
-@app.callback()
-def _root() -> None:
-    """Masked Jigsaw Puzzles: make an image model less sensitive to the positions of its patches,
-    and measure it.
-    """
-
-
-@app.command()
 def train(
     model: options.Model,
     data: Data,
@@ -106,13 +74,13 @@ def train(
         ),
     ] = None,
     per: Annotated[
-        PuzzlesPer,
+        options.Unit,
         typer.Option(
             "--per",
             help="One puzzle per batch, as in the code of MJP, or one per image.",
             rich_help_panel=options.ADVANCED,
         ),
-    ] = PuzzlesPer.batch,
+    ] = options.Unit.batch,
     probability: Annotated[
         float,
         typer.Option(
@@ -236,12 +204,10 @@ def train(
     The result loads with from_pretrained like any other; `regauge jigsaw evaluate` measures it.
     Repeating the command resumes an interrupted training.
     """
-    require_device(device)
-    check_outputs(None, report)
     for name, value in (("--lr", lr), ("--weight-decay", weight_decay)):
         if not 0 <= value < math.inf:
             raise typer.BadParameter(f"must be >= 0 and finite, got {value:g}", param_hint=name)
-    set_threads(threads)
+    start_run(None, report, threads=threads, device=device)
     from regauge import jigsaw
 
     chosen = jigsaw.JigsawOptions(
@@ -268,7 +234,7 @@ def train(
             sample.read_options(data, field, split, mean=mean, std=std),
             ratio,
             out=out,
-            test=None if test is None else sample.read_options(test, field, mean=mean, std=std),
+            test=sample.read_optional(test, field, mean=mean, std=std),
             options=chosen,
             seed=seed,
             device=device,
@@ -280,14 +246,12 @@ def train(
         training.to_html(report)
         info(f"report: {report}")
     if json:
-        summary = {"out": str(out), **training.summary()}
-        print_json({"version": VERSION, "command": "jigsaw train", **summary})
+        print_report("jigsaw train", {"out": str(out), **training.summary()})
     else:
         print_result(f"{out}: {training}")
     return 0
 
 
-@app.command()
 def evaluate(
     models: Annotated[
         list[str],
@@ -296,7 +260,10 @@ def evaluate(
         ),
     ],
     data: Data,
-    ratios: Ratios = "0.1,0.3,0.5,0.7,0.9",
+    ratios: Annotated[
+        str,
+        typer.Option("--ratios", metavar="R,R", help="Shares of patches to shuffle at inference."),
+    ] = "0.1,0.3,0.5,0.7,0.9",
     samples: Annotated[
         int | None,
         typer.Option("--samples", min=1, metavar="N", help="Images to measure on. Default: all."),
@@ -319,16 +286,14 @@ def evaluate(
     Reports top-1 accuracy without puzzles, and for every ratio top-1, agreement with the
     unshuffled prediction, and distance of the features.
     """
-    check_outputs(json, report)
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     from regauge import jigsaw
 
     with step_bar("evaluate") as progress:
         evaluation = jigsaw.evaluate(
             models,
             sample.read_options(data, field, split, mean=mean, std=std, samples=samples),
-            ratios=sample.parse_numbers(ratios, "--ratios") or (),
+            ratios=parse_numbers(ratios, "--ratios") or (),
             patch=patch,
             batch_size=batch,
             seed=seed,
@@ -340,7 +305,6 @@ def evaluate(
     return deliver(evaluation.results, str(evaluation), json, report)
 
 
-@app.command()
 def study(
     models: Annotated[
         list[str],
@@ -408,15 +372,11 @@ def study(
     predicted from the embeddings. With data also the attention of CLS in the last layer, errors
     under corruptions, and results on hard and out-of-distribution images.
     """
-    check_outputs(json, report)
-    require_device(device)
-    set_threads(threads)
+    start_run(json, report, threads=threads, device=device)
     from regauge import jigsaw
 
     images, difficult, outliers = (
-        None
-        if uri is None
-        else sample.read_options(uri, field, split, mean=mean, std=std, samples=count)
+        sample.read_optional(uri, field, split, mean=mean, std=std, samples=count)
         for uri, count in ((data, samples), (hard, None), (outside, None))
     )
     with step_bar("study") as progress:

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import escape, info, print_json, print_result
+from regauge.cli.console import escape, info, print_report, print_result
 from regauge.errors import PassphraseError
 
 if TYPE_CHECKING:
     from regauge.locking.keys import Key
     from regauge.locking.keys import Purpose as Purposes
-
-VERSION = 1
 
 
 class Purpose(StrEnum):
@@ -74,7 +72,9 @@ def keygen(
     if public is not None:
         if out is not None or passphrase:
             raise typer.BadParameter("--public reads a key: it takes neither -o nor --passphrase")
-        _print_recipient(read_key(public, "receive", passphrase_file), json)
+        identity = read_key(public, "receive", passphrase_file)
+        fields = {"id": identity.id, "purpose": identity.purpose, "recipient": identity.recipient}
+        print_report("keygen", fields) if json else print_result(identity.recipient)
         return 0
     if out is None:
         raise typer.BadParameter("--output is required")
@@ -87,27 +87,11 @@ def keygen(
     if json:
         fields = {"out": str(out), "id": key.id, "purpose": key.purpose}
         fields |= {"recipient": key.recipient} if key.purpose == "receive" else {}
-        print_json(
-            {
-                "version": VERSION,
-                "command": "keygen",
-                **fields,
-                "passphrase": secret is not None,
-            }
-        )
+        print_report("keygen", {**fields, "passphrase": secret is not None})
     elif key.purpose == "receive":
         info("the recipient, for those who send files to you, is public:")
         print_result(key.recipient)
     return 0
-
-
-def _print_recipient(identity: Key, json: bool) -> None:
-    """Print the public string of an identity."""
-    if not json:
-        print_result(identity.recipient)
-        return
-    fields = {"id": identity.id, "purpose": identity.purpose, "recipient": identity.recipient}
-    print_json({"version": VERSION, "command": "keygen", **fields})
 
 
 def read_key(path: Path, purpose: Purposes, passphrase_file: Path | None) -> Key:

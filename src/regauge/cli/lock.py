@@ -8,20 +8,22 @@ import time
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, step_bar
+from regauge.cli.console import info, print_report, step_bar
 from regauge.cli.keygen import read_key
-from regauge.cli.write import VERSION, write_job
+from regauge.cli.parsers import parse_names
+from regauge.cli.write import write_job
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
     from regauge.evaluation.report import Evaluation
     from regauge.locking.api import ResealOutput
 
+Evaluate: TypeAlias = "Callable[..., Evaluation]"
 _NOT_ENCRYPTION = (
     "a lock is obfuscation, not encryption: docs/guides/audit-lock.md lists the attacks that undo "
     "it without the key"
@@ -37,12 +39,7 @@ Retrained = Annotated[
 ]
 
 
-class Group(StrEnum):
-    """Groups that a lock may sample from."""
-
-    permutation = "permutation"
-    signed = "signed"
-    rotation = "rotation"
+Group = StrEnum("Group", ["permutation", "signed", "rotation"])
 
 
 def lock(
@@ -106,7 +103,7 @@ def lock(
     if reseal and data is not None:
         raise typer.BadParameter("--data applies to a new lock, not to --reseal")
     started = time.monotonic()
-    source = _source(data, field, split, tokenizer, length, mean, std, samples)
+    source = sample.read_optional(data, field, split, tokenizer, length, mean, std, samples)
     from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
@@ -119,11 +116,16 @@ def lock(
         model,
         secret,
         group=(group or Group.signed).value,
-        spaces=options.split_names(spaces),
+        spaces=parse_names(spaces),
         spec=spec,
     )
     plan = locked.plan(out, threads=threads)
-    before = _evaluate({"plain": model}, source)
+    evaluate = _compare(
+        source,
+        dry_run,
+        lambda run: run({"plain": model}),
+        lambda run: run({"locked": out}, key=secret, control=True),
+    )
     started = started if source is None else time.monotonic()
     code = write_job(
         plan,
@@ -133,9 +135,7 @@ def lock(
         dry_run=dry_run,
         json=json,
         threads=threads,
-        evaluate=_joined(
-            before, lambda: _evaluate({"locked": out}, source, key=secret, control=True), dry_run
-        ),
+        evaluate=evaluate,
     )
     info(_NOT_ENCRYPTION)
     return code
@@ -166,8 +166,8 @@ def _reseal(
     action = "dry run: this would renew" if dry_run else "renewed"
     info(f"{action} the commitment of {place}, locked by the key {record.key}")
     if json:
-        report = {"version": VERSION, "command": "lock --reseal", "out": place}
-        print_json(report | {"record": record.to_dict(), "dry_run": dry_run})
+        fields = {"out": place, "record": record.to_dict(), "dry_run": dry_run}
+        print_report("lock --reseal", fields)
     return 0
 
 
@@ -207,7 +207,7 @@ def unlock(
     if adapter is not None and (data is not None or retrained):
         raise typer.BadParameter("--data and --retrained do not apply to --adapter")
     started = time.monotonic()
-    source = _source(data, field, split, tokenizer, length, mean, std, samples)
+    source = sample.read_optional(data, field, split, tokenizer, length, mean, std, samples)
     from regauge.locking import api
 
     secret = read_key(key, "lock", passphrase_file)
@@ -224,7 +224,12 @@ def unlock(
         )
     plain = api.unlock(model, secret, retrained=retrained, spec=spec)
     plan = plain.plan(out, threads=threads)
-    before = _evaluate({"locked": model}, source, key=secret, control=True, retrained=retrained)
+    evaluate = _compare(
+        source,
+        dry_run,
+        lambda run: run({"locked": model}, key=secret, control=True, retrained=retrained),
+        lambda run: run({"unlocked": out}),
+    )
     started = started if source is None else time.monotonic()
     return write_job(
         plan,
@@ -234,41 +239,27 @@ def unlock(
         dry_run=dry_run,
         json=json,
         threads=threads,
-        evaluate=_joined(before, lambda: _evaluate({"unlocked": out}, source), dry_run),
+        evaluate=evaluate,
     )
 
 
-def _source(data: str | None, *reading: Any) -> DataSource | None:
-    """Return the data to evaluate on, if they are named."""
-    return None if data is None else sample.read_options(data, *reading)
-
-
-def _evaluate(
-    models: Mapping[str, str | Path], source: DataSource | None, **keyed: Any
-) -> Evaluation | None:
-    """Evaluate models, if data are named."""
+def _compare(
+    source: DataSource | None,
+    dry_run: bool,
+    before: Callable[[Evaluate], Evaluation],
+    after: Callable[[Evaluate], Evaluation],
+) -> Callable[[], Evaluation] | None:
+    """Evaluate the input, and return the function that evaluates the output; None without data."""
     if source is None:
         return None
     import regauge
 
-    with step_bar("evaluate") as progress:
-        return regauge.evaluate(models, source, progress=progress, **keyed)
+    def evaluate(models: Mapping[str, str | Path], **keyed: Any) -> Evaluation:
+        with step_bar("evaluate") as progress:
+            return regauge.evaluate(models, source, progress=progress, **keyed)
 
-
-def _joined(
-    before: Evaluation | None, after: Callable[[], Evaluation | None], dry_run: bool
-) -> Callable[[], Evaluation] | None:
-    """Return the function that evaluates the output and adds it to the evaluation before."""
-    if before is None:
-        return None
-    if dry_run:
-        return lambda: before
-
-    def join() -> Evaluation:
-        later = after()
-        return before if later is None else before.joined(later)
-
-    return join
+    first = before(evaluate)
+    return lambda: first if dry_run else first.joined(after(evaluate))
 
 
 def rekey(

@@ -13,23 +13,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, output_progress, step_bar
-from regauge.cli.pair import parse_layers, parse_names, parse_weights, report_discoveries
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
+from regauge.cli.console import info, step_bar
+from regauge.cli.parsers import parse_layers, parse_names, parse_weights
+from regauge.cli.run import (
+    deliver,
+    facts_of_run,
+    report_discoveries,
+    start_run,
+)
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
 
 
-ModelA = Annotated[
-    str,
-    typer.Argument(metavar="A", help="Model to align: a folder, a .safetensors file or a hub id."),
-]
-ModelB = Annotated[str, typer.Argument(metavar="B", help="Model to align to.")]
-FirstModel = Annotated[
-    str, typer.Argument(metavar="A", help="First model: a folder, a .safetensors file or a hub id.")
-]
-SecondModel = Annotated[str, typer.Argument(metavar="B", help="Second model.")]
 Spaces = Annotated[
     str | None,
     typer.Option(
@@ -39,38 +35,11 @@ Spaces = Annotated[
         rich_help_panel=options.ADVANCED,
     ),
 ]
-Layers = Annotated[
-    str | None,
-    typer.Option(
-        "--layers",
-        metavar="0-5,11",
-        help="Layers to match, of spaces that belong to a layer. Default: all.",
-        rich_help_panel=options.ADVANCED,
-    ),
-]
 Group = Annotated[
     options.GroupKind,
     typer.Option(
         "--group",
         help="Largest group of changes of basis to search; orthogonal allows rotations in heads.",
-    ),
-]
-Anchors = Annotated[
-    str | None,
-    typer.Option(
-        "--anchors",
-        metavar="A,B",
-        help="Tensors for the first estimate of a space; * is a wildcard.",
-        rich_help_panel=options.ADVANCED,
-    ),
-]
-Weight = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--weight",
-        metavar="NAME=W",
-        help="Weight of a tensor, 1 otherwise; * is a wildcard. Repeatable.",
-        rich_help_panel=options.ADVANCED,
     ),
 ]
 Sweeps = Annotated[
@@ -94,8 +63,13 @@ SharedTokens = Annotated[
 
 
 def match(
-    a: ModelA,
-    b: ModelB,
+    a: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="Model to align: a folder, a .safetensors file or a hub id."
+        ),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Model to align to.")],
     out: Annotated[
         Path,
         typer.Option(
@@ -106,7 +80,15 @@ def match(
         ),
     ],
     spaces: Spaces = None,
-    layers: Layers = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            "--layers",
+            metavar="0-5,11",
+            help="Layers to match, of spaces that belong to a layer. Default: all.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = None,
     stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
     method: Annotated[
@@ -119,8 +101,24 @@ def match(
             rich_help_panel=options.ADVANCED,
         ),
     ] = None,
-    anchors: Anchors = None,
-    weight: Weight = None,
+    anchors: Annotated[
+        str | None,
+        typer.Option(
+            "--anchors",
+            metavar="A,B",
+            help="Tensors for the first estimate of a space; * is a wildcard.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = None,
+    weight: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weight",
+            metavar="NAME=W",
+            help="Weight of a tensor, 1 otherwise; * is a wildcard. Repeatable.",
+            rich_help_panel=options.ADVANCED,
+        ),
+    ] = None,
     rescale: Annotated[
         bool,
         typer.Option(
@@ -176,16 +174,7 @@ def match(
             "models generate (self), or on noise.",
         ),
     ] = None,
-    refine_steps: Annotated[
-        int,
-        typer.Option(
-            "--refine-steps",
-            min=1,
-            metavar="N",
-            help="Steps of the refinement.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = 200,
+    refine_steps: options.RefineSteps = 200,
     workers: Annotated[
         int,
         typer.Option(
@@ -225,13 +214,12 @@ def match(
     tool can take the result.
     """
     started = time.monotonic()
-    check_outputs(json, report)
+    start_run(json, report, threads=threads)
     import regauge
-    from regauge.checkpoints.files import format_bytes
-    from regauge.cli.write import report_written, summary
+    from regauge.checkpoints.outputs import format_spaces
+    from regauge.cli.write import write_output
     from regauge.matching.presets import preset
 
-    set_threads(threads)
     chosen = regauge.MatchOptions(
         spaces=parse_names(spaces),
         layers=parse_layers(layers),
@@ -254,9 +242,8 @@ def match(
             preset(method), workers=workers, samples=samples, seed=seed, refine_steps=refine_steps
         )
     read = partial(_read_options, field, split, tokenizer, length, mean, std)
-    tested = None
-    if test is not None:
-        tested = sample.read_options(test, field, split, tokenizer, length, mean, std)
+    tested = sample.read_optional(test, field, split, tokenizer, length, mean, std)
+    if tested is not None:
         tested.open()  # so that unreadable data fail before the search
     with step_bar("match") as progress:
         result = regauge.match(
@@ -281,12 +268,12 @@ def match(
             f"{refined.initial_loss:.4f}, now {refined.loss:.4f}"
         )
     if not dry_run:
-        with output_progress(out, "matching") as progress:
-            written = result.save(out, resume=resume, threads=threads, progress=progress)
-        report_written(written)
-        info(
-            f"wrote {out}: {format_bytes(written.bytes)} in {time.monotonic() - started:.1f} s; "
-            f"transforms {summary(result.element)}"
+        write_output(
+            out,
+            "matching",
+            partial(result.save, out, resume=resume, threads=threads),
+            f"; transforms {format_spaces(result.element.members)}",
+            started,
         )
         if save_element is not None:
             result.save_element(save_element)
@@ -317,8 +304,11 @@ def _read_options(
 
 
 def compare(
-    a: FirstModel,
-    b: SecondModel,
+    a: Annotated[
+        str,
+        typer.Argument(metavar="A", help="First model: a folder, a .safetensors file or a hub id."),
+    ],
+    b: Annotated[str, typer.Argument(metavar="B", help="Second model.")],
     spaces: Spaces = None,
     stream: options.Stream = options.StreamKind.auto,
     group: Group = options.GroupKind.full,
@@ -342,10 +332,9 @@ def compare(
 
     Compares them as stored and, if they differ, after matching. Check this before merging.
     """
-    check_outputs(json, report)
+    start_run(json, report, threads=threads)
     import regauge
 
-    set_threads(threads)
     with step_bar("compare") as progress:
         result = regauge.compare(
             a,

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, output_progress, print_json, print_result, step_bar, warn
+from regauge.cli.console import info, print_json, print_result, step_bar, warn
+from regauge.cli.parsers import parse_settings, parse_size
+from regauge.cli.run import start_run
 
 if TYPE_CHECKING:
-    from regauge.data.sources import DataSource
     from regauge.merging.api import MergeResult
 
 
@@ -98,16 +99,7 @@ def merge(
             "models generate (self), or on noise.",
         ),
     ] = None,
-    refine_steps: Annotated[
-        int,
-        typer.Option(
-            "--refine-steps",
-            min=1,
-            metavar="N",
-            help="Steps of the refinement.",
-            rich_help_panel=options.ADVANCED,
-        ),
-    ] = 200,
+    refine_steps: options.RefineSteps = 200,
     data: Annotated[
         str | None,
         typer.Option(
@@ -193,7 +185,7 @@ def merge(
     that do not.
     """
     started = time.monotonic()
-    shard_bytes = _parse_size(shard_size)
+    shard_bytes = parse_size(shard_size, "--shard-size")
     is_recipe = len(models) == 1 and models[0].lower().endswith((".yaml", ".yml"))
     if is_recipe and any(
         value is not None
@@ -225,22 +217,15 @@ def merge(
         raise typer.BadParameter(f"{passed[0]} requires --data or --refine")
     if refine is not None and not align:
         raise typer.BadParameter("--refine requires --align")
-
-    def read(uri: str | None, labels: bool = False) -> DataSource | None:
-        if uri is None:
-            return None
-        return sample.read_options(
-            uri, field, split or "test", data_tokenizer, length, mean, std, samples, labels
-        )
-
-    source, unlabelled = read(data, labels), read(refine)
+    reading = (field, split or "test", data_tokenizer, length, mean, std, samples)
+    source = sample.read_optional(data, *reading, labels)
+    unlabelled = sample.read_optional(refine, *reading)
+    start_run(threads=threads)
     import regauge
     from regauge.checkpoints.allocator import reuse_memory
     from regauge.checkpoints.files import format_bytes
-    from regauge.cli.run import set_threads
-    from regauge.cli.write import report_written
+    from regauge.cli.write import write_output
 
-    set_threads(threads)
     with step_bar("merge") as progress:
         result = regauge.merge(
             Path(models[0]) if is_recipe else models,
@@ -251,7 +236,7 @@ def merge(
             refine=unlabelled,
             data=source,
             options=regauge.MergeOptions(
-                parameters=_parse_settings(parameter),
+                parameters=parse_settings(parameter),
                 dtype=dtype,
                 tokenizer=tokenizer,
                 chat_template=chat_template,
@@ -272,18 +257,17 @@ def merge(
         info(f"dry run: {report['tensors']} tensors, {size}, would be written to {out}")
     else:
         reuse_memory()
-        with output_progress(out, "merging") as progress:
-            written = result.save(resume=resume, threads=threads, progress=progress)
-        report_written(written)
-        seconds = time.monotonic() - started
-        info(
-            f"wrote {out}: {format_bytes(written.bytes)} in {seconds:.1f} s, by "
-            f"{report['method']} of {len(report['models'])} models"
+        written, seconds = write_output(
+            out,
+            "merging",
+            partial(result.save, resume=resume, threads=threads),
+            f", by {report['method']} of {len(report['models'])} models",
+            started,
         )
         report |= {
             "nonfinite": list(written.nonfinite),
             "resumed": sorted(written.resumed),
-            "seconds": round(seconds, 3),
+            "seconds": seconds,
         }
         report |= _measure(result, out, json)
     for warning in result.warnings:  # last, to be seen
@@ -326,31 +310,3 @@ def _report_verdicts(result: MergeResult) -> None:
     for v in result.verdicts:
         if v.moved:
             info(f"{v.model} was {v.moved}")
-
-
-def _parse_settings(pairs: list[str] | None) -> dict[str, Any]:
-    """Parse NAME=VALUE parameters of a method."""
-    import yaml
-
-    settings: dict[str, Any] = {}
-    for text in pairs or ():
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise typer.BadParameter(f"must be NAME=VALUE, got {text!r}", param_hint="--set")
-        try:
-            settings[name] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise typer.BadParameter(
-                f"must be a number or a list of numbers, got {value!r}", param_hint="--set"
-            ) from error
-    return settings
-
-
-def _parse_size(text: str) -> int:
-    """Parse a size such as 500MB into bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text.strip(), re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise typer.BadParameter(
-            f"must be a size such as 500MB or 2GB, got {text!r}", param_hint="--shard-size"
-        )
-    return max(int(float(match[1]) * 1000 ** " kmgt".index(match[2].lower() or " ")), 1)

@@ -10,6 +10,7 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info
+from regauge.cli.parsers import parse_names
 from regauge.cli.write import write_job
 
 
@@ -95,7 +96,7 @@ def move(
         seed if random else element,
         invert=invert,
         group=(group or options.GroupKind.permutation).value,
-        spaces=options.split_names(spaces),
+        spaces=parse_names(spaces),
         part=part.value if part else None,
         fold=fold,
         adapter=adapter,

@@ -12,6 +12,10 @@ import typer
 TRAINING, DATA, GENERAL, ADVANCED = "Training", "Data", "General", "Advanced"
 
 
+# A class where the library's parameter is a Literal, so that mypy compares the values.
+Optimizer = StrEnum("Optimizer", ["sgd", "adam", "adamw"])
+
+
 class StreamKind(StrEnum):
     """How the residual stream is matched."""
 
@@ -45,6 +49,13 @@ class Part(StrEnum):
     head = "head"
 
 
+class Unit(StrEnum):
+    """What is shuffled alike: all samples of a batch, or each sample by itself."""
+
+    batch = "batch"
+    sample = "sample"
+
+
 def seed_option(help_text: str) -> Any:
     """Build the `--seed N` option with a help text. numpy rejects seeds below 0, scikit-learn seeds
     of more than 32 bits.
@@ -52,11 +63,6 @@ def seed_option(help_text: str) -> Any:
     return typer.Option(
         "--seed", min=0, max=2**32 - 1, metavar="N", help=help_text, rich_help_panel=GENERAL
     )
-
-
-def split_names(text: str | None) -> list[str] | None:
-    """Return the names in a comma-separated list; None without a list."""
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
 
 
 Model = Annotated[
@@ -202,4 +208,22 @@ ImageReport = Annotated[
 Resize = Annotated[
     bool,
     typer.Option("--resize", help="Resize images to the model's input size.", rich_help_panel=DATA),
+]
+RandomWeights = Annotated[
+    bool,
+    typer.Option(
+        "--random-weights",
+        help="Start from random weights instead of the model's.",
+        rich_help_panel=ADVANCED,
+    ),
+]
+RefineSteps = Annotated[
+    int,
+    typer.Option(
+        "--refine-steps",
+        min=1,
+        metavar="N",
+        help="Steps of the refinement.",
+        rich_help_panel=ADVANCED,
+    ),
 ]

@@ -4,10 +4,9 @@ exit code.
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,11 @@ import typer
 
 from regauge.checkpoints.files import check_writable, write_bytes
 from regauge.cli.console import info, print_result
+from regauge.core.options import require_device
 from regauge.errors import StoppedError, need
 
 if TYPE_CHECKING:
+    from regauge.models.discovery import Discovery
     from regauge.results.findings import Results
 
 EXIT_FAILED = 3  # exit code if a law that should hold does not
@@ -34,31 +35,14 @@ def facts_of_run() -> dict[str, Any]:
     }
 
 
-def set_threads(count: int | None) -> None:
-    """Set the number of threads of this process; None keeps the default of `core.threads`."""
-    if count is not None:
-        import torch
-
-        from regauge.core import threads
-
-        threads.set_threads(count)
-        torch.set_num_threads(count)
-
-
-def parse_counts(text: str, name: str, example: str) -> list[int]:
-    """Parse comma-separated whole numbers from 1, sorted and without duplicates. An empty text
-    gives an empty list.
-    """
-    parts = [p.strip() for p in text.split(",") if p.strip()]
-    if not all(p.isdecimal() and int(p) > 0 for p in parts):
-        raise typer.BadParameter(
-            f"must be whole numbers from 1, as in {example}, got {text!r}", param_hint=name
-        )
-    return sorted({int(p) for p in parts})
-
-
-def check_outputs(json: Path | None, report: Path | None) -> None:
-    """Raise if an output cannot be written, before the work starts."""
+def start_run(
+    json: Path | None = None,
+    report: Path | None = None,
+    *,
+    threads: int | None = None,
+    device: str | None = None,
+) -> None:
+    """Check outputs and device before the work starts, and set the number of threads."""
     if report is not None:
         need("jinja2", "report")
         need("matplotlib", "report")
@@ -67,15 +51,23 @@ def check_outputs(json: Path | None, report: Path | None) -> None:
     for out in (json, report):
         if out is not None and str(out) != "-":
             check_writable(out)
+    if device is not None:
+        require_device(device)
+    if threads is not None:
+        import torch
+
+        from regauge.core.threads import set_threads
+
+        set_threads(threads)
+        torch.set_num_threads(threads)
 
 
-def state_of(subject: str, json: Path | None, report: Path | None) -> Path | None:
-    """Return the folder for the saved steps of an audit: beside its first output, or in the working
-    folder. None if that cannot be written.
-    """
-    outs = [out for out in (json, report) if out is not None and str(out) != "-"]
-    folder = outs[0].with_name(f".{outs[0].name}.state") if outs else Path(f".{subject}.state")
-    return folder if os.access(folder.absolute().parent, os.W_OK) else None
+def report_discoveries(discoveries: Iterable[Discovery]) -> None:
+    """Report the models whose symmetry was inferred."""
+    from regauge.models.sources import describe_discovery
+
+    for discovery in discoveries:
+        info(*describe_discovery(discovery))
 
 
 @contextmanager
@@ -93,17 +85,6 @@ def report_saved(describe: Callable[[], str], hint: str) -> Iterator[None]:
         if not saved:
             raise
         raise StoppedError(f"interrupted; {saved}", hint=hint) from stop
-
-
-def saved_steps(folder: Path | None) -> AbstractContextManager[None]:
-    """Report on an interrupt how many steps of an audit are saved in a folder."""
-
-    def describe() -> str:
-        count = 0 if folder is None else len(list(folder.glob("*.safetensors")))
-        noun = "finished step is" if count == 1 else "finished steps are"
-        return f"{count} {noun} saved in {folder}" if count else ""
-
-    return report_saved(describe, "to continue, repeat the command with --resume")
 
 
 def saved_rounds(folder: Path, rounds: int) -> AbstractContextManager[None]:

@@ -1,12 +1,13 @@
-"""Options that name data, and their parsers."""
+"""Options that name data."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options
+from regauge.cli.parsers import parse_fields, parse_numbers
 
 if TYPE_CHECKING:
     from regauge.data.sources import DataSource
@@ -102,6 +103,11 @@ Std = Annotated[
 ]
 
 
+def read_optional(uri: str | None, *options: Any, **named: Any) -> DataSource | None:
+    """Return the source that the options name; None without data."""
+    return None if uri is None else read_options(uri, *options, **named)
+
+
 def read_options(
     uri: str,
     field: list[str] | None = None,
@@ -129,26 +135,3 @@ def read_options(
         std=tuple(parse_numbers(std, "--std") or ()),
         attributes=attributes,
     )
-
-
-def parse_fields(values: list[str] | None) -> dict[str, str] | None:
-    """Parse NAME=COLUMN pairs. Fields that are not named keep their own names."""
-    if not values:
-        return None
-    pairs = [text.partition("=") for text in values]
-    for text, (name, equals, column) in zip(values, pairs, strict=True):
-        if not (name and equals and column):
-            raise typer.BadParameter(f"must be NAME=COLUMN, got {text!r}", param_hint="--field")
-    return {name: column for name, _, column in pairs}
-
-
-def parse_numbers(text: str | None, name: str) -> list[float] | None:
-    """Parse comma-separated numbers; None stays None."""
-    if text is None:
-        return None
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"must be comma-separated numbers, got {text!r}", param_hint=name
-        ) from error

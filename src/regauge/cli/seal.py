@@ -11,10 +11,8 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import info, print_json
+from regauge.cli.console import info, print_report
 from regauge.cli.keygen import read_key
-
-VERSION = 1
 
 
 def seal(
@@ -51,11 +49,11 @@ def seal(
     from regauge.locking.recipients import resolve_recipients
     from regauge.locking.seal import seal as run
 
-    fields: dict[str, object]
     if key is not None:
         secret = read_key(key, "seal", passphrase_file)
         size = run(path, secret, out)
-        by, fields = f"by the key {secret.id}", {"key": secret.id}
+        by = f"by the key {secret.id}"
+        fields: dict[str, object] = {"key": secret.id}
     else:
         recipients = list(resolve_recipients(to or ()))
         size = run(path, out=out, to=recipients)
@@ -66,9 +64,7 @@ def seal(
         f"{by}; {path} is still there"
     )
     if json:
-        print_json(
-            {"version": VERSION, "command": "seal", "out": str(out), "bytes": size, **fields}
-        )
+        print_report("seal", {"out": str(out), "bytes": size, **fields})
     return 0
 
 
@@ -93,13 +89,5 @@ def open_(
     names = open_sealed(path, secret, out)
     info(f"opened {path} to {out}: {len(names)} files in {time.monotonic() - started:.1f} s")
     if json:
-        print_json(
-            {
-                "version": VERSION,
-                "command": "open",
-                "out": str(out),
-                "files": names,
-                "key": secret.id,
-            }
-        )
+        print_report("open", {"out": str(out), "files": names, "key": secret.id})
     return 0

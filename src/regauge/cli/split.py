@@ -1,7 +1,5 @@
-"""`regauge split`: the backbone on a server; data, labels, embedding and head with the clients.
-
-This module holds certificates and the joining of parts; `split_server` has the server's command,
-`split_client` the client's.
+"""`regauge split certs` and `join`: certificates of server and clients, and the joining of trained
+parts. `split_server` has the server's command, `split_client` the client's.
 """
 
 from __future__ import annotations
@@ -14,27 +12,9 @@ from typing import Annotated
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import info, print_json
-from regauge.cli.split_client import predict, train
-from regauge.cli.split_server import serve
+from regauge.cli.console import info, print_report
 
-VERSION = 1
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # regauge reports transport errors itself
-
-app = typer.Typer(
-    name="split",
-    help="Train and use a model whose backbone is on a server. Data, labels, embedding and head "
-    "stay here.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback()
-def _root() -> None:
-    """Train and use a model whose backbone is on a server. Data, labels, embedding and head stay
-    here.
-    """
 
 
 def _check_each(option: str, check: str) -> Callable[[list[str] | None], list[str] | None]:
@@ -52,7 +32,6 @@ def _check_each(option: str, check: str) -> Callable[[list[str] | None], list[st
     return callback
 
 
-@app.command()
 def certs(
     to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="New folder for all files.")],
     name: Annotated[
@@ -100,16 +79,10 @@ def certs(
         files = {
             side: [str(t.authority), str(t.certificate), str(t.key)] for side, t in created.items()
         }
-        print_json({"version": VERSION, "command": "split certs", "to": str(to), "files": files})
+        print_report("split certs", {"to": str(to), "files": files})
     return 0
 
 
-app.command()(serve)
-app.command()(train)
-app.command()(predict)
-
-
-@app.command()
 def join(
     edges: Annotated[
         str, typer.Argument(metavar="EDGES", help="Output of a client: embedding and head.")
@@ -146,7 +119,5 @@ def join(
             "unlocks it"
         )
     if json:
-        print_json(
-            {"version": VERSION, "command": "split join", "out": str(out), "key": key or None}
-        )
+        print_report("split join", {"out": str(out), "key": key or None})
     return 0

@@ -6,22 +6,23 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from regauge.cli import options, sample
-from regauge.cli.console import info, print_json, print_result, step_bar
+from regauge.cli.console import info, print_report, print_result, step_bar
+from regauge.cli.keygen import read_key
+from regauge.cli.run import start_run
 from regauge.cli.split_server import (
     Clip,
     Insecure,
     LearningRate,
     Momentum,
-    Optimizer,
     Schedule,
     TlsFiles,
     Warmup,
@@ -34,24 +35,8 @@ if TYPE_CHECKING:
     from regauge.defences.split import Defence
     from regauge.split import ConnectOptions
 
-VERSION = 1
 
-
-class Rows(StrEnum):
-    """How often the tokens are shuffled."""
-
-    batch = "batch"
-    sample = "sample"
-
-
-class Codec(StrEnum):
-    """Codecs for features."""
-
-    bf16 = "bf16"
-    f16 = "f16"
-    q8 = "q8"
-
-
+Codec = StrEnum("Codec", ["bf16", "f16", "q8"])
 Source = Annotated[
     str,
     typer.Argument(
@@ -93,7 +78,7 @@ KeyOption = Annotated[
     ),
 ]
 RowsOption = Annotated[
-    Rows | None,
+    options.Unit | None,
     typer.Option("--rows", help="Shuffle the tokens of every batch, or of every sample."),
 ]
 DefenceOption = Annotated[
@@ -208,7 +193,7 @@ def train(
     batch: options.Batch = 16,
     lr: LearningRate = None,
     optimizer: Annotated[
-        Optimizer | None,
+        options.Optimizer | None,
         typer.Option(
             "--optimizer",
             help="Optimizer of embedding and head. Default: the server's.",
@@ -252,16 +237,23 @@ def train(
         raise typer.BadParameter("pass either --epochs or --steps, not both")
     if resume and journal is None:
         raise typer.BadParameter("requires the --journal DIR of the run", param_hint="--resume")
-    defences = _parse_defences(rows, keep_cls, defence)
     source = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    start_run(threads=threads, device=device)
     connection = _connect_options(
-        tls, client_name, insecure, key, passphrase_file, defences, codec, patience, dtype, device
+        key,
+        passphrase_file,
+        _parse_defences(rows, keep_cls, defence),
+        codec,
+        tls=tls,
+        client_name=client_name,
+        insecure=insecure,
+        patience=patience,
+        dtype=dtype,
+        device=device,
     )
-    from regauge.cli.run import set_threads
     from regauge.split import TrainOptions
     from regauge.split import train as run
 
-    set_threads(threads)
     training = TrainOptions(
         epochs=epochs,
         steps=steps,
@@ -290,7 +282,7 @@ def train(
             resume=resume,
             options=training,
             connection=connection,
-            on_step=_StepReporter(progress),
+            on_step=_count_steps(progress),
             stop=stop.is_set,
         )
     last = f", last loss {result.losses[-1]:.4f}" if result.losses else ""
@@ -304,7 +296,7 @@ def train(
     )
     if json:
         report = {"out": str(out), "steps": result.steps, "losses": result.losses}
-        print_json({"version": VERSION, "command": "split train", **report})
+        print_report("split train", report)
     return 0
 
 
@@ -344,17 +336,24 @@ def predict(
     Runs the model over local data, and reports loss and accuracy, or loss and perplexity of a
     language model.
     """
-    defences = _parse_defences(rows, keep_cls, defence)
     source = sample.read_options(data, field, split, tokenizer, length, mean, std)
+    start_run(threads=threads, device=device)
     connection = _connect_options(
-        tls, client_name, insecure, key, passphrase_file, defences, codec, patience, dtype, device
+        key,
+        passphrase_file,
+        _parse_defences(rows, keep_cls, defence),
+        codec,
+        tls=tls,
+        client_name=client_name,
+        insecure=insecure,
+        patience=patience,
+        dtype=dtype,
+        device=device,
     )
-    from regauge.cli.run import set_threads
     from regauge.split import predict as run
 
-    set_threads(threads)
     with log_to_stderr(verbose), step_bar("predict") as progress:
-        reporter = _StepReporter(progress)
+        report = _count_steps(progress)
         result = run(
             model,
             server,
@@ -362,39 +361,28 @@ def predict(
             samples=samples,
             batch_size=batch,
             connection=connection,
-            progress=lambda done, total, _: reporter(done, total, None),
+            progress=lambda done, total, _: report(done, total, None),
         )
     if json:
-        report = {"data": source.uri, **result.metrics}
-        print_json({"version": VERSION, "command": "split predict", **report})
+        print_report("split predict", {"data": source.uri, **result.metrics})
     else:
         print_result(str(result))
     return 0
 
 
 def _connect_options(
-    tls: str | None,
-    client_name: str | None,
-    insecure: bool,
     key: Path | None,
     passphrase_file: Path | None,
     defences: Sequence[Defence],
     codec: Codec | None,
-    patience: float,
-    dtype: str,
-    device: str,
+    **others: Any,
 ) -> ConnectOptions:
     """Return the options of the connection, with the key that is read from its file."""
-    from regauge.cli.keygen import read_key
-    from regauge.core.options import require_device
     from regauge.split import ConnectOptions
 
-    require_device(device)
     secret = None if key is None else read_key(key, "lock", passphrase_file)
     encoding = "" if codec is None else codec.value.upper()
-    return ConnectOptions(
-        tls, client_name, insecure, secret, defences, encoding, patience, dtype, device
-    )
+    return ConnectOptions(key=secret, defences=defences, codec=encoding, **others)
 
 
 @contextmanager
@@ -415,34 +403,26 @@ def _stop_signals() -> Iterator[threading.Event]:
 
 
 def _parse_defences(
-    rows: Rows | None, keep_cls: bool, texts: Sequence[str] | None
+    rows: options.Unit | None, keep_cls: bool, texts: Sequence[str] | None
 ) -> tuple[Defence, ...]:
     """Return the defences in the order they apply. `--rows` is short for the defence of
     that name.
     """
-    from regauge.defences.split import Rows as Shuffled
-    from regauge.defences.split import parse_defences
+    from regauge.defences.split import Rows, parse_defences
 
     if keep_cls and rows is None:
         raise typer.BadParameter(
             "requires --rows; in a defence write rows=batch,keep_cls",
             param_hint="--keep-cls",
         )
-    return parse_defences(
-        [*(texts or ()), *([] if rows is None else [Shuffled(rows.value, keep_cls)])]
-    )
+    return parse_defences([*(texts or ()), *([] if rows is None else [Rows(rows.value, keep_cls)])])
 
 
-class _StepReporter:
-    """A reporter of every step on a bar, or, without a terminal, of about twenty lines."""
+def _count_steps(progress: Progress) -> Callable[[int, int, float | None], None]:
+    """Return a callback for finished steps. Lines, unlike a bar, name the step under way."""
+    ahead = 0 if sys.stderr.isatty() else 1
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress, self.reported = progress, 0
+    def report(done: int, total: int, loss: float | None) -> None:
+        progress(done - ahead, total, "examples" if loss is None else f"loss {loss:.4f}")
 
-    def __call__(self, done: int, total: int, loss: float | None) -> None:
-        is_terminal = sys.stderr.isatty()
-        interval = 1 if is_terminal else max(1, total // 20)
-        if done - self.reported >= interval or done == total:
-            self.reported = done
-            message = "examples" if loss is None else f"loss {loss:.4f}"
-            self.progress(done if is_terminal else done - 1, total, message)
+    return report

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from regauge.cli import options
-from regauge.cli.console import info, print_json
+from regauge.cli.console import info, print_report
+from regauge.cli.run import start_run
 
 if TYPE_CHECKING:
     from rich.status import Status
@@ -22,33 +23,11 @@ if TYPE_CHECKING:
     from regauge.split import OptimizerConfig, SplitServer
 
 _LIMITS = "Limits of clients"
-VERSION = 1
 STATUS_INTERVAL = 10.0  # seconds between status lines without a terminal
 
 
-class Optimizer(StrEnum):
-    """Optimizers of either side."""
-
-    sgd = "sgd"
-    adam = "adam"
-    adamw = "adamw"
-
-
-class Schedule(StrEnum):
-    """Learning rate schedules."""
-
-    constant = "constant"
-    linear = "linear"
-    cosine = "cosine"
-
-
-class Precision(StrEnum):
-    """Precisions of mixed-precision computation."""
-
-    bf16 = "bf16"
-    fp16 = "fp16"
-
-
+Schedule = StrEnum("Schedule", ["constant", "linear", "cosine"])
+Precision = StrEnum("Precision", ["bf16", "fp16"])
 LearningRate = Annotated[
     float | None,
     typer.Option(
@@ -206,7 +185,7 @@ def serve(
         ),
     ] = None,
     optimizer: Annotated[
-        Optimizer | None,
+        options.Optimizer | None,
         typer.Option(
             "--optimizer",
             help="Optimizer of the backbone. Default: adamw.",
@@ -320,13 +299,10 @@ def serve(
         raise typer.BadParameter(
             "requires --tls: clients are identified by their certificates", param_hint="--clients"
         )
-    from regauge.cli.run import set_threads
-    from regauge.core.options import require_device
+    start_run(threads=threads, device=device)
     from regauge.split import ServerOptions
     from regauge.split import serve as run
 
-    set_threads(threads)
-    require_device(device)
     settings = ServerOptions(
         clients=clients,
         quota=quota,
@@ -354,15 +330,15 @@ def serve(
             on_poll=status,
         )
     if json:
-        print_json({"version": VERSION, "command": "split serve", **server.to_dict()})
+        print_report("split serve", server.to_dict())
     return 0
 
 
 def _build_optimizer(
-    lr: float | None, optimizer: Optimizer | None, **options: Any
+    lr: float | None, optimizer: options.Optimizer | None, **settings: Any
 ) -> OptimizerConfig | None:
     """Return the optimizer of the backbone, or None if it is not trained."""
-    passed = {name: value for name, value in options.items() if value is not None}
+    passed = {name: value for name, value in settings.items() if value is not None}
     if lr is None:
         if passed or optimizer is not None:
             name = "optimizer" if optimizer is not None else min(passed)
@@ -373,10 +349,8 @@ def _build_optimizer(
         return None
     from regauge.split import OptimizerConfig
 
-    settings: dict[str, Any] = {
-        k: str(v) if isinstance(v, StrEnum) else v for k, v in passed.items()
-    }
-    return OptimizerConfig("adamw" if optimizer is None else optimizer.value, lr, **settings)
+    values: dict[str, Any] = {k: str(v) if isinstance(v, StrEnum) else v for k, v in passed.items()}
+    return OptimizerConfig("adamw" if optimizer is None else optimizer.value, lr, **values)
 
 
 class _StderrHandler(logging.Handler):

@@ -10,24 +10,10 @@ import typer
 
 from regauge.cli import options
 from regauge.cli.console import info, step_bar
-from regauge.cli.run import check_outputs, deliver, facts_of_run, set_threads
-from regauge.core.options import require_device
+from regauge.cli.run import deliver, facts_of_run, start_run
 
-
-class Dtype(StrEnum):
-    """Dtypes to compute in."""
-
-    float64 = "float64"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-class Optimizer(StrEnum):
-    """Optimizers of the training to compare."""
-
-    sgd = "sgd"
-    adamw = "adamw"
+Dtype = StrEnum("Dtype", ["float64", "float32", "bfloat16", "float16"])
+Optimizer = StrEnum("Optimizer", ["sgd", "adamw"])
 
 
 def verify(
@@ -93,11 +79,9 @@ def verify(
     Checks that permuting tokens and channels commutes with forward, backward and training. Exit
     code 3 if a law that should hold does not.
     """
-    check_outputs(json, report)
-    require_device(device)
+    start_run(json, report, threads=threads, device=device)
     from regauge.verification import verify as run
 
-    set_threads(threads)
     info(f"loading {model}")
     with step_bar("verify") as progress:
         verification = run(

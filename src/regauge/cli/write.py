@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from regauge.cli.console import info, output_progress, print_json, print_result, warn
+from regauge.cli.console import info, output_progress, print_report, print_result, warn
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from regauge.checkpoints.outputs import Job
     from regauge.checkpoints.writer import WriteResult
-    from regauge.core.element import Element
     from regauge.evaluation.report import Evaluation
-
-VERSION = 1
 
 
 def write_job(
@@ -47,9 +47,7 @@ def write_job(
         place: Further places that were written, for the last message.
         evaluate: Evaluate the output and the input, after writing.
     """
-    from regauge.checkpoints.files import format_bytes
-
-    report = {"version": VERSION, "command": command, **job.facts, "dry_run": dry_run}
+    report = {**job.facts, "dry_run": dry_run}
     for note in job.notes:
         info(note)
     for warning in job.warnings:
@@ -58,32 +56,57 @@ def write_job(
         info(f"dry run: {len(job.thunks)} tensors would be written to {job.out}")
     else:
         action = f"{command.partition(' ')[0].removesuffix('e')}ing"
-        with output_progress(job.out, action) as progress:
-            written = job.write(progress=progress, resume=resume, threads=threads)
-        report_written(written)
-        seconds = time.monotonic() - started
-        size = format_bytes(written.bytes)
-        amount = (
-            f"{size} in {seconds:.1f} s"
-            if "seconds" in fields
-            else f"{len(job.thunks)} tensors, {size}"
-        )
-        info(f"wrote {job.out}: {amount}{place}")
+        write = partial(job.write, resume=resume, threads=threads)
+        tensors = None if "seconds" in fields else len(job.thunks)
+        written, seconds = write_output(job.out, action, write, place, started, tensors)
         facts = {
             "bytes": written.bytes,
             "files": list(written.files),
             "nonfinite": list(written.nonfinite),
             "left": list(written.skipped),
             **extra,
-            "seconds": round(seconds, 3),
+            "seconds": seconds,
         }
         report |= {name: facts[name] for name in facts if name in fields or name in extra}
     evaluation = evaluate() if evaluate is not None else None
     if json:
-        print_json(report | ({"evaluation": evaluation.to_dict()} if evaluation else {}))
+        print_report(command, report | ({"evaluation": evaluation.to_dict()} if evaluation else {}))
     elif evaluation is not None:
         print_result(str(evaluation))
     return 0
+
+
+def write_output(
+    out: Path,
+    action: str,
+    write: Callable[..., WriteResult],
+    about: str,
+    started: float,
+    tensors: int | None = None,
+) -> tuple[WriteResult, float]:
+    """Write an output with a progress bar, and report it.
+
+    Args:
+        out: The output.
+        action: What is done, for the bar.
+        write: Writes the output; gets the progress callback.
+        about: What the last message adds.
+        started: When the command started.
+        tensors: The number of tensors, to be reported in place of the time.
+
+    Returns:
+        What was written, and the seconds since the start.
+    """
+    from regauge.checkpoints.files import format_bytes
+
+    with output_progress(out, action) as progress:
+        written = write(progress=progress)
+    report_written(written)
+    seconds = time.monotonic() - started
+    size = format_bytes(written.bytes)
+    amount = f"{size} in {seconds:.1f} s" if tensors is None else f"{tensors} tensors, {size}"
+    info(f"wrote {out}: {amount}{about}")
+    return written, round(seconds, 3)
 
 
 def report_written(written: WriteResult) -> None:
@@ -97,10 +120,3 @@ def report_written(written: WriteResult) -> None:
         info(f"not copied (weights in other formats, keys, elements): {', '.join(written.skipped)}")
     if written.resumed:
         info(f"resumed from the interrupted run: {', '.join(sorted(written.resumed))}")
-
-
-def summary(g: Element) -> str:
-    """Return the spaces that an element transforms, by their roots."""
-    from regauge.checkpoints.outputs import format_spaces
-
-    return format_spaces(g.members)

@@ -232,17 +232,6 @@ def fit_linear(plain: Pair, dual: Pair | None) -> Floats:
     return np.asarray((u * _clip_factors(s)[:, None, :]) @ vt)
 
 
-def fit_balance(plain: Floats, dual: Floats) -> Floats:
-    """Fit, for each member of a stack, B with (BQ)(BQ)^T = (B^-T K)(B^-T K)^T.
-
-    B is the identity if a side is rank-deficient, since no solution exists then.
-    """
-    size = plain.shape[1]
-    matrices = [_balance_matrix(q, k) for q, k in zip(plain, dual, strict=True)]
-    u, s, vt = np.linalg.svd(np.stack([np.eye(size) if b is None else b for b in matrices]))
-    return np.asarray((u * _clip_factors(s)[:, None, :]) @ vt)
-
-
 def _fit_balanced(q1: Floats, q2: Floats, k1: Floats, k2: Floats) -> Floats:
     """Fit one invertible matrix to both sides. If a side is rank-deficient, and so has no balanced
     form, the other one determines the fit, or else the best rotation, which is safe.

@@ -396,38 +396,6 @@ def _cross_entropy(examples: Examples, logits: Tensor, labels: Tensor, reduction
     return F.cross_entropy(logits, labels, ignore_index=-100, reduction=reduction)
 
 
-def compute_metrics(examples: Examples, confusion: Tensor, nats: float) -> dict[str, float]:
-    """Compute the metrics of a task, from the confusion matrix [truth, prediction] of all examples
-    or pixels, or from the mean nats of a next token.
-    """
-    if examples.causal:
-        return {"perplexity": float(np.exp(min(nats, 700.0))), "nats": nats}
-    table = confusion.double()
-    correct, truth, predicted = table.diag(), table.sum(1), table.sum(0)
-    accuracy = float(correct.sum() / table.sum())
-    if not examples.dense:
-        return {"accuracy": accuracy}
-    present = truth > 0
-    return {
-        "aAcc": accuracy,
-        "mIoU": float((correct / (truth + predicted - correct).clamp(min=1))[present].mean()),
-        "mAcc": float((correct / truth.clamp(min=1))[present].mean()),
-    }
-
-
-def chance_metrics(examples: Examples, confusion: Tensor) -> dict[str, float]:
-    """Compute the metrics of a guess without input: the most common class for pixels, any class for
-    examples, uniform tokens for texts.
-    """
-    if examples.causal:
-        return {"perplexity": float(examples.classes)}
-    if not examples.dense:
-        return {"accuracy": 1 / examples.classes}
-    truth = confusion.double().sum(1)
-    most_common, present = float(truth.max() / truth.sum()), int((truth > 0).sum())
-    return {"aAcc": most_common, "mIoU": most_common / present, "mAcc": 1 / present}
-
-
 def task_of(
     module: torch.nn.Module,
     data: Data,

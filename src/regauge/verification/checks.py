@@ -49,6 +49,7 @@ SINGLE_LIMIT, NOISE, NOISY_LIMIT = 4.0, 0.5, 20
 Tensor = torch.Tensor
 State = Mapping[str, Tensor]
 Errors = Mapping[str, float]
+COLUMNS = "permutation equivariance, Thm 4.4"
 ROWS_ONLY = "the rows shuffled, and nothing with them or after them"
 
 
@@ -256,26 +257,22 @@ def column_forward(c: Case) -> list[Finding]:
     findings = []
     for g in (c.columns, c.resample(1).columns):
         transform, subject = Transform(columns=g), c.transformed(g)
-        result, control_result = run(subject, transform), run(subject)
-        comparison = _compare(
-            c,
-            "forward",
-            result.forward,
-            c.plain.forward,
-            control_result.forward,
-            "the moved backbone given plain features",
-        )
-        findings.append(
-            _locate_fault(
-                c,
-                comparison.finding(
-                    "column/forward", statement, "permutation equivariance, Thm 4.4"
-                ),
-                subject,
-                transform,
-            )
-        )
+        comparison = _compare_columns(c, subject, transform)
+        finding = comparison.finding("column/forward", statement, COLUMNS)
+        findings.append(_locate_fault(c, finding, subject, transform))
     return [_worst(*findings)]
+
+
+def _compare_columns(c: Case, moved: Subject, transform: Transform) -> _Comparison:
+    """Compare the forward pass of a moved backbone, given features that are moved likewise."""
+    return _compare(
+        c,
+        "forward",
+        run(moved, transform).forward,
+        c.plain.forward,
+        run(moved).forward,
+        "the moved backbone given plain features",
+    )
 
 
 def _worst(a: Finding, b: Finding) -> Finding:
@@ -294,28 +291,9 @@ def column_heads(c: Case) -> list[Finding]:
     )
     g, remark = head_columns(c.subject.spec, c.seed)
     if g is None:
-        return [
-            Finding(
-                "column/heads",
-                statement,
-                None,
-                sentence=remark,
-                source="permutation equivariance, Thm 4.4",
-            )
-        ]
-    transform, subject = Transform(columns=g), c.transformed(g)
-    result, control_result = run(subject, transform), run(subject)
-    comparison = _compare(
-        c,
-        "forward",
-        result.forward,
-        c.plain.forward,
-        control_result.forward,
-        "the moved backbone given plain features",
-    )
-    return [
-        comparison.finding("column/heads", statement, "permutation equivariance, Thm 4.4", remark)
-    ]
+        return [Finding("column/heads", statement, None, sentence=remark, source=COLUMNS)]
+    comparison = _compare_columns(c, c.transformed(g), Transform(columns=g))
+    return [comparison.finding("column/heads", statement, COLUMNS, remark)]
 
 
 def column_backward(c: Case) -> list[Finding]:

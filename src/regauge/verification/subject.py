@@ -23,10 +23,11 @@ from regauge.core.action import act
 from regauge.core.element import Element
 from regauge.core.rng import Stream, seed_key
 from regauge.core.spec import Spec, stored_tensors
+from regauge.data.train import exact_arithmetic
 from regauge.errors import SpecError
 from regauge.locking.permuted import sample_row_permutation
 from regauge.models.cut import Crossing, Cut
-from regauge.testing import name_outputs, strict_float64
+from regauge.testing import name_outputs
 
 Tensor = torch.Tensor
 Tensors = dict[str, Tensor]
@@ -323,7 +324,7 @@ def run(
     route = subject.cut.route(cross) if subject.cut else contextlib.nullcontext()
     with (
         eval_mode(model, training),
-        float64_context(subject.dtype),
+        exact_arithmetic(subject.dtype),
         torch.set_grad_enabled(backward),
         _explicit_masks(subject),
         route,
@@ -372,11 +373,6 @@ def eval_mode(model: torch.nn.Module, training: bool = False) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-def float64_context(dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Return the strict float64 context for float64 models, else a null context."""
-    return strict_float64() if dtype == torch.float64 else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from regauge.attacks.updates import (
     average_updates,
     check_update,
 )
+from regauge.audit.inputs import cast_inputs
 from regauge.core.rng import seed_key
 from regauge.data.tasks import Examples, logits_of, loss_of
 from regauge.defences.gradients import Mjp, NoPositions, Plan, clip_global_norm, part_parameters
@@ -212,15 +213,6 @@ def to_rehearsal(update: Update, truth: Truth) -> Rehearsal:
         None if truth.puzzle is None else truth.puzzle.mask,
         truth.original["pixel_values"],
     )
-
-
-def cast_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """Convert inputs to the model's dtype and device."""
-    parameter = next(p for p in model.parameters() if p.is_floating_point())
-    return {
-        k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
-        for k, v in inputs.items()
-    }
 
 
 def _contribute_one(

@@ -249,7 +249,7 @@ def audit_gradients(
         unchecked = ["LPIPS: the weights of AlexNet were not given (--lpips)", *skipped]
     if not any(a.is_slow for a in requested):
         unchecked.append("attacks by descent: not selected (--attacks inverting, or all)")
-    results = report.build_results(report.TITLE, [measured], attacks, unchecked)
+    results = report.build_results(measured, attacks, unchecked)
     return apply_verdicts(results, fail_above)
 
 

@@ -56,18 +56,14 @@ ADVICE = (
 )
 
 
-def build_results(
-    title: str, cases: Sequence[Case], attacks: Sequence[Attack], unchecked: Sequence[str] = ()
-) -> Results:
-    """Return the results of some cases of images.
+def build_results(case: Case, attacks: Sequence[Attack], unchecked: Sequence[str]) -> Results:
+    """Return the results of a case of images.
 
     Args:
-        title: The title of the results.
-        cases: The measurements.
+        case: The measurements.
         attacks: The attacks of the report.
         unchecked: What was not tried, and why.
     """
-    findings = tuple(f for case in cases for f in image_findings(case, attacks))
     note = (
         "FFT2D is 1 less the cosine of the Fourier transforms, which equals that of the pixels "
         "(Parseval). Rank, of as many unknown patches, and condition number of the least squares, "
@@ -78,20 +74,19 @@ def build_results(
         for column, key in (("rank", "rank"), ("of", "unknowns"), ("condition", "condition"))
     }
     columns = {**system, "seconds": lambda r: round(r.seconds, 2)}
-    tables = tuple(
-        t
-        for case in cases
-        for t in (
+    reasons = [text for text in _reasons(case) if ", mask: " not in text]
+    results = Results(
+        TITLE,
+        tuple(image_findings(case, attacks)),
+        (
             build_overview(case),
             build_table(case, attacks),
             build_details(case, attacks, columns, note),
-        )
+        ),
+        (*gallery_figures(case), *curve_figures(case)),
+        unchecked=(*unchecked, *reasons),
     )
-    figures = tuple(f for case in cases for f in (*gallery_figures(case), *curve_figures(case)))
-    reasons = [text for case in cases for text in _reasons(case) if ", mask: " not in text]
-    results = Results(title, findings, tables, figures, unchecked=(*unchecked, *reasons))
-    verdicts = [verdict for case in cases for verdict in build_verdict(case, attacks)]
-    return with_verdicts(results, [*verdicts, Verdict(CAVEAT)])
+    return with_verdicts(results, [*build_verdict(case, attacks), Verdict(CAVEAT)])
 
 
 def build_text_results(case: Case, attacks: Sequence[Attack]) -> Results:

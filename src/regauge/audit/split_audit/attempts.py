@@ -29,6 +29,7 @@ from regauge.audit.split_audit.victims import (
     Pair,
     defend_images,
     drop_shuffles,
+    has_batch_shuffle,
     is_shuffled,
     make_split_pair,
     parse_combination,
@@ -36,7 +37,7 @@ from regauge.audit.split_audit.victims import (
 )
 from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
-from regauge.defences.split import BatchShuffle, Noise, PixelNoise, Private
+from regauge.defences.split import Noise, PixelNoise, Private
 from regauge.jigsaw.layers import patch_embedding
 
 Tensor = torch.Tensor
@@ -143,15 +144,11 @@ def _regroup_and_solve(view: PairedImages, setting: Setting) -> InversionResult:
     return replace(result, losses=())
 
 
-def _has_batch_shuffle(combination: str) -> bool:
-    return any(isinstance(d, BatchShuffle) for d in parse_combination(combination))
-
-
 def _has_fresh_noise(combination: str) -> bool:
     """Return whether noise is fresh in every pass, on tokens that can be matched across passes."""
     return any(
         isinstance(d, Noise | PixelNoise | Private) for d in parse_combination(combination)
-    ) and not _has_batch_shuffle(combination)
+    ) and not has_batch_shuffle(combination)
 
 
 ATTACKS: tuple[Attack, ...] = (
@@ -193,7 +190,7 @@ ATTACKS: tuple[Attack, ...] = (
         "positions are predicted first",
         _solve_least_squares,
         view="placed",
-        fits=lambda combination: not _has_batch_shuffle(combination),
+        fits=lambda combination: not has_batch_shuffle(combination),
     ),
     Attack(
         "sets",
@@ -210,7 +207,7 @@ ATTACKS: tuple[Attack, ...] = (
         "regroups the tokens of a shuffled batch by position and by similarity, then least squares",
         _regroup_and_solve,
         view="placed",
-        fits=_has_batch_shuffle,
+        fits=has_batch_shuffle,
         is_ordered=False,
     ),
     Attack(

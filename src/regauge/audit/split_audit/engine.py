@@ -24,7 +24,7 @@ from regauge.audit.engine import (
     attack_row,
     with_undefended,
 )
-from regauge.audit.scores import Case, Row
+from regauge.audit.scores import Row
 from regauge.audit.split_audit.victims import Pair, drop_singleton_batch, make_split_pair
 from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
@@ -95,8 +95,8 @@ class Medium(Protocol):
     def attack(self, attack: Attack, views: Any, combination: str, within: Progress) -> Measured:
         """Run and score one attack."""
 
-    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> tuple[Case, Results]:
-        """Return the measurements with their baselines, and the results."""
+    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> Results:
+        """Return the results, with the baselines of the measurements."""
 
 
 def audit(
@@ -129,8 +129,7 @@ def audit(
     steps = Steps(kinds, progress, store)
     rows = [audit_combination(case, medium, c, attacks, steps) for c in combinations]
     steps.finish()
-    _, results = medium.report(rows, attacks)
-    return apply_verdicts(results, fail_above)
+    return apply_verdicts(medium.report(rows, attacks), fail_above)
 
 
 def audit_combination(

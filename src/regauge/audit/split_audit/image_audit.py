@@ -29,11 +29,10 @@ from regauge.audit.split_audit.attempts import (
     patch_size,
 )
 from regauge.audit.split_audit.engine import SplitCase
-from regauge.audit.split_audit.victims import Pair, make_split_pair, parse_combination
+from regauge.audit.split_audit.victims import Pair, has_batch_shuffle, make_split_pair
 from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
 from regauge.defences.parser import NONE
-from regauge.defences.split import BatchShuffle
 from regauge.errors import AuditError, Hint
 from regauge.results.findings import Results
 from regauge.results.metrics import Lpips
@@ -106,7 +105,7 @@ class Images:
                 "always nearest to itself",
                 hint="pass more data",
             )
-        shuffling = next((c for c in combinations if _shuffles_batches(c)), None)
+        shuffling = next(filter(has_batch_shuffle, combinations), None)
         if shuffling is not None and case.run.batch_size < 2:
             raise AuditError(
                 f'the batch size must be >= 2 for "{shuffling}", which shuffles tokens between '
@@ -150,8 +149,8 @@ class Images:
             )
         )
 
-    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> tuple[Case, Results]:
-        """Return the measurements with their baselines, and the results."""
+    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> Results:
+        """Return the results, with the baselines of the measurements."""
         case = self.case
         own, images = (to_pixels(case, part) for part in (case.own, case.attacked_examples))
         patch = patch_size(case.model, images)
@@ -167,8 +166,4 @@ class Images:
             unchecked.append("LPIPS and F-SIM: the weights of AlexNet were not given (--lpips)")
         elif not any("LPIPS" in s.scores for s in rows[0].by_attack.values()):
             unchecked.append("LPIPS and F-SIM: images under 32 x 32 are too small for AlexNet")
-        return measured, report.build_results(report.TITLE, [measured], attacks, unchecked)
-
-
-def _shuffles_batches(combination: str) -> bool:
-    return any(isinstance(d, BatchShuffle) for d in parse_combination(combination))
+        return report.build_results(report.TITLE, [measured], attacks, unchecked)

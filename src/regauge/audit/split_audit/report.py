@@ -137,7 +137,7 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
             row.combination,
             row.accuracy,
             row.best(LEAK)[1],
-            identification_rate(row, attacks),
+            identification_rate(row, attacks) if row.by_attack else None,
             *((row.share("labels"),) if has_labels else ()),
             *(row.value(a.name, LEAK) for a in used),
         )
@@ -194,8 +194,11 @@ def tradeoff_figures(case: Case, attacks: Sequence[Attack]) -> list[Figure]:
         measures = {"the paper's decoder alone": lambda row: row.value("decoder", LEAK), **measures}
     figures = []
     for title, leaked in measures.items():
+        tried = [row for row in case.rows if leaked(row) is not None]
+        if case.rows[0] not in tried:
+            continue
         series: dict[str, list[list[Any]]] = {}
-        for row in case.rows:
+        for row in tried:
             name, level = series_key(row.combination)
             series.setdefault(name, []).append([leaked(row), row.accuracy, level])
         data = {
@@ -273,11 +276,19 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
     def best(row: Row) -> float:
         return row.best(leak)[1] or 0.0
 
-    for row in case.rows:
-        base = without_rows(row.combination)
-        if base is None or base not in {r.combination for r in case.rows}:
+    attacked = {row.combination: row for row in case.rows if row.by_attack}
+    untried = [row.combination for row in case.rows if not row.by_attack]
+    if untried:
+        text = (
+            f"No verdict on {case.subject} under {', '.join(untried)}: none of the selected "
+            "attacks applies."
+        )
+        verdicts.append(Verdict(text, "unclear"))
+    for row in attacked.values():
+        before = attacked.get(without_rows(row.combination) or "")
+        if before is None:
             continue
-        before = case.row(base)
+        base = before.combination
         subject = "Shuffled rows" if base == NONE else f"Shuffled rows on top of {base}"
         sentence = (
             f"{subject}: the best attack ({titles[row.best(leak)[0]]}) reaches {leak} "
@@ -287,8 +298,9 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
             old, new = (r.value("decoder", leak) or 0.0 for r in (before, row))
             sentence += f"; the paper's decoder alone {new:.2f} and {old:.2f}"
         verdicts.append(Verdict(f"{sentence}."))
-    if len(case.rows) > 1:
-        safest = min(case.rows[1:], key=best)
+    defended = [row for row in attacked.values() if row is not undefended]
+    if defended and undefended.by_attack:
+        safest = min(defended, key=best)
         floor, ceiling = case.floor(leak), best(undefended)
         share = max(0.0, (best(safest) - floor) / max(ceiling - floor, 1e-9))
         chance = f", a guess: {undefended.chance:.3f}" if undefended.chance else ""

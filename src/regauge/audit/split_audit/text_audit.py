@@ -22,6 +22,7 @@ from regauge.audit.split_audit.engine import SplitCase
 from regauge.audit.split_audit.victims import (
     Pair,
     drop_shuffles,
+    has_batch_shuffle,
     is_shuffled,
     make_split_pair,
     parse_combination,
@@ -31,7 +32,6 @@ from regauge.audit.text_scores import ANOTHER_TEXT, score_texts
 from regauge.checkpoints.resume import StateStore
 from regauge.core.progress import Progress
 from regauge.data.tasks import Examples
-from regauge.defences.split import BatchShuffle
 from regauge.errors import AuditError
 from regauge.results.findings import Results
 
@@ -143,13 +143,13 @@ class Texts:
                 f"{len(self.texts)} of {self.texts.shape[1]} tokens",
                 hint="pass more data, or longer texts",
             )
-        defences = [d for c in combinations for d in parse_combination(c)]
-        if any(isinstance(d, BatchShuffle) for d in defences):
+        if any(map(has_batch_shuffle, combinations)):
             raise AuditError(
                 "defences of texts must not contain batch-shuffle: it moves tokens between texts, "
                 "and masks belong to one text",
                 hint="use rows",
             )
+        defences = [d for c in combinations for d in parse_combination(c)]
         on_pixels = next((d for d in defences if d.stage == 0), None)
         if on_pixels is not None:
             raise AuditError(
@@ -197,8 +197,8 @@ class Texts:
         scores = score_texts(tried.output, self.texts.tolist())
         return Measured(AttackScores(attack.name, scores, seconds=round(tried.seconds, 1)))
 
-    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> tuple[Case, Results]:
-        """Return the measurements with their baselines, and the results."""
+    def report(self, rows: Sequence[Row], attacks: Sequence[Attack]) -> Results:
+        """Return the results, with the baselines of the measurements."""
         pairs = zip(self.own.tolist(), self.texts.tolist(), strict=False)
         floor = merge_scores([score_texts([own], [text]) for own, text in pairs])
         measured = Case(
@@ -208,7 +208,7 @@ class Texts:
             metric="ROUGE-L",
             subject="texts",
         )
-        return measured, report.build_text_results(measured, attacks)
+        return report.build_text_results(measured, attacks)
 
 
 def _recover(attack: Attack, view: SentTexts) -> list[list[int]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from regauge.attacks.views import ServerPass
+from regauge.audit.inputs import cast_inputs
 from regauge.data.evaluate import evaluate_model
 from regauge.data.tasks import Examples, logits_of
 from regauge.defences.parser import NONE, split_combination
@@ -39,6 +40,11 @@ def parse_combination(combination: str) -> tuple[Defence, ...]:
 def is_shuffled(combination: str) -> bool:
     """Return whether a combination shuffles tokens."""
     return any(isinstance(d, Rows | BatchShuffle) for d in parse_combination(combination))
+
+
+def has_batch_shuffle(combination: str) -> bool:
+    """Return whether a combination shuffles tokens between the samples of a batch."""
+    return any(isinstance(d, BatchShuffle) for d in parse_combination(combination))
 
 
 class RecordingHost:
@@ -137,16 +143,9 @@ class Pair:
         self._seed_predictions(label)
         self.model.eval()
         self.server.is_recording = True
-        parameter = next(p for p in self.model.parameters() if p.is_floating_point())
         with torch.no_grad():
             for batch in inputs:
-                logits_of(
-                    self.model,
-                    {
-                        k: v.to(parameter) if v.is_floating_point() else v.to(parameter.device)
-                        for k, v in batch.items()
-                    },
-                )
+                logits_of(self.model, cast_inputs(self.model, batch))
         return self._take_passes()
 
     def state(self) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from regauge.checkpoints.files import format_bytes
+from regauge.checkpoints.files import format_bytes, parse_bytes
 from regauge.errors import BudgetError, FrameError, Hint
 from regauge.split.protocol.frames import nbytes
 
@@ -29,8 +29,6 @@ FRACTION = 0.5
 MIN_BUDGET = 1 << 20  # bytes; less is a typing error
 # A frame has at most a fourth of its client's budget: a pass needs several times its bytes.
 FRAME_SHARE = 4
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -241,10 +239,10 @@ def read_size(text: str) -> int:
     Raises:
         BudgetError: The text is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", text.strip(), re.IGNORECASE)
-    if match is None or (match[3] and not match[2]):
+    size = parse_bytes(text)
+    if size is None:
         raise BudgetError(
             f"a size must be a number of bytes with a unit, got {text[:40]!r}",
             hint="write 500M, 8G or 8GiB",
         )
-    return int(float(match[1]) * (_BINARY if match[3] else _UNITS)[match[2].lower()])
+    return size

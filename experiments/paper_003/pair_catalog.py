@@ -75,7 +75,7 @@ def _asset() -> Placed:
     task = {"kind": "text", "classes": 1024, "length": 128, **READ[0]}
     how = "two folders that lie with the other assets"
     return Placed(
-        "GPT-2 of the assets",
+        "GPT-2, provided pair",
         ("gpt2_pair/seed1", "gpt2_pair/seed2"),
         task,
         text,
@@ -141,7 +141,7 @@ def _emotion(name: str, folder: str, first: int, pad: int) -> Placed:
 
 
 PLACED: dict[str, dict[str, Placed]] = {
-    "small": {"asset": _asset()},
+    "small": {"gpt2-provided": _asset()},
     "paper": {
         "imfeld": _imfeld(),
         "roberta": _emotion("RoBERTa, fine-tuned", "roberta-base", 0, 1),
@@ -275,6 +275,6 @@ def _from_folders(lab: Lab, kind: str, about: Subject) -> Pair:
         model = load_model(Path(lab.assets / folder), "float32")
         states.append({name: t.detach().clone() for name, t in model.state_dict().items()})
     size = sum(t.numel() for t in model.parameters())
-    lab.sizes.setdefault(about.name, {"parameters": size, "from": "the assets"})
+    lab.sizes.setdefault(about.name, {"parameters": size, "from": "the experiments' assets"})
     a, b = (Outcome({}, state) for state in states)
     return Pair(kind, about.name, replace(about, sources=()), a, b)

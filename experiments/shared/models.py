@@ -119,7 +119,7 @@ def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:
 def _absent(source: str, error: Exception) -> UnknownModelError:
     first = (str(error) or type(error).__name__).splitlines()[0]
     return UnknownModelError(
-        f"the model {source} is not here and the hub did not give it: {first}",
+        f"the model {source} is neither in the assets nor on the hub: {first}",
         hint="connect, or use --preset small",
     )
 

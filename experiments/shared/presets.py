@@ -239,7 +239,7 @@ def _small(pico: bool) -> Preset:
     tables = {
         "table2": {"image": vit, "scene": dense},
         "table3": {"image": vit, "text": bert, "dropout": noisy},
-        "table4": {"bert": bert, "gpt2": gpt2, "play": play, "wiki": wiki},
+        "table4": {"bert": bert, "gpt2": gpt2, "shakespeare": play, "wikitext": wiki},
         "table5": {"bert": bert, "gpt2": gpt2},
     }
     return Preset(
@@ -481,7 +481,7 @@ def _locked(
             "gpt2": sentences(gpt2, "score."),
         },
         "figure5": {"image": longer},
-        "figure6": {"play": play, "wiki": wiki},
+        "figure6": {"shakespeare": play, "wikitext": wiki},
     }
 
 
@@ -688,11 +688,11 @@ def _paper() -> Preset:
         "figure7": {"celeba": curved},
         "table2": {"image": vit, "scene": dense},
         "table3": {"image": vit, "text": small},
-        "table4": {"bert": bert, "gpt2": gpt2, "play": wiki},
+        "table4": {"bert": bert, "gpt2": gpt2, "shakespeare": wiki},
         "table5": {"bert": bert, "gpt2": gpt2},
         "table7": {"image": image, "bert": texts[0], "gpt2": texts[1]},
         "figure5": {"image": longer},
-        "figure6": {"play": wiki, "wiki": tuned},
+        "figure6": {"shakespeare": wiki, "wikitext": tuned},
     }
     return Preset(tables, seeds=1, keys=1)
 

@@ -1,5 +1,5 @@
-"""Which defences buy the most: a client's model is trained with each recipe of them, and what the
-server then sees is attacked by whoever adapts.
+"""Accuracy and leakage of combinations of defences (recipes): a client's model is trained with
+each, and adaptive attackers reconstruct images from what the server receives.
 
 Images are divided into those that the client trains on, those that the attacker has (with mirror
 images and shifted ones), and those that both are tested on. The model is trained here, with its
@@ -201,7 +201,7 @@ def recipes(lab: Lab) -> Results:
             ),
         )
     return Results(
-        "Defences of split learning, by what they cost and what they hide",
+        "Defences of split learning: accuracy and leakage",
         tuple(findings),
         tuple(tables),
         (),
@@ -284,10 +284,10 @@ def _measured(scene: Scene, found: Found) -> list[Finding]:
             f"accuracy {accuracy:.3f}; {share:.1%} of images identified, SSIM {alike:.3f} "
             f"({_strongest(trials[0])[0]})"
         )
-        statement = f"What {one.name} costs on {scene.name}"
+        statement = f"Accuracy with {one.name} on {scene.name}"
         out.append(
             Finding(
-                f"utility/{name}",
+                f"accuracy/{name}",
                 statement,
                 None,
                 accuracy,
@@ -299,10 +299,10 @@ def _measured(scene: Scene, found: Found) -> list[Finding]:
                 trials=len(trials),
             )
         )
-        statement = f"What a server that adapts gets through {one.name} on {scene.name}"
+        statement = f"Images that an adaptive server identifies despite {one.name} on {scene.name}"
         out.append(
             Finding(
-                f"leak/{name}",
+                f"identified/{name}",
                 statement,
                 None,
                 share,
@@ -337,11 +337,11 @@ def _best(scene: Scene, found: Found) -> list[Finding]:
         }
         best = max(useful, key=lambda one: useful[one][0], default=None)
         statement = (
-            f"On {scene.name}, some defence leaves at most {budget:.0%} of images "
-            "identifiable and at least half of what there is to learn"
+            f"On {scene.name}, some combination of defences leaves at most {budget:.0%} of images "
+            "identifiable and keeps at least half of the accuracy above chance"
         )
         said = (
-            "none does"
+            "no combination qualifies"
             if best is None
             else f"{best.name}: accuracy {useful[best][0]:.3f}, {useful[best][1]:.1%} "
             f"identified, SSIM {useful[best][2]:.3f}"
@@ -389,23 +389,22 @@ def _table(scene: Scene, found: Found) -> Table:
         )
     floor = _mean([o["floor"][0] for trials in found.values() for o in trials])
     note = (
-        f"Accuracy on {scene.parts[2]} images with the defences on; share of "
-        f"{scene.attack['targets']} images whose reconstruction is nearest to its "
-        "own original of all of them, by the strongest attack on one pass, on "
-        f"{scene.attack['passes']} passes of the same images, and of all; the "
-        f"best SSIM (the mean image has {floor:.3f}); the strongest attack. A guess identifies "
-        f"{1 / scene.attack['targets']:.1%}. The "
-        "list of recipes was settled while seed 0 was looked at; the other seeds, which divide "
-        "the images otherwise, came after it."
+        f"Accuracy on {scene.parts[2]} images with the defences applied, mean and standard "
+        f"deviation over seeds. Identified: the share of {scene.attack['targets']} images that are "
+        "nearest to their own reconstruction, by the strongest attack on one pass, on "
+        f"{scene.attack['passes']} passes, and overall; a guess identifies "
+        f"{1 / scene.attack['targets']:.1%}. SSIM is the highest of any attack; the mean image has "
+        f"{floor:.3f}. The combinations were chosen with seed 0; the other seeds split the images "
+        "differently and were run afterwards."
     )
     heads = (
         "defences",
         "accuracy",
-        "+-",
+        "±",
         "identified, one pass",
-        f"{scene.attack['passes']} passes",
+        f"identified, {scene.attack['passes']} passes",
         "identified",
         "SSIM",
-        "strongest",
+        "strongest attack",
     )
     return Table(f"Recipes on {scene.name}", heads, tuple(rows), note)

@@ -271,7 +271,7 @@ PAGES: dict[str, Page] = {
                 "DeiT-S, MJP|1:.1f} %",
                 "variance in 3 principal components: {ViT, plain|1:.1f} % → {ViT, MJP|1:.1f} %",
                 "Variance of the position embeddings that the first principal components explain.",
-                verdict="same direction, smaller",
+                verdict="same sign, no clear difference",
             ),
             "002-table8": Entry(
                 "Positions can be predicted from their embeddings.",

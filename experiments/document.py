@@ -173,12 +173,9 @@ def _findings(name: str, findings: tuple[Finding, ...]) -> list[str]:
     file = f"[`{name}.json`](../results/{name}.json)"
     if not shown:
         return [f"Findings: {len(findings)}, in {file}.", ""]
-    count = "all" if len(shown) == len(findings) else f"{len(shown)} of"
-    what = (
-        "" if len(shown) == len(findings) else " with a verdict" if shown != failed else " failed"
-    )
+    kind = "Failed findings" if shown == failed != judged else "Findings"
     return [
-        f"Findings{what} ({count} {len(findings)} in {file}):",
+        f"{kind} ({len(shown)} of {len(findings)} in {file}):",
         "",
         "| finding | value | ± | baseline | control | verdict |",
         "|---|---|---|---|---|---|",

@@ -187,7 +187,13 @@ def _features(findings: Iterable[Finding]) -> str:
             ]
         )
     lines += _table(
-        ["model", "key", "known inputs", "unknown inputs, public embedding", "the text itself"],
+        [
+            "model",
+            "key",
+            "known tokens needed",
+            "unknown inputs, public embedding",
+            "the text itself",
+        ],
         rows,
     )
     return "\n".join(

@@ -84,7 +84,7 @@ def leaks(lab: Lab) -> Results:
         findings += [_finding(f"{text}/{what}", found, what) for what in found[0]]
     rows = [(f.id, f.floor, f.value, f.ceiling) for f in findings]
     facts = lab.facts("split/leaks", len(trials))
-    note = "Shares of 1. The control is perfect recovery."
+    note = "The control is perfect recovery."
     missing = [
         f"{s.name} ({s.data.uri} is not in the assets)"
         for s in SCENES[lab.preset_name]

@@ -227,8 +227,8 @@ def neurons(size: int, activation: str, *, gated: bool = False, over: str | None
             size,
             Scaling(positive=False),
             over,
-            why="the gate's function follows permutations; up and down may be scaled against "
-            "each other",
+            why="the gate's activation commutes with permutations; up and down may be scaled "
+            "against each other",
         )
     group, why = _ACTIVATIONS.get(
         activation, (Permutation(), f"{activation} follows permutations only")

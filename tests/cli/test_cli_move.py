@@ -74,7 +74,7 @@ def test_inspect(run: Run, llama: Path) -> None:
     assert result.err == ""
     for line in (
         "embed           1      16,384",
-        "ffn.0..3   172       4  monomial     4,825         688  the gate's function",
+        "ffn.0..3   172       4  monomial     4,825         688  the gate's activation",
         "folding (9 norms, 0 scales): stream would be orthogonal",
         "covered: 214,592 of 214,592 parameters",
     ):

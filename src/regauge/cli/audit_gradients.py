@@ -141,7 +141,7 @@ def gradients(
         typer.Option(
             "--attacks",
             metavar="A,A",
-            help="Attacks by name, or all. Default: all but descents, which take minutes.",
+            help="Attacks by name, or all. Default: all but optimization, which takes minutes.",
         ),
     ] = None,
     optimized: Annotated[
@@ -150,7 +150,7 @@ def gradients(
             "--optimized",
             min=1,
             metavar="N",
-            help="Updates per combination that descents attack.",
+            help="Updates per combination to attack by optimization.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 2,
@@ -229,9 +229,9 @@ def gradients(
 ) -> int:
     """Measure what gradients of federated training leak.
 
-    Computes updates as a client of federated learning does, with each combination of defences,
-    and attacks them: closed forms, spans, optimization. Trains nothing. Ends with a verdict in
-    words.
+    Computes updates as a federated client does, under each combination of defences, and attacks
+    them in closed form, by spans of gradients and by optimization. Trains nothing. Ends with a
+    verdict.
     """
     check_outputs(json, report)
     passed = passed_options(context)

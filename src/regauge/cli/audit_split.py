@@ -163,10 +163,9 @@ def split(
 ) -> int:
     """Measure what the server of split learning learns.
 
-    Trains the model split, with each combination of defences, and attacks the features and
-    gradients that the server received: images by the paper's decoder, and by decoders and
-    inversions that expect shuffles; texts token by token. Reports utility against privacy, with
-    a verdict in words.
+    Trains the model by split learning under each combination of defences, and attacks the
+    features and gradients that the server receives: images by decoders and inversions that adapt
+    to shuffles, texts token by token. Reports utility against privacy, and a verdict.
     """
     check_outputs(json, report)
     noise_levels, radius_levels = (

@@ -52,8 +52,8 @@ def evaluate(
 ) -> int:
     """Measure loss, and accuracy or perplexity, of models.
 
-    Evaluates all models on the same data. A standard error and the value of a guess that reads no
-    input stand beside each number.
+    Evaluates all models on the same data. Each number comes with its standard error and with the
+    value of a guess that reads no input.
     """
     check_outputs(json, report)
     if key is None and (control or retrained or passphrase_file is not None):

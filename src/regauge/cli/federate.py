@@ -234,7 +234,7 @@ def federate(
         typer.Option(
             "--drop",
             metavar="X",
-            help="Share of contributions to drop on purpose.",
+            help="Share of contributions to drop, to simulate failing clients.",
             rich_help_panel=options.ADVANCED,
         ),
     ] = 0.0,

@@ -322,7 +322,7 @@ def compare(
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Match also models that share a basis already, with a control."
+            "--deep", help="Also match models that already share a basis, with a control."
         ),
     ] = False,
     shared_tokens: SharedTokens = False,

@@ -47,7 +47,7 @@ def merge(
         typer.Option(
             "--weight",
             metavar="W",
-            help="Weight of a model, in their order; once: for each. Default: 1.",
+            help="Weight of each model, in order; a single weight applies to all. Default: 1.",
         ),
     ] = None,
     parameter: Annotated[

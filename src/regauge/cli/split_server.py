@@ -239,7 +239,7 @@ def serve(
             "--accumulate",
             min=1,
             metavar="N",
-            help="Losses per step. Default: 1.",
+            help="Losses per optimizer step. Default: 1.",
             rich_help_panel=options.TRAINING,
         ),
     ] = None,

@@ -174,8 +174,8 @@ def table5(lab: Lab) -> Results:
         *(f"paper: {c}" for c in (*COLUMNS, "accuracy")),
     )
     note = (
-        f"{count} images of {lab.open(images).name}; puzzles of ratio {RATIO:g}, models of MJP "
-        f"trained with {how('J')['ratio']:g}; batch 1, float32 "
+        f"{count} images of {lab.open(images).name}; puzzles of ratio {RATIO:g}, MJP models "
+        f"trained at ratio {how('J')['ratio']:g}; batch 1, float32 "
         "unless stated otherwise. Random weights replace the paper's ViT-S. (a) to (c) compare "
         "with "
         "the input, (d) with the original. FFT2D is a cosine distance, here corrected: it equals "

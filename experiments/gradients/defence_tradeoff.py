@@ -270,9 +270,7 @@ def _build_results(
 
 
 def _worth(leak: Mapping[str, Any]) -> float:
-    """What an attacker has, in one number: dB above the floor, and AUC above a guess as tenths of
-    it.
-    """
+    """Return one number for a leak: dB above the baseline plus ten times the AUC above a guess."""
     return max(leak["above"] or 0.0, 0.0) + 10 * max((leak["auc"] or 0.5) - 0.5, 0.0)
 
 
@@ -363,8 +361,8 @@ def received(
     label: str,
     noise: torch.Generator,
 ) -> dict[str, Tensor]:
-    """The mean of the updates of clients with `plan.batch` samples each. Noise of several is drawn
-    as one, of the size that their mean has.
+    """The mean of the updates of clients with `plan.batch` samples each. The noise of all clients
+    is sampled once, with the scale of their mean.
     """
     for defence in plan.update_defences:
         if not isinstance(defence, Withhold | Noise | Private):
@@ -432,8 +430,8 @@ def _each(
 
 
 def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """What the first update gives away under a recipe: the best attack above the floor, with an
-    interval over updates; patches; labels.
+    """Measure the leakage of the first update under a recipe: the best attack above the baseline,
+    with an interval over updates; patches; labels.
     """
     model = trained(p, data["weights"]).model
     for q in model.parameters():
@@ -468,7 +466,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         name: [a - b for a, b in zip(got.scores[LEAK], low, strict=False)]
         for name, got in row.by_attack.items()
     }
-    # Of an update of several images, one number: they share it, and are no trials of their own.
+    # Of an update of several images, one number: they share it, and are not independent trials.
     by = {
         name: [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
         for name, values in gaps.items()
@@ -560,7 +558,7 @@ def _tuned(
 
 
 def _updates(lab: Lab, size: int) -> int:
-    """How many updates of so many images are attacked: what a leak is the mean over."""
+    """Return the number of updates of a size that are attacked."""
     return 2 if lab.preset_name == "pico" else {1: 48, 8: 16, 32: 10, 128: 8, 256: 7}[size]
 
 

@@ -195,7 +195,7 @@ def _audit(
     root: str = "",
     **more: Any,
 ) -> dict[str, Any]:
-    """What an audit finds: [floor, value, ceiling] and seconds, by attack."""
+    """Run an audit: [floor, value, ceiling] and seconds, by attack."""
     within, fold = GROUPS[group]
     parameters: dict[str, Any] = {
         "what": what,

@@ -296,8 +296,8 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
         steps=steps,
     )
     how = replace(how, momentum=recipe.get("momentum", 0.0), clip=recipe.get("clip", 0.0))
-    # In float64 rows change nothing but rounding, which then does not grow: what a defence costs is
-    # told from what chance does to a training.
+    # In float64 shuffled rows change only the rounding, which then does not grow: the cost of a
+    # defence is distinguishable from chance.
     model = build(p["model"], seed, uri_of(data, "source")).to(
         work.device, getattr(torch, recipe.get("dtype", "float32"))
     )
@@ -316,7 +316,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
 
 
 def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Watch a victim with its defences, attack what was seen, and score it against the truth."""
+    """Record the features of a defended victim, attack them, and score the reconstructions."""
     plan, seed, batch = p["plan"], int(p["seed"]), int(p["recipe"]["batch"])
     model = build(p["model"], seed, uri_of(data, "source"))
     model.load_state_dict(data["victim"].tensors)
@@ -369,8 +369,8 @@ def _base(combination: str) -> str:
 
 
 def _paper_table(case: Case, bare: Bare) -> Table:
-    """The paper's table, its numbers beside ours: under its own decoder, with and without positions
-    in the features, and under the best attack.
+    """Return the paper's table with our numbers: under its decoder, with and without positions in
+    the features, and under the best attack.
     """
     heads: tuple[str, ...] = (
         "defences",
@@ -430,12 +430,12 @@ def _paper_table(case: Case, bare: Bare) -> Table:
 
 
 def seeds_of(case: Case) -> int:
-    """How many victims stand behind each row."""
+    """Return the number of victims of each row."""
     return max(1, len(case.rows[0].accuracies))
 
 
 def _claims(case: Case) -> list[Finding]:
-    """The paper's claim, with its own attacker; and what is left of it under the others."""
+    """Check the paper's claim under its own attacker and under the others."""
     out = []
     pairs = [
         (row, case.row(report.without_rows(row.combination) or ""))

@@ -366,8 +366,8 @@ def attack(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
 
 
 def examples_of(task: Mapping[str, Any], data: Data) -> Examples:
-    """Images with their labels, or, of images whose classes are none of the model's, with labels by
-    turns.
+    """Return images with their labels, or with alternating labels if the classes are not the
+    model's.
     """
     if "label" in data.fields and int(np.max(data["label"])) < int(task["classes"]):
         return prepare(task, data)

@@ -2,10 +2,10 @@
 each, and adaptive attackers reconstruct images from what the server receives.
 
 Images are divided into those that the client trains on, those that the attacker has (with mirror
-images and shifted ones), and those that both are tested on. The model is trained here, with its
-crossings defended as a client's are (`split.defences`); that a server's backbone is the same is
-`split/equality`'s business. Attackers know the recipe and the client's weights: they make pairs as
-the client would, in order where they need it.
+images and shifted ones), and those that both are tested on. The model is trained here, with the
+defences of a client (`defences.split`); `split/equality` shows that a server's backbone is the
+same. Attackers know the recipe and the client's weights: they compute pairs as the client would, in
+order if they need it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from regauge.results.findings import Finding, Results, Table, spread_of
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defences as the command line names them; and what is no defence of the registry: `blocks` of
-    the backbone that the client keeps, and the share of another sample of the batch that is `mixed`
-    into each.
+    """Defences as named on the command line, and two that are not in the registry: the number of
+    `blocks` that the client keeps local, and the share of another sample that is `mixed` into each.
     """
 
     defences: tuple[str, ...] = ()
@@ -163,13 +162,11 @@ BUDGETS = (
     0.5,
     0.25,
     0.1,
-)  # shares of images that may be told from all others by what the best attack makes of them
+)  # shares of images that the best attack may re-identify
 
 
 def recipes(lab: Lab) -> Results:
-    """Utility against leakage of defences and their combinations, under attackers who adapt: which
-    to recommend.
-    """
+    """Utility and leakage of combinations of defences, under adaptive attackers."""
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     scenes = [
         s
@@ -239,8 +236,8 @@ IDENTIFIED = 3  # the place of that share in an attack's numbers; SSIM has the f
 
 
 def _strongest(one: Mapping[str, Any], place: int = IDENTIFIED) -> tuple[str, float]:
-    """The attack that gets most. One that names nobody identifies nobody: by the best naming a
-    third of other people's faces fit, too.
+    """Return the strongest attack. Attacks without an order of images are left out of
+    identification: the best assignment also fits a third of other images.
     """
     fit = [name for name in one["attacks"] if place != IDENTIFIED or not _is_nameless(name)]
     name = max(fit, key=lambda attack: (one["attacks"][attack][place], one["attacks"][attack][0]))

@@ -144,7 +144,7 @@ def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:
 
 
 def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Train, look on as the server does, and attack: by what is attacked, [floor, value]."""
+    """Train, record as the server does, and attack: [floor, value] by the attacked quantity."""
     seed, samples = int(p["seed"]), int(p["samples"])
     pixels, labels = pictures_of(data["images"], int(p["side"]))
     order = np.random.default_rng(0).permutation(len(pixels))

@@ -67,8 +67,8 @@ PAGES: dict[str, Page] = {
                 "permuted|1:.2f} % (columns)",
                 "The dense model segments scenes composed of MNIST digits with one linear "
                 "layer: accuracy over all pixels (aAcc), mean intersection over union (mIoU) "
-                "and mean accuracy over classes (mAcc). *No key* is the permuted model on plain "
-                "inputs.",
+                "and mean accuracy over classes (mAcc). In findings, *scene* is the dense "
+                "model, and *no key* the permuted model on plain inputs.",
             ),
             "000-table3": Entry(
                 "Training with permuted rows or columns gives the same model as plain training.",
@@ -338,8 +338,7 @@ PAGES: dict[str, Page] = {
                 "The endpoints of all experiments on these pages, trained with budgets that fit "
                 "two cores. `python -m experiments 003/pairs` trains them in hours; the other "
                 "`003/...` only read them. A finding is the worst endpoint of its kind; its "
-                "goal is 0.15 nats below the bigram, or an accuracy 25 points above a guess "
-                "(0.25).",
+                "goal is 0.15 nats below the bigram, or an accuracy 25 points above a guess.",
             ),
             "003-barriers": Entry(
                 "Matching removes the barrier between models trained from different seeds.",
@@ -350,7 +349,10 @@ PAGES: dict[str, Page] = {
                 "weights|3:.3f} without data, {#goal/gpt2/refined:.3f} refined",
                 "Norms are folded and heads untied; nothing else changes. The published numbers "
                 "belong to other models: compare the share of the vanilla barrier (the barrier "
-                "without matching) that is left.",
+                "without matching) that is left. Findings: *endpoints* is the highest loss of "
+                "an endpoint, *function* the largest change of an endpoint's loss by matching "
+                "and folding; *goal* findings are barriers: shares of vanilla, or nats for the "
+                "refined GPT-2 and ViT.",
             ),
             "003-table3": Entry(
                 "Matching is cheap compared with the merges that need data.",
@@ -361,7 +363,10 @@ PAGES: dict[str, Page] = {
                 "is a head-by-head transcription of the paper's formulas and reaches the same "
                 "distance. The times of Fisher, RegMean and OT-ACTS include loading and "
                 "tokenizing their data (for BERT an estimated 4.6 of RegMean's 6.5 CPU "
-                "seconds), which makes matching look cheaper.",
+                "seconds), which makes matching look cheaper. Findings: *seconds* is the ratio "
+                "of regauge's version of the paper's matcher to plain numpy, *share* the ratio "
+                "of its seconds to those of a merge, *distance* the relative difference of the "
+                "two distances.",
             ),
         },
     ),
@@ -376,10 +381,10 @@ PAGES: dict[str, Page] = {
                 "by weights|3:.1f} %; BERT, Fisher: {BERT/Fisher/unmatched|3:.1f} % → "
                 "{BERT/Fisher/regauge, by weights|3:.1f} %",
                 "The merges of the paper: *Simple* averages, *Fisher* weighs by the Fisher "
-                "information, *RegMean* solves for the outputs of linear layers; the OT merges "
-                "transport neurons, by weights (WTS) or by activations (ACTS), softly or "
-                "exactly (EMD). *regauge, by weights* matches all spaces with norms folded, the "
-                "refined variant adds gradient steps on unlabelled inputs. CPU seconds of "
+                "information, *RegMean* fits the outputs of linear layers by least squares; the "
+                "OT merges transport neurons, by weights (WTS) or by activations (ACTS), softly "
+                "or exactly (EMD). *regauge, by weights* matches all spaces with norms folded, "
+                "the refined variant adds gradient steps on unlabelled inputs. CPU seconds of "
                 "methods with data include loading the data. A finding is the gain of accuracy; "
                 "at most 0.005 may be lost.",
             ),
@@ -400,9 +405,9 @@ PAGES: dict[str, Page] = {
                 "Two models are matched in part or in whole, and merged. The paper leaves out "
                 "attention, FFN or rescaling. Beyond the paper, the order of heads and the "
                 "residual stream are matched too; *regauge, by weights* matches all spaces with "
-                "norms folded. [The merges](rotation-symmetry-merges.md). Findings named "
-                "*distance* are the distance after the paper's matcher, as a share, against "
-                "that of a matcher without one part.",
+                "norms folded. [The merges](rotation-symmetry-merges.md). A finding "
+                "*distance/x* is the distance after the paper's matcher, as a share of "
+                "unmatched; its control is the distance after matcher x.",
                 verdict="in part: rescaling adds nothing, the stream and folded norms most",
             ),
         },
@@ -526,7 +531,9 @@ PAGES: dict[str, Page] = {
                 f"unmodified models, which the paper did not try. Settings, as in the paper: "
                 f"(a) the update is of the plain image; (b) of the image under a puzzle of "
                 f"ratio 0.9; (c) as (b), without the unknown embedding; (d) as (b), compared "
-                f"with the original image.",
+                f"with the original image. Findings in dB: *plain*, *a* and *unknown* are least "
+                f"squares on a plain model, on an MJP model in (a), and in (c); *paper* "
+                f"findings are the claims on APRIL.",
                 verdict=(
                     "**refuted** for updates without a puzzle, and for puzzles without the "
                     "unknown embedding: a closed-form attack recovers the image; with both, it "

@@ -2,8 +2,8 @@
 
     results = EXPERIMENTS["000/table2"](Lab("small", seeds=3))
 
-A `Lab` holds the preset and its seeds, and where to find and keep things. Every number that an
-experiment reports comes from cells (`shared.cells`): what was computed once is not computed again.
+A `Lab` holds the preset, its seeds, and the folders of assets and cache. Every number that an
+experiment reports comes from a cached cell (`shared.cells`).
 """
 
 from __future__ import annotations

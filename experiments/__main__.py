@@ -1,6 +1,4 @@
-"""`python -m experiments ID`: the papers' tables and figures, computed on this machine and set
-beside theirs.
-"""
+"""`python -m experiments ID`: compute a table or figure of the papers, with the paper's numbers."""
 
 from __future__ import annotations
 
@@ -27,14 +25,15 @@ class UnknownExperimentError(RegaugeError):
 
 def reproduce(
     id: Annotated[  # noqa: A002
-        str | None, typer.Argument(metavar="ID", help="Which: 000/table2, say. --list names all.")
+        str | None,
+        typer.Argument(metavar="ID", help="Experiment, such as 000/table2. --list shows all."),
     ] = None,
     preset: Annotated[
         str,
         typer.Option(
             "--preset",
             metavar="small|paper",
-            help="Minutes on two cores, or the paper's own models and data.",
+            help="Small models, minutes on two cores; or the paper's models and data.",
         ),
     ] = "small",
     seeds: Annotated[
@@ -48,12 +47,12 @@ def reproduce(
         typer.Option(
             "--assets",
             metavar="DIR",
-            help="Where data and models lie. Default: $REGAUGE_ASSETS, or ../shared/assets.",
+            help="Folder of data and models. Default: $REGAUGE_ASSETS, or ../shared/assets.",
         ),
     ] = None,
     json: options.JsonFile = None,
     report: options.Report = None,
-    listed: Annotated[bool, typer.Option("--list", help="Name the experiments.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List the experiments.")] = False,
     device: options.Device = "cpu",
     threads: Annotated[
         int | None,
@@ -62,7 +61,7 @@ def reproduce(
             min=1,
             max=256,
             metavar="N",
-            help="Threads that compute. Default: torch's own.",
+            help="Compute threads. Default: those of torch.",
         ),
     ] = None,
     jobs: Annotated[
@@ -72,19 +71,19 @@ def reproduce(
             min=1,
             max=256,
             metavar="N",
-            help="Processes, of one thread each, for parts of an experiment that do not wait "
-            "for each other. Default: with preset small on the CPU "
-            "as many as there are cores, up to 8.",
+            help="Processes of one thread each, for independent parts of an experiment. "
+            "Default: with preset small on the CPU, one per core, up to 8.",
         ),
     ] = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Run a table or figure of the papers and set its numbers beside theirs. Computed cells are
-    cached in $REGAUGE_CACHE, so an interrupted run resumes. Exit code 3 if a finding that should
-    hold does not.
+    """Compute a table or figure of the papers and compare its numbers. Cells are cached in
+    $REGAUGE_CACHE, so an interrupted run resumes. Exit code 3 if a finding that should hold does
+    not.
     """
     need("transformers", "experiments")
     from experiments import EXPERIMENTS
+    from experiments.former_words import rename_results
     from experiments.shared.runner import Lab, default_assets
 
     if listed:
@@ -107,7 +106,7 @@ def reproduce(
             progress=progress,
             jobs=jobs or _jobs(preset, device, threads),
         )
-        results = EXPERIMENTS[id](lab)
+        results = rename_results(EXPERIMENTS[id](lab))  # cached cells may hold former words
     results = replace(results, facts={"command": facts_of_run()["command"], **results.facts})
     return deliver(
         results,

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.catalog import PAGES, Entry
-from experiments.former_words import renamed
+from experiments.former_words import load_renamed
 from experiments.lock_report import render_lock_report
 from regauge.checkpoints.files import write_bytes
-from regauge.results.findings import Finding, Results, Table, load_results
+from regauge.results.findings import Finding, Results, Table
 from regauge.results.report import format_number
 
 SHOWN_FINDINGS = 26  # of one result; beyond, only those with a verdict, then only those that fail
@@ -23,8 +23,13 @@ SHOWN_FINDINGS = 26  # of one result; beyond, only those with a verdict, then on
 HEAD = """# Results
 
 What the papers report and what regauge measures, table by table. Every number on these pages is
-rendered from the findings in `docs/results` (`python -m experiments.document docs`); a test holds
-the pages to them. *Checks* are findings with a tolerance or a goal.
+read from `docs/results`; `python -m experiments.document docs` writes the pages, and a test checks
+that they match.
+
+A *finding* is one measured number with its baseline (a tolerance, or the score of a random guess)
+and its control (the plain model, or a case that must fail). A *check* is a finding that has to meet
+a tolerance or a goal. "No better than a guess" means at most a fifth of the way from a guess to the
+plain model. MJP is training with masked jigsaw puzzles.
 """
 TAIL = """## Reproduce a table
 
@@ -36,27 +41,25 @@ python -m experiments 000/table2 --preset paper --device cuda  # the paper's mod
 ```
 
 - **Presets.** `small` builds ViT, BERT and GPT-2 of the transformers library from small configs and
-  trains them on data in `--assets DIR` (or `$REGAUGE_ASSETS`); images fall back to scikit-learn's
-  digits. `paper` uses the paper's models and data: timm's ViT-Base on CIFAR-10, BERT and GPT-2 on
-  IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in the folder `ADEChallengeData2016`
-  of the assets. Missing files are named. The `paper` preset has not been run for these pages.
-- **Cache.** Every training and test is cached in `$REGAUGE_CACHE` (`~/.cache/regauge/experiments`)
-  by the hash of its parameters, its data and its version. An interrupted run resumes, in the middle
-  of a training too, and ends with the same bits on the same number of threads.
-- **Baseline and control.** A score is read between that of a guess (the baseline) and that of the
-  plain model (the control); an error between rounding (the baseline) and a control that must fail.
+  trains them on data in `--assets DIR` (or `$REGAUGE_ASSETS`); without image files it uses
+  scikit-learn's digits. `paper` uses the paper's models and data: timm's ViT-Base on CIFAR-10, BERT
+  and GPT-2 on IMDB, a small BERT on SNLI, GPT-2 on WikiText-2, and ADE20k in the folder
+  `ADEChallengeData2016` of the assets. An error names any missing file. The `paper` preset has not
+  been run for these pages.
+- **Cache.** Every training and every test is cached in `$REGAUGE_CACHE`
+  (`~/.cache/regauge/experiments`) by the hash of its parameters, data and version. An interrupted
+  run resumes, also within a training, and gives the same bits on the same number of threads.
 
 ## Limits
 
 - **Small models.** `small` fits two cores: accuracies are far below the papers'. Sizes and
-  learning rates were chosen by the test accuracy of one seed, so that accuracies are slightly
+  learning rates were chosen by the test accuracy of one seed, so accuracies are slightly
   optimistic. The comparisons do not depend on that choice.
-- **Training is compared in float64 without dropout.** Two equivalent ways of training then agree to
+- **Training is compared in float64 without dropout**, where two equivalent trainings agree to
   rounding. The papers' gaps (97.75 against 97.94) come from rounding and random masks. With dropout
   the masks differ, and runs agree in distribution only.
 - **Padding masks.** The permutation-equivariance paper reports that BERT's padding mask breaks
-  permuted rows. It does if the mask keeps its order; regauge permutes the mask too.
-- "No better than a guess" means at most a fifth of the way from a guess to the plain model.
+  permuted rows. It does if the mask is not permuted; regauge permutes the mask too.
 """
 
 REFERENCE = re.compile(r"\{(#?)([^{}|:]+(?::[^{}|]*)?)((?:\|\d+){0,2}):([^{}:|]*)\}")
@@ -73,8 +76,7 @@ def render_overview(results: Mapping[str, Results]) -> str:
         lines += ["| | claim | paper | regauge | verdict |", "|---|---|---|---|---|"]
         for key, entry in entries.items():
             result = results[key]
-            title = renamed(result.title.split(":")[0])
-            link = f"[{title}](experiments/{name}.md#{_slug(renamed(result.title))})"
+            link = f"[{_short(result.title)}](experiments/{name}.md#{_slug(result.title)})"
             cells = (link, entry.claim, fill(entry.paper, result), fill(entry.ours, result))
             lines.append(f"| {' | '.join(cells)} | {_verdict(entry, result)} |")
         lines.append("")
@@ -93,7 +95,7 @@ def render_page(name: str, results: Mapping[str, Results]) -> str:
         _section(key, entry, results[key]) for key, entry in page.entries.items() if key in results
     ]
     parts.append("[All results](../experiments.md)\n")
-    return renamed("\n".join(parts))
+    return "\n".join(parts)
 
 
 def fill(template: str, results: Results) -> str:
@@ -123,6 +125,12 @@ def _row_of(table: Table, name: str) -> tuple[Any, ...]:
             if "/".join(str(cell) for cell in row[:count]) == name:
                 return row
     raise KeyError(f"{table.title}: no row {name}")
+
+
+def _short(title: str) -> str:
+    """Return the number of a table or figure, or the whole title if it has none."""
+    number, _, _ = title.partition(":")
+    return number if number.startswith(("Table", "Figure")) else title
 
 
 def _slug(title: str) -> str:
@@ -160,12 +168,16 @@ def _findings(name: str, findings: tuple[Finding, ...]) -> list[str]:
     judged = [f for f in findings if f.holds is not None]
     failed = [f for f in judged if not f.holds]
     shown = next((list(some) for some in (findings, judged) if len(some) <= SHOWN_FINDINGS), failed)
-    lines = [f"All {len(findings)} findings: [`{name}.json`](../results/{name}.json).", ""]
+    if not findings:
+        return []
+    file = f"[`{name}.json`](../results/{name}.json)"
     if not shown:
-        return lines
+        return [f"Findings: {len(findings)}, in {file}.", ""]
+    kind = "Failed findings" if shown == failed != judged else "Findings"
     return [
-        *lines,
-        "| finding | value | spread | baseline | control | |",
+        f"{kind} ({len(shown)} of {len(findings)} in {file}):",
+        "",
+        "| finding | value | ± | baseline | control | verdict |",
         "|---|---|---|---|---|---|",
         *(_row(f) for f in shown),
         "",
@@ -178,17 +190,18 @@ def _run(facts: Mapping[str, Any]) -> str:
     counted = facts.get("pairs") or facts["seeds"]
     kind = "pairs" if "pairs" in facts else "seeds"
     trials = (
-        ", ".join(f"{n} {what}" for what, n in counted.items())
+        ", ".join(f"{what} {n}" for what, n in counted.items())
         if isinstance(counted, dict)
         else counted
     )
     command = facts["command"].replace("regauge reproduce", "python -m experiments")
-    cost = f"preset {facts['preset']}, {trials} {kind}, {facts['minutes of computing']} minutes"
-    return f"`{command}`: {cost}. {f'{models}. ' if models else ''}{versions}."
+    cost = f"preset {facts['preset']}; {kind}: {trials}; {facts['minutes of computing']} minutes"
+    return f"`{command}` ({cost}). {f'{models}. ' if models else ''}{versions}."
 
 
 def _describe(details: Any) -> str:
     rest = ", ".join(f"{what} {value}" for what, value in details.items() if what != "parameters")
+    rest = re.sub(r"\b(trained on|then on|tested on) ([\d,]+) of ", r"\1 \2 examples of ", rest)
     return f"{details['parameters']:,} parameters, {rest}"
 
 
@@ -220,7 +233,7 @@ def _row(f: Finding) -> str:
 
 def build_pages(folder: Path) -> dict[str, str]:
     """Render all pages from a folder of results, by their paths below docs/."""
-    results = {path.stem: load_results(path) for path in sorted(folder.glob("*.json"))}
+    results = {path.stem: load_renamed(path) for path in sorted(folder.glob("*.json"))}
     pages = {"experiments.md": render_overview(results)}
     for name, page in PAGES.items():
         if results.keys() & page.entries.keys():

@@ -10,21 +10,22 @@ HEAD = """# What a lock is worth
 
 A lock transforms the backbone of a model by a secret element; embedding and head stay as they are.
 It is **obfuscation, not encryption**: the weights still hold everything that the model knows, in
-another basis. This page measures which adversary undoes it (`python -m experiments lock/attacks`).
-`regauge audit lock LOCKED --against BASE --data ...` measures it on your own model, and those
-numbers are the ones that count for you.
+another basis. This page measures which adversaries undo it (`python -m experiments lock/attacks`).
+`regauge audit lock LOCKED --against BASE --data ...` measures it on your own model; rely on those
+numbers, not on these.
 
 To protect files at rest, use `regauge seal`. To protect weights from the machine that computes with
 them, use a trusted execution environment. A lock only raises the cost of a theft.
+
+*Drift* stands in for fine-tuning: noise in proportion to the standard deviation of each tensor,
+added to every tensor of the base. GPT-2 (G) is a small text generator.
 """
 TAIL = """## Assumptions
 
 - The adversary knows the architecture, the group of the lock (its record states it) and this
   library, but not the key.
-- A key has 32 random bytes, and the element is derived from the key and the model's digest. Keys
-  are not guessed: all attacks go around them.
-- Drift is noise in proportion to each tensor's standard deviation, added to every tensor. It
-  stands in for fine-tuning.
+- A key has 32 random bytes, and the element is derived from the key and the model's digest. The
+  attacks recover the element; they do not guess the key.
 - Not measured: active adversaries who change inputs and watch outputs; timing; several locked
   models of one family at once; learned orders on large models.
 """
@@ -49,14 +50,14 @@ def _groups(findings: Iterable[Finding]) -> str:
     standing = sorted({f.id.split("/")[2] for f in near if (f.value or 0) < 0.99})
     seen = {
         group: [
-            f for f in _of(found, "features") if f.id.split("/")[2:] == [group, "seen features"]
+            f for f in _of(found, "features") if f.id.split("/")[2:] == [group, "unknown inputs"]
         ]
         for group in ("permutation", "signed", "rotation")
     }
     lines = ["## Which group", ""]
-    but = f" but: {', '.join(standing)}" if standing else ""
+    but = f" except {', '.join(standing)}" if standing else ""
     lines += [
-        f"With a base at a drift of at most 0.1, the whole key is found under every group{but}."
+        f"With a base at a drift of at most 0.1, the whole key is recovered under every group{but}."
     ]
     shares = "; ".join(f"{group} {_range(fs)}" for group, fs in seen.items() if fs)
     lines += [
@@ -96,7 +97,7 @@ def _public_base(findings: Iterable[Finding]) -> str:
         "",
         (
             "An adversary who has the model that yours was fine-tuned from matches it with the "
-            "locked backbone and obtains the key. Share of the key, over models and keys:"
+            "locked backbone and obtains the key. Share of the key recovered, over models and keys:"
         ),
         "",
     ]
@@ -115,7 +116,7 @@ def _public_base(findings: Iterable[Finding]) -> str:
         [
             *lines,
             "",
-            *_real(_of(findings, "real")),
+            *_real(_of(findings, "fine-tune")),
             (
                 "**A lock is worth nothing against this adversary.** The base cannot be hidden "
                 "either: invariants under every key identify it (`regauge fingerprint`, the attack "
@@ -133,7 +134,7 @@ def _real(found: Sequence[Finding]) -> list[str]:
         found[0].id.split("/")[1],
         ", ".join(f"{f.id.split('/')[2]} {f.value or 0:.1%}" for f in found),
     )
-    return [f"A real fine-tune ({name}) and the base it was tuned from: {shares}.", ""]
+    return [f"A real fine-tune ({name}) and its base, share of the key: {shares}.", ""]
 
 
 def _edges(findings: Iterable[Finding]) -> str:
@@ -143,7 +144,9 @@ def _edges(findings: Iterable[Finding]) -> str:
         "",
         (
             "Embedding and head are stored unlocked, and training has aligned the backbone with "
-            "them. Share of the permuted stream's order that is found without base, data or labels:"
+            "them. Share of the permutation of the residual stream that an attack finds without "
+            "base, "
+            "data or labels:"
         ),
         "",
     ]
@@ -151,7 +154,7 @@ def _edges(findings: Iterable[Finding]) -> str:
     lines += _table(["model", "a guess", "found"], rows)
     lost = [f.id.split("/")[1] for f in found if (f.value or 0) >= 0.99]
     said = (
-        f"The order of the stream restores the owner's model: {' and '.join(lost)} are lost."
+        f"The permutation restores the owner's model: {' and '.join(lost)} are broken."
         if lost
         else "None is found completely."
     )
@@ -167,15 +170,13 @@ def _features(findings: Iterable[Finding]) -> str:
     lines = [
         "### Features under one key",
         "",
-        "The adversary sees what enters the locked backbone. Share of the key, or of the text:",
+        "The adversary observes the features that enter the locked backbone. Share recovered:",
         "",
     ]
     rows = []
     for model, group in dict.fromkeys(tuple(f.id.split("/")[1:3]) for f in found):
         by = {f.id.split("/")[3]: f for f in found if f.id.split("/")[1:3] == [model, group]}
-        known, seen, text = (
-            by.get(name) for name in ("known inputs", "seen features", "vocabulary")
-        )
+        known, seen, text = (by.get(name) for name in ("known inputs", "unknown inputs", "text"))
         rows.append(
             [
                 model,
@@ -186,7 +187,13 @@ def _features(findings: Iterable[Finding]) -> str:
             ]
         )
     lines += _table(
-        ["model", "key", "known inputs", "unknown inputs, public embedding", "the text itself"],
+        [
+            "model",
+            "key",
+            "known tokens needed",
+            "unknown inputs, public embedding",
+            "the text itself",
+        ],
         rows,
     )
     return "\n".join(
@@ -208,7 +215,8 @@ def _theft(findings: Iterable[Finding]) -> str:
         "### No related model, but labels",
         "",
         (
-            "The locked backbone is intact. A thief trains a new embedding and head, or all of it. "
+            "A thief trains a new embedding and head around the locked backbone, or fine-tunes "
+            "all of it. "
             "Accuracy:"
         ),
         "",
@@ -226,12 +234,19 @@ def _theft(findings: Iterable[Finding]) -> str:
             cells = [best.value, by["scratch"].value, best.floor, best.ceiling]
             rows.append([group, labels, *("" if c is None else f"{c:.3f}" for c in cells)])
     lines += _table(
-        ["lock", "labels", "best theft", "the labels alone", "locked, unchanged", "owner"],
+        [
+            "lock",
+            "labels",
+            "best theft",
+            "trained on the labels alone",
+            "locked, unchanged",
+            "owner",
+        ],
         rows,
     )
     lines += [
         "",
-        "The difference between theft and labels alone is what the lock failed to protect.",
+        "The gain of the best theft over the labels alone is what the lock fails to protect.",
         *_patience(_of(findings, "patience")),
         "",
     ]
@@ -246,7 +261,7 @@ def _patience(found: Sequence[Finding]) -> list[str]:
     labels = found[0].id.rsplit(" ", 1)[1]
     return [
         (
-            f"A longer training with {labels} labels reaches {best:.3f}; the labels alone reach "
+            f"Longer training with {labels} labels reaches {best:.3f}; the labels alone reach "
             f"{by['scratch']:.3f}."
         )
     ]

@@ -82,8 +82,8 @@ def render_families() -> dict[str, str]:
         "",
         (
             "Each family has a page with the spaces of its models, the group of each space, and "
-            "what keeps the group from being larger. `regauge inspect MODEL` prints the same for "
-            "your model, with sizes."
+            "why the group is not larger. `regauge inspect MODEL` prints this for your model, with "
+            "sizes."
         ),
         (
             "Models of other architectures: [discover](guides/discover.md), or "
@@ -135,18 +135,20 @@ def render_families() -> dict[str, str]:
             (
                 "*Folded* is the group after the gains of norms are folded into the next layers "
                 "(`fold_norms`). `ffn.*` is one space per layer. A space *over* another has one "
-                "member for each of its positions. [All models](../families.md)"
+                "member for each index of that space, as `qk.*` for each head. "
+                "[All models](../families.md)"
             ),
             "",
         ]
         previous: list[tuple[str, ...]] = []
+        first = ""
         for name in EXAMPLE_MODELS[family.name]:
             spec = picos.spec_of(picos.build(name))
             rows = list(space_rows(spec))
             if rows == previous:
-                lines += [f"`{name}`: the same.", ""]
+                lines += [f"`{name}`: the same spaces as `{first}`.", ""]
                 continue
-            previous = rows
+            previous, first = rows, name
             lines += [
                 f"`{name}` (as {type(picos.build(name)).__name__}):",
                 "",
@@ -206,6 +208,11 @@ def render_attacks() -> dict[str, str]:
             "Each page states what the attack sees and recovers, why it works, and what stops it. "
             "*Baseline* is the score of a guess, *control* the score without protection."
         ),
+        (
+            "The *element* of a key is its secret transform, a *member* the part of an element on "
+            "one space, and the *stream* the residual stream ([concepts](../concepts.md)). *Other "
+            "images of the kind* are images of the same distribution that the attacker has."
+        ),
         "",
     ]
     names = [info.name for info in pkgutil.iter_modules(package.__path__)]
@@ -236,10 +243,8 @@ def render_module(name: str, pages: dict[str, str]) -> list[str]:
         page = f"{name}-{function.__name__}"
         first, sections = parse_docstring(function)
         pages[f"attacks/{page}.md"] = render_attack(name, function, first, sections)
-        lines.append(
-            f"| [{title_of(function.__name__)}]({page}.md) | {sections.get('Sees', '')} | "
-            f"{sections.get('Recovers', '')} |"
-        )
+        sees, recovers = (sections.get(title, "").rstrip(".") for title in ("Sees", "Recovers"))
+        lines.append(f"| [{title_of(function.__name__)}]({page}.md) | {sees} | {recovers} |")
     return [*lines, ""]
 
 
@@ -424,9 +429,9 @@ def render_reference() -> str:
         "",
         (
             "The names of `__all__` of `regauge`, `regauge.audit`, `regauge.federated`, "
-            "`regauge.jigsaw` and `regauge.split`; each is imported on first use. Examples use "
-            'folders "model" and "vit" and what they hold, `model` and `vit`, and labelled '
-            "`images`. [What is public](policy.md)."
+            "`regauge.jigsaw` and `regauge.split`; each is imported on first use. In "
+            'examples, "model" and "vit" are model folders, `model` and `vit` the loaded modules, '
+            "and `images` labelled data. [What is public](policy.md)."
         ),
         "",
     ]

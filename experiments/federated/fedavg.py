@@ -1,11 +1,11 @@
-"""Federated training and what it gives away: FedAvg with and without masked jigsaw puzzles, with
-frozen parts and with parts that are each client's own, on even and on unlike data; and clients that
-begin apart, averaged plainly and after a match.
+"""Accuracy and leakage of federated training: FedAvg with and without masked jigsaw puzzles, with
+frozen parts and with parts that clients keep local, on IID and non-IID data; and averages of
+clients with different initializations, unmatched and matched.
 
-Accuracy is of the averaged model, with the part of its own where a client has one (the mean of
-clients). Leakage is of two kinds, at the first, the middle and the last round: of updates exactly
-as they were sent, and of the worst case, an update of one image and one step from the same state
-with the same defences. The attacker is the server (`federated.auditing`).
+Accuracy is that of the averaged model, combined with each client's local part if there is one (the
+mean over clients). Leakage is measured in the first, the middle and the last round: of the updates
+as sent, and of the worst case, an update of one image and one step from the same state with the
+same defences. The attacker is the server.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "FedAvg": {},
     "FedAvg + MJP": {"jigsaw": 0.3},
     "FedAvg + MJP, embedding frozen": {"jigsaw": 0.3, "defences": ["freeze=embedding"]},
-    "FedAvg + MJP, embedding of one's own": {"jigsaw": 0.3, "defences": ["withhold=embedding"]},
+    "FedAvg + MJP, embedding kept local": {"jigsaw": 0.3, "defences": ["withhold=embedding"]},
     "FedAvg, embedding and first block frozen": {"defences": ["freeze=embedding,first"]},
 }
 PARTS: Mapping[str, Mapping[str, Any]] = {
-    "even": {"partition": "iid"},
-    "unlike": {"partition": "dirichlet", "alpha": 0.3},
+    "IID": {"partition": "iid"},
+    "non-IID": {"partition": "dirichlet", "alpha": 0.3},
 }
 TRAINING = {
     "small": {
@@ -120,9 +120,9 @@ FUSION = {
     },
 }
 FUSED: Mapping[str, Mapping[str, Any]] = {
-    "as they stand": {"strategy": "fedavg", "looks": False},
-    "after a match on noise": {"strategy": "matched", "looks": False},
-    "after a match on the server's inputs": {"strategy": "matched", "looks": True},
+    "unmatched": {"strategy": "fedavg", "looks": False},
+    "matched on noise": {"strategy": "matched", "looks": False},
+    "matched on the server's inputs": {"strategy": "matched", "looks": True},
 }
 DATA = {"train": From("digits"), "test": From("digits", split="test")}
 TASK = {"kind": "images", "classes": 10, "mean": [0.3], "std": [0.38], "size": 8}
@@ -139,7 +139,7 @@ def model_of(preset: str) -> dict[str, Any]:
 
 
 def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """One run: accuracy of every round, and what updates gave away."""
+    """Run federated training: the accuracy of every round, and the leakage of updates."""
     settings = read_settings({"clip": 0.0, **p["settings"], "seed": p["seed"]})
     examples, test = prepare(p["task"], data["train"]), prepare(p["task"], data["test"])
     model = prepare_model(build(p["model"], int(p["seed"])), settings).to(work.device)
@@ -289,8 +289,8 @@ FUSE = Cell("federated-fuse", 2, fuse)
 
 
 def training(lab: Lab) -> Results:
-    """FedAvg with and without MJP and with parts of the model frozen, on even and unlike parts:
-    accuracy and leakage.
+    """FedAvg with and without MJP and with frozen parts, on IID and non-IID data: accuracy and
+    leakage.
     """
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     lab.total = len(WAYS) * len(PARTS) * len(trials)
@@ -303,20 +303,21 @@ def training(lab: Lab) -> Results:
     rows = [(way, part, *_row(many)) for (way, part), many in found.items()]
     columns = (
         "training",
-        "parts",
+        "partition",
         "accuracy",
-        "spread",
-        "one image: PSNR at first, dB",
-        "at last",
-        "the mean image",
-        "one image: AUC of patches at last",
-        "as sent: PSNR at last",
-        "as sent: AUC at last",
-        "labels told, as sent",
+        "accuracy ±",
+        "one image: PSNR in the first round (dB)",
+        "one image: PSNR in the last round (dB)",
+        "the mean image (dB)",
+        "one image: patch AUC, last round",
+        "as sent: PSNR, last round (dB)",
+        "as sent: patch AUC, last round",
+        "as sent: labels recovered",
     )
     note = (
-        "Means over seeds; the spread is the standard deviation. Attacks: all but descents, "
-        "those that practise on updates of their own too."
+        "Means and standard deviations over seeds. One image: an update of one image in one step. "
+        "As sent: the updates of the run. All attacks but the descents, including those that learn "
+        "from the attacker's own updates."
     )
     findings = [
         f
@@ -338,7 +339,7 @@ def training(lab: Lab) -> Results:
     )
     facts = lab.facts("federated/training", len(trials), settings=TRAINING[lab.preset_name])
     return Results(
-        "Federated training, and what it gives away",
+        "Federated training: accuracy and leakage",
         tuple(findings),
         (Table("Accuracy and leakage", columns, tuple(rows), note),),
         (figure,),
@@ -360,7 +361,7 @@ def _trained(lab: Lab, way: str, part: str, trial: int) -> Mapping[str, Any]:
         "seed": trial,
     }
     data = {name: lab.open(source) for name, source in DATA.items()}
-    return lab.run(TRAIN, parameters, data, f"{way}, {part} parts, seed {trial}").values
+    return lab.run(TRAIN, parameters, data, f"{way}, {part} data, seed {trial}").values
 
 
 def _leak(many: Sequence[Mapping[str, Any]], kind: str, name: str, which: int) -> float | None:
@@ -400,12 +401,12 @@ def _claims(
         out.append(
             Finding(
                 f"{part}/{way}/accuracy",
-                f"{way} on {part} parts: how often the averaged model is right.",
+                f"{way} on {part} data: accuracy of the averaged model.",
                 None,
                 statistics.fmean(last),
                 CHANCE,
                 base,
-                "the ceiling is FedAvg as it is",
+                "the control is plain FedAvg",
                 measure="accuracy",
                 spread=spread_of(last),
                 trials=trials,
@@ -416,14 +417,14 @@ def _claims(
         if ceiling is not None:
             shown = floor if leak is None else leak
             detail = (
-                "no attack on images could try: what it needs is not sent"
+                "no attack on images applies: the tensors that it needs are not sent"
                 if leak is None
                 else "updates of one image in the first round"
             )
             out.append(
                 Finding(
                     f"{part}/{way}/leak",
-                    f"{way} on {part} parts: what a server makes of an update.",
+                    f"{way} on {part} data: what a server recovers from an update.",
                     None,
                     shown,
                     floor,
@@ -444,12 +445,12 @@ def _claims(
 
 
 def fusion(lab: Lab) -> Results:
-    """Clients that never shared an initialisation: plain FedAvg against averaging after a match."""
+    """Clients with different initializations: plain FedAvg against averaging after matching."""
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     lab.total = len(FUSED) * len(trials)
     found = {way: [_fused(lab, way, trial) for trial in trials] for way in FUSED}
-    rounds = len(found["as they stand"][0]["accuracy"])
-    alone = statistics.fmean(a for one in found["as they stand"] for a in one["alone"])
+    rounds = len(found["unmatched"][0]["accuracy"])
+    alone = statistics.fmean(a for one in found["unmatched"] for a in one["alone"])
 
     def at(way: str, n: int) -> list[float]:
         return [one["accuracy"][n] for one in found[way]]
@@ -459,24 +460,24 @@ def fusion(lab: Lab) -> Results:
         for way in FUSED
     ]
     columns = (
-        "clients that begin apart, averaged",
+        "average of the clients",
         *(f"round {n + 1}" for n in range(rounds)),
-        "spread of round 1",
+        "round 1 ±",
     )
     note = (
         "Accuracy on half of the server's examples, means over seeds; the clients "
-        f"themselves have {100 * alone:.1f} %. Inputs are the other half."
+        f"alone have {100 * alone:.1f} %. The server's inputs are the other half."
     )
-    plain = statistics.fmean(at("as they stand", 0))
+    plain = statistics.fmean(at("unmatched", 0))
     findings = [
         f
         for way in list(FUSED)[1:]
-        for f in _fusions(lab, way, at(way, 0), at("as they stand", 0), alone)
+        for f in _fusions(lab, way, at(way, 0), at("unmatched", 0), alone)
     ]
-    detail = {"clients alone": alone, "as they stand": plain}
+    detail = {"clients alone": alone, "unmatched": plain}
     facts = lab.facts("federated/fusion", len(trials), settings=FUSION[lab.preset_name]) | detail
     return Results(
-        "Clients that begin apart",
+        "Clients with different initializations",
         tuple(findings),
         (Table("Accuracy after each round", columns, tuple(rows), note),),
         (),
@@ -487,10 +488,10 @@ def fusion(lab: Lab) -> Results:
 def _fusions(
     lab: Lab, way: str, matched: Sequence[float], plain: Sequence[float], alone: float
 ) -> list[Finding]:
-    """What a match must reach."""
+    """Check the average after matching against the unmatched one and against chance."""
     mean, base = statistics.fmean(matched), statistics.fmean(plain)
     detail = (
-        f"{100 * mean:.1f} % {way}, {100 * base:.1f} % as they stand, the clients themselves "
+        f"{100 * mean:.1f} % {way}, {100 * base:.1f} % unmatched, the clients alone "
         f"{100 * alone:.1f} %"
     )
     better = min(m - p for m, p in zip(matched, plain, strict=True)) > 0
@@ -505,7 +506,7 @@ def _fusions(
     return [
         Finding(
             f"goal/{way}/better",
-            what + "better than as the clients stand, with every seed.",
+            what + "better than unmatched, with every seed.",
             better if judged else None,
             mean,
             base,
@@ -515,8 +516,9 @@ def _fusions(
         ),
         Finding(
             f"goal/{way}/works",
-            what + "at least half of what the clients have above chance, where as they stand the "
-            "average is at chance (below twice of it).",
+            what
+            + "at least half of the clients' accuracy above chance, while the unmatched average "
+            "is below twice the chance level.",
             works if judged else None,
             mean,
             CHANCE,
@@ -537,4 +539,6 @@ def _fused(lab: Lab, way: str, trial: int) -> Mapping[str, Any]:
     }
     parameters["steps"] = 5 if lab.preset_name == "pico" else None
     data = {name: lab.open(source) for name, source in DATA.items()}
-    return lab.run(FUSE, parameters, data, f"clients that begin apart, {way}, seed {trial}").values
+    return lab.run(
+        FUSE, parameters, data, f"clients with different initializations, {way}, seed {trial}"
+    ).values

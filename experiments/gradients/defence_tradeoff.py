@@ -1,12 +1,11 @@
-"""Beyond paper 002: what each defence costs a federated training and what it leaves to the best
-attack, over the number of images in what the server sees. The front of the two is the advice.
+"""Beyond the masked-jigsaw paper: the accuracy of federated training under each combination of
+defences (a recipe), and its leakage by the number of images in an update.
 
-A ViT that was trained on 4,000 images of CIFAR-10 is trained on with 40,000 of them, in rounds of
-128 (256 where the server is to see sums of as many) that are shared out among clients. Most of the
-first images come again (3,188 are among the 40,000), so that accuracy is that of going on, not of
-unseen clients alone; none of them is attacked or tested on. Each client defends its own update, and
-the server has their mean. Its start is attacked, since that is when gradients are largest. The
-attacker has the client's code and images of the kind, and practises under each recipe.
+A ViT trained on 4,000 images of CIFAR-10 is trained further on 40,000, in rounds of 128 images (256
+for sums of as many) that are divided among clients. The 40,000 contain 3,188 of the first images;
+none of either set is attacked or used for tests. Each client defends its own update, and the server
+receives their mean. The first updates are attacked, because gradients are largest there. The
+attacker has the client's code and similar images, and trains under each recipe.
 """
 
 from __future__ import annotations
@@ -141,7 +140,7 @@ def front(lab: Lab) -> Results:
         points.setdefault(f"{size} image{'s' if size > 1 else ''}", []).append(
             [max(leak["above"] or 0.0, 0.0), 100 * level, recipe]
         )
-    rows.append(("no training at all", None, 100 * start, *[None] * 10))
+    rows.append(("no further training", None, 100 * start, *[None] * 10))
     found_all = _build_results(
         lab,
         rows,
@@ -184,29 +183,30 @@ def _build_results(
 ) -> Results:
     leaked = (
         "best attack",
-        "dB above floor",
+        "dB above the mean image",
         "upper 95 % (dB)",
-        "patches (AUC)",
+        "patch AUC",
         "upper 95 % (AUC)",
         "labels",
         "epsilon",
     )
-    heads = ("recipe", "images", "accuracy", "spread", *leaked, "keeps accuracy", "hides")
+    heads = (
+        "defences",
+        "images per update",
+        "accuracy (%)",
+        "accuracy ±",
+        *leaked,
+        "keeps accuracy",
+        "hides",
+    )
     note = (
-        "Images: of how many images one thing that the server sees is made. Accuracy in "
-        f"percent after the same training with the recipe, {seeds} "
-    )
-    note += (
-        "seeds. Leakage of the first update, of the attack that gets most, in dB above the "
-        "mean image, and AUC of patches; upper ends of 95 % "
-    )
-    note += (
-        "intervals over updates. Keeps accuracy: within the seeds' spread of the "
-        f"undefended run. Hides: within {NEAR} dB and AUC {GUESS} of the "
-    )
-    note += (
-        "floor at those upper ends, on other images too where accuracy is kept. Epsilon is "
-        "for all steps, without amplification by sampling."
+        "Accuracy after the same training under the defences, mean and standard deviation over "
+        f"{seeds} seeds. Leakage is that of the first update under the strongest attack: dB above "
+        "the mean image, and AUC of patch membership, each with the upper end of its 95 % interval "
+        "over updates. Labels: share recovered. Keeps accuracy: within the standard deviation of "
+        f"the undefended run. Hides: both upper ends are within {NEAR} dB and AUC {GUESS}; where "
+        "accuracy is kept, on other images too. Epsilon is for all steps, without amplification by "
+        "sampling."
     )
     at_one = [r for r, size in safe if size == 1]
     hidden = [pair for pair, leak in leaks.items() if is_hidden(leak)]
@@ -222,7 +222,7 @@ def _build_results(
     said = f"at batch 1: {', '.join(at_one)}" if at_one else f"none at batch 1; {more}"
     statement = (
         "There is a recipe at batch 1 under which the strongest attack is within 0.5 dB "
-        "and AUC 0.55 of its floor (95 % interval), at an "
+        "and AUC 0.55 of its baseline (95 % interval), at an "
     )
     statement += "accuracy within the seeds' spread of the undefended run."
     judged = lab.preset_name != "pico"  # two updates of digits judge nothing
@@ -230,7 +230,7 @@ def _build_results(
     measure = "dB above the mean image"
     findings = [
         Finding(
-            "goal/recipe",
+            "goal/single images",
             statement,
             bool(at_one) if judged else None,
             leaks[least]["above"],
@@ -241,7 +241,7 @@ def _build_results(
             trials=_updates(lab, least[1]),
         ),
         Finding(
-            "goal/aggregate",
+            "goal/sums",
             "The same at some number of images in what the server sees.",
             bool(safe) if judged else None,
             None if best is None else leaks[best]["above"],
@@ -262,7 +262,7 @@ def _build_results(
     return results(
         lab,
         "gradients/front",
-        "Leakage, batch and accuracy of recipes for federated training",
+        "Defences of federated training: leakage, batch size and accuracy",
         findings,
         (table,),
         (figure,),
@@ -270,9 +270,7 @@ def _build_results(
 
 
 def _worth(leak: Mapping[str, Any]) -> float:
-    """What an attacker has, in one number: dB above the floor, and AUC above a guess as tenths of
-    it.
-    """
+    """Return one number for a leak: dB above the baseline plus ten times the AUC above a guess."""
     return max(leak["above"] or 0.0, 0.0) + 10 * max((leak["auc"] or 0.5) - 0.5, 0.0)
 
 
@@ -363,8 +361,8 @@ def received(
     label: str,
     noise: torch.Generator,
 ) -> dict[str, Tensor]:
-    """The mean of the updates of clients with `plan.batch` samples each. Noise of several is drawn
-    as one, of the size that their mean has.
+    """The mean of the updates of clients with `plan.batch` samples each. The noise of all clients
+    is sampled once, with the scale of their mean.
     """
     for defence in plan.update_defences:
         if not isinstance(defence, Withhold | Noise | Private):
@@ -432,8 +430,8 @@ def _each(
 
 
 def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """What the first update gives away under a recipe: the best attack above the floor, with an
-    interval over updates; patches; labels.
+    """Measure the leakage of the first update under a recipe: the best attack above the baseline,
+    with an interval over updates; patches; labels.
     """
     model = trained(p, data["weights"]).model
     for q in model.parameters():
@@ -468,7 +466,7 @@ def leak(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Ou
         name: [a - b for a, b in zip(got.scores[LEAK], low, strict=False)]
         for name, got in row.by_attack.items()
     }
-    # Of an update of several images, one number: they share it, and are no trials of their own.
+    # Of an update of several images, one number: they share it, and are not independent trials.
     by = {
         name: [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
         for name, values in gaps.items()
@@ -560,7 +558,7 @@ def _tuned(
 
 
 def _updates(lab: Lab, size: int) -> int:
-    """How many updates of so many images are attacked: what a leak is the mean over."""
+    """Return the number of updates of a size that are attacked."""
     return 2 if lab.preset_name == "pico" else {1: 48, 8: 16, 32: 10, 128: 8, 256: 7}[size]
 
 

@@ -1,10 +1,8 @@
-"""The red team against locks, measured: which group resists which attack. `docs/threat-model.md` is
-made of what this finds.
+"""Red-team attacks on locks: which group resists which attack, for `docs/threat-model.md`.
 
-Three models that the tables of paper 000 use already are locked and attacked: a ViT that was
-trained here, a GPT-2 of the assets, and a Llama with grouped queries. Fine-tuning between the
-public base and the locked model is a drift: noise of a share of each tensor's own spread, on every
-tensor.
+Three models are locked and attacked: a ViT that is trained here, a GPT-2 of the assets, and a Llama
+with grouped queries. Drift stands in for fine-tuning between the public base and the locked model:
+noise of a share of each tensor's standard deviation, on every tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from regauge.results.findings import Finding, Results, Table, spread_of
 
 State = dict[str, torch.Tensor]
 
-# What a lock may draw from: the kind of its members, and whether norms are folded first.
+# The groups of a lock: the kind of its members, and whether norms are folded first.
 GROUPS: dict[str, tuple[str, bool]] = {
     "permutation": ("permutation", False),
     "signed": ("signed", False),
@@ -69,7 +67,7 @@ def attacks(lab: Lab) -> Results:
     """Locks of every group under every attack: a public base with drift, features, hidden states,
     and theft with few labels.
     """
-    image, play = lab.preset.tables["table2"]["image"], lab.preset.tables["table4"]["play"]
+    image, play = lab.preset.tables["table2"]["image"], lab.preset.tables["table4"]["shakespeare"]
     keys = range(1 if lab.preset_name == "pico" else 2)
     drifts, trials = DRIFTS[lab.preset_name], range(lab.trials)
     has_llama = (lab.assets / LLAMA).exists()
@@ -181,7 +179,7 @@ def attacks(lab: Lab) -> Results:
             "the locked file alone, of models that the attack was not tuned on (python -m "
             "experiments 003/pairs trains them)"
         )
-    return Results("The red team against locks", tuple(findings), tables, (), facts, tuple(missing))
+    return Results("Red-team attacks on locks", tuple(findings), tables, (), facts, tuple(missing))
 
 
 def _audit(
@@ -197,7 +195,7 @@ def _audit(
     root: str = "",
     **more: Any,
 ) -> dict[str, Any]:
-    """What an audit finds: [floor, value, ceiling] and seconds, by attack."""
+    """Run an audit: [floor, value, ceiling] and seconds, by attack."""
     within, fold = GROUPS[group]
     parameters: dict[str, Any] = {
         "what": what,
@@ -379,7 +377,7 @@ def _of_bases(
         share = _mean(found, "public base")
         judged = judge and drift <= 0.1 and group == "permutation"
         said = f"{share:.1%} of the key in {_mean(found, 'public base', 3):.1f} s"
-        statement = f"A public base gives {group} keys of {name} away, at a drift of {drift}"
+        statement = f"A public base reveals {group} keys of {name}, at a drift of {drift}"
         out.append(
             _finding(
                 f"base/{name}/{group}/{drift}",
@@ -400,7 +398,9 @@ def _of_real(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> list
         said = f"{share:.1%} of the key in {_mean(found, 'public base', 3):.1f} s"
         statement = f"{name}, locked by {group}, is undone by its public base"
         out.append(
-            _finding(f"real/{name}/{group}", statement, found, "public base", said, share >= KNOWN)
+            _finding(
+                f"fine-tune/{name}/{group}", statement, found, "public base", said, share >= KNOWN
+            )
         )
     return out
 
@@ -418,8 +418,8 @@ def _real_table(name: str, real: Mapping[str, Sequence[Mapping[str, Any]]]) -> T
             )
         )
     note = (
-        "Share of the key from the base that it was really tuned from, which anybody can "
-        "have; and how surely what no key changes tells that base."
+        "Share of the key that the public base of the fine-tune reveals; lineage: by how much the "
+        "base is nearer than an unrelated model in the invariants."
     )
     return Table(
         "A real fine-tune and its public base",
@@ -436,7 +436,7 @@ def _of_edges(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Finding]
             f"{_mean(found, 'public edges'):.1%} of the order of the stream in "
             f"{_mean(found, 'public edges', 3):.1f} s"
         )
-        statement = f"What the locked file of {name} gives away alone: no base, no data"
+        statement = f"The locked file of {name} alone reveals the order of the stream"
         out.append(
             _finding(
                 f"edges/{name}/permutation",
@@ -462,17 +462,27 @@ def _edges_table(alone: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
             )
         )
     note = (
-        "Share of the stream's order that the locked file gives away by itself, from its "
-        "embedding and head; then what the locked model, the one "
-        "that was so unlocked, and the owner's are worth (accuracy; of language models minus "
-        "nats of a next token)."
+        "Order found: the share of the stream's permutation that the locked file reveals, from its "
+        "embedding and head. The last three columns are accuracies, or for language models minus "
+        "the loss per token in nats."
     )
     return Table(
-        "Nothing but the locked file",
-        ("model", "floor", "order found", "locked", "unlocked by it", "owner's"),
+        "The locked file alone",
+        (
+            "model",
+            "random guess",
+            "order found",
+            "locked model",
+            "with the order found",
+            "owner's model",
+        ),
         tuple(rows),
         note,
     )
+
+
+# the keys of attacks on features in the cells, and their names in findings
+FEATURES = {"known inputs": "known inputs", "seen features": "unknown inputs", "vocabulary": "text"}
 
 
 def _of_features(
@@ -480,18 +490,18 @@ def _of_features(
 ) -> list[Finding]:
     out = []
     for (name, group), found in seen.items():
-        for attack in (a for a in ("known inputs", "seen features", "vocabulary") if a in found[0]):
+        for attack in (a for a in FEATURES if a in found[0]):
             text = attack == "vocabulary"
             statement = (
-                f"{attack.capitalize()} give {'the text' if text else f'{group} keys'} "
-                f"of {name} away"
+                f"{FEATURES[attack].capitalize()} reveal {'the text' if text else f'{group} keys'} "
+                f"of {name}"
             )
             judged = judge and (attack == "known inputs" or group == "permutation")
             holds = _mean(found, attack) >= KNOWN if judged else None
             measure = "share of tokens" if text else "share of the key"
             out.append(
                 _finding(
-                    f"features/{name}/{group}/{attack}",
+                    f"features/{name}/{group}/{FEATURES[attack]}",
                     statement,
                     found,
                     attack,
@@ -516,7 +526,7 @@ def _of_theft(what: str, stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> l
             out.append(
                 _finding(
                     name,
-                    "What a thief without a base gets",
+                    "Accuracy of a thief without a base",
                     found,
                     attack,
                     said,
@@ -549,16 +559,16 @@ def _bases_table(
         "model",
         "lock",
         *(f"drift {d:g}" for d in drifts),
-        "gains and biases",
+        "gains and biases alone",
         "lineage",
         "seconds",
     )
     note = (
-        "Share of the key that whoever has the base recovers, by how far fine-tuning has "
-        "drifted from it; then, at the least drift: from gains and "
-        "biases alone; how much nearer the base is than a stranger in what no key changes; and "
-        "seconds of the whole attack. Of rotations and "
-        "general linear members a row counts if it is right to a tenth."
+        "Drift columns: the share of the key that an adversary with the base recovers, by drift. "
+        "The other columns are at the smallest drift: the share recovered from gains and biases "
+        "alone; by how much the base is nearer than an unrelated model in the invariants (1 means "
+        "equal invariants); and the seconds of the attack. Rows of rotations and of general linear "
+        "members count as recovered if every entry is within 0.1."
     )
     return Table("A public base", heads, tuple(rows), note)
 
@@ -579,14 +589,14 @@ def _features_table(seen: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]])
             )
         )
     note = (
-        "Known inputs: features before and after the key. Seen features: moved features of one "
-        "half of the test's examples, and features of the "
-        "other half through the public embedding. Vocabulary: the tokens of a text, from its "
-        "hidden states in the middle of the open model."
+        "Shares recovered. Known inputs: features before and after the key. Unknown inputs: "
+        "transformed features of one half of the test examples, and features of the other half "
+        "through the public embedding. Text: its tokens, from hidden states in the middle of the "
+        "open model."
     )
     return Table(
-        "Moved features",
-        ("model", "key", "known inputs", "enough", "seen features", "vocabulary"),
+        "Transformed features",
+        ("model", "key", "known inputs", "known tokens needed", "unknown inputs", "text"),
         tuple(rows),
         note,
     )
@@ -604,14 +614,21 @@ def _theft_table(stolen: Mapping[str, Sequence[Mapping[str, Any]]]) -> Table:
             limits = [_mean(found, f"theft/tuned {labels}", place) for place in (0, 2)]
             rows.append((group, int(labels), *ways, *limits))
     note = (
-        "Accuracy of a thief who has no base: the frozen backbone with new edges, all of it "
-        "tuned, and the labels alone; then the locked model as it "
-        "stands, and the owner's. A thief trains for 300 steps of 32 examples, at the better of "
-        "two rates."
+        "Accuracies: a new embedding and head on the frozen backbone; the whole model fine-tuned; "
+        "a model trained from scratch on the same labels; the locked model unchanged; the owner's. "
+        "A thief trains for 300 steps of 32 examples, at the better of two learning rates."
     )
     return Table(
         "Theft without a base",
-        ("lock", "labels", "new edges", "tuned", "from scratch", "locked", "owner's"),
+        (
+            "lock",
+            "labels",
+            "new embedding and head",
+            "fine-tuned",
+            "from scratch",
+            "locked, unchanged",
+            "owner's model",
+        ),
         tuple(rows),
         note,
     )

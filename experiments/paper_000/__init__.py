@@ -1,1 +1,1 @@
-"""Paper 000: permutation of rows and columns, split learning, locked fine-tuning."""
+"""Permutation equivariance (Xu et al.): permuted models, split learning, locked fine-tuning."""

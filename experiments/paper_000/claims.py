@@ -1,6 +1,4 @@
-"""What the tables claim, one finding each, between what a guess gets and what the plain model
-gets.
-"""
+"""The claims of the tables as findings, between a random guess and the plain model."""
 
 from __future__ import annotations
 
@@ -16,9 +14,11 @@ from regauge.results.findings import Finding, spread_of
 
 Scores = dict[str, list[Outcome]]  # by way, one for each trial (and key)
 
+# the names of ways in findings, where they differ from the parameter of the cells
+WAYS = {"moved": "no key", "wrong": "wrong key"}
 MEASURES = ("accuracy", "aAcc", "mIoU", "mAcc", "perplexity")
 SAME = 1e-3  # a share of the examples, or of the perplexity, that rounding may change
-# a model without its key keeps at most this share of the way from a guess to the plain model
+# the largest share of the way from a guess to the plain model that a model without its key reaches
 LOST = 0.2
 KNOWS, KNOWS_TEXT = (
     0.05,
@@ -29,7 +29,7 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-6}
 
 @dataclass(frozen=True)
 class Column:
-    """One measure of one subject in every way: what a table shows of it, and what is claimed."""
+    """One measure of one subject, by way of inference or training."""
 
     key: str
     subject: Subject
@@ -68,7 +68,7 @@ def columns_of(key: str, subject: Subject, scores: Scores) -> list[Column]:
 
 
 def same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
-    """The measure is that of the plain model, trial by trial."""
+    """Check that the measure equals that of the plain model, trial by trial."""
     pairs = list(zip(c.values(way), c.values("plain"), strict=True))
     worst = max(abs(a - b) / (b if c.measure == "perplexity" else 1) for a, b in pairs)
     verb = "Training" if table in ("table3", "table5") else "Inference"
@@ -79,12 +79,12 @@ def same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
     )
     return Finding(
         _id(c, way),
-        f"{verb} with permuted {way} leaves the {c.measure} of {c.subject.name} as it is.",
+        f"{verb} with permuted {way} leaves the {c.measure} of {c.subject.name} unchanged.",
         worst <= SAME if exact else None,
         c.mean(way),
         c.chance,
         c.mean("plain"),
-        detail if exact else f"{detail}; in float32 the rounding of many steps adds up",
+        detail if exact else f"{detail}; in float32, rounding accumulates over many steps",
         _source(table),
         c.measure,
         spread=c.spread(way),
@@ -93,7 +93,7 @@ def same(c: Column, way: str, table: str, *, exact: bool = True) -> Finding:
 
 
 def lost(c: Column, way: str, table: str) -> Finding:
-    """Without the key, no more is left than a guess."""
+    """Check that a model without its key is no better than a guess."""
     value, chance, plain = c.mean(way), c.chance, c.mean("plain")
     gap, left = (
         math.log(chance / x) if c.measure == "perplexity" else x - chance for x in (plain, value)
@@ -105,15 +105,15 @@ def lost(c: Column, way: str, table: str) -> Finding:
         if share > 0
         else "no better than a guess, or worse"
     )
-    given = "normal input" if way == "moved" else "input permuted by a wrong key"
+    given = "plain input" if way == "moved" else "input permuted by a wrong key"
     return Finding(
         _id(c, way),
-        f"The moved {c.subject.name} on {given} is no better than a guess ({c.measure}).",
+        f"The permuted {c.subject.name} on {given} is no better than a guess ({c.measure}).",
         share <= LOST if knows else None,
         value,
         chance,
         plain,
-        detail if knows else "the plain model itself is hardly better than a guess here",
+        detail if knows else "no verdict: the plain model is hardly better than a guess",
         _source(table),
         c.measure,
         spread=c.spread(way),
@@ -121,15 +121,15 @@ def lost(c: Column, way: str, table: str) -> Finding:
     )
 
 
-def in_law(c: Column, way: str, table: str) -> Finding:
+def in_distribution(c: Column, way: str, table: str) -> Finding:
     gap, spread = c.mean(way) - c.mean("plain"), c.spread("plain")
     detail = f"the means differ by {gap:+.4f}" + (
-        f", where seeds alone spread by {spread:.4f}" if spread is not None else ""
+        f"; the standard deviation over seeds is {spread:.4f}" if spread is not None else ""
     )
     return Finding(
         _id(c, way),
-        f"With dropout, training with permuted {way} agrees with plain training in law only: "
-        "the masks fall on other entries.",
+        f"With dropout, training with permuted {way} agrees with plain training in distribution "
+        "only: the masks differ.",
         None,
         c.mean(way),
         c.chance,
@@ -143,7 +143,7 @@ def in_law(c: Column, way: str, table: str) -> Finding:
 
 
 def outputs(c: Column, way: str, table: str) -> Finding:
-    """The logits themselves, not only what they say."""
+    """Check that the logits agree, not only the scores."""
     plain = c.scores["plain"]
     value = max(
         distance(outputs_of(a), outputs_of(b)) for a, b in zip(c.scores[way], plain, strict=True)
@@ -172,8 +172,8 @@ def outputs(c: Column, way: str, table: str) -> Finding:
 def agree(
     c: Column, way: str, table: str, what: str, by_way: Scores, dtype: str, of: Any
 ) -> Finding:
-    """What training ended with is what plain training ended with; the control is what another seed
-    ends with.
+    """Check that permuted and plain training give the same outputs or weights; the control is
+    another seed.
     """
     pairs = list(zip(by_way[way], by_way["plain"], strict=True))
     value = max(distance(of(a), of(b)) for a, b in pairs)
@@ -183,7 +183,7 @@ def agree(
     floor, exact = TOLERANCE[dtype], dtype == "float64"
     statement = (
         f"The {what} of a {c.subject.name} trained with permuted "
-        f"{way}{' and put back' if what == 'weights' else ''} are those of plain training."
+        f"{way}{', permuted back,' if what == 'weights' else ''} equal those of plain training."
     )
     detail = (
         f"{dtype}, after {by_way['plain'][0].values.get('steps', 'all')} steps"
@@ -198,7 +198,7 @@ def agree(
         value,
         floor,
         min(others, default=None),
-        detail if exact else f"{detail}; in float32 the rounding of many steps adds up",
+        detail if exact else f"{detail}; in float32, rounding accumulates over many steps",
         _source(table),
         trials=len(pairs),
     )
@@ -216,10 +216,16 @@ def outputs_of(outcome: Outcome) -> Mapping[str, Any]:
 
 def _id(c: Column, way: str) -> str:
     return (
-        f"{c.key}/{way}"
+        f"{c.key}/{WAYS.get(way, way)}"
         if c.measure in ("accuracy", "perplexity")
-        else f"{c.key}/{way}/{c.measure}"
+        else f"{c.key}/{WAYS.get(way, way)}/{c.measure}"
     )
+
+
+def column_head(c: Column) -> str:
+    """Return the head of a column: the model, its measure and the unit."""
+    unit = "" if c.measure == "perplexity" else " (%)"
+    return f"{c.subject.name}: {c.measure}{unit}"
 
 
 def _source(table: str) -> str:

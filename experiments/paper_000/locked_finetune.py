@@ -1,10 +1,11 @@
-"""Table 7 and Figures 4 to 6 of paper 000: what a locked model is worth to who has its key, and to
-who has not.
+"""Table 7 and Figures 4 to 6 of the permutation-equivariance paper: fine-tuning a locked model with
+and without its key.
 
-With the key, fine-tuning ends where plain fine-tuning ends: the same losses step by step, the same
-weights once unlocked. Without it, the locked weights are trained as they stand. The paper sets that
-beside training from scratch; here stands one control more, the `edges`: what a lock leaves in the
-open, with a fresh backbone. What a thief gets beyond it is what the locked backbone gives away.
+With the key, fine-tuning equals plain fine-tuning: the same losses step by step, the same weights
+once unlocked. Without it, the locked weights are trained unchanged. The paper compares with
+training from scratch; here is one more control, `edges`: embedding and head, which a lock leaves in
+plain, around a randomly initialized backbone. A thief's gain over it is the leak of the locked
+backbone.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from experiments.paper_000.claims import (
     TOLERANCE,
     Column,
     Scores,
+    column_head,
     columns_of,
     distance,
 )
@@ -33,10 +35,10 @@ from regauge.checkpoints.resume import Outcome
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 NAMES = {
-    "plain": "normal",
-    "authorized": "locked, authorized",
-    "unauthorized": "locked, unauthorized",
-    "edges": "edges kept, backbone fresh",
+    "plain": "plain",
+    "authorized": "locked, with the key",
+    "unauthorized": "locked, without the key",
+    "edges": "embedding and head kept, random backbone",
     "scratch": "from scratch",
 }
 PAPER = {
@@ -45,13 +47,13 @@ PAPER = {
     "gpt2": {"plain": 94.03, "authorized": 93.66, "unauthorized": 86.16},
 }
 FOUR = ("plain", "authorized", "unauthorized", "scratch")  # the ways of the paper's figures
-SAID: dict[str, Any] = {
+GENERATION: dict[str, Any] = {
     "prompts": ["ROMEO:", "KING HENRY:"],
     "tokens": 48,
     "temperature": 0.8,
     "dtype": "float32",
 }
-SHORT = {**SAID, "tokens": 8, "dtype": "float64"}
+SHORT = {**GENERATION, "tokens": 8, "dtype": "float64"}
 MARKS = set("|/\\<>`*_[]&$#~")  # what a table or a page could take for its own
 POINTS = 40
 
@@ -97,21 +99,23 @@ def figure6(lab: Lab) -> Results:
     """A locked GPT-2 that writes, and that is fine-tuned: with the key as the plain one; without it
     as a random one, at first.
     """
-    writer, reader = (lab.preset.tables["figure6"][key] for key in ("play", "wiki"))
+    writer, reader = (lab.preset.tables["figure6"][key] for key in ("shakespeare", "wikitext"))
     count = _trials(lab, writer)
     lab.total = _cells(lab, reader, WAYS) + count * (len(FOUR) + (writer.start is not None))
-    said: Scores = {way: [] for way in FOUR}
+    generated: Scores = {way: [] for way in FOUR}
     for trial in range(count):
         begun = lab.begin(writer, trial)
         for way in FOUR:
-            said[way].append(
-                lab.speak(writer, trial, way, begun, SHORT if lab.preset_name == "pico" else SAID)
+            generated[way].append(
+                lab.speak(
+                    writer, trial, way, begun, SHORT if lab.preset_name == "pico" else GENERATION
+                )
             )
-    column, trained = _tuned(lab, "wiki", reader, WAYS)
-    title = "Figure 6: a locked GPT-2 writes, and is fine-tuned"
-    findings = [*_spoken(writer, said), *_claims(column, trained, "000 Fig. 6")]
+    column, trained = _tuned(lab, "wikitext", reader, WAYS)
+    title = "Figure 6: a locked GPT-2 generates text and is fine-tuned"
+    findings = [*_generated(writer, generated), *_claims(column, trained, "000 Fig. 6")]
     figures = (_curves(reader, trained, "000 Fig. 6"), _seen(reader, trained))
-    tables = (_samples(said), _table(title, [column], WAYS, paper=False))
+    tables = (_samples(generated), _table(title, [column], WAYS, paper=False))
     return Results(title, tuple(findings), tables, figures, _facts(lab, "figure6"), _unchecked(lab))
 
 
@@ -158,9 +162,8 @@ def _claims(c: Column, trained: Scores, source: str) -> list[Finding]:
     )
     return [
         Finding(
-            f"{c.key}/authorized",
-            f"Fine-tuning the locked {name} with its key ends where plain fine-tuning ends "
-            f"({c.measure}).",
+            f"{c.key}/with key",
+            f"Fine-tuning the locked {name} with its key equals plain fine-tuning ({c.measure}).",
             max(gaps) <= SAME,
             c.mean("authorized"),
             c.chance,
@@ -172,27 +175,27 @@ def _claims(c: Column, trained: Scores, source: str) -> list[Finding]:
             trials=trials,
         ),
         Finding(
-            f"{c.key}/authorized/losses",
-            f"Every loss on the way of the authorised {name} is that of the plain one.",
+            f"{c.key}/with key/losses",
+            f"Every training loss of the {name} with its key equals that of the plain one.",
             _stray(trained, "authorized") <= TOLERANCE[dtype] if exact else None,
             _stray(trained, "authorized"),
             TOLERANCE[dtype],
             _stray(trained, "unauthorized"),
-            f"{dtype}, {trained['plain'][0].values['steps']} steps; the control is who has no key"
+            f"{dtype}, {trained['plain'][0].values['steps']} steps; the control has no key"
             + ("" if exact else ROUNDING),
             source,
             "largest difference of a loss",
             trials=trials,
         ),
         Finding(
-            f"{c.key}/authorized/weights",
-            f"The weights of the authorised {name}, unlocked after training, are those of plain "
-            "training.",
+            f"{c.key}/with key/weights",
+            f"The weights of the {name} trained with its key, unlocked afterwards, equal those of "
+            "plain training.",
             _apart(trained, "authorized", max) <= TOLERANCE[dtype] if exact else None,
             _apart(trained, "authorized", max),
             TOLERANCE[dtype],
             _apart(trained, "unauthorized", min),
-            f"{dtype}; the control is who has no key" + ("" if exact else ROUNDING),
+            f"{dtype}; the control has no key" + ("" if exact else ROUNDING),
             source,
             trials=trials,
         ),
@@ -200,11 +203,11 @@ def _claims(c: Column, trained: Scores, source: str) -> list[Finding]:
     ]
 
 
-ROUNDING = "; in float32 the rounding of many steps adds up"
+ROUNDING = "; in float32, rounding accumulates over many steps"
 
 
 def _thief(c: Column, source: str) -> Finding:
-    """How far one comes without the key, between a fresh model and the plain one."""
+    """Report fine-tuning without the key, between training from scratch and the plain model."""
     text = c.measure == "perplexity"
     worse = [
         a > b if text else a < b
@@ -212,7 +215,7 @@ def _thief(c: Column, source: str) -> Finding:
     ]
     easy = (
         not text and min(*c.values("unauthorized"), *c.values("plain")) == 1.0
-    )  # everybody has all of it right: the task tells nobody apart
+    )  # every model has all of it right: the task distinguishes none
     kept = _kept(c)
     knows = bool(kept)
     short = (
@@ -221,16 +224,15 @@ def _thief(c: Column, source: str) -> Finding:
         else _points(c)
     )
     detail = (
-        f"{short}; of what pre-training gives over a fresh model, {kept['unauthorized']} are "
-        "left to a thief"
+        f"{short}; a thief keeps {kept['unauthorized']} of the gain from pre-training"
         if knows
         else "pre-training gives little"
     )
-    detail += f", and {kept['edges']} by the edges alone" if "edges" in kept else ""
+    detail += f", and {kept['edges']} with embedding and head alone" if "edges" in kept else ""
     return Finding(
-        f"{c.key}/unauthorized",
-        f"Fine-tuned without the key, the locked {c.subject.name} ends worse than the plain one "
-        f"in every trial ({c.measure}).",
+        f"{c.key}/without key",
+        f"Fine-tuned without the key, the locked {c.subject.name} is worse than the plain one in "
+        f"every trial ({c.measure}).",
         all(worse) if knows and not easy else None,
         c.mean("unauthorized"),
         c.mean("scratch"),
@@ -244,8 +246,8 @@ def _thief(c: Column, source: str) -> Finding:
 
 
 def _kept(c: Column) -> dict[str, str]:
-    """Of what pre-training gives over a fresh model, in accuracy or nats, the share that is left
-    without the key; nothing where it gives little.
+    """Return the share of the gain from pre-training, in accuracy or nats, that is left without the
+    key; empty if pre-training gains little.
     """
     gained = _worth(c, "plain") - _worth(c, "scratch")
     if gained <= (KNOWS_TEXT / 4 if c.measure == "perplexity" else KNOWS):
@@ -302,21 +304,21 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
         else math.nan
     )
     detail = (
-        f"the least loss on the way; a thief keeps {100 * left:.0f} % of what pre-training "
-        "gives over a fresh model"
+        f"the lowest loss during training; a thief keeps {100 * left:.0f} % of the gain from "
+        "pre-training"
         if gained > 0
         else ""
     )
     return [
         Finding(
             "image/validation",
-            f"Trained to its end, the unauthorised {subject.name} has a higher loss on "
-            "validation data than the authorised one in every trial.",
+            f"Trained to the end without the key, the {subject.name} has a higher loss on "
+            "validation data than with the key, in every trial.",
             worse if gained > 0 else None,
             statistics.fmean(least["unauthorized"]),
             statistics.fmean(least["scratch"]),
             statistics.fmean(least["authorized"]),
-            detail or "pre-training gives nothing over a fresh model here",
+            detail or "pre-training gains nothing here",
             "000 Fig. 5",
             "validation loss",
             spread=spread_of(least["unauthorized"]),
@@ -324,10 +326,10 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
         ),
         Finding(
             "image/converged",
-            f"The loss of the authorised {subject.name} on validation data has come to rest.",
+            f"The loss on validation data of the {subject.name} with its key has converged.",
             None,
             mean["authorized"],
-            sentence=f"over the last look it changes by at most {100 * still:.1f} % in a trial",
+            sentence=f"changes by at most {100 * still:.1f} % between the last two evaluations",
             source="000 Fig. 5",
             measure="validation loss",
             trials=len(ends["plain"]),
@@ -335,9 +337,9 @@ def _validated(subject: Subject, trained: Scores) -> list[Finding]:
     ]
 
 
-def _spoken(subject: Subject, said: Scores) -> list[Finding]:
-    """With the key a locked model writes what the plain one writes; without it, its perplexity is
-    that of a model that has learned nothing.
+def _generated(subject: Subject, said: Scores) -> list[Finding]:
+    """Check that a locked model with its key generates the text of the plain one, and that without
+    it its perplexity is that of an untrained model.
     """
     trials = len(said["plain"])
     other = {
@@ -360,21 +362,20 @@ def _spoken(subject: Subject, said: Scores) -> list[Finding]:
     knows = perplexity["plain"] < 0.8 * frequencies
     return [
         Finding(
-            "play/authorized/text",
-            f"The locked {subject.name} with its key writes what the plain one writes, token by "
-            "token.",
+            "shakespeare/with key/text",
+            f"The locked {subject.name} with its key generates the tokens of the plain one.",
             other["authorized"] == 0,
             other["authorized"],
             0.0,
             other["unauthorized"],
-            "by generate, sampled with the same draws; the control is the locked model as it "
-            "stands",
+            "by generate, sampled with the same random numbers; the control is the locked model "
+            "without its key",
             "000 Fig. 6",
             "share of other tokens",
             trials=trials,
         ),
         Finding(
-            "play/authorized",
+            "shakespeare/with key",
             f"The locked {subject.name} with its key has the perplexity of the plain one.",
             max(gaps) <= SAME,
             perplexity["authorized"],
@@ -386,14 +387,14 @@ def _spoken(subject: Subject, said: Scores) -> list[Finding]:
             trials=trials,
         ),
         Finding(
-            "play/locked",
-            f"The locked {subject.name} as it stands tells the next token no better than how "
-            "often each token comes.",
+            "shakespeare/without key",
+            f"The locked {subject.name} without its key predicts the next token no better than "
+            "token frequencies do.",
             perplexity["unauthorized"] >= frequencies if knows else None,
             perplexity["unauthorized"],
             random,
             perplexity["plain"],
-            detail if knows else f"{detail}, and the plain model hardly knows more",
+            detail if knows else f"{detail}, and the plain model is hardly better",
             "000 Fig. 6",
             "perplexity",
             trials=trials,
@@ -424,14 +425,14 @@ def _samples(said: Scores) -> Table:
         for way, found in said.items()
     )
     note = (
-        f"What each writes after “{SAID['prompts'][0]}”: the first trial, sampled at "
-        f"temperature {SAID['temperature']} with the same draws. "
+        f"Continuations of “{GENERATION['prompts'][0]}” in the first trial, sampled at temperature "
+        f"{GENERATION['temperature']} with the same random numbers. "
     )
     note += (
-        "Perplexities on text that none was trained on: geometric means over trials. ¶ is a "
-        "new line, · what cannot be printed here."
+        "Perplexities are on held-out text, geometric means over trials. ¶ is a line break, · a "
+        "character that cannot be shown in a table."
     )
-    return Table("What they write", ("", "perplexity", "sample"), rows, note)
+    return Table("Generated text", ("model", "perplexity", "sample"), rows, note)
 
 
 def shown(text: str) -> str:
@@ -449,9 +450,9 @@ def shown(text: str) -> str:
 def _table(
     title: str, columns: Sequence[Column], ways: Sequence[str], *, paper: bool = True
 ) -> Table:
-    heads: list[str] = [""]
+    heads: list[str] = ["fine-tuning"]
     for c in columns:
-        heads += [f"{c.subject.name}, {c.measure}", "±", *(["paper"] if paper else [])]
+        heads += [column_head(c), "±", *(["paper"] if paper else [])]
     rows = []
     for way in ways:
         cells: list[Any] = [NAMES[way]]
@@ -461,25 +462,22 @@ def _table(
             cells += [round(c.shown(way), 4), None if spread is None else round(unit * spread, 4)]
             cells += [PAPER[c.key].get(way)] if paper else []
         rows.append(tuple(cells))
-    note = (
-        "Means over trials and their standard deviation, in percent (perplexity as it is; "
-        "its mean is geometric), on the test data."
-    )
+    note = "Means over trials (geometric for perplexity) and standard deviations, on the test data."
     note += (
-        ' "Edges kept" is beyond the paper: the embedding that a lock leaves in the open, with '
-        "a fresh backbone."
+        ' "Embedding and head kept" is beyond the paper: the parts that a lock leaves in plain, '
+        "with a randomly initialized backbone."
         if "edges" in ways
         else ""
     )
     left = [(c.subject.name, kept) for c in columns if (kept := _kept(c))]
     detail = [
         f"{name} {kept['unauthorized']}"
-        + (f" (edges alone {kept['edges']})" if "edges" in kept else "")
+        + (f" (with embedding and head alone {kept['edges']})" if "edges" in kept else "")
         for name, kept in left
     ]
     note += (
-        " Of what pre-training gives over a fresh model, in points or nats, a thief without "
-        f"the key keeps: {', '.join(detail)}."
+        " Share of the gain from pre-training (in accuracy or nats) that a thief without the key "
+        f"keeps: {', '.join(detail)}."
         if detail
         else ""
     )
@@ -493,8 +491,8 @@ def _losses(trained: Scores) -> Table:
     rows: list[tuple[Any, ...]] = [
         (NAMES[way], *(round(_at(found, i), 4) for i in chosen)) for way, found in trained.items()
     ]
-    heads = ("validation loss at step", *(f"{looks[i]}" for i in chosen))
-    return Table("The loss on validation data", heads, tuple(rows), "Means over trials, in nats.")
+    heads = ("fine-tuning", *(f"step {looks[i]}" for i in chosen))
+    return Table("Validation loss", heads, tuple(rows), "Means over trials, in nats.")
 
 
 def _at(found: Sequence[Outcome], look: int) -> float:
@@ -517,7 +515,7 @@ def _curves(subject: Subject, trained: Scores, source: str) -> Figure:
         f"{subject.name}: fine-tuning, step by step",
         "lines",
         data,
-        f"Means over trials; {source}. The authorised run lies on the normal one.",
+        f"Means over trials; {source}. The run with the key coincides with the plain one.",
     )
 
 
@@ -537,7 +535,7 @@ def _seen(subject: Subject, trained: Mapping[str, Sequence[Outcome]]) -> Figure:
         f"{subject.name}: the loss on validation data",
         "lines",
         data,
-        "Means over trials. The authorised run lies on the normal one.",
+        "Means over trials. The run with the key coincides with the plain one.",
     )
 
 

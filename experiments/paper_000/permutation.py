@@ -1,5 +1,5 @@
-"""Tables 2 to 5 of paper 000: permuted inference and permuted training give what plain ones give;
-without the key there is nothing but a guess.
+"""Tables 2 to 5 of the permutation-equivariance paper: permuted inference and training equal plain
+ones; without the key, models are no better than a random guess.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from experiments.paper_000.claims import (
     Column,
     Scores,
     agree,
+    column_head,
     columns_of,
-    in_law,
+    in_distribution,
     lost,
     outputs,
     outputs_of,
@@ -23,14 +24,14 @@ from experiments.shared.runner import Lab
 from regauge.results.findings import Figure, Finding, Results, Table
 
 TEST = {
-    "plain": "Test w/o P.",
-    "rows": "Test w/ Row P.",
-    "columns": "Test w/ Col. P.",
-    "moved": "moved model, normal input",
-    "wrong": "moved model, wrong key",
+    "plain": "plain",
+    "rows": "rows permuted",
+    "columns": "columns permuted",
+    "moved": "permuted weights, plain input",
+    "wrong": "permuted weights, wrong key",
 }
-TRAINED = {"plain": "Train w/o P.", "rows": "Train w/ Row P.", "columns": "Train w/ Col. P."}
-# What the paper prints, in its own units (percent, or perplexity).
+TRAINED = {way: TEST[way] for way in ("plain", "rows", "columns")}
+# The numbers of the paper, in its units (percent, or perplexity).
 PAPER: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
     "table2": {
         "image": {
@@ -49,7 +50,7 @@ PAPER: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
     "table4": {
         "bert": {"accuracy": {"plain": 94.00, "columns": 94.00, "moved": "about 50"}},
         "gpt2": {"accuracy": {"plain": 94.03, "columns": 94.03, "moved": "about 50"}},
-        "play": {"perplexity": {"plain": 48.55, "columns": 48.55, "moved": "order of 1e7"}},
+        "shakespeare": {"perplexity": {"plain": 48.55, "columns": 48.55, "moved": "order of 1e7"}},
     },
     "table5": {
         "bert": {"accuracy": {"plain": 94.00, "columns": 93.72}},
@@ -116,12 +117,9 @@ def _inference(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results
     for column in {c.key: c for c in columns}.values():
         findings += [outputs(column, way, table) for way in ways]
     shown = ("plain", *ways, "moved", "wrong")
-    note = (
-        "Means over trials, in percent (perplexity as it is; its mean is geometric); spreads "
-        "stand with the findings. "
-    )
+    note = "Means over trials (geometric for perplexity); the findings list the spreads. "
     note += (
-        f"Without the key: also over {lab.preset.keys} keys per trial."
+        f"Rows with permuted weights are also means over {lab.preset.keys} keys per trial."
         if lab.preset.keys > 1
         else ""
     )
@@ -133,7 +131,7 @@ def _inference(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results
     }
     figures = (
         Figure(
-            "With the key nothing changes; without it a guess is left",
+            "With the key the scores are unchanged, without it they are those of a guess",
             "bars",
             bars,
             "Means over trials.",
@@ -191,7 +189,7 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
         column = columns_of(key, subject, scores)[0]
         columns.append(column)
         if key == "dropout":
-            findings += [in_law(column, way, table) for way in allowed[key]]
+            findings += [in_distribution(column, way, table) for way in allowed[key]]
             continue
         for way in allowed[key]:
             findings.append(same(column, way, table, exact=dtype == "float64"))
@@ -200,9 +198,10 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
                 agree(column, way, table, "weights", trained, dtype, lambda o: o.tensors)
             )
         figures.append(_losses(subject, trained))
-    note = "Means over seeds, in percent; spreads stand with the findings. "
+    note = "Means over seeds; the findings list the spreads. "
     note += (
-        "Dropout is off, so that the runs can agree to rounding; with it they agree in law only."
+        "Dropout is off, so that the runs can agree to rounding; with dropout they agree in "
+        "distribution only."
     )
     unchecked = (
         ["the paper's own models and data (--preset paper)"] if lab.preset_name != "paper" else []
@@ -218,8 +217,8 @@ def _training(lab: Lab, table: str, title: str, ways: Sequence[str]) -> Results:
 
 
 def _losses(subject: Subject, trained: Scores) -> Figure:
-    """How far the loss strays from that of plain training, step by step: by rounding, and by
-    another seed.
+    """Plot the difference of the loss from plain training by step: by rounding, and by another
+    seed.
     """
     plain = trained["plain"][0].values["losses"]
     steps = sorted({round(i * (len(plain) - 1) / 39) for i in range(40)})
@@ -240,7 +239,7 @@ def _losses(subject: Subject, trained: Scores) -> Figure:
         f"{subject.name}: permuted training and plain training, step by step",
         "lines",
         data,
-        "Seed 0. No difference is drawn as 1e-17.",
+        "Seed 0. A difference of 0 is shown as 1e-17.",
     )
 
 
@@ -252,7 +251,7 @@ def _table(
     ways: Sequence[str],
     note: str,
 ) -> Table:
-    heads: list[str] = [""]
+    heads: list[str] = ["inference" if names is TEST else "training"]
     for c in columns:
         heads += [_head(c), "paper"]
     rows = []
@@ -267,7 +266,7 @@ def _table(
     if names is TEST:
         rows.append(
             (
-                "a guess",
+                "random guess",
                 *(
                     cell
                     for c in columns
@@ -282,4 +281,4 @@ def _table(
 
 
 def _head(c: Column) -> str:
-    return f"{c.subject.name}, {c.measure}"
+    return column_head(c)

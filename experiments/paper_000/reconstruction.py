@@ -1,11 +1,10 @@
-"""Table 6 and Figure 7 of paper 000: split learning with noise, low-pass filter and batch shuffle,
-each with and without row permutation, attacked.
+"""Table 6 and Figure 7 of the permutation-equivariance paper: attacks on split learning with noise,
+a low-pass filter and batch shuffle, each with and without row permutation.
 
-The reference implementation's faults are not repeated: position embeddings are in the attacked
-features; the defence acts in the test and on what the attacker sees as it does in training; PSNR
-and SSIM are per image, of pixels in 0..1 with a span of 1; an answer is yes where its logit is
-positive; and there are attackers who expect shuffles. Cells: a victim, trained through the split
-engine; an attack on it.
+Differences from the reference implementation: the attacked features contain position embeddings;
+the defence acts in training, in the test and under attack; PSNR and SSIM are per image, of pixels
+in 0..1 with a data range of 1; a multi-label answer is yes if its logit is positive; and some
+attackers expect shuffles. Cells: a victim, trained through the split engine, and an attack on it.
 """
 
 from __future__ import annotations
@@ -321,8 +320,8 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
         steps=steps,
     )
     how = replace(how, momentum=recipe.get("momentum", 0.0), clip=recipe.get("clip", 0.0))
-    # In float64 rows change nothing but rounding, which then does not grow: what a defence costs is
-    # told from what chance does to a training.
+    # In float64 shuffled rows change only the rounding, which then does not grow: the cost of a
+    # defence is distinguishable from chance.
     model = build(p["model"], seed, uri_of(data, "source")).to(
         work.device, getattr(torch, recipe.get("dtype", "float32"))
     )
@@ -341,7 +340,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
 
 
 def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Watch a victim with its defences, attack what was seen, and score it against the truth."""
+    """Record the features of a defended victim, attack them, and score the reconstructions."""
     plan, seed, batch = p["plan"], int(p["seed"]), int(p["recipe"]["batch"])
     model = build(p["model"], seed, uri_of(data, "source"))
     model.load_state_dict(data["victim"].tensors)
@@ -394,16 +393,16 @@ def _base(combination: str) -> str:
 
 
 def _paper_table(case: Case, bare: Bare) -> Table:
-    """The paper's table, its numbers beside ours: under its own decoder, with and without positions
-    in the features, and under the best attack.
+    """Return the paper's table with our numbers: under its decoder, with and without positions in
+    the features, and under the best attack.
     """
     heads: tuple[str, ...] = (
-        "",
-        "accuracy, %",
+        "defences",
+        "accuracy (%)",
         "paper",
         "SSIM",
         "paper",
-        "PSNR",
+        "PSNR (dB)",
         "paper",
         "F-SIM",
         "paper",
@@ -411,6 +410,7 @@ def _paper_table(case: Case, bare: Bare) -> Table:
         "SSIM, best attack",
         "best attack",
     )
+    titles = {attack.name: attack.title for attack in ATTACKS}
     rows = []
     for row in case.rows:
         theirs = PAPER.get(_base(row.combination), (None,) * 4)
@@ -426,11 +426,11 @@ def _paper_table(case: Case, bare: Bare) -> Table:
                 bare.get(row.combination, {}).get("SSIM"),
                 row.value(name, "SSIM"),
                 *spread,
-                name,
+                titles[name],
             )
         )
     several = len(case.rows[0].accuracies) > 1
-    heads = (*heads[:-1], "spread over seeds", heads[-1]) if several else heads
+    heads = (*heads[:-1], "± over seeds", heads[-1]) if several else heads
     guess = [
         100 * case.rows[0].chance,
         None,
@@ -442,27 +442,24 @@ def _paper_table(case: Case, bare: Bare) -> Table:
     ]
     rows.append(("a guess, the mean image", *guess))
     note = (
-        "The paper's decoder, trained on features that were defended likewise; the paper has "
-        "CelebA's 40 attributes, ViT-B/16, PSNR of pixels in "
-    )
-    note += (
-        "-1..1 with a span of 1 (6.02 dB too low), F-SIM by a face network (here the last "
-        "features of LPIPS' AlexNet), and attacks features "
-    )
-    note += (
-        "without positions: so does the column that says so. What a client sends has "
-        "positions in it, as all other columns have."
+        "Attacker: the paper's decoder, trained on features under the same defences. The paper "
+        "uses "
+        "CelebA's 40 attributes, ViT-B/16, a PSNR of pixels in -1..1 with a data range of 1 (6.02 "
+        "dB too low), and F-SIM by a face network; here F-SIM compares the last features of "
+        "LPIPS's "
+        "AlexNet. The paper attacks features without positions, as does the column *SSIM, no "
+        "positions*; in all other columns the features contain positions, as those of a client do."
     )
     return Table(f"Table 6: {case.name}, the paper's attacker", heads, tuple(rows), note)
 
 
 def seeds_of(case: Case) -> int:
-    """How many victims stand behind each row."""
+    """Return the number of victims of each row."""
     return max(1, len(case.rows[0].accuracies))
 
 
 def _claims(case: Case) -> list[Finding]:
-    """The paper's claim, with its own attacker; and what is left of it under the others."""
+    """Check the paper's claim under its own attacker and under the others."""
     out = []
     pairs = [
         (row, case.row(report.without_rows(row.combination) or ""))

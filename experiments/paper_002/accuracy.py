@@ -1,5 +1,5 @@
-"""Tables 1 to 3 and figures 2 and 6 of paper 002: accuracy, consistency and the norm of the
-difference, by backbone, variant, ratio; and beyond.
+"""Tables 1 to 3 and Figures 2 and 6 of the masked-jigsaw paper: accuracy, consistency and
+difference norm by backbone, variant and ratio; and experiments beyond the paper.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from experiments.paper_002.jigsaw_cells import (
     RATIOS,
+    SHOWN,
     TRAINED,
     How,
     describe,
@@ -26,9 +27,10 @@ from regauge.jigsaw.variants import VARIANTS
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 Scores = list[Mapping[str, Any]]  # one for each seed
+LONG_VIT = "vit-300-epochs"  # the subject that is trained for 300 epochs
 MEASURES = ("accuracy", "consistency", "norm", "squared")
 SEEDS = {"small": 3, "paper": 1, "pico": 1}
-SOME = 3  # seeds without which a spread says nothing
+SOME = 3  # the number of seeds from which a spread is meaningful
 
 
 def trials_of(lab: Lab) -> int:
@@ -61,7 +63,11 @@ def _subject(lab: Lab, key: str) -> Subject:
         k: max(1, round(v * float(share))) if k in ("steps", "epochs") else v
         for k, v in (subject.recipe or {}).items()
     }
-    return replace(subject, name=f"{subject.name}, {float(share):g} of it", recipe=recipe)
+    return replace(
+        subject,
+        name=f"{subject.name}, {float(share):.0%} of the schedule".replace("%", " %"),
+        recipe=recipe,
+    )
 
 
 def value(one: Mapping[str, Any], measure: str, ratio: float = RATIO) -> float:
@@ -96,7 +102,7 @@ def table1(lab: Lab) -> Results:
     rows: list[tuple[Any, ...]] = []
     findings: list[Finding] = []
     for key in subjects:
-        judged, paper = key in ("vit", "longer", "out", "places"), printed.get(key, printed["vit"])
+        judged, paper = key.startswith("vit"), printed.get(key, printed["vit"])
         base, puzzled = scored(
             lab, key, [how("A"), how("E" if key == "resnet" else "J", TRAINED[lab.preset_name])]
         )
@@ -112,9 +118,12 @@ def table1(lab: Lab) -> Results:
             )
         )
         findings.append(shorter(f"{key}/norm", name, puzzled, base))
-    columns = ("model", *COLUMNS, "paper: accuracy", "paper: norm", "paper: consistency")
+    columns = ("model", *COLUMNS, "paper: accuracy (%)", "paper: norm", "paper: consistency (%)")
     ratios = f"Training ratio {TRAINED[lab.preset_name]:g}, inference ratio {RATIO:g}."
-    note = f"{ratios} {KEPT} A ResNet has no positions: of MJP it has the shuffle (variant E)."
+    note = (
+        f"{ratios} {NOTE} A ResNet has no position embeddings: with MJP it is trained on shuffled "
+        "patches only (variant E)."
+    )
     return results(
         lab,
         "002/table1",
@@ -126,7 +135,7 @@ def table1(lab: Lab) -> Results:
 
 
 def table2(lab: Lab) -> Results:
-    """The variants A to J: which parts of the method do what."""
+    """The variants A to J: the contribution of each part of the method."""
     printed = dict(
         zip(
             "ABCDEFGHIJ",
@@ -179,9 +188,9 @@ def table2(lab: Lab) -> Results:
     )
     note = (
         f"Training ratio {TRAINED[lab.preset_name]:g} (C shuffles all patches and pixels), "
-        f"inference ratio {RATIO:g}. {KEPT}"
+        f"inference ratio {RATIO:g}. {NOTE}"
     )
-    columns = ("variant", *COLUMNS, "paper: accuracy", "paper: consistency")
+    columns = ("variant", *COLUMNS, "paper: accuracy (%)", "paper: consistency (%)")
     return results(
         lab,
         "002/table2",
@@ -192,7 +201,7 @@ def table2(lab: Lab) -> Results:
     )
 
 
-# pairs of variants, which measure, and what the paper's numbers say of them
+# pairs of variants, a measure, and the claim of the paper's numbers
 CLAIMS = (
     ("A", "B", "accuracy", "Positions make a ViT more accurate."),
     ("A", "C", "accuracy", "Shuffling all patches and pixels costs accuracy."),
@@ -212,16 +221,24 @@ CLAIMS = (
     ("G", "E", "accuracy", "The unknown embedding makes it more accurate than the shuffle alone."),
     ("J", "G", "accuracy", "The regression of positions makes it more accurate."),
 )
-COLUMNS = ("accuracy", "spread", "difference norm", "squared", "consistency", "spread", "unwrapped")
-KEPT = (
-    "Means over seeds, percent; spreads are standard deviations over seeds. Under puzzles a "
-    "wrapped model is told which patches were shuffled: they "
-    'carry the unknown embedding, as in the paper; "unwrapped" is the consistency of the plain '
-    "checkpoint, which is not told."
+COLUMNS = (
+    "accuracy (%)",
+    "accuracy ±",
+    "difference norm",
+    "squared norm",
+    "consistency (%)",
+    "consistency ±",
+    "unwrapped (%)",
+)
+NOTE = (
+    "Means and standard deviations (±) over seeds. Under puzzles a wrapped model knows which "
+    'patches are shuffled, because they carry the unknown embedding; "unwrapped" is the '
+    "consistency "
+    "of the plain checkpoint, which does not know."
 )
 TIES = 1e-3
-TIE = 0.01  # of a number: less is no difference to speak of
-SAID = {True: "holds", False: "does not hold", None: "no difference to speak of"}
+TIE = 0.01  # the share of a number below which a difference is not clear
+VERDICTS = {True: "holds", False: "does not hold", None: "no clear difference"}
 
 
 def table3(lab: Lab) -> Results:
@@ -231,7 +248,7 @@ def table3(lab: Lab) -> Results:
     ways = by_ratio()
     lab.total = 2 * len(ways) * trials_of(lab)
     found = scored(lab, "vit", ways)
-    columns = ("training ratio", *COLUMNS, "paper: accuracy", "paper: consistency")
+    columns = ("training ratio", *COLUMNS, "paper: accuracy (%)", "paper: consistency (%)")
     printed = {
         0.0: (80.0, 64.0),
         0.1: (80.5, 82.9),
@@ -276,8 +293,9 @@ def table3(lab: Lab) -> Results:
     )
     curves = {"consistency": consistencies, "accuracy": [mean(s, "accuracy") for s in found]}
     note = (
-        f"Inference ratio {RATIO:g}. Training ratio 0 has the regression of positions and no "
-        f"puzzle (variant D). {KEPT}"
+        f"Inference ratio {RATIO:g}. Training ratio 0 is variant D: the regression of positions "
+        "without "
+        f"puzzles. {NOTE}"
     )
     figure = lines("Consistency and accuracy by training ratio", shares, curves, "training ratio")
     return results(
@@ -306,8 +324,8 @@ def figure2(lab: Lab) -> Results:
     panels = {
         "(a) ViT": {"plain": plain, f"MJP, training ratio {ratio:g}": puzzled},
         "(b) Swin": {"plain": swins[0], f"MJP, training ratio {ratio:g}": swins[1]},
-        "(c) ViT by training ratio": {
-            f"{way['ratio']:g}": scores for way, scores in zip(ways, by, strict=True)
+        "(c) ViT": {
+            f"training ratio {way['ratio']:g}": scores for way, scores in zip(ways, by, strict=True)
         },
     }
     figures: list[Figure] = []
@@ -329,7 +347,7 @@ def figure2(lab: Lab) -> Results:
         rows += [
             (f"{title}, {name}", *(100 * v for v in values)) for name, values in curves.items()
         ]
-    columns = ("", *(f"ratio {r:g}" for r in (0.0, *RATIOS)))
+    columns = ("model", *(f"ratio {r:g}" for r in (0.0, *RATIOS)))
     worst = RATIOS[-1]
     findings = [
         versus(
@@ -358,7 +376,9 @@ def figure2(lab: Lab) -> Results:
             lab,
         )
     )
-    table = Table("Accuracy under puzzles", columns, tuple(rows), "Percent, means over seeds.")
+    table = Table(
+        "Accuracy under puzzles", columns, tuple(rows), "Accuracy in percent, means over seeds."
+    )
     return results(
         lab, "002/figure2", "Figure 2: accuracy by inference ratio", findings, (table,), figures
     )
@@ -384,26 +404,26 @@ def figure6(lab: Lab) -> Results:
     gain = statistics.fmean(areas["MJP"]) - statistics.fmean(areas["plain"])
     finding = Finding(
         "convergence",
-        "Puzzles make a training converge faster: its accuracy on the way is higher in the mean.",
+        "Puzzles make training converge faster: the mean of its accuracy over the steps is higher.",
         None,
         statistics.fmean(areas["MJP"]),
         statistics.fmean(areas["plain"]),
         None,
-        said(
+        describe_trend(
             above(areas["MJP"], areas["plain"]),
-            f"{100 * gain:+.2f} points in the mean over the training",
+            f"{100 * gain:+.2f} points on average over training",
         ),
         "002 Fig. 6",
-        "mean accuracy on the way",
+        "mean accuracy over the steps",
         trials=trials_of(lab),
     )
     table = Table(
-        "Accuracy on the way",
-        ("step", *curves),
+        "Accuracy by step",
+        ("step", *(f"{name}: accuracy (%)" for name in curves)),
         tuple((s, *(100 * curves[n][i] for n in curves)) for i, s in enumerate(steps)),
-        "Percent.",
+        f"Means over seeds, on {SHOWN:,} test images.",
     )
-    figure = lines("Accuracy on the way", [float(s) for s in steps], curves, "step", "accuracy")
+    figure = lines("Accuracy by step", [float(s) for s in steps], curves, "step", "accuracy")
     return results(lab, "002/figure6", "Figure 6: convergence", (finding,), (table,), (figure,))
 
 
@@ -414,15 +434,17 @@ BEYOND: dict[str, How] = {
     "ratio 0.3 per batch": how("J", 0.3),
     "ratio 0.5 per batch": how("J", 0.5),
     "ratio 0.3 per image": how("J", 0.3, per="sample"),
-    "ratio 0.5 per image, none in the last quarter": how("J", 0.5, per="sample", until=0.75),
+    "ratio 0.5 per image, no puzzles in the last quarter of training": how(
+        "J", 0.5, per="sample", until=0.75
+    ),
     "ratio rising to 0.9 per image": how("J", 0.9, per="sample", ramp=True),
 }
-TO_THE_END = (
+LONG = (
     "plain",
     PAPERS,
     "ratio 0.3 per batch",
-    "ratio 0.5 per image, none in the last quarter",
-)  # of trainings that take long
+    "ratio 0.5 per image, no puzzles in the last quarter of training",
+)  # the settings of the long trainings
 
 
 def beyond(lab: Lab) -> Results:
@@ -430,7 +452,7 @@ def beyond(lab: Lab) -> Results:
     setting in the same run.
     """
     subjects = subjects_of(lab.preset_name)
-    tried = {"vit": tuple(BEYOND), "out": TO_THE_END}
+    tried = {"vit": tuple(BEYOND), LONG_VIT: LONG}
     tried = {key: names for key, names in tried.items() if key in subjects}
     lab.total = 2 * trials_of(lab) * sum(len(names) for names in tried.values())
     findings, tables = [], []
@@ -444,11 +466,11 @@ def beyond(lab: Lab) -> Results:
         }
         best = max(level, key=lambda n: mean(level[n], "consistency"))
         one = better(
-            f"{'goal/' if key == 'out' else ''}beyond/{key}",
+            f"{'goal/' if key == LONG_VIT else ''}beyond/{key}",
             f'trained with "{best}"',
             found[best],
             found[PAPERS],
-            judged=key == "out",
+            judged=key == LONG_VIT,
         )
         statement = (
             "There is a setting that is more consistent than the paper's at the same "
@@ -467,22 +489,27 @@ def beyond(lab: Lab) -> Results:
                 subjects[key].name,
                 ("training", *COLUMNS),
                 rows,
-                f"Inference ratio {RATIO:g}. {KEPT}",
+                f"Inference ratio {RATIO:g}. {NOTE}",
             )
         )
     return results(
-        lab, "002/beyond", "Beyond paper 002: other puzzles", findings, tuple(tables), ()
+        lab, "002/beyond", "Beyond the paper: other puzzles", findings, tuple(tables), ()
     )
 
 
 SHARES = (0.1, 0.2, 0.5, 1.0)
 
 
+def _length(share: float) -> str:
+    """Describe the length of a training."""
+    return "whole schedule" if share == 1 else f"{share:g} of the schedule"
+
+
 def epochs(lab: Lab) -> Results:
     """Why accuracy falls in short trainings: the same images for a tenth, a fifth, half and all of
     a training, with and without puzzles.
     """
-    key = "out" if "out" in subjects_of(lab.preset_name) else "vit"
+    key = LONG_VIT if LONG_VIT in subjects_of(lab.preset_name) else "vit"
     ways = [how("A"), how("J", TRAINED[lab.preset_name])]
     lab.total = 2 * 2 * len(SHARES) * trials_of(lab)
     rows: list[tuple[Any, ...]] = []
@@ -490,7 +517,7 @@ def epochs(lab: Lab) -> Results:
     for share in SHARES:
         base, puzzled = scored(lab, f"{key}@{share:g}", ways)
         rows += [
-            (f"{share:g}, {name}", *row_of(scores))
+            (f"{_length(share)}, {name}", *row_of(scores))
             for name, scores in (("plain", base), ("MJP", puzzled))
         ]
         gains.append(mean(puzzled, "accuracy") - mean(base, "accuracy"))
@@ -504,23 +531,18 @@ def epochs(lab: Lab) -> Results:
         lab,
     )
     figure = lines(
-        "What puzzles add to accuracy, by the length of the training",
+        "Accuracy gained by puzzles, by training length",
         list(SHARES),
         {"accuracy": gains},
         "share of the training",
     )
-    note = (
-        f"{subjects_of(lab.preset_name)[key].name}, and shares of that: images, model and "
-        f"schedule are the same. {KEPT}"
-    )
-    tables = (
-        Table("By the length of the training", ("share, training", *COLUMNS), tuple(rows), note),
-    )
-    finding = replace(finding, sentence=f"{finding.sentence}; points of accuracy: {detail}")
+    note = f"{subjects_of(lab.preset_name)[key].name}. {NOTE}"
+    tables = (Table("By training length", ("length, training", *COLUMNS), tuple(rows), note),)
+    finding = replace(finding, sentence=f"{finding.sentence}; accuracy gained, in points: {detail}")
     return results(
         lab,
         "002/epochs",
-        "Paper 002: what puzzles cost, by the length of a training",
+        "Beyond the paper: the cost of puzzles by training length",
         (finding,),
         tables,
         (figure,),
@@ -551,8 +573,11 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
     ]
     holds = gain > margins[0] and loss >= -margins[1]
     judged = judged and len(scores) >= SOME
-    numbers = f"{100 * gain:+.1f} points, accuracy {100 * loss:+.1f}"
-    known = f"{numbers}; spreads {100 * margins[0]:.1f} and {100 * margins[1]:.1f}"
+    known = (
+        f"consistency {100 * gain:+.1f} points (± {100 * margins[0]:.1f}), "
+        f"accuracy {100 * loss:+.1f} points (± {100 * margins[1]:.1f})"
+    )
+    single = f"consistency {100 * gain:+.1f} points, accuracy {100 * loss:+.1f} points"
     return Finding(
         key,
         f"A model {what} is more consistent than the baseline by more than the seeds' spread, "
@@ -563,9 +588,9 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
         1.0,
         known
         if judged
-        else said(holds, known)
+        else describe_trend(holds, known)
         if len(scores) > 1
-        else f"{numbers}; one seed, no spread to compare with",
+        else f"{single}; one seed, no spread to compare with",
         "002",
         measure="consistency",
         spread=spread(scores, "consistency"),
@@ -573,16 +598,15 @@ def better(key: str, what: str, scores: Scores, base: Scores, *, judged: bool = 
     )
 
 
-def said(holds: bool | None, numbers: str) -> str:
-    """A trend of the paper's: whether it is there at this size is told, and is no fault of the
-    library's.
-    """
-    return f"{SAID[holds]} here: {numbers}"
+def describe_trend(holds: bool | None, numbers: str) -> str:
+    """Return a sentence on a trend of the paper; at this size it is not a check of the library."""
+    return f"{VERDICTS[holds]}: {numbers}"
 
 
 def above(values: Sequence[float], base: Sequence[float], sign: int = 1) -> bool | None:
-    """Are the values above the base in the mean (or, with sign -1, below it)? None where they are
-    neither by more than the seeds' spread, and of one seed by more than a share of the base.
+    """Return whether the mean of the values is above the base (with sign -1, below it).
+
+    None if the difference is within the seeds' spread, or for one seed within a share of the base.
     """
     one, other = statistics.fmean(values), statistics.fmean(base)
     margin = max(TIE * abs(other), spread_of(values) or 0.0, spread_of(base) or 0.0)
@@ -599,7 +623,7 @@ def shorter(key: str, name: str, scores: Scores, base: Scores) -> Finding:
         a,
         None,
         b,
-        said(above(norms, before, -1), f"{a:.2f}, was {b:.2f}"),
+        describe_trend(above(norms, before, -1), f"{a:.2f} with puzzles, {b:.2f} without"),
         "002",
         "norm",
         trials=len(scores),
@@ -618,16 +642,14 @@ def versus(
     """One is more than the other, in the mean over seeds."""
     found, before = ([value(one, measure, ratio) for one in some] for some in (scores, base))
     a, b = statistics.fmean(found), statistics.fmean(before)
-    detail = said(above(found, before), f"{100 * (a - b):+.1f} points")
+    detail = describe_trend(above(found, before), f"{100 * (a - b):+.1f} points")
     return Finding(key, statement, None, a, b, 1.0, detail, "002", measure, trials=trials_of(lab))
 
 
 def trend(
     key: str, statement: str, x: Sequence[float], y: Sequence[float], sign: int, lab: Lab
 ) -> Finding:
-    """Kendall's tau between a ratio and what it does: 1 where every step goes the way of the
-    paper.
-    """
+    """Return Kendall's tau between x and y: 1 if every pair is in the claimed order."""
     pairs = [(i, j) for i in range(len(x)) for j in range(i)]
     right = sum(sign * (x[i] - x[j]) * (y[i] - y[j]) > 0 for i, j in pairs)
     tau = 2 * right / len(pairs) - 1
@@ -638,7 +660,7 @@ def trend(
         tau,
         0.0,
         1.0,
-        said(tau > 0.5, f"{right} of {len(pairs)} pairs go that way"),
+        describe_trend(tau > 0.5, f"{right} of {len(pairs)} pairs are in the claimed order"),
         "002",
         "tau",
         trials=trials_of(lab),

@@ -1,5 +1,5 @@
-"""What paper 002's experiments are made of: subjects for each preset, and two cells, a training
-with puzzles and a test with them.
+"""Subjects and cells of the masked-jigsaw experiments: a training with puzzles and a test with
+them.
 
 A training is described by its subject and by `how` it is wrapped: {"variant", "ratio", "per", ...},
 plain JSON, as `MaskedJigsaw` takes it, with the warm-up as a share of the steps. So every table
@@ -81,8 +81,8 @@ def trained(p: Parameters, weights: Outcome, device: str = "cpu") -> MaskedJigsa
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Top-1, and what puzzles of every ratio do; `bare` is the unwrapped model, which nobody tells
-    where patches were shuffled.
+    """Score accuracy, and the effect of puzzles of every ratio; `bare` is the unwrapped model,
+    which does not know which patches are shuffled.
     """
     examples = prepare(p["task"], data["test"])
     wrapped = trained(p, data["weights"], work.device)
@@ -170,9 +170,8 @@ def _how(subject: Subject, given: How) -> dict[str, Any]:
 
 
 def subjects_of(preset: str) -> dict[str, Subject]:
-    """ViT, Swin and ResNet of a preset, on its images; where the ViT's training is a short one,
-    also one that is longer, one to its end, and one in which a table of positions takes shape
-    ("places").
+    """Return ViT, Swin and ResNet of a preset. If the ViT's training is short, also longer ones:
+    "vit-longer", "vit-300-epochs", and "vit-3000-steps", in which a position table takes shape.
     """
     return _PRESETS[preset]()
 
@@ -212,7 +211,7 @@ def _small() -> dict[str, Subject]:
     )
     others = {**recipe, "batch": 100, "epochs": 1, "looks": 10}
     longer = replace(
-        vit, name="ViT, longer", recipe={**recipe, "batch": 50, "steps": 1200, "looks": 5}
+        vit, name="ViT, longer training", recipe={**recipe, "batch": 50, "steps": 1200, "looks": 5}
     )
     # As many epochs as the paper's, of as many images as leave time for them: nothing is left to be
     # learned, as in its trainings, and much to forget.
@@ -224,7 +223,7 @@ def _small() -> dict[str, Subject]:
     )
     out = replace(
         vit,
-        name="ViT, 300 epochs of 1,000",
+        name="ViT, 300 epochs on 1,000 images",
         train=most,
         recipe={**recipe, "batch": 50, "steps": 6000, "looks": 5},
     )
@@ -239,9 +238,9 @@ def _small() -> dict[str, Subject]:
     )
     return {
         "vit": vit,
-        "longer": longer,
-        "out": out,
-        "places": places,
+        "vit-longer": longer,
+        "vit-300-epochs": out,
+        "vit-3000-steps": places,
         **{name: replace(found[name], recipe=others) for name in ("swin", "resnet")},
     }
 

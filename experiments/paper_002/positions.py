@@ -1,5 +1,5 @@
-"""Tables 7 and 8 and figures 1, 3, 4 and 7 of paper 002: what the tables of positions hold after
-trainings with and without puzzles.
+"""Tables 7 and 8 and Figures 1, 3, 4 and 7 of the masked-jigsaw paper: position embeddings after
+training with and without puzzles.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.paper_002.accuracy import above, lines, results, said, trials_of
+from experiments.paper_002.accuracy import above, describe_trend, lines, results, trials_of
 from experiments.paper_002.jigsaw_cells import (
     TRAINED,
     How,
@@ -37,7 +37,7 @@ Studies = list[Mapping[str, Any]]
 
 
 def look(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """A trained model's table of positions, and where its CLS looks."""
+    """Study the position table of a trained model, and the attention of its CLS token."""
     wrapped = trained(p, data["weights"])
     images = prepare(p["task"], data["test"]).batch(np.arange(LOOKED_AT))[0]["pixel_values"]
     maps = attention_maps(wrapped, images)
@@ -75,11 +75,9 @@ def _studied(lab: Lab, item: tuple[How, bool, int]) -> Mapping[str, Any]:
 
 
 def looked_at(lab: Lab) -> Subject:
-    """The model whose positions are studied: where the preset has one, that in which they have
-    taken shape.
-    """
+    """Return the model whose positions are studied: trained for 3,000 steps, if it exists."""
     subjects = subjects_of(lab.preset_name)
-    return subjects.get("places", subjects["vit"])
+    return subjects.get("vit-3000-steps", subjects["vit"])
 
 
 def table7(lab: Lab) -> Results:
@@ -104,17 +102,17 @@ def table7(lab: Lab) -> Results:
     least = str(DIMENSIONS[0])
     first, before = ([one["explained"][least] for one in found[name]] for name in ("MJP", "plain"))
     statement, measure = (
-        "With puzzles a table of positions needs more directions.",
-        f"share of the variance in {least} directions",
+        "With puzzles, position embeddings vary in more directions.",
+        f"share of the variance in {least} components",
     )
     finding = _finding_of_trend(
         "positions/variance", statement, first, before, -1, "002 Tab. 7", measure
     )
     table = Table(
         "Explained variance",
-        ("directions", *map(str, DIMENSIONS)),
+        ("principal components", *map(str, DIMENSIONS)),
         tuple(rows),
-        "Percent of the variance of the centred table.",
+        "Share of the variance of the mean-centred position table, in percent.",
     )
     return results(
         lab, "002/table7", "Table 7: explained variance of positions", (finding,), (table,), ()
@@ -126,15 +124,15 @@ def table8(lab: Lab) -> Results:
     ratio = TRAINED[lab.preset_name]
     ways = {
         "plain": how("A"),
-        "MJP (DAL - LN)": how("I", ratio),
-        "MJP (DAL - NLN)": how("J", ratio),
+        "MJP, linear DAL": how("I", ratio),
+        "MJP, nonlinear DAL": how("J", ratio),
     }
     lab.total = 2 * len(ways) * trials_of(lab)
     found = dict(zip(ways, studied(lab, list(ways.values())), strict=True))
     printed = {
         "plain": (0.945, 0.076),
-        "MJP (DAL - LN)": (0.566, 0.042),
-        "MJP (DAL - NLN)": (1.301, 0.134),
+        "MJP, linear DAL": (0.566, 0.042),
+        "MJP, nonlinear DAL": (1.301, 0.134),
     }
     means = {
         n: [
@@ -147,9 +145,17 @@ def table8(lab: Lab) -> Results:
         (f"ViT, {n}", one[0], one[1], two[0], two[1], *printed[n])
         for n, (one, two) in means.items()
     )
-    columns = ("", "1-D MAE", "spread", "2-D MAE", "spread", "paper: 1-D", "paper: 2-D")
+    columns = (
+        "training",
+        "1-D MAE (patches)",
+        "1-D ±",
+        "2-D MAE (patches)",
+        "2-D ±",
+        "paper: 1-D",
+        "paper: 2-D",
+    )
     errors = {n: [one["regression"]["1-D"][0] for one in runs] for n, runs in found.items()}
-    guess, measure = guess_of(found["plain"][0]["grid"]), "mean absolute error of places, 1-D"
+    guess, measure = guess_of(found["plain"][0]["grid"]), "mean absolute error of positions, 1-D"
     findings = [
         _finding_of_trend(
             f"positions/{key}",
@@ -164,27 +170,30 @@ def table8(lab: Lab) -> Results:
         for key, way, sign, text in (
             (
                 "linear",
-                "MJP (DAL - LN)",
+                "MJP, linear DAL",
                 -1,
-                "Trained with a linear regression, places are read off more exactly.",
+                "After training with a linear regression, positions are predicted more exactly.",
             ),
             (
                 "mlp",
-                "MJP (DAL - NLN)",
+                "MJP, nonlinear DAL",
                 1,
-                "Trained with an MLP, places are read off less exactly than off the plain table.",
+                (
+                    "After training with an MLP, positions are predicted less exactly than from "
+                    "the plain table."
+                ),
             ),
         )
     ]
     note = (
-        "Mean absolute error of places left out, in patches; spreads over repeats of the "
-        "five folds, means over seeds. "
+        "Errors on held-out positions, five-fold cross-validation: means over seeds, standard "
+        "deviations over repeats of the folds. "
     )
-    note += f"Whoever says the middle for every place is off by {guess:.1f} in 1-D."
+    note += f"Predicting the middle for every position has a 1-D error of {guess:.1f} patches."
     return results(
         lab,
         "002/table8",
-        "Table 8: positions read off their embeddings",
+        "Table 8: positions predicted from their embeddings",
         findings,
         (Table("Regression", columns, rows, note),),
         (),
@@ -205,10 +214,10 @@ def figure1(lab: Lab) -> Results:
         for name, runs in found.items()
     )
     table = Table(
-        "Variance in three directions",
-        ("", "percent"),
+        "Variance in three components",
+        ("training", "variance in 3 components (%)"),
         rows,
-        "Each point of the figures is a patch; lines join neighbours in a row.",
+        "Means over seeds.",
     )
     missing = (
         ()
@@ -237,27 +246,27 @@ def figure3(lab: Lab) -> Results:
         for n, runs in found.items()
     }
     needed = {n: [_needed(one["eigenvalues"]) for one in runs] for n, runs in found.items()}
-    statement = f"With puzzles {100 * MOST:.0f} % of the eigenvalues are of more directions."
-    measure = f"directions with {100 * MOST:.0f} % of the eigenvalues"
+    statement = f"With puzzles, {100 * MOST:.0f} % of the variance takes more components."
+    measure = f"components for {100 * MOST:.0f} % of the variance"
     finding = _finding_of_trend(
         "positions/eigenvalues", statement, needed["MJP"], needed["plain"], 1, "002 Fig. 3", measure
     )
     figure = lines(
-        "Accumulated eigenvalues",
+        "Cumulative eigenvalues",
         [float(i + 1) for i in range(count)],
         curves,
-        "how many",
-        "share of all",
+        "components",
+        "share of the variance",
     )
     table = Table(
-        "Directions with 90 % of the eigenvalues",
-        ("", "directions"),
+        "Components for 90 % of the variance",
+        ("training", "components for 90 % of the variance"),
         tuple((n, statistics.fmean(values)) for n, values in needed.items()),
     )
     return results(
         lab,
         "002/figure3",
-        "Figure 3: accumulated eigenvalues of positions",
+        "Figure 3: cumulative eigenvalues of positions",
         (finding,),
         (table,),
         (figure,),
@@ -289,9 +298,10 @@ def figure4(lab: Lab) -> Results:
     )
     table = Table(
         "Attention of CLS",
-        ("", "entropy", "difference between heads"),
+        ("training", "entropy", "difference between heads"),
         rows,
-        "Entropy: 1 is looking everywhere alike.",
+        "Entropy is normalized: 1 is uniform attention. The difference between heads is the "
+        "standard deviation over heads, relative to the mean.",
     )
     return results(
         lab, "002/figure4", "Figure 4: attention in the last layer", (finding,), (table,), ()
@@ -299,7 +309,7 @@ def figure4(lab: Lab) -> Results:
 
 
 def _needed(eigenvalues: Sequence[float]) -> int:
-    """How many directions hold most of the eigenvalues, which are given added up."""
+    """Return the number of components that reach most of the variance, from cumulative shares."""
     return next(i + 1 for i, v in enumerate(eigenvalues) if v >= MOST)
 
 
@@ -313,19 +323,24 @@ def _finding_of_trend(
     measure: str,
     guess: float | None = None,
 ) -> Finding:
-    """What a training with puzzles has, beside the plain one. With sign -1 the paper's is lower.
-    `guess` is an error that needs no table at all.
+    """Compare training with puzzles to plain training. With sign -1 the paper reports a lower
+    value. `guess` is the error of a constant prediction.
     """
     value, base = statistics.fmean(values), statistics.fmean(before)
-    sentence = said(above(values, before, sign), f"{value:.3g}, against {base:.3g}")
+    sentence = describe_trend(
+        above(values, before, sign), f"{value:.3g} with puzzles, {base:.3g} without"
+    )
     if guess is not None and min(value, base) >= guess:
-        sentence = f"neither reads places: a guess has {guess:.1f}; {value:.3g}, against {base:.3g}"
+        sentence = (
+            f"neither predicts positions: a guess has an error of {guess:.1f}; "
+            f"{value:.3g} with puzzles, {base:.3g} without"
+        )
     return Finding(
         key, statement, None, value, guess, base, sentence, source, measure, trials=len(values)
     )
 
 
 def guess_of(grid: Sequence[int]) -> float:
-    """The mean error of whoever says the middle for every place, by its number in a grid."""
+    """Return the mean error of predicting the middle for every position of a grid, by its index."""
     places = np.arange(grid[0] * grid[1])
     return float(np.abs(places - places.mean()).mean())

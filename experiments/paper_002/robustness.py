@@ -1,10 +1,10 @@
-"""Tables 4 and 9 of paper 002: robustness to corruptions, to images that were chosen to be hard,
-and to images of no known class.
+"""Tables 4 and 9 of the masked-jigsaw paper: robustness to corruptions, to hard images, and to
+images of unknown classes.
 
 ImageNet-A holds images that a ResNet gets wrong; here they are the test images that the ResNet of
 Table 1 gets wrong, in every preset. That ResNet is also the reference of mCE, as AlexNet is in the
-benchmark. ImageNet-O's part is played by MNIST: digits are none of the ten classes. With the preset
-`paper` it is a folder `imagenet-o` beside `imagenet`.
+benchmark. MNIST replaces ImageNet-O, because digits belong to none of the ten classes. With the
+preset `paper` it is a folder `imagenet-o` beside `imagenet`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from experiments.paper_002.accuracy import above, results, said, trials_of
+from experiments.paper_002.accuracy import above, describe_trend, results, trials_of
 from experiments.paper_002.jigsaw_cells import (
     TRAINED,
     How,
@@ -156,14 +156,14 @@ def table4(lab: Lab) -> Results:
         (f"ViT, {name}", *values, *printed[name]) for name, values in measured.items()
     )
     columns = (
-        "",
-        "mCE",
-        "mean error",
-        "hard: accuracy",
-        "AURRA",
-        "AUPR",
+        "model",
+        "mCE (%)",
+        "mean error (%)",
+        "hard images: accuracy (%)",
+        "AURRA (%)",
+        "AUPR (%)",
         "paper: mCE",
-        "paper: A",
+        "paper: ImageNet-A",
         "paper: AURRA",
         "paper: AUPR",
     )
@@ -174,7 +174,7 @@ def table4(lab: Lab) -> Results:
         for (what, sign), (a, b) in pairs
     ]
     note = (
-        f"Percent, means over seeds; {reference.values['images']} images under 15 "
+        f"Means over seeds; {reference.values['images']} images under 15 "
         f"corruptions of 5 severities; {int(hard.sum())} hard images."
     )
     detail = (
@@ -224,7 +224,15 @@ def table9(lab: Lab) -> Results:
         )
         for c in CORRUPTIONS
     )
-    columns = ("corruption", "plain", "MJP", "plain: CE", "MJP: CE", "paper: plain", "paper: MJP")
+    columns = (
+        "corruption",
+        "plain: error (%)",
+        "MJP: error (%)",
+        "plain: CE (%)",
+        "MJP: CE (%)",
+        "paper: plain",
+        "paper: MJP",
+    )
     fewer = sum(errors["MJP"][c] < errors["plain"][c] for c in CORRUPTIONS)
     finding = Finding(
         "robust/corruptions",
@@ -233,7 +241,9 @@ def table9(lab: Lab) -> Results:
         fewer / len(CORRUPTIONS),
         0.5,
         1.0,
-        said(fewer > len(CORRUPTIONS) / 2, f"under {fewer} of {len(CORRUPTIONS)}"),
+        describe_trend(
+            fewer > len(CORRUPTIONS) / 2, f"lower under {fewer} of {len(CORRUPTIONS)} corruptions"
+        ),
         "002 Tab. 9",
         "share of corruptions",
         trials=trials_of(lab),
@@ -248,7 +258,7 @@ def table9(lab: Lab) -> Results:
         },
     )
     note = (
-        "Error in percent, the mean over five severities and seeds; CE relative to the "
+        "Mean error over five severities and seeds. CE (corruption error) is relative to the "
         "ResNet of Table 1."
     )
     return results(
@@ -265,7 +275,9 @@ def _compared(
     key: str, statement: str, values: Sequence[float], before: Sequence[float], sign: int, lab: Lab
 ) -> Finding:
     value, base = statistics.fmean(values), statistics.fmean(before)
-    sentence = said(above(values, before, sign), f"{value:.1f}, was {base:.1f}")
+    sentence = describe_trend(
+        above(values, before, sign), f"{value:.1f} with puzzles, {base:.1f} without"
+    )
     return Finding(
         key,
         statement,

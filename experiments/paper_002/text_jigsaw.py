@@ -1,6 +1,4 @@
-"""Puzzles of texts, beyond paper 002: BERT on sentences, trained plainly and with shuffled
-spans.
-"""
+"""Puzzles of text, beyond the paper: BERT on sentences, trained plainly and with shuffled spans."""
 
 from __future__ import annotations
 
@@ -48,8 +46,8 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Top-1, and what shuffled spans do; `bare` is the unwrapped model, which nobody tells where
-    tokens were shuffled.
+    """Score accuracy, and the effect of shuffled spans; `bare` is the unwrapped model, which does
+    not know which tokens are shuffled.
     """
     examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     wrapped = TextJigsaw(build(p["model"], 0, uri_of(data, "source")), p["ratio"]).to(work.device)
@@ -166,17 +164,16 @@ def texts(lab: Lab) -> Results:
     )
     rows = ((subject.name, *row_of(base)), (f"{subject.name} + spans", *row_of(puzzled)))
     note = (
-        f"Training ratio {TRAINED:g}, inference ratio {RATIO:g}, spans of up to 3 tokens; first "
-        "and last token stay. Means over seeds, percent; "
-        "spreads are standard deviations over seeds. Under puzzles a model trained with them is "
-        "told which tokens were shuffled: they carry the "
-        'unknown position; "unwrapped" is the consistency of the plain checkpoint, which is not '
-        "told."
+        f"Training ratio {TRAINED:g}, inference ratio {RATIO:g}, spans of up to 3 tokens; the "
+        "first and last token keep their places. Means and standard deviations (±) over seeds. "
+        "Under puzzles a wrapped model knows which tokens are shuffled, because they carry the "
+        'unknown embedding; "unwrapped" is the consistency of the plain checkpoint, which does not '
+        "know."
     )
     return results(
         lab,
         "002/texts",
-        "Beyond paper 002: puzzles of texts",
+        "Beyond the paper: puzzles of text",
         findings,
         (Table("Sentences", ("model", *COLUMNS), rows, note),),
         (),

@@ -1,1 +1,1 @@
-"""Paper 003: matching and merging pairs of independently trained models."""
+"""Rotation symmetry (Zhang et al.): matching and merging independently trained models."""

@@ -34,12 +34,12 @@ VARIANTS: dict[str, str] = {
     "vanilla": "none",
     "permutations only": "permutations",
     "data-free": "ours",
-    "by what they do": "seen",
+    "activations": "seen",
     "refined": "refined",
 }
 # Beside these, for models that write no text of their own and look at training data, of which there
 # is more than they would write: what noise gives, which needs no data.
-SILENT: dict[str, str] = {"refined": "refined longer", "by what they do on noise": "drawn"}
+SILENT: dict[str, str] = {"refined": "refined longer", "activations on noise": "drawn"}
 WRITERS = frozenset(
     {"gpt2", "llama"}
 )  # language models: text that they write themselves is data-free
@@ -47,12 +47,12 @@ WRITERS = frozenset(
 # upper end of its interval; and of how many pairs.
 GOALS: dict[tuple[str, str], Mapping[str, float]] = {
     ("gpt2", "data-free"): {"share": 0.10, "pairs": 5},
-    ("gpt2", "by what they do"): {"share": 0.10, "pairs": 5},
+    ("gpt2", "activations"): {"share": 0.10, "pairs": 5},
     ("llama", "data-free"): {"share": 0.25, "pairs": 2},
     ("llama", "refined"): {"share": 0.25, "pairs": 2},
-    ("llama", "by what they do"): {"share": 0.25, "pairs": 2},
+    ("llama", "activations"): {"share": 0.25, "pairs": 2},
     ("vit", "data-free"): {"share": 0.15, "pairs": 2},
-    ("vit", "by what they do on noise"): {"share": 0.15, "pairs": 2},
+    ("vit", "activations on noise"): {"share": 0.15, "pairs": 2},
     ("gpt2", "refined"): {"nats": 0.02, "upper": 0.05, "pairs": 5},
     ("vit", "refined"): {"nats": 0.02, "upper": math.inf, "pairs": 2},
 }
@@ -125,25 +125,25 @@ def barriers(lab: Lab) -> Results:
         "models",
         "matching",
         "pairs",
-        "barrier",
-        "+- 95 %",
-        "of vanilla",
-        "+- 95 %",
-        "calibrated",
-        "midpoint",
-        "accuracy",
-        "Theus et al.",
+        "barrier (nats)",
+        "± 95 %",
+        "share of vanilla",
+        "± 95 %",
+        "calibrated (nats)",
+        "midpoint (nats)",
+        "accuracy drop",
+        "Theus et al. (nats)",
     )
     note = (
-        "Barrier: the largest excess of the loss inside the path over the straight line between "
-        "the ends' losses, with its sign, in "
-        "nats of held-out data; means over pairs. The share is that of the means, its interval "
-        "that of the pairs' own shares. Theus et "
-        "al. print the mean over their own models, which are trained longer or shorter than "
-        "these; theirs has larger attention, and "
-        "their permutations are learned from data. Midpoint: over the better end. Calibrated: "
-        "with a temperature for each point, fitted"
-        " on other examples."
+        "Means over pairs on held-out data, with 95 % intervals. Barrier: the largest excess of "
+        "the loss on the path over the linear interpolation of the endpoints' losses; it may be "
+        "negative. The share is the ratio of the means, its interval that of the ratios of the "
+        "pairs. Calibrated: with a temperature per point, fitted on other examples. Midpoint: the "
+        "loss of the midpoint minus that of the better endpoint. Accuracy drop: the largest on the "
+        "path. Activations: of language models on text that they generate, of others on unlabelled "
+        "training data; the refinement starts from them and uses the same inputs. Theus et al. "
+        "report means over their own models, whose training lengths and attention scale differ, "
+        "and learn their permutations from data."
     )
     title = "Barriers between independently trained models"
     tables = (Table(title, heads, tuple(rows), note), _table_of_ends(ends, names, found, floors))
@@ -168,10 +168,10 @@ def _floor(lab: Lab, bench: Bench) -> tuple[str, float]:
     """
     train, test = (examples_of(lab, bench.pair.about, which) for which in ("train", "test"))
     if test.causal:
-        return "a bigram", bigram(train, test)
+        return "bigram model", bigram(train, test)
     labels = test.batch(np.arange(len(test)))[1].numpy()
     shares = np.bincount(labels, minlength=test.classes) / len(labels)
-    return "a guess", float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
+    return "random guess", float(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
 
 
 def _mean(found: Sequence[Mapping[str, float]], column: str) -> float:
@@ -221,11 +221,11 @@ def _findings(
     out = []
     worst = max(f[end] for f in by["vanilla"] for end in ("first", "second"))
     learned = None if lab.preset_name == "pico" else worst < floor[1]
-    detail = "the ends must know something before anything can be lost between them"
+    detail = "a barrier needs endpoints that have learned something"
     out.append(
         Finding(
-            f"{kind}/ends",
-            f"The worst end of the {name}s is better than {floor[0]}",
+            f"{kind}/endpoints",
+            f"The worst endpoint of the {name}s is better than the {floor[0]}",
             learned,
             worst,
             None,
@@ -236,7 +236,7 @@ def _findings(
         )
     )
     change = max(f["change"] for found in by.values() for f in found)
-    said = f"Whatever moves or folds the {name}s, the ends compute what they computed"
+    said = f"Matching and folding the {name}s do not change what the endpoints compute"
     out.append(
         Finding(
             f"{kind}/function",
@@ -340,7 +340,7 @@ def _figure(name: str, ts: Sequence[float], by: Mapping[str, Sequence[Sequence[f
         for variant, found in by.items()
     }
     data = {"x": list(ts), "y": y, "xlabel": "t (0 is A, 1 is B)", "ylabel": "nats", "log": False}
-    return Figure(f"{name}: the loss on the way from A to B", "lines", data, "Means over pairs.")
+    return Figure(f"{name}: the loss on the path from A to B", "lines", data, "Means over pairs.")
 
 
 def _table_of_ends(
@@ -362,11 +362,19 @@ def _table_of_ends(
                 *floors[kind],
             )
         )
-    heads = ("models", "ends", "loss, least", "mean", "most", "beside", "its loss")
+    heads = (
+        "models",
+        "endpoints",
+        "lowest loss (nats)",
+        "mean loss",
+        "highest loss",
+        "baseline",
+        "its loss (nats)",
+    )
     return Table(
-        "The ends",
+        "Endpoints",
         heads,
         tuple(rows),
-        "In nats on the test data; the bigram is tuned on the test. A guess knows how often "
-        "each class is.",
+        "On the test data. The smoothing of the bigram model is tuned on the test data; the guess "
+        "uses the class frequencies.",
     )

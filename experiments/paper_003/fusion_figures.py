@@ -1,8 +1,8 @@
-"""Figures 3 to 5 of paper 003: what its matcher does for the average of two models, and which part
-of it does it.
+"""Figures 3 to 5 of the rotation-symmetry paper: the effect of its matcher, and of its parts, on
+the average of two models.
 
-Every figure is measured on the available pairs (`pair_catalog.look`) with the matchers of
-`matchers.WAYS`: the paper's own, its rivals, and ours.
+Every figure is measured on the available pairs (`pair_catalog`) with the matchers of
+`matchers.WAYS`: the paper's own, its competitors, and regauge's.
 """
 
 from __future__ import annotations
@@ -151,17 +151,16 @@ def figure3(lab: Lab) -> Results:
         "models",
         "merge",
         "matching",
-        "accuracy, %",
-        "003 (its ViT)",
-        "loss",
-        "of the distance before",
+        "accuracy (%)",
+        "paper: accuracy (%)",
+        "loss (nats)",
+        "distance, share of unmatched",
         "pairs",
     )
     note = (
-        "Means over pairs, on test data. The paper's column is of its own ViT pair (ten "
-        "classes: a guess is 10 %); there, without FFN "
-        "is above full. Distances are shares of what they are before the way moves anything "
-        "(after folding, where norms are folded)."
+        "Means over pairs, on test data. The paper's column is its own ViT pair (a random guess "
+        "has 10 %). The distance is a share of that of the unmatched models (with norms folded, "
+        "if the matcher folds them)."
     )
     title = "Figure 3: which part of matching helps the average of two models"
     return results(
@@ -170,8 +169,8 @@ def figure3(lab: Lab) -> Results:
 
 
 def _ablated(lab: Lab, kind: str, method: str) -> tuple[str, ...]:
-    """The ways that a merge is looked at in. The paper ablates all six on its ViT; elsewhere, with
-    and without matching is enough (Table 2).
+    """Return the matchers of a merge. The paper ablates all six merges on its ViT; for other
+    models, with and without matching is enough (Table 2).
     """
     return (
         ABLATION
@@ -189,7 +188,7 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
         "the paper's"
     )
     detail = (
-        "on models this small it means nothing"
+        "not meaningful for models of this size"
         if lab.preset_name == "pico"
         else f"the paper's has {paper:.4g} nats"
     )
@@ -211,8 +210,8 @@ def _better(lab: Lab, shown: Rows, kind: str, method: str) -> Finding:
 
 
 def _distances_fall(shown: Rows, kind: str, method: str, name: str) -> list[Finding]:
-    """Each part of the paper's matcher minimises its own part of the distance, so that leaving one
-    out cannot bring the models nearer.
+    """Check that leaving out a part of the paper's matcher does not bring the models closer: each
+    part minimizes its own part of the distance.
     """
     share = {way: shown.mean(kind, (method, way))("share") for way in ABLATION}
     out = []
@@ -222,7 +221,7 @@ def _distances_fall(shown: Rows, kind: str, method: str, name: str) -> list[Find
         "trials": shown.trials(kind),
     }
     for way in ("none", "without rescaling", "without FFN", "without attention"):
-        said = f"The paper's matching brings the {name}s at least as near as {SAID[way]}"
+        said = f"The paper's matching brings the {name}s at least as close as {SAID[way]}"
         nearer = share["paper"] <= share[way] * (1 + EXACT)
         out.append(
             Finding(
@@ -285,24 +284,23 @@ def figure4(lab: Lab) -> Results:
         "models",
         "matching",
         "distance",
-        "of before",
-        "003: distance",
-        "003: of before",
-        "of B's norm",
-        "loss of the average",
-        "an element",
+        "share of unmatched",
+        "paper: distance",
+        "paper: share",
+        "relative to B's norm",
+        "loss of the average (nats)",
+        "symmetry",
         "pairs",
     )
     note = (
-        "Euclidean distance of all weights; means over pairs. The paper's numbers are of its "
-        "own ViT pair; its labels of attention only"
-        " and FFN only are swapped, and are put right here; its Git Re-Basin is FFN only (all "
-        "three follow from its own numbers). With "
-        "folded norms the distance is of other weights of the same functions, so that `ours` is "
-        "a share of `folded`. Sinkhorn's map is "
-        "no element: the moved model is another function."
+        "Euclidean distance of all weights, means over pairs. The paper's numbers are of its own "
+        "ViT pair; it swaps the labels of attention only and FFN only, which are corrected here, "
+        "and its Git Re-Basin matches the FFN only (both follow from its own numbers). Folding "
+        "norms changes the weights, not the function: the distance after *regauge, by weights* is "
+        "a share of that of *norms folded, unmatched*. Sinkhorn's map changes the function of the "
+        "model."
     )
-    title = "Figure 4: how near each matching brings two models"
+    title = "Figure 4: the distance of two models after each matching"
     bars = {
         SAID[way]: [shown.mean(k, way)("share") for k in ends.kinds]
         for way in ("neurons", "transport", "without FFN", "paper", "with stream", "ours")
@@ -310,7 +308,7 @@ def figure4(lab: Lab) -> Results:
     figure = Figure(
         "The distance after matching",
         "bars",
-        {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "share of before"},
+        {"labels": [shown.name(k) for k in ends.kinds], "y": bars, "ylabel": "share of unmatched"},
     )
     return results(
         lab, "figure4", title, findings, Table(title, heads, tuple(rows), note), [figure], ends
@@ -318,14 +316,14 @@ def figure4(lab: Lab) -> Results:
 
 
 def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
-    """What must be nearer than what: a minimum over more is no larger."""
+    """Check the order of the distances: a minimum over a larger set is not larger."""
     at = {way: shown.mean(kind, way)("distance") for way in RIVALS}
     claims = (
         ("neurons", "none", "Git Re-Basin's assignment of neurons"),
         (
             "neurons",
             "transport",
-            "Git Re-Basin's assignment of neurons, which looks at what they read and write,",
+            "Git Re-Basin's assignment of neurons, by their incoming and outgoing weights,",
         ),
         ("paper", "neurons", "The paper's matching"),
         ("paper", "without rescaling", "The paper's matching"),
@@ -334,20 +332,30 @@ def _order(shown: Rows, kind: str, name: str) -> list[Finding]:
     out, trials = [], shown.trials(kind)
     more: dict[str, Any] = {"source": "003 Fig. 4", "measure": "distance", "trials": trials}
     for near, far, who in claims:
-        said = f"{who} brings the {name}s at least as near as {SAID[far]}"
+        said = f"{who} brings the {name}s at least as close as {SAID[far]}"
         holds = at[near] <= at[far] * (1 + EXACT)
         out.append(
             Finding(f"{kind}/{slug(near)}/{slug(far)}", said, holds, at[near], 0.0, at[far], **more)
         )
     share = shown.mean(kind, "ours")("share")
     said = f"Our matching of the {name}s with folded norms, as a share of the distance before"
-    detail = "a number: weight distance is no measure of a merge"
+    detail = "no verdict: a small weight distance does not imply a good merge"
     out.append(
-        Finding(f"{kind}/ours", said, None, share, 0.0, 1.0, detail, measure="share", trials=trials)
+        Finding(
+            f"{kind}/by weights",
+            said,
+            None,
+            share,
+            0.0,
+            1.0,
+            detail,
+            measure="share",
+            trials=trials,
+        )
     )
     broken = shown.mean(kind, "soft transport")("broken")
-    detail = "no element, so that its distance is none between two descriptions of the ends"
-    said = f"What Sinkhorn's map alone does to the loss of the {name}"
+    detail = "not a symmetry, so that its distance is not that of an equivalent model"
+    said = f"Change of the loss of the {name} by Sinkhorn's map alone"
     out.append(
         Finding(
             f"{kind}/soft/function",
@@ -405,9 +413,7 @@ def figure5(lab: Lab) -> Results:
             rows.append((name, SAID[way], mean("barrier"), share, *columns, trials))
             said = f"The barrier between the {name}s, {SAID[way]}"
             spread = shown.spread(kind, way, "barrier")
-            detail = (
-                "a number" if share is None else f"{share:.3g} of that of the models as they stand"
-            )
+            detail = "a number" if share is None else f"{share:.3g} of that of the unmatched models"
             findings.append(
                 Finding(
                     f"{kind}/{slug(way)}",
@@ -427,7 +433,7 @@ def figure5(lab: Lab) -> Results:
         said = f"The ends of every path between the {name}s compute what A and B compute"
         findings.append(
             Finding(
-                f"{kind}/ends",
+                f"{kind}/endpoints",
                 said,
                 change <= SAME,
                 change,
@@ -460,24 +466,23 @@ def figure5(lab: Lab) -> Results:
     heads = (
         "models",
         "matching",
-        "barrier",
-        "of not matched",
-        "calibrated",
-        "003: rise",
-        "003: range",
-        "midpoint",
-        "accuracy",
+        "barrier (nats)",
+        "share of unmatched",
+        "calibrated (nats)",
+        "rise (nats)",
+        "range (nats)",
+        "midpoint (nats)",
+        "accuracy drop",
         "loss of A",
         "loss of B",
         "pairs",
     )
     note = (
-        "Barrier: the largest excess of the loss inside the path over the straight line between "
-        "the ends' losses, with its sign, in "
-        "nats; means over pairs. Calibrated: with a temperature for each point, fitted on other "
-        "examples. Rise and range: the paper's "
-        "two wordings. Midpoint: over the better end. Accuracy: its largest shortfall. The "
-        "paper prints no numbers."
+        "Means over pairs. Barrier: the largest excess of the loss on the path over the linear "
+        "interpolation of the endpoints' losses. Calibrated: with a temperature per point, fitted "
+        "on other examples. Rise: the highest loss minus the better endpoint's. Range: the highest "
+        "loss minus the lowest. Midpoint: its loss minus that of the better endpoint. Accuracy "
+        "drop: the largest on the path. The paper prints no numbers."
     )
     title = "Figure 5: the loss between two models under each matching"
     return results(
@@ -501,7 +506,7 @@ def _curves(label: str, paths: Mapping[str, Path]) -> Figure:
         "ylabel": "nats",
         "log": False,
     }
-    return Figure(f"{label}: the loss on the way from A to B", "lines", data)
+    return Figure(f"{label}: the loss on the path from A to B", "lines", data)
 
 
 def _plane(label: str, way: str, found: Mapping[str, Any]) -> Figure:
@@ -521,5 +526,5 @@ def _plane(label: str, way: str, found: Mapping[str, Any]) -> Figure:
         f"{label}: the loss around A, B and the moved A ({SAID[way]})",
         "plane",
         data,
-        "Lines join what is walked between.",
+        "Lines join the endpoints of the paths.",
     )

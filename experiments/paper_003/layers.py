@@ -1,4 +1,4 @@
-"""Figure 6 of paper 003: the paper's matcher, let at one layer, at the first k, at the last k."""
+"""Figure 6 of the rotation-symmetry paper: its matcher on one layer, the first k, the last k."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from regauge.matching import layers_of
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Figure, Finding, Results, Table
 
-TIE = 0.1  # of what matching all layers does to the loss: less is no difference between layers
+TIE = 0.1  # the share of the effect of all layers below which a difference is not clear
 
 
 def figure6(lab: Lab) -> Results:
-    """Layer study: the average of two models when the paper's matcher is let at one layer, at the
-    first k, at the last k.
+    """Layer study: the average of two models after the paper's matcher on one layer, the first k or
+    the last k.
     """
     found = look(lab, KINDS[lab.preset_name], MOST)
     depth = {kind: _depth(lab, kind, found) for kind in found.kinds}
@@ -44,7 +44,7 @@ def figure6(lab: Lab) -> Results:
         for label, sets in plan.items():
             for k, layers in enumerate(sets):
                 mean = shown.mean(kind, tuple(layers))
-                at = k if label == "only layer" else len(layers)
+                at = k if label == "layer k only" else len(layers)
                 rows.append(
                     (
                         name,
@@ -60,7 +60,7 @@ def figure6(lab: Lab) -> Results:
             y = {
                 label: [shown.mean(kind, tuple(layers))(column) for layers in sets]
                 for label, sets in plan.items()
-                if label != "only layer"
+                if label != "layer k only"
             }
             data = {
                 "x": list(range(depth[kind] + 1)),
@@ -75,19 +75,17 @@ def figure6(lab: Lab) -> Results:
         findings += _more_layers(shown, kind, name, plan, depth[kind])
     heads = (
         "models",
-        "which",
+        "matched layers",
         "k",
-        "of the distance before",
-        "loss of the average",
-        "accuracy, %",
+        "distance, share of unmatched",
+        "loss of the average (nats)",
+        "accuracy (%)",
         "pairs",
     )
     note = (
-        "The paper's matcher, at some layers only; layers are counted from 0. k = 0 is no "
-        "matching. The paper finds on its DeBERTa "
-        "(CoLA and STS-B, fine-tuned from one base) that the first five matter most; it prints "
-        "no numbers, and chooses the layers of "
-        "its Table 2 on validation data."
+        "The paper's matcher on some layers, counted from 0. Zero layers is unmatched. The paper "
+        "finds that the first five layers of its DeBERTa (fine-tuned on CoLA and on STS-B) matter "
+        "most; it prints no numbers, and chooses the layers of its Table 2 on validation data."
     )
     title = "Figure 6: which layers to match"
     return results(
@@ -107,24 +105,24 @@ def _depth(lab: Lab, kind: str, ends: Ends) -> int:
 def layer_plans(depth: int) -> dict[str, list[list[int]]]:
     whole = list(range(depth))
     return {
-        "only layer": [[i] for i in whole],
-        "first k": [whole[:k] for k in range(depth + 1)],
-        "last k": [whole[depth - k :] for k in range(depth + 1)],
+        "layer k only": [[i] for i in whole],
+        "first k layers": [whole[:k] for k in range(depth + 1)],
+        "last k layers": [whole[depth - k :] for k in range(depth + 1)],
     }
 
 
 def _more_layers(
     shown: Rows, kind: str, name: str, plan: Mapping[str, list[list[int]]], depth: int
 ) -> list[Finding]:
-    """Layers are matched one by one and do not touch each other: more of them never part the
-    models.
-    """
+    """Check that matching more layers does not move the models apart: layers are independent."""
     shares = {
         label: [shown.mean(kind, tuple(layers))("share") for layers in plan[label]]
-        for label in ("first k", "last k")
+        for label in ("first k layers", "last k layers")
     }
     worst = max(later - earlier for s in shares.values() for earlier, later in pairwise(s))
-    said = f"Each further layer that is matched brings the {name}s nearer, or leaves them"
+    said = (
+        f"Each further matched layer brings the {name}s closer, or does not change their distance"
+    )
     trials = shown.trials(kind)
     nearer = Finding(
         f"{kind}/distance",
@@ -138,13 +136,14 @@ def _more_layers(
     )
     half = max(1, depth // 2)
     first, last = (
-        shown.mean(kind, tuple(plan[label][half]))("loss") for label in ("first k", "last k")
+        shown.mean(kind, tuple(plan[label][half]))("loss")
+        for label in ("first k layers", "last k layers")
     )
-    none, full = (shown.mean(kind, tuple(plan["first k"][k]))("loss") for k in (0, depth))
-    more = f"the {'first' if first < last else 'last'} layers matter more here"
+    none, full = (shown.mean(kind, tuple(plan["first k layers"][k]))("loss") for k in (0, depth))
+    more = f"the {'first' if first < last else 'last'} layers matter more"
     if abs(first - last) <= max(SAME, TIE * abs(none - full)):
-        more = "no difference to speak of here"
-    detail = f"the last {half}: {last:.4g} nats, all: {full:.4g}; {more}"
+        more = "no clear difference"
+    detail = f"last {half} layers: {last:.4g} nats, all layers: {full:.4g} nats; {more}"
     said = f"The average of the {name}s after the first {half} of {depth} layers were matched"
     return [
         nearer,

@@ -1,7 +1,7 @@
-"""Ways to match two models, and who finds them: what Figures 3 to 6 of paper 003 and the benchmark
-of Theus et al. share.
+"""Ways to match two models, for Figures 3 to 6 of the rotation-symmetry paper and the benchmark of
+Theus et al.
 
-A way is a literal: who finds it (`by`, one of `FINDERS`), and how. Adding one is one line.
+A way is a literal: the matcher (`by`, one of `FINDERS`) and its options. Adding one is one line.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from regauge.merging.transport import transport_map
 Tensor = torch.Tensor
 How = Mapping[str, Any]
 
-# Paper 003's own matcher: rotations of heads as they stand, one factor each, neurons; biases as
-# stored; each part on its own, so that no sweep helps.
+# The matcher of the rotation-symmetry paper: rotations within heads, one factor per head, and the
+# order of neurons; biases as stored. The parts are independent, so that sweeps do not help.
 PAPER: dict[str, Any] = {
     "by": "match",
     "spaces": ["qk", "vo", "ffn"],
@@ -67,25 +67,23 @@ WAYS: dict[str, dict[str, Any]] = {
     "drawn": {"by": "seen", "fold": True, "texts": 64, "sweeps": 10, "noise": True},
 }
 SAID = {
-    "none": "not matched",
-    "folded": "folded, not moved",
-    "paper": "003: rotations, rescaling, FFN",
-    "without rescaling": "003 without rescaling",
-    "without FFN": "003 without FFN (attention only)",
-    "without attention": "003 without attention (FFN only)",
-    "with heads": "003 + heads",
-    "with stream": "003 + heads + stream, as they stand",
-    "neurons": "Git Re-Basin, FFN only (as 003 had it)",
+    "none": "unmatched",
+    "folded": "norms folded, unmatched",
+    "paper": "paper's matcher (rotations, rescaling, FFN)",
+    "without rescaling": "paper's matcher without rescaling",
+    "without FFN": "paper's matcher without FFN (attention only)",
+    "without attention": "paper's matcher without attention (FFN only)",
+    "with heads": "paper's matcher + order of heads",
+    "with stream": "paper's matcher + order of heads + stream",
+    "neurons": "Git Re-Basin, FFN only (as in the paper)",
     "permutations": "Git Re-Basin, all permutations",
     "transport": "OT-Fusion, FFN, exact transport",
-    "soft transport": "OT-Fusion, FFN, Sinkhorn (no element)",
-    "ours": "ours: everything, norms folded",
-    "seen": "ours, first by what the two do (language models: on text that they write; others: "
-    "on unlabelled training data), then by weights",
-    "refined": "the same to the nearest weights, and 200 learned steps on such inputs",
-    "refined longer": "the same to the nearest weights, and 1,200 learned steps on unlabelled "
-    "training data",
-    "drawn": "ours, first by what the two do on noise, then by weights",
+    "soft transport": "OT-Fusion, FFN, Sinkhorn (not a symmetry)",
+    "ours": "regauge, by weights",
+    "seen": "regauge, by activations, then weights",
+    "refined": "regauge, refined in 200 gradient steps",
+    "refined longer": "regauge, refined in 1,200 gradient steps",
+    "drawn": "regauge, by activations on noise, then weights",
 }
 
 

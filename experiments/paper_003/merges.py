@@ -1,5 +1,5 @@
-"""Table 2 of paper 003: six ways to merge two models, as they stand and after matching. Its claim:
-matching helps every one of them.
+"""Table 2 of the rotation-symmetry paper: six merges of two models, unmatched and matched. Its
+claim: matching helps each of them.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from typing import Any
 from experiments.paper_003.cost import clocked
 from experiments.paper_003.matchers import SAID, WAYS
 from experiments.paper_003.pair_cells import METHODS
-from experiments.paper_003.pair_results import PAPER_ACCURACY, Rows, open_pairs, results
+from experiments.paper_003.pair_results import PAPER_ACCURACY, Rows, open_pairs, results, slug
 from experiments.shared.runner import Lab
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 MATCHINGS = ("none", "paper", "ours", "refined")
-# the share of accuracy by which a merge may be worse after matching, and still not be harmed: 10 of
-# 2,000 test examples
+# the loss of accuracy after matching that does not count as harm: 10 of 2,000 test examples
 HARM = 0.005
 
 
@@ -83,23 +82,23 @@ def table2(lab: Lab) -> Results:
         "models",
         "merge",
         "matching",
-        "accuracy, %",
-        "spread",
-        "003 (its ViT)",
-        "loss",
-        "of the distance before",
-        "barrier",
+        "accuracy (%)",
+        "accuracy ±",
+        "paper: accuracy (%)",
+        "loss (nats)",
+        "distance, share of unmatched",
+        "barrier (nats)",
         "CPU seconds",
         "pairs",
     )
     note = (
-        "Means over pairs, on test data; accuracy of language models: of the next token. "
-        "Barrier: of the straight path after the matching, whatever "
-        "the merge. CPU seconds: of the merge alone, statistics included (003/table3). The "
-        "paper's accuracies are those of its "
-        "own ViT pair, at the layers that were best on its validation data; here every layer is "
-        "matched. Fisher and RegMean see unlabelled training "
-        "data, after the matching; so do OT-ACTS and OT-ACTS-EMD."
+        "Means over pairs, on test data; the accuracy of language models is that of the next "
+        "token. "
+        "The barrier is that of the straight path after matching, before merging. CPU seconds are "
+        "those of the merge alone, with its statistics (003/table3). The paper's accuracies are "
+        "those of its own ViT pair, with the layers that are best on its validation data; here "
+        "every layer is matched. Fisher, RegMean, OT-ACTS and OT-ACTS-EMD use unlabelled training "
+        "data, after the matching."
     )
     title = "Table 2: six merges, with and without matching"
     chosen = (
@@ -118,7 +117,7 @@ def table2(lab: Lab) -> Results:
 
 
 def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
-    """Does this matching help this merge? By the accuracy; on pico models there is no verdict."""
+    """Check by accuracy whether a matching helps a merge; pico models have no verdict."""
     here, none = shown.mean(kind, (method, way)), shown.mean(kind, (method, "none"))
     gain = here("accuracy") - none("accuracy")
     pairs: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = list(
@@ -127,11 +126,11 @@ def _helps(lab: Lab, shown: Rows, kind: str, method: str, way: str) -> Finding:
     worse = sum(x["accuracy"] < y["accuracy"] - HARM for x, y in pairs)
     detail = (
         f"{100 * none('accuracy'):.1f} % without, {100 * here('accuracy'):.1f} % with; a "
-        f"better end has {100 * none('end'):.1f} %"
+        f"better endpoint has {100 * none('end'):.1f} %"
     )
     detail += f"; worse in {worse} of {len(pairs)} pairs" if worse else ""
     return Finding(
-        f"claim/{kind}/{method}/{way.replace(' ', '-')}",
+        f"claim/{kind}/{method}/{slug(way)}",
         f"{method}: the merged {shown.name(kind)} is no worse after matching ({SAID[way]})",
         None if lab.preset_name == "pico" else gain >= -HARM,
         gain,

@@ -1,9 +1,8 @@
-"""Which pairs there are to measure on: those whose training is over, and those that lie in the
-assets. Nothing is trained here by surprise.
+"""The pairs of models that experiments can measure: trained ones in the cache, and pairs of the
+assets. Nothing is trained without being requested.
 
-A preset trains what is missing only where that is cheap (`pico`). Otherwise an experiment takes the
-pairs that `python -m experiments 003/pairs` has finished so far, says how many, and asks for them
-where there is none.
+Only the preset `pico` trains missing models. Otherwise an experiment uses the pairs that
+`python -m experiments 003/pairs` has finished, reports their number, and raises if there is none.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ TRAINS = ("pico",)  # presets whose models are trained wherever they are missing
 
 
 class NoPairsError(RegaugeError):
-    """An experiment that needs pairs of trained models, and finds none."""
+    """No pair of trained models is available for an experiment."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ends: the weights of A, which moves, and of B, which stays. `kind` is what pairs are
-    averaged over.
+    """Two endpoints: the weights of A, which is matched, and of B. Results are averaged over the
+    pairs of a `kind`.
     """
 
     kind: str
@@ -43,7 +42,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Ready:
-    """A pair that can be loaded. `steps` is how many cells that takes."""
+    """A pair that can be loaded, and the number of cells that this takes."""
 
     kind: str
     seeds: tuple[int, int] | None
@@ -52,10 +51,8 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A pair that someone else trained, in two folders of the assets. `how` tells where it comes
-    from.
-    """
+class AssetPair:
+    """A pair trained elsewhere, in two folders of the assets; `how` states its origin."""
 
     name: str
     folders: tuple[str, str]
@@ -69,13 +66,13 @@ class Placed:
     batch: int = 16
 
 
-def _asset() -> Placed:
+def _asset() -> AssetPair:
     """The two GPT-2s of the assets, with a context of 128."""
     text = From("tinyshakespeare.txt")
     task = {"kind": "text", "classes": 1024, "length": 128, **READ[0]}
-    how = "two folders that lie with the other assets"
-    return Placed(
-        "GPT-2 of the assets",
+    how = "two folders of the assets"
+    return AssetPair(
+        "GPT-2, provided pair",
         ("gpt2_pair/seed1", "gpt2_pair/seed2"),
         task,
         text,
@@ -87,8 +84,8 @@ def _asset() -> Placed:
     )
 
 
-def _imfeld() -> Placed:
-    """The two ViTs of Imfeld et al. that paper 003 fuses (width 384, 12 heads, patch 4)."""
+def _imfeld() -> AssetPair:
+    """The two ViTs of Imfeld et al. that the paper merges (width 384, 12 heads, patch 4)."""
     hub = [
         From("uoft-cs/cifar10", {"image": "img", "label": "label"}, split=split)
         for split in ("train", "test")
@@ -101,7 +98,7 @@ def _imfeld() -> Placed:
         "the repository graldij/transformer-fusion links to them (a Google Drive folder); put "
         "them there as Hugging Face folders"
     )
-    return Placed(
+    return AssetPair(
         "ViT of Imfeld et al.",
         ("imfeld/vit_a", "imfeld/vit_b"),
         CIFAR,
@@ -114,10 +111,8 @@ def _imfeld() -> Placed:
     )
 
 
-def _emotion(name: str, folder: str, first: int, pad: int) -> Placed:
-    """A language model fine-tuned on two of the Emotion sets, the first pair of paper 003's
-    five.
-    """
+def _emotion(name: str, folder: str, first: int, pad: int) -> AssetPair:
+    """A language model fine-tuned on two of the Emotion sets, the paper's first of five pairs."""
     task = {"kind": "reviews", "classes": None, "length": 128, "first": first, "pad": pad}
     fields = {"text": "text", "label": "label"}
     how = (
@@ -127,7 +122,7 @@ def _emotion(name: str, folder: str, first: int, pad: int) -> Placed:
     how += "two folders there, and the sets as emotion_train.tsv and emotion_test.tsv (text, label)"
     folders = (f"{folder}/dailydialog", f"{folder}/crowdflower")
     tokenizer = f"{folder}/dailydialog/tokenizer.json"
-    return Placed(
+    return AssetPair(
         name,
         folders,
         task,
@@ -140,8 +135,8 @@ def _emotion(name: str, folder: str, first: int, pad: int) -> Placed:
     )
 
 
-PLACED: dict[str, dict[str, Placed]] = {
-    "small": {"asset": _asset()},
+ASSET_PAIRS: dict[str, dict[str, AssetPair]] = {
+    "small": {"gpt2-provided": _asset()},
     "paper": {
         "imfeld": _imfeld(),
         "roberta": _emotion("RoBERTa, fine-tuned", "roberta-base", 0, 1),
@@ -153,11 +148,11 @@ PLACED: dict[str, dict[str, Placed]] = {
 
 @dataclass
 class Ends:
-    """The pairs that there are of some kinds, and why there are none of the others."""
+    """The available pairs of some kinds, and the reasons why others are absent."""
 
     ready: list[Ready] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
-    most: int | None = None  # pairs of a kind that were asked for: all
+    most: int | None = None  # the largest number of pairs of a kind; None: all
 
     @property
     def kinds(self) -> list[str]:
@@ -168,19 +163,23 @@ class Ends:
         return sum(r.steps for r in self.ready)
 
     def list_absent(self) -> tuple[str, ...]:
-        """What was not measured, for `Results.unchecked`."""
+        """List what was not measured, for `Results.unchecked`."""
         return tuple(f"{kind}: {why}" for kind, why in self.absent.items())
 
 
 def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
-    """The pairs of these kinds, at most so many of each. `--seeds N` restricts them to those of the
-    first N seeds. Asking does not train.
+    """Find the available pairs of these kinds, at most `most` of each; trains nothing. `--seeds N`
+    restricts them to the first N seeds.
     """
-    found, subjects, placed = Ends(most=most), PAIRS[lab.preset_name](), PLACED[lab.preset_name]
+    found, subjects, placed = (
+        Ends(most=most),
+        PAIRS[lab.preset_name](),
+        ASSET_PAIRS[lab.preset_name],
+    )
     for kind in kinds:
         try:
             ready = (
-                _placed(lab, kind, placed[kind])
+                _open_asset_pair(lab, kind, placed[kind])
                 if kind in placed
                 else _trained(lab, kind, subjects[kind])
                 if kind in subjects
@@ -189,7 +188,7 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
         except DataError as error:
             found.absent[kind] = str(error).replace(
                 f"{lab.assets}/", ""
-            )  # results say nothing of this machine
+            )  # results contain no paths of this machine
             continue
         found.ready += ready[:most]
         if not ready:
@@ -214,7 +213,7 @@ def look(lab: Lab, kinds: Sequence[str], most: int | None = None) -> Ends:
 
 
 def load(lab: Lab, ready: Ready) -> Pair:
-    """The pair itself."""
+    """Load a pair."""
     if ready.seeds is None:
         assert ready.about is not None
         return _from_folders(lab, ready.kind, ready.about)
@@ -235,7 +234,7 @@ def _trained(lab: Lab, kind: str, about: Subject) -> list[Ready]:
     ]
 
 
-def _placed(lab: Lab, kind: str, placed: Placed) -> list[Ready]:
+def _open_asset_pair(lab: Lab, kind: str, placed: AssetPair) -> list[Ready]:
     for folder in placed.folders:
         if not (lab.assets / folder).is_dir():
             raise DataError(
@@ -275,6 +274,6 @@ def _from_folders(lab: Lab, kind: str, about: Subject) -> Pair:
         model = load_model(Path(lab.assets / folder), "float32")
         states.append({name: t.detach().clone() for name, t in model.state_dict().items()})
     size = sum(t.numel() for t in model.parameters())
-    lab.sizes.setdefault(about.name, {"parameters": size, "from": "the assets"})
+    lab.sizes.setdefault(about.name, {"parameters": size, "from": "the experiments' assets"})
     a, b = (Outcome({}, state) for state in states)
     return Pair(kind, about.name, replace(about, sources=()), a, b)

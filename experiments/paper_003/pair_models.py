@@ -465,20 +465,20 @@ def trained_pairs(lab: Lab) -> Results:
         )
     heads = (
         "model",
-        "ends",
+        "endpoints",
         "parameters",
         "steps",
         "minutes each",
-        "loss, least",
-        "loss, mean",
-        "loss, most",
-        "accuracy",
+        "lowest loss (nats)",
+        "mean loss",
+        "highest loss",
+        "mean accuracy",
     )
-    table = Table("The ends", heads, tuple(rows), "Losses in nats, on the test data.")
+    table = Table("Endpoints", heads, tuple(rows), "On the test data.")
     figures = tuple(_curve(subjects[name], found) for name, found in trained.items())
     facts = lab.facts("003/pairs", counts)
     return Results(
-        "Pairs of models, trained from different seeds", findings, (table,), figures, facts
+        "Pairs of models trained from different seeds", findings, (table,), figures, facts
     )
 
 
@@ -500,9 +500,11 @@ def _finding(lab: Lab, name: str, about: Subject, found: Sequence[Mapping[str, f
         floor = bigram(examples(lab, name, "train"), examples(lab, name))
         margin = MARGIN[lab.preset_name]
         holds = max(losses) <= floor - margin
-        said = f"The worst end of {about.name} is at least {margin} nats better than a bigram"
+        said = (
+            f"The worst {about.name} endpoint is at least {margin} nats better than a bigram model"
+        )
         return Finding(
-            f"goal/ends/{name}",
+            f"goal/endpoints/{name}",
             said,
             holds,
             max(losses),
@@ -514,9 +516,9 @@ def _finding(lab: Lab, name: str, about: Subject, found: Sequence[Mapping[str, f
     shares = [f["accuracy"] for f in found]
     floor = 1 / examples(lab, name).classes
     holds = min(shares) >= floor + CLEARLY
-    said = f"The worst end of {about.name} is right at least {CLEARLY:.0%} oftener than a guess"
+    said = f"The worst {about.name} endpoint has at least {CLEARLY:.0%} more accuracy than a guess"
     return Finding(
-        f"goal/ends/{name}",
+        f"goal/endpoints/{name}",
         said,
         holds,
         min(shares),

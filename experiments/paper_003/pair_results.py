@@ -1,6 +1,4 @@
-"""What experiments on pairs of models share: which pairs they take, the numbers of each, and what
-they say of themselves.
-"""
+"""Shared code of the experiments on pairs of models: the pairs, their numbers, and their facts."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from regauge.matching.barriers import Path
 from regauge.results.findings import Figure, Finding, Results, Table, spread_of
 
 KINDS = {
-    "small": ("vit", "bert", "minilm", "gpt2", "asset"),
+    "small": ("vit", "bert", "minilm", "gpt2", "gpt2-provided"),
     "paper": ("imfeld", "roberta", "deberta"),
     "pico": ("vit", "bert", "gpt2"),
 }
@@ -35,7 +33,7 @@ PAPER_ACCURACY = {
 
 
 def numbers(path: Path) -> dict[str, float]:
-    """A path in a few numbers."""
+    """Summarize a path in a few numbers."""
     assert path.calibrated is not None
     ends = {"first": path.losses[0], "second": path.losses[-1]}
     measured = {
@@ -78,18 +76,28 @@ class Rows:
 def open_pairs(
     lab: Lab, cells: Callable[[Ends], int], most: int | None = MOST
 ) -> tuple[Ends, list[Bench]]:
-    """The pairs, each on its bench, and how many cells are to come."""
+    """Open the available pairs, and announce the number of cells."""
     ends = look(lab, KINDS[lab.preset_name], most)
     lab.total = ends.steps + cells(ends)
     return ends, [Bench(lab, load(lab, ready)) for ready in ends.ready]
 
 
+SLUGS = {
+    "none": "unmatched",
+    "neurons": "git-re-basin-ffn",
+    "permutations": "git-re-basin",
+    "transport": "ot-fusion",
+    "ours": "by weights",
+}
+
+
 def slug(way: str) -> str:
-    return way.replace(" ", "-")
+    """Return the name of a matcher in the ids of findings."""
+    return SLUGS.get(way, way.replace(" ", "-"))
 
 
 def facts(lab: Lab, name: str, ends: Ends) -> dict[str, Any]:
-    """What an experiment on pairs says of itself."""
+    """Return the facts of an experiment on pairs."""
     which = (
         "all finished pairs"
         if ends.most is None

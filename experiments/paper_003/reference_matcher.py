@@ -1,10 +1,10 @@
-"""Paper 003's matcher, written down plainly in numpy, layer by layer and head by head: what ours is
-timed and checked against.
+"""The matcher of the rotation-symmetry paper as plain numpy, layer by layer and head by head: the
+reference for distances and times.
 
-Model 1 moves next to model 2. For each head M = Q1 Q2^T + K1 K2^T = U S V^T (rows are a head's
+Model 1 is matched to model 2. For each head M = Q1 Q2^T + K1 K2^T = U S V^T (rows are a head's
 coordinates, its slice of the bias one more column), R = U V^T, and Q1, K1 become R^T Q1, R^T K1;
 the same for V and O; then the factor of the quartic; then an assignment of neurons. Absolute
-positions only, as in the paper: under rotary ones its rotations are no symmetry.
+positions only, as in the paper: with rotary positions its rotations are not a symmetry.
 """
 
 from __future__ import annotations

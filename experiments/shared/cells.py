@@ -1,12 +1,12 @@
-"""Cells: what experiments are made of. A cell is a pure function of JSON-able parameters and data;
-its outcome is kept and never computed twice.
+"""Cells: the cached units of experiments. A cell is a pure function of JSON-able parameters and
+data; its outcome is computed once.
 
-An outcome is known by the hash of the cell's name and version, its parameters and the digests of
-its data, and lies in one safetensors file of that name: values in the metadata, tensors (a trained
-checkpoint) as they are, and a digest of both. A file that does not match its digest is computed
-again. While a long cell works it leaves its state beside it (`ResumeState.save`), and goes on from
-there after an interruption. Files appear whole or not at all, so that processes may share a cache;
-where the system has file locks, the second waits for the first and reads what it found.
+The key of an outcome is the hash of the cell's name and version, its parameters and the digests of
+its data. The outcome is a safetensors file of that name: values in the metadata, tensors (a trained
+checkpoint), and a digest of both. A file that does not match its digest is computed again. A long
+cell saves its state beside the file (`ResumeState.save`) and resumes from it. Files are written
+atomically, so that processes may share a cache; with file locks, a second process waits for the
+first and reads its result.
 
     outcome = run(TRAIN, {"seed": 0, "steps": 200}, cache, {"train": data})
 """
@@ -36,7 +36,7 @@ from regauge.errors import CacheError
 
 
 class Digested(Protocol):
-    """Data that a cell reads: whatever has a digest of all that matters in it."""
+    """Data with a digest of its content."""
 
     @property
     def digest(self) -> str: ...
@@ -44,8 +44,8 @@ class Digested(Protocol):
 
 @dataclass(frozen=True)
 class Cell:
-    """A function with a name and a version. The version is raised by whoever changes what the
-    function finds.
+    """A function with a name and a version. Raise the version if the outcome of the function
+    changes.
     """
 
     name: str
@@ -61,8 +61,8 @@ def run(
     *,
     device: str = "cpu",
 ) -> Outcome:
-    """The cell's outcome for these parameters and data: from the cache if it is there and whole, or
-    computed and kept.
+    """Return the outcome of a cell: from the cache if it is there and intact, else computed and
+    saved.
     """
     data = data or {}
     path = place(cell, parameters, cache, data)
@@ -70,7 +70,7 @@ def run(
         cache.mkdir(parents=True, exist_ok=True)
     if found := read_outcome(path):
         return found
-    with _alone(path):
+    with _lock(path):
         if found := read_outcome(path):  # another process was quicker
             return found
         work = ResumeState(path.with_suffix(".working"), SAVE_INTERVAL, device)
@@ -84,8 +84,8 @@ def run(
     found = read_outcome(path)
     if found is None:
         raise CacheError(
-            f"{path} does not hold what was just written to it",
-            hint="look at the disk, or set REGAUGE_CACHE to another folder",
+            f"{path} differs from the outcome that was just written to it",
+            hint="check the disk, or set REGAUGE_CACHE to another folder",
         )
     return found
 
@@ -96,24 +96,24 @@ def place(
     cache: Path,
     data: Mapping[str, Digested] | None = None,
 ) -> Path:
-    """Where an outcome lies, once it is there."""
+    """Return the path of an outcome in the cache."""
     return cache / f"{cell.name}-{key_of(cell, parameters, data)[:40]}.safetensors"
 
 
 def key_of(
     cell: Cell, parameters: Mapping[str, Any], data: Mapping[str, Digested] | None = None
 ) -> str:
-    """The hash that an outcome is known by."""
-    digests = {name: one.digest for name, one in (data or {}).items()}
+    """Return the hash of a cell, its parameters and its data."""
+    digests = {name: item.digest for name, item in (data or {}).items()}
     return hashlib.sha256(
         canonical_values([FORMAT, cell.name, cell.version, parameters, digests])
     ).hexdigest()
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the cell's lock where the system has such. Without it two processes may compute the same
-    cell, to the same end.
+def _lock(path: Path) -> Iterator[None]:
+    """Hold the lock of a cell, if the system has file locks. Without them two processes may compute
+    the same cell, with the same result.
     """
     try:
         import fcntl
@@ -121,7 +121,7 @@ def _alone(path: Path) -> Iterator[None]:
         yield
         return
     with wrap_write_errors(path):
-        lock = path.with_suffix(".lock").open("a")
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        file = path.with_suffix(".lock").open("a")
+    with file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,9 +1,9 @@
 """Two cells of the lock: fine-tune a pre-trained model that is plain, locked with the key, locked
-without it, or not pre-trained; and let one write.
+without it, or not pre-trained; and generate text with one.
 
-The lock is the product's own: `regauge.lock` moves the backbone by a key, `authorized` puts the
-edges on, `unlock` puts trained weights back. Whoever has no key trains the locked weights as they
-stand. Two controls say what the locked weights are worth to them.
+The lock is that of the library: `regauge.lock` transforms the backbone by a key, `authorize` adds
+the hooks at the edges (embedding and head), `unlock` restores trained weights. A thief without the
+key trains the locked weights unchanged. Two controls measure what the locked weights contribute.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def key_of(seed: int) -> Key:
 def begun(
     p: Parameters, data: Mapping[str, Any], dtype: torch.dtype, device: str
 ) -> tuple[torch.nn.Module, Callable[[State], State]]:
-    """The model that one party begins with, and what makes its trained weights usable without
-    edges.
+    """Return the model that one party starts from, and the function that restores its trained
+    weights.
 
     plain         the pre-trained model
     authorized    locked, with the key: hooks at the edges, the backbone stays locked
-    unauthorized  locked, without the key: the weights as they stand
-    edges         the embedding and what else the lock leaves in the open, with a fresh backbone
+    unauthorized  locked, without the key: the locked weights unchanged
+    edges         embedding and head, which the lock leaves in plain, with a random backbone
     scratch       nothing pre-trained
     """
     way, seed, source = p["way"], int(p["seed"]), uri_of(data, "source")
@@ -156,9 +156,7 @@ def speak(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
 
 
 def _entropy(examples: Examples) -> float:
-    """The nats of a token for who knows how often each comes in this very text, and nothing
-    else.
-    """
+    """Return the nats per token of a model that predicts the token frequencies of this text."""
     counts = torch.bincount(examples.batch(np.arange(len(examples)))[1].flatten()).double()
     share = counts[counts > 0] / counts.sum()
     return float(-(share * share.log()).sum())

@@ -119,7 +119,7 @@ def _of_timm(about: Mapping[str, Any], source: str | None) -> torch.nn.Module:
 def _absent(source: str, error: Exception) -> UnknownModelError:
     first = (str(error) or type(error).__name__).splitlines()[0]
     return UnknownModelError(
-        f"the model {source} is not here and the hub did not give it: {first}",
+        f"the model {source} is neither in the assets nor on the hub: {first}",
         hint="connect, or use --preset small",
     )
 
@@ -134,11 +134,14 @@ def draw(model: torch.nn.Module, seed: int) -> Element:
 def used(model: torch.nn.Module, way: str, seed: int) -> torch.nn.Module:
     """The model in one of the ways in which it is used. It is moved in place.
 
-    plain    as it is rows     tokens shuffled anew in every pass where they enter the backbone, and
-    put back where they leave (Eq. 2) columns  the backbone's weights moved by a key, features
-    permuted by the same key and put back (Eq. 5 and 6) both     rows and columns moved    the
-    backbone's weights moved by a key, and nothing else: whoever has no key gives it normal input
-    wrong    the same, and features permuted and put back by another key
+    plain    unchanged
+    rows     tokens shuffled where they enter the backbone, in a new order in every pass, and
+             restored where they leave it (Eq. 2)
+    columns  the weights of the backbone permuted by a key, features permuted by the same key and
+             restored (Eq. 5 and 6)
+    both     rows and columns
+    moved    only the weights permuted: plain input without the key
+    wrong    the weights permuted, and features permuted and restored by another key
     """
     if way not in WAYS:
         raise ValueError(f"there is no way {way!r}")

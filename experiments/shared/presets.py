@@ -1,4 +1,4 @@
-"""What each preset runs: models, tasks, recipes and data, as literals.
+"""The models, tasks, recipes and data of each preset, as literals.
 
 `small` runs on two cores in minutes, on real data at hand, with the transformers library's own
 classes built from small configs and trained for real. `paper` names the papers' own models and
@@ -30,8 +30,8 @@ class From:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on a task: how it is built, trained and tested. Without a recipe it is used as it is,
-    from `sources` (one for each trial).
+    """A model on a task: how it is built, trained and tested. Without a recipe it is not trained,
+    but loaded from `sources` (one for each trial).
     """
 
     name: str
@@ -52,9 +52,7 @@ class Subject:
     plan: Mapping[str, Any] = field(
         default_factory=dict
     )  # of an audit of split learning: combinations of defences, attacks, data, budget
-    fresh: tuple[
-        str, ...
-    ] = ()  # how the names of tensors begin that fine-tuning draws anew: the head
+    fresh: tuple[str, ...] = ()  # prefixes of the tensors that fine-tuning reinitializes: the head
     batch: int = 100
     dtype: str = "float32"
 
@@ -239,7 +237,7 @@ def _small(pico: bool) -> Preset:
     tables = {
         "table2": {"image": vit, "scene": dense},
         "table3": {"image": vit, "text": bert, "dropout": noisy},
-        "table4": {"bert": bert, "gpt2": gpt2, "play": play, "wiki": wiki},
+        "table4": {"bert": bert, "gpt2": gpt2, "shakespeare": play, "wikitext": wiki},
         "table5": {"bert": bert, "gpt2": gpt2},
     }
     return Preset(
@@ -253,12 +251,12 @@ def _with_rows(*combinations: str) -> list[str]:
 
 
 def _split(pico: bool) -> dict[str, dict[str, Subject]]:
-    """What a server of split learning is to learn from: faces (a smile or none) and CIFAR-10, by
-    ViTs whose patch embedding is square, as that of ViT-B/16 is: all that is in a patch is in its
-    token. Faces are made 32 pixels wide: 16 patches, so that 32 attackers are trained in minutes.
+    """Return the victims of split learning: faces (smiling or not) and CIFAR-10, with ViTs whose
+    patch embedding is square, as that of ViT-B/16: a token contains all of its patch. Faces are
+    resized to 32 pixels, 16 patches, so that 32 attackers are trained in minutes.
 
     A tenth of the side is 3 waves across the image; the paper's 0.05 of 224 pixels is 11. Its batch
-    shuffle is of a part of the patches too.
+    shuffle also covers a share of the patches.
     """
     budget = {"hidden": 64, "depth": 2, "epochs": 200, "patience": 5, "rate": 3e-3, "batch": 64}
     recipe = {
@@ -367,12 +365,12 @@ def _split(pico: bool) -> dict[str, dict[str, Subject]]:
 def _locked(
     pico: bool, vit: Subject, bert: Subject, gpt2: Subject, play: Subject
 ) -> dict[str, dict[str, Subject]]:
-    """What is locked and then fine-tuned: the models of the tables above, on data that they have
-    not seen, with new heads.
+    """Return the models that are locked and fine-tuned: those of the tables above, on new data and
+    with new heads.
 
     The ViT goes from MNIST to scikit-learn's digits (other hands, other pixels), BERT and GPT-2 to
-    sentences of SST-2 that were left out before, the GPT-2s of the assets from Shakespeare to
-    WikiText-2, where the paper's goes too.
+    unused sentences of SST-2, the GPT-2s of the assets from Shakespeare to WikiText-2, as in the
+    paper.
     """
     recipe = {"optimizer": "adam", "dtype": "float64", "batch": 8 if pico else 32, "looks": 6}
     digits: dict[str, Any] = {
@@ -481,7 +479,7 @@ def _locked(
             "gpt2": sentences(gpt2, "score."),
         },
         "figure5": {"image": longer},
-        "figure6": {"play": play, "wiki": wiki},
+        "figure6": {"shakespeare": play, "wikitext": wiki},
     }
 
 
@@ -646,7 +644,8 @@ def _paper() -> Preset:
     )
     # The task of the paper's split learning: the 40 attributes of CelebA, from a ViT-B/16 given by
     # path (a folder beside the data, or the hub). SGD with a cosine and 60 epochs as in its code;
-    # its attacker: MAE's decoder, AdamW 1.5e-4. Noise and share of its shuffle are not told: ours.
+    # its attacker: MAE's decoder, AdamW 1.5e-4. The paper does not report noise level and shuffled
+    # share.
     budget = {"hidden": 512, "depth": 8, "epochs": 50, "patience": 5, "rate": 1.5e-4, "batch": 128}
     faces = Subject(
         "CelebA",
@@ -688,11 +687,11 @@ def _paper() -> Preset:
         "figure7": {"celeba": curved},
         "table2": {"image": vit, "scene": dense},
         "table3": {"image": vit, "text": small},
-        "table4": {"bert": bert, "gpt2": gpt2, "play": wiki},
+        "table4": {"bert": bert, "gpt2": gpt2, "shakespeare": wiki},
         "table5": {"bert": bert, "gpt2": gpt2},
         "table7": {"image": image, "bert": texts[0], "gpt2": texts[1]},
         "figure5": {"image": longer},
-        "figure6": {"play": wiki, "wiki": tuned},
+        "figure6": {"shakespeare": wiki, "wikitext": tuned},
     }
     return Preset(tables, seeds=1, keys=1)
 

@@ -1,9 +1,9 @@
-"""Where experiments run: the cache, the assets, the device, and how far it is. Models are trained
-and scored here, each once.
+"""The lab: cache, assets, device and progress of one run of an experiment. It trains and scores
+models, each once.
 
-An experiment asks for one cell after the other. With several `jobs` it first says which parts of it
-do not wait for each other (`Lab.ahead`): other processes compute them, with one thread each, and
-then all of it lies in the cache.
+An experiment requests one cell after the other. With several `jobs` it first lists its independent
+parts (`Lab.ahead`): other processes compute them with one thread each, and the experiment then
+reads them from the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Progress = Callable[[int, int, str], None]
 
 
 def default_assets() -> Path:
-    """$REGAUGE_ASSETS, or the folder beside the repository."""
+    """Return $REGAUGE_ASSETS, or the folder beside the repository."""
     return Path(os.environ.get("REGAUGE_ASSETS") or "../shared/assets")
 
 
@@ -52,11 +52,13 @@ class Lab:
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pictures: list[Figure] = field(
         default_factory=list
-    )  # for the user's page alone: they may show people, and JSON is committed
+    )  # only for the HTML page: they may show people, and the JSON is committed
 
     def __post_init__(self) -> None:
         if self.preset_name not in PRESETS:
-            raise DataError(f'there is no preset "{self.preset_name}"', hint="small or paper")
+            raise DataError(
+                f'preset must be small or paper, got "{self.preset_name}"', hint="small or paper"
+            )
         self.preset: Preset = PRESETS[self.preset_name]()
         self._opened: dict[str, Data] = {}
 
@@ -65,13 +67,11 @@ class Lab:
         return self.seeds or self.preset.seeds
 
     def trials_of(self, subject: Subject) -> int:
-        """A model that is trained here has a trial for each seed; one that is used as it is, for
-        each of its sources.
-        """
+        """Return the number of trials: the seeds of a trained model, the sources of a given one."""
         return self.trials if subject.recipe is not None else len(subject.sources)
 
     def train(self, subject: Subject, trial: int, way: str) -> Outcome:
-        """The subject's model, trained in one way from one seed."""
+        """Train the subject's model in one way from one seed."""
         outcome = self.run(
             TRAIN,
             *self._training(subject, trial, way),
@@ -81,7 +81,7 @@ class Lab:
         return outcome
 
     def is_trained(self, subject: Subject, trial: int, way: str) -> bool:
-        """Is that model in the cache? Asking does not train it."""
+        """Return whether a trained model is in the cache; trains nothing."""
         parameters, data = self._training(subject, trial, way)
         return place(TRAIN, parameters, self.cache, data).exists()
 
@@ -109,7 +109,7 @@ class Lab:
         dtype: str | None = None,
         trained: str = "",
     ) -> Outcome:
-        """The subject's model, with these weights, used in one way on all of its test data."""
+        """Score the subject's model with these weights on its test data."""
         data: dict[str, Any] = {"test": self.open(subject.test), **self.sources(subject, trial)}
         if weights is not None:
             data["weights"] = weights
@@ -132,8 +132,8 @@ class Lab:
         return outcome
 
     def begin(self, subject: Subject, trial: int) -> dict[str, Any]:
-        """What a subject's fine-tuning starts from: the model that another subject's training ended
-        with, or its source of this trial.
+        """Return the start of a fine-tuning: another subject's trained model, or the source of this
+        trial.
         """
         start = (
             {"start": self.train(subject.start, trial, "plain")}
@@ -143,8 +143,8 @@ class Lab:
         return {**start, **self.sources(replace(subject, recipe=None), trial)}
 
     def tune(self, subject: Subject, trial: int, way: str, begun: Mapping[str, Any]) -> Outcome:
-        """The subject's pre-trained model, fine-tuned plainly, locked with or without the key, or
-        not pre-trained at all.
+        """Fine-tune the subject's model: pre-trained, locked with or without the key, or from
+        scratch.
         """
         assert subject.train is not None
         shared = {
@@ -170,7 +170,7 @@ class Lab:
         return outcome
 
     def tuned(self, subject: Subject, trial: int, way: str, weights: Outcome) -> Outcome:
-        """What a fine-tuned model is worth on the test data."""
+        """Score a fine-tuned model on the test data."""
         assert subject.recipe is not None
         dtype = subject.recipe["dtype"]
         return self.score(
@@ -183,14 +183,14 @@ class Lab:
         trial: int,
         way: str,
         begun: Mapping[str, Any],
-        said: Mapping[str, Any],
+        generation: Mapping[str, Any],
     ) -> Outcome:
-        """What the subject's pre-trained model writes, and its loss on the test data."""
+        """Generate text with the subject's model, and score its loss on the test data."""
         task = {**subject.task, **subject.tested}
         parameters = {
             "model": subject.model,
             "task": task,
-            "said": said,
+            "said": generation,
             "seed": trial,
             "way": way,
             "batch": subject.batch,
@@ -205,9 +205,10 @@ class Lab:
         return outcome
 
     def ahead(self, work: Callable[[Lab, Any], object], items: Sequence[Any]) -> None:
-        """Have `jobs` processes do `work` on these items, in any order: what they compute is in the
-        cache when it is asked for. One job does nothing here, since the experiment asks for each in
-        its turn. `work` is a function of a module, items can be pickled.
+        """Compute `work` on these items in `jobs` processes, in any order, to fill the cache.
+
+        With one job this does nothing: the experiment requests each cell itself. `work` is a
+        function of a module, and items can be pickled.
         """
         jobs = min(self.jobs, len(items))
         if jobs < 2:
@@ -217,7 +218,7 @@ class Lab:
         pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _one_thread)
         try:
             waiting = [pool.submit(_work, given, work, item) for item in items]
-            detail = f"parts that do not wait for each other, in {jobs} processes"
+            detail = f"independent parts, in {jobs} processes"
             if self.progress:
                 self.progress(0, len(items), detail)
             for n, done in enumerate(as_completed(waiting)):
@@ -230,8 +231,8 @@ class Lab:
             for child in ours:
                 child.terminate()
             for child in ours:
-                # the pool's own thread may be waiting for it too: who comes second is told nothing,
-                # and asks again
+                # the pool's own thread may join it too, and the second join returns without a
+                # result
                 while child.is_alive():
                     child.join(0.01)
             raise
@@ -252,7 +253,7 @@ class Lab:
         return outcome
 
     def open(self, source: From) -> Data:
-        """The data of a source: a file of the assets, a hub id, or what stands in for it."""
+        """Open the data of a source: a file of the assets, a hub id, or its substitute."""
         key = repr(source)
         if key not in self._opened:
             self._opened[key] = self._open(source)
@@ -265,8 +266,8 @@ class Lab:
             return self.open(source.otherwise)
         if not local and Path(source.uri).suffix:
             raise DataError(
-                f"{path} is not here",
-                hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it",
+                f"{path} does not exist",
+                hint="set --assets DIR or REGAUGE_ASSETS to the folder that contains it",
             )
         if source.maps is not None:
             return self._with_maps(source)
@@ -284,8 +285,8 @@ class Lab:
         for folder in (source.uri, str(source.maps)):
             if not (self.assets / folder).is_dir():
                 raise DataError(
-                    f"{self.assets / folder} is not here",
-                    hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it",
+                    f"{self.assets / folder} does not exist",
+                    hint="set --assets DIR or REGAUGE_ASSETS to the folder that contains it",
                 )
         images, maps = (
             open_data(self.assets / folder, size=source.size)
@@ -303,7 +304,7 @@ class Lab:
         )
 
     def sources(self, subject: Subject, trial: int) -> dict[str, Source]:
-        """The tokenizer and the pre-trained model that a subject's cells read, if it has such."""
+        """Return the tokenizer and the pre-trained model of a subject, if it has them."""
         found = {}
         if subject.tokenizer is not None:
             found["tokenizer"] = self.source(subject.tokenizer)
@@ -314,19 +315,17 @@ class Lab:
         return found
 
     def source(self, uri: str) -> Source:
-        """A tokenizer or a model: of the assets, or of the hub."""
+        """Return a tokenizer or a model, of the assets or of the hub."""
         path = self.assets / uri
         if not path.exists() and (Path(uri).suffix or self.preset_name != "paper"):
             raise DataError(
-                f"{path} is not here",
-                hint="--assets DIR or REGAUGE_ASSETS names the folder that holds it",
+                f"{path} does not exist",
+                hint="set --assets DIR or REGAUGE_ASSETS to the folder that contains it",
             )
         return source_of(path if path.exists() else uri)
 
     def facts(self, name: str, seeds: Any, **more: Any) -> dict[str, Any]:
-        """What a run says of itself. `seeds` is how many were run: a number, or where subjects
-        differ, one for each.
-        """
+        """Return the facts of a run. `seeds` is the number of seeds, or one number per subject."""
         if isinstance(seeds, Mapping) and len(set(seeds.values())) == 1:
             seeds = next(iter(seeds.values()))
         detail = {

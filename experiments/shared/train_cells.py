@@ -86,8 +86,8 @@ def train(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
 
 
 def score(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Use a model in one way on all test examples: the measures, what a guess gets, and the logits
-    (of texts: the nats of each token).
+    """Score a model in one way of inference: its measures, those of a guess, and the logits (of
+    texts the nats of each token).
     """
     examples = prepare(p["task"], data["test"], uri_of(data, "tokenizer"))
     dtype = getattr(torch, p["dtype"])
@@ -138,8 +138,8 @@ def uri_of(data: Mapping[str, Any], name: str) -> str | None:
 
 
 def count_passes(model: torch.nn.Module) -> Callable[[int], None]:
-    """Return what sets the pass counter of a permuted model, on which its row shuffles depend: one
-    pass per step.
+    """Return a function that sets the pass counter of a permuted model, on which its row shuffles
+    depend: one pass per step.
     """
 
     def resume(step: int) -> None:

@@ -1,11 +1,11 @@
-"""Which defences buy the most: a client's model is trained with each recipe of them, and what the
-server then sees is attacked by whoever adapts.
+"""Accuracy and leakage of combinations of defences (recipes): a client's model is trained with
+each, and adaptive attackers reconstruct images from what the server receives.
 
 Images are divided into those that the client trains on, those that the attacker has (with mirror
-images and shifted ones), and those that both are tested on. The model is trained here, with its
-crossings defended as a client's are (`split.defences`); that a server's backbone is the same is
-`split/equality`'s business. Attackers know the recipe and the client's weights: they make pairs as
-the client would, in order where they need it.
+images and shifted ones), and those that both are tested on. The model is trained here, with the
+defences of a client (`defences.split`); `split/equality` shows that a server's backbone is the
+same. Attackers know the recipe and the client's weights: they compute pairs as the client would, in
+order if they need it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from regauge.results.findings import Finding, Results, Table, spread_of
 
 @dataclass(frozen=True)
 class Recipe:
-    """Defences as the command line names them; and what is no defence of the registry: `blocks` of
-    the backbone that the client keeps, and the share of another sample of the batch that is `mixed`
-    into each.
+    """Defences as named on the command line, and two that are not in the registry: the number of
+    `blocks` that the client keeps local, and the share of another sample that is `mixed` into each.
     """
 
     defences: tuple[str, ...] = ()
@@ -163,13 +162,11 @@ BUDGETS = (
     0.5,
     0.25,
     0.1,
-)  # shares of images that may be told from all others by what the best attack makes of them
+)  # shares of images that the best attack may re-identify
 
 
 def recipes(lab: Lab) -> Results:
-    """Utility against leakage of defences and their combinations, under attackers who adapt: which
-    to recommend.
-    """
+    """Utility and leakage of combinations of defences, under adaptive attackers."""
     trials = range(lab.seeds or SEEDS[lab.preset_name])
     scenes = [
         s
@@ -201,7 +198,7 @@ def recipes(lab: Lab) -> Results:
             ),
         )
     return Results(
-        "Defences of split learning, by what they cost and what they hide",
+        "Defences of split learning: accuracy and leakage",
         tuple(findings),
         tuple(tables),
         (),
@@ -239,8 +236,8 @@ IDENTIFIED = 3  # the place of that share in an attack's numbers; SSIM has the f
 
 
 def _strongest(one: Mapping[str, Any], place: int = IDENTIFIED) -> tuple[str, float]:
-    """The attack that gets most. One that names nobody identifies nobody: by the best naming a
-    third of other people's faces fit, too.
+    """Return the strongest attack. Attacks without an order of images are left out of
+    identification: the best assignment also fits a third of other images.
     """
     fit = [name for name in one["attacks"] if place != IDENTIFIED or not _is_nameless(name)]
     name = max(fit, key=lambda attack: (one["attacks"][attack][place], one["attacks"][attack][0]))
@@ -284,10 +281,10 @@ def _measured(scene: Scene, found: Found) -> list[Finding]:
             f"accuracy {accuracy:.3f}; {share:.1%} of images identified, SSIM {alike:.3f} "
             f"({_strongest(trials[0])[0]})"
         )
-        statement = f"What {one.name} costs on {scene.name}"
+        statement = f"Accuracy with {one.name} on {scene.name}"
         out.append(
             Finding(
-                f"utility/{name}",
+                f"accuracy/{name}",
                 statement,
                 None,
                 accuracy,
@@ -299,10 +296,10 @@ def _measured(scene: Scene, found: Found) -> list[Finding]:
                 trials=len(trials),
             )
         )
-        statement = f"What a server that adapts gets through {one.name} on {scene.name}"
+        statement = f"Images that an adaptive server identifies despite {one.name} on {scene.name}"
         out.append(
             Finding(
-                f"leak/{name}",
+                f"identified/{name}",
                 statement,
                 None,
                 share,
@@ -337,11 +334,11 @@ def _best(scene: Scene, found: Found) -> list[Finding]:
         }
         best = max(useful, key=lambda one: useful[one][0], default=None)
         statement = (
-            f"On {scene.name}, some defence leaves at most {budget:.0%} of images "
-            "identifiable and at least half of what there is to learn"
+            f"On {scene.name}, some combination of defences leaves at most {budget:.0%} of images "
+            "identifiable and keeps at least half of the accuracy above chance"
         )
         said = (
-            "none does"
+            "no combination qualifies"
             if best is None
             else f"{best.name}: accuracy {useful[best][0]:.3f}, {useful[best][1]:.1%} "
             f"identified, SSIM {useful[best][2]:.3f}"
@@ -389,23 +386,22 @@ def _table(scene: Scene, found: Found) -> Table:
         )
     floor = _mean([o["floor"][0] for trials in found.values() for o in trials])
     note = (
-        f"Accuracy on {scene.parts[2]} images with the defences on; share of "
-        f"{scene.attack['targets']} images whose reconstruction is nearest to its "
-        "own original of all of them, by the strongest attack on one pass, on "
-        f"{scene.attack['passes']} passes of the same images, and of all; the "
-        f"best SSIM (the mean image has {floor:.3f}); the strongest attack. A guess identifies "
-        f"{1 / scene.attack['targets']:.1%}. The "
-        "list of recipes was settled while seed 0 was looked at; the other seeds, which divide "
-        "the images otherwise, came after it."
+        f"Accuracy on {scene.parts[2]} images with the defences applied, mean and standard "
+        f"deviation over seeds. Identified: the share of {scene.attack['targets']} images that are "
+        "nearest to their own reconstruction, by the strongest attack on one pass, on "
+        f"{scene.attack['passes']} passes, and overall; a guess identifies "
+        f"{1 / scene.attack['targets']:.1%}. SSIM is the highest of any attack; the mean image has "
+        f"{floor:.3f}. The combinations were chosen with seed 0; the other seeds split the images "
+        "differently and were run afterwards."
     )
     heads = (
         "defences",
         "accuracy",
-        "+-",
+        "±",
         "identified, one pass",
-        f"{scene.attack['passes']} passes",
+        f"identified, {scene.attack['passes']} passes",
         "identified",
         "SSIM",
-        "strongest",
+        "strongest attack",
     )
     return Table(f"Recipes on {scene.name}", heads, tuple(rows), note)

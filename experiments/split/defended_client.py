@@ -122,7 +122,9 @@ class Client:
         return images
 
     def features(self, images: Tensor, *, in_order: bool, batch: int = 50) -> Tensor:
-        """What leaves of these images; in order as whoever has the client's weights can make it."""
+        """Return the features that the client sends; with `in_order` those that an attacker
+        computes.
+        """
         chosen = [d for d in self.defences if not (in_order and isinstance(d, Rows | BatchShuffle))]
         with torch.no_grad():
             return torch.cat(
@@ -136,7 +138,7 @@ class Client:
 
 
 def recipe(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Train with the defences, test with them, and attack what leaves."""
+    """Train and test with the defences, and attack the features that the client sends."""
     seed, (trained, held, tested) = int(p["seed"]), p["parts"]
     pixels, labels = pictures_of(data["images"], int(p["side"]))
     order = np.random.default_rng(seed).permutation(len(pixels))

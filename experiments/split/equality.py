@@ -71,17 +71,17 @@ def equality(lab: Lab) -> Results:
         "steps",
         "first loss",
         "last loss",
-        "MB a step",
-        "four streams, MB",
-        "share",
+        "MB per step",
+        "four streams (MB)",
+        "ratio",
     )
     note = (
-        "A step moves the stream up and its output down, the output's gradient up and the "
-        "stream's down; masks and tables are the rest."
+        "A step sends the stream and the output's gradient, and receives the output and the "
+        "stream's gradient; the rest is masks and tables."
     )
     facts = lab.facts("split/equality", len(trials))
     return Results(
-        "Split training is local training",
+        "Split training equals local training",
         tuple(findings),
         (Table("Traffic", columns, tuple(rows), note),),
         (),
@@ -119,7 +119,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
     return [
         Finding(
             f"{key}/losses",
-            f"Every loss of the split {name} is that of the local one.",
+            f"Every loss of the split {name} equals that of the local one.",
             worst("losses") <= NEAR,
             worst("losses"),
             NEAR,
@@ -130,18 +130,18 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
         ),
         Finding(
             f"{key}/weights",
-            f"The weights of the split {name}, unlocked, are those of the local one.",
+            f"The weights of the split {name}, unlocked, equal those of the local one.",
             worst("weights") <= NEAR,
             worst("weights"),
             NEAR,
             min(float(one["weights locked"]) for one in found),
-            f"{detail}; biases of keys apart; the control is the backbone as the server has it",
+            f"{detail}; without biases of keys; the control is the locked backbone",
             measure="relative difference of all weights together",
             trials=trials,
         ),
         Finding(
             f"goal/{key}/tensors",
-            f"Each tensor of the split {name} by itself is that of the local one.",
+            f"Each tensor of the split {name} equals that of the local one.",
             worst("tensors") <= NEAR,
             worst("tensors"),
             NEAR,
@@ -155,7 +155,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
         ),
         Finding(
             f"{key}/outputs",
-            f"The trained split {name} answers as the local one does.",
+            f"The outputs of the trained split {name} equal those of the local one.",
             worst("outputs") <= NEAR_OUTPUTS,
             worst("outputs"),
             NEAR_OUTPUTS,
@@ -165,7 +165,7 @@ def _claims(key: str, name: str, found: Sequence[Mapping[str, Any]]) -> list[Fin
         ),
         Finding(
             f"{key}/traffic",
-            f"A step of {name} moves four streams and little else.",
+            f"A step of {name} transfers four streams and little else.",
             share <= MORE,
             share,
             1.0,

@@ -1,9 +1,9 @@
-"""What a server of split learning learns besides pictures: labels, who is who, the key of the
-columns, texts. Defences are shuffles, keys, noise.
+"""What a split-learning server learns besides images: labels, links between samples, the key of the
+columns, texts. Defences are shuffles, keys and noise.
 
-A ViT is trained here, its crossings recorded as a server would: the gradients by the output in
+A ViT is trained, and the tensors that a server receives are recorded: the gradient of the output in
 every step, and the streams of some samples before the first epoch and after each. Texts are random
-tokens, so that no language model helps.
+tokens, so that a language model does not help.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ NOISES, KNOWN, BATCHES = (0.0, 1.0, 2.0), (1, 4, 8), (10, 50)
 
 
 def leaks(lab: Lab) -> Results:
-    """Labels, links over epochs, keys of columns, shuffled batches and texts: how much of each a
-    server gets that looks.
+    """The shares of labels, links over epochs, keys of columns, shuffled batches and texts that a
+    server recovers.
     """
     trials = range(lab.seeds or 1)
     scenes = [
@@ -84,7 +84,7 @@ def leaks(lab: Lab) -> Results:
         findings += [_finding(f"{text}/{what}", found, what) for what in found[0]]
     rows = [(f.id, f.floor, f.value, f.ceiling) for f in findings]
     facts = lab.facts("split/leaks", len(trials))
-    note = "Shares, between what a guess gets and all of it."
+    note = "The control is perfect recovery."
     missing = [
         f"{s.name} ({s.data.uri} is not in the assets)"
         for s in SCENES[lab.preset_name]
@@ -94,13 +94,13 @@ def leaks(lab: Lab) -> Results:
         f"texts of {t} (it is not in the assets)" for t in TEXTS[lab.preset_name] if t not in texts
     ]
     table = Table(
-        "What a server learns besides pictures",
-        ("what", "floor", "found", "ceiling"),
+        "Recovered by the server",
+        ("recovered", "baseline", "share", "control"),
         tuple(rows),
         note,
     )
     return Results(
-        "What a server of split learning learns besides pictures",
+        "What a split-learning server learns besides images",
         tuple(findings),
         (table,),
         (),
@@ -144,7 +144,7 @@ def _recorded(lab: Lab, scene: Scene, trial: int) -> Mapping[str, Any]:
 
 
 def passes(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """Train, look on as the server does, and attack: by what is attacked, [floor, value]."""
+    """Train, record as the server does, and attack: [floor, value] by the attacked quantity."""
     seed, samples = int(p["seed"]), int(p["samples"])
     pixels, labels = pictures_of(data["images"], int(p["side"]))
     order = np.random.default_rng(0).permutation(len(pixels))

@@ -417,7 +417,9 @@ def test_the_verdict_is_in_words() -> None:
         "the best attack (public embedding) reaches SSIM 1.00 with them and 1.00 without; the "
         "paper's decoder alone 0.45 and 0.90" in verdict[2].text
     )
-    assert "The least leaks under noise=1: the best attack goes 17% of the way" in verdict[3].text
+    assert (
+        "The strongest defence is noise=1: the best attack goes 17% of the way" in verdict[3].text
+    )
     together = merge_trials([row("rows", 0.8, 0.2, 0.4, 0.0), row("rows", 0.6, 0.4, 0.4, 0.0)])
     assert together.accuracy == pytest.approx(0.7)
     assert together.value("decoder", "SSIM") == pytest.approx(0.3)

@@ -61,9 +61,11 @@ def test_recipes_are_measured_and_the_best_is_named(
     scene = replace(scene, attack={**scene.attack, "targets": 50, "passes": 2})
     monkeypatch.setitem(defence_recipes.SCENES, "pico", (scene,))
     found = defence_recipes.recipes(Lab("pico", 1, cache=tmp_path))
-    leaks = {f.id: f for f in found.findings if f.id.startswith("leak/")}
-    assert leaks["leak/digits/none"].value == 1.0, "without a defence every image comes back"
-    assert leaks["leak/digits/none"].value > leaks["leak/digits/batch-shuffle=0.5"].value  # type: ignore[operator]
+    leaks = {f.id: f for f in found.findings if f.id.startswith("identified/")}
+    assert leaks["identified/digits/none"].value == 1.0, "without a defence every image comes back"
+    assert (
+        leaks["identified/digits/none"].value > leaks["identified/digits/batch-shuffle=0.5"].value
+    )  # type: ignore[operator]
     assert {f.id for f in found.findings if f.id.startswith("best/")} == {
         f"best/digits/{b:g}" for b in defence_recipes.BUDGETS
     }

@@ -19,18 +19,16 @@ def test_training_tells_accuracy_and_leakage_of_every_way(tmp_path: Path) -> Non
         (way, part) for part in PARTS for way in WAYS
     ]
     rows = {(row[0], row[1]): row for row in table.rows}
-    plain, frozen = rows[("FedAvg", "even")], rows[("FedAvg + MJP, embedding frozen", "even")]
+    plain, frozen = rows[("FedAvg", "IID")], rows[("FedAvg + MJP, embedding frozen", "IID")]
     assert plain[4] > plain[6] + 10  # an update of one image gives the image away
     assert (
         frozen[4] < frozen[6] + 3
     )  # what the closed form needs is not sent, and what is learned from ten updates is little
-    assert (
-        rows[("FedAvg + MJP, embedding of one's own", "unlike")][4] is not None
-    )  # but it is tried
+    assert rows[("FedAvg + MJP, embedding kept local", "non-IID")][4] is not None  # but it is tried
     assert {f.id for f in found.findings} >= {
-        "even/FedAvg/accuracy",
-        "even/FedAvg/leak",
-        "unlike/FedAvg + MJP/accuracy",
+        "IID/FedAvg/accuracy",
+        "IID/FedAvg/leak",
+        "non-IID/FedAvg + MJP/accuracy",
     }
 
 

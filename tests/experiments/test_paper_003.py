@@ -216,7 +216,7 @@ def test_the_order_of_distances_and_a_matcher_that_breaks_it(
         lambda r: matchers.Found(element(r.spec, 9, within="permutation")),
     )
     wrong = run_on("003/figure4", Lab("pico", cache=tmp_path, assets=tmp_path), pair, monkeypatch)
-    assert "vit/neurons/none" in {f.id for f in wrong.failed}
+    assert "vit/git-re-basin-ffn/unmatched" in {f.id for f in wrong.failed}
 
 
 def test_a_moved_end_that_is_another_function_is_noticed(
@@ -232,7 +232,9 @@ def test_a_moved_end_that_is_another_function_is_noticed(
 
     monkeypatch.setattr(pair_cells, "apply", wrong)
     other = Lab("pico", cache=tmp_path, assets=tmp_path)
-    assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {"vit/ends"}
+    assert {f.id for f in run_on("003/figure5", other, pair, monkeypatch).failed} == {
+        "vit/endpoints"
+    }
     assert "vit/function" in {f.id for f in run_on("003/barriers", other, pair, monkeypatch).failed}
 
 
@@ -262,11 +264,11 @@ def test_layers_and_times_on_a_planted_pair(
     found = run_on("003/figure6", lab, pair, monkeypatch)
     assert not found.failed
     assert {(row[1], row[2]): row[3] < 1e-5 for row in found.tables[0].rows} == {
-        ("only layer", 0): True,
-        ("first k", 0): False,
-        ("first k", 1): True,
-        ("last k", 0): False,
-        ("last k", 1): True,
+        ("layer k only", 0): True,
+        ("first k layers", 0): False,
+        ("first k layers", 1): True,
+        ("last k layers", 0): False,
+        ("last k layers", 1): True,
     }
     pair = replace(
         pair,
@@ -316,24 +318,24 @@ def test_the_transcription_reads_in_the_precision_that_is_asked_for(trained: Pai
 
 def test_plans_of_layers() -> None:
     plans = layers.layer_plans(3)
-    assert plans["only layer"] == [[0], [1], [2]]
-    assert plans["first k"] == [[], [0], [0, 1], [0, 1, 2]]
-    assert plans["last k"] == [[], [2], [1, 2], [0, 1, 2]]
+    assert plans["layer k only"] == [[0], [1], [2]]
+    assert plans["first k layers"] == [[], [0], [0, 1], [0, 1, 2]]
+    assert plans["last k layers"] == [[], [2], [1, 2], [0, 1, 2]]
 
 
 @pytest.mark.parametrize(
     ("losses", "told"),
     [
-        ({(): 1.0, (0,): 0.7, (1,): 0.9, (0, 1): 0.6}, "the first layers matter more here"),
-        ({(): 1.0, (0,): 0.9, (1,): 0.7, (0, 1): 0.6}, "the last layers matter more here"),
-        ({(): 1.0, (0,): 0.81, (1,): 0.8, (0, 1): 0.6}, "no difference to speak of here"),
+        ({(): 1.0, (0,): 0.7, (1,): 0.9, (0, 1): 0.6}, "the first layers matter more"),
+        ({(): 1.0, (0,): 0.9, (1,): 0.7, (0, 1): 0.6}, "the last layers matter more"),
+        ({(): 1.0, (0,): 0.81, (1,): 0.8, (0, 1): 0.6}, "no clear difference"),
         (
             {(): 0.43995, (0,): 0.43995, (1,): 0.43993, (0, 1): 0.43993},
-            "no difference to speak of here",
+            "no clear difference",
         ),
     ],
 )
-def test_layers_are_told_apart_beyond_a_share_of_what_all_do(
+def test_layers_differ_beyond_a_share_of_what_all_do(
     trained: Pair, losses: dict[tuple[int, ...], float], told: str
 ) -> None:
     shown = pair_results.Rows()
@@ -393,7 +395,7 @@ def test_without_pairs_nothing_is_trained_and_they_are_asked_for(tmp_path: Path)
     (tmp_path / "tinyshakespeare.txt").write_text("To be, or not to be. " * 50)
     lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
     with pytest.raises(NoPairsError, match="no pair of models to measure on") as caught:
-        look(lab, ("vit", "gpt2", "asset"))
+        look(lab, ("vit", "gpt2", "gpt2-provided"))
     assert "python -m experiments 003/pairs" in (caught.value.hint or "")
     assert "gpt2_pair/seed1 is not in the assets" in str(caught.value)
     assert not (tmp_path / "cache").exists()
@@ -458,7 +460,7 @@ def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     known.pre_tokenizer = pre_tokenizers.Whitespace()
     known.save(str(tmp_path / "gpt2_pair" / "tokenizer.json"))
     lab = Lab("small", cache=tmp_path / "cache", assets=tmp_path)
-    found = look(lab, ("asset",))
+    found = look(lab, ("gpt2-provided",))
     pair = pair_catalog.load(lab, found.ready[0])
     assert pair.a.tensors["transformer.wte.weight"].dtype == torch.float32
     assert not torch.equal(
@@ -466,7 +468,7 @@ def test_a_pair_in_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     bench = Bench(lab, pair)
     assert bench.merge(WAYS["none"], "Simple")["loss"] == pytest.approx(np.log(1024), rel=0.05)
-    assert lab.sizes[pair.about.name]["from"] == "the assets"
+    assert lab.sizes[pair.about.name]["from"] == "the experiments' assets"
 
 
 def test_an_element_of_float32_weights_can_be_kept(tmp_path: Path, trained: Pair) -> None:

@@ -24,7 +24,7 @@ from experiments import EXPERIMENTS
 from experiments.__main__ import main
 from experiments.catalog import PAGES
 from experiments.document import build_pages, fill
-from experiments.former_words import renamed
+from experiments.former_words import load_renamed, rename_results, renamed
 from experiments.paper_000 import locked_finetune
 from experiments.paper_000.claims import distance, outputs_of
 from experiments.paper_000.permutation import PAPER
@@ -159,6 +159,7 @@ def test_every_table_runs_and_holds(
     assert done == total  # as many cells as were announced
     assert not draw or results.title in (tmp_path / "page.html").read_text()
     assert results.facts["experiment"] == name
+    assert rename_results(results) == results  # a fresh run prints no former words
     assert str(tmp_path.parent) not in json.dumps(
         {**results.facts, "command": ""}
     )  # no machine's paths
@@ -175,7 +176,7 @@ def test_every_table_runs_and_holds(
         )
         return
     if table not in PAPER:
-        exact = [f for f in results.findings if "/authorized" in f.id]
+        exact = [f for f in results.findings if "/with key" in f.id]
         assert {f.holds for f in exact} <= {
             True,
             None,
@@ -202,7 +203,7 @@ def test_a_model_without_its_key_drops_to_a_guess(tmp_path: Path) -> None:
     for name, key in (("000/table2", "image"), ("000/table4", "bert")):
         found = {f.id: f for f in reproduce(name, tmp_path)[1].findings}
         assert found[f"{key}/columns"].value > 0.8
-        for way in ("moved", "wrong"):
+        for way in ("no key", "wrong key"):
             assert found[f"{key}/{way}"].holds
             assert found[f"{key}/{way}"].value < found[f"{key}/{way}"].floor + 0.16
             assert found[f"{key}/{way}"].trials == 3
@@ -332,16 +333,16 @@ def wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("wrong_key")
 def test_fine_tuning_with_a_wrong_key_is_noticed(tmp_path: Path) -> None:
     failed = {f.id for f in only("table7", "image", tmp_path).failed}
-    assert {"image/authorized/losses", "image/authorized/weights"} <= failed
+    assert {"image/with key/losses", "image/with key/weights"} <= failed
     spoken = {f.id: f for f in EXPERIMENTS["000/figure6"](Lab("pico", cache=tmp_path)).findings}
-    assert spoken["play/authorized/text"].holds is False
-    assert spoken["play/authorized"].holds is False
+    assert spoken["shakespeare/with key/text"].holds is False
+    assert spoken["shakespeare/with key"].holds is False
 
 
 def test_a_locked_model_stands_between(tmp_path: Path) -> None:
     """What is lost without the key, and that the controls begin with what they should."""
     found = {f.id: f for f in reproduce("000/figure6", tmp_path)[1].findings}
-    locked = found["play/locked"]
+    locked = found["shakespeare/without key"]
     assert locked.ceiling < 0.5 * min(
         locked.value, locked.floor
     )  # the plain model has learned something, and the locked one shows little of it
@@ -546,12 +547,13 @@ def test_list_and_what_is_asked_wrongly(
     assert "error: no experiment is named" in capsys.readouterr().err
     assert main(["000/table2", "--preset", "huge"]) == 1
     assert (
-        'error: there is no preset "huge"\nregauge: hint: small or paper' in capsys.readouterr().err
+        'error: preset must be small or paper, got "huge"\nregauge: hint: small or paper'
+        in capsys.readouterr().err
     )
     assert main(["000/table4", "--assets", str(tmp_path / "none")]) == 1
     said = capsys.readouterr().err
-    assert f"error: {tmp_path / 'none' / 'sst2_train.tsv'} is not here" in said
-    assert "hint: --assets DIR or REGAUGE_ASSETS" in said
+    assert f"error: {tmp_path / 'none' / 'sst2_train.tsv'} does not exist" in said
+    assert "hint: set --assets DIR or REGAUGE_ASSETS" in said
     assert main(["--help"]) == 0
     assert "pico" not in capsys.readouterr().out
 
@@ -603,25 +605,21 @@ def test_the_pages_are_rendered_from_the_results() -> None:
 
 
 def test_the_overview_reads_its_numbers_from_the_results() -> None:
-    results = load_results(DOCS / "results" / "000-table2.json")
+    results = load_renamed(DOCS / "results" / "000-table2.json")
     row = results.tables[0].rows[0]
-    assert (
-        fill("{Test w/o P.|1:.1f} of {Test w/o P.|1|0:.2f}", results)
-        == f"{row[1]:.1f} of {row[1]:.2f}"
-    )
+    assert fill("{plain|1:.1f} of {plain|1|0:.2f}", results) == f"{row[1]:.1f} of {row[1]:.2f}"
     finding = results.findings[0]
     assert fill(f"{{#{finding.id}:.3f}} {{#{finding.id}|1:.0%}}", results) == (
         f"{finding.value:.3f} {100 * (finding.floor or 0):.0f} %"
     )
-    assert renamed("moved model, normal input, as they stand") == (
-        "permuted weights, plain input, unmatched"
-    )
-    assert renamed("1,000: 46,524 of 003: rotations") == "1,000: 46,524 of paper: rotations"
+    assert renamed("moved model, normal input") == "permuted weights, plain input"
+    assert renamed("bert/moved") == "bert/no key"
+    assert renamed("a sentence without former words") == "a sentence without former words"
     with pytest.raises(KeyError, match="no row"):
         fill("{Test with nothing|1:.1f}", results)
     for page in PAGES.values():
         for name, entry in page.entries.items():
-            stored = load_results(DOCS / "results" / f"{name}.json")
+            stored = load_renamed(DOCS / "results" / f"{name}.json")
             assert "{" not in fill(entry.paper + entry.ours, stored), name
 
 
@@ -663,34 +661,36 @@ def test_make_runs_every_experiment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "base", "sign", "told"),
+    ("values", "base", "sign", "sentence"),
     [
-        ([0.5], [0.4], 1, "holds here: n"),
-        ([0.4], [0.5], 1, "does not hold here: n"),
-        ([0.4], [0.5], -1, "holds here: n"),
+        ([0.5], [0.4], 1, "holds: n"),
+        ([0.4], [0.5], 1, "does not hold: n"),
+        ([0.4], [0.5], -1, "holds: n"),
         (
             [16.634],
             [16.629],
             1,
-            "no difference to speak of here: n",
+            "no clear difference: n",
         ),  # one seed: a share of the base
-        ([0.50, 0.60], [0.45, 0.55], 1, "no difference to speak of here: n"),  # the seeds' spread
-        ([0.50, 0.51], [0.40, 0.41], 1, "holds here: n"),
+        ([0.50, 0.60], [0.45, 0.55], 1, "no clear difference: n"),  # the seeds' spread
+        ([0.50, 0.51], [0.40, 0.41], 1, "holds: n"),
     ],
 )
-def test_a_trend_is_told_beyond_the_seeds_spread(
-    values: list[float], base: list[float], sign: int, told: str
+def test_a_trend_is_reported_beyond_the_seeds_spread(
+    values: list[float], base: list[float], sign: int, sentence: str
 ) -> None:
-    assert accuracy.said(accuracy.above(values, base, sign), "n") == told
+    assert accuracy.describe_trend(accuracy.above(values, base, sign), "n") == sentence
 
 
-def test_places_are_read_where_it_is_done_better_than_by_a_guess() -> None:
+def test_positions_are_predicted_only_if_better_than_a_guess() -> None:
     assert positions.guess_of((8, 8)) == 16.0
     worse, better = (
         positions._finding_of_trend("a", "b", [error], [69.0], -1, "", "error", 16.0)
         for error in (57.0, 9.0)
     )
-    assert worse.sentence == "neither reads places: a guess has 16.0; 57, against 69"
-    assert better.sentence == "holds here: 9, against 69"
+    assert worse.sentence == (
+        "neither predicts positions: a guess has an error of 16.0; 57 with puzzles, 69 without"
+    )
+    assert better.sentence == "holds: 9 with puzzles, 69 without"
     assert (better.value, better.floor, better.ceiling) == (9.0, 16.0, 69.0)
     assert positions._needed([0.5, 0.8, 0.9, 1.0]) == 3

@@ -294,9 +294,9 @@ def gradvit(view: SentUpdate, config: DescentConfig | None = None) -> DescentRes
     Sees: model, update, batch size.
     Recovers: images from ViTs.
     Why it works: every layer's gradient has the same weight; neighbouring patches must be
-        continuous; restarts are drawn to their mean.
-    What stops it: as for DLG. **Differs from the paper**: the paper's image prior uses the batch
-        norms of a ResNet trained on ImageNet, which is not included.
+        continuous; restarts are regularized towards their mean.
+    What stops it: as for DLG. The paper's image prior, the batch norms of a ResNet trained on
+        ImageNet, is not included.
     Floor: the mean image.
     Ceiling: exact.
     References: Hatamizadeh et al. 2022 (GradViT, 2203.11894).

@@ -1,4 +1,4 @@
-"""Attack from the locked file alone: no base, no data, no labels.
+"""Attack from the locked file alone, without base, data or labels.
 
 The edges of a locked file are in plain, and training has aligned the backbone with them.
 
@@ -73,16 +73,15 @@ def public_edges(view: LockedFile, *, steps: int = 16, progress: Progress | None
     Sees: the locked file.
     Recovers: the stream's permutation, and with it the owner's model, because transforms inside
         layers do not change the function.
-    Why it works: training aligns a backbone with its edges, which stay in plain: Gram matrices of
-        the weights that read the stream in the first layer resemble the covariance of the
-        embedding's rows, those of the weights that write it resemble the covariance of the head's
-        rows, and the writers' biases the head's mean. All share one order, which
-        graduated assignment finds by annealing from all orders to one.
-    What stops it: signs on the stream and rotations, which it does not search. Two GPT-2s of one
-        training, on which its weights were chosen, lose the whole key; GPT-2s of another training,
-        a ViT, MiniLM and Llamas lose next to nothing. This does not prove that they are safe: for
-        those GPT-2s, MiniLM and the ViT the edges fit better at the true order than at the one
-        found, so it is the search that fails.
+    Why it works: training aligns a backbone with its edges (embedding and head), which stay in
+        plain: Gram matrices of the weights that read the stream in the first layer resemble the
+        covariance of the embedding's rows, those of the weights that write it resemble the
+        covariance of the head's rows, and the writers' biases the head's mean. All share one order,
+        which graduated assignment finds by annealing from a uniform mixture of orders.
+    What stops it: signs on the stream and rotations, which it does not search. It recovers the
+        whole key of the two GPT-2s on which it was tuned, and almost nothing of other GPT-2s, a
+        ViT, MiniLM and Llamas. This does not prove that those are safe: for the GPT-2s, MiniLM and
+        the ViT the true order fits better than the one found, so that a better search may find it.
     Floor: one position in d.
     Ceiling: all positions.
     References: Gold and Rangarajan 1996 (graduated assignment).

@@ -42,8 +42,8 @@ def feature_statistics(view: ObservedFeatures) -> Member:
     Sees: features of unknown inputs under the key, and features of other inputs of the same kind
         through the public embedding.
     Recovers: the member of the stream, as far as the two samples have the same statistics.
-    Why it works: a permutation carries the distribution of each channel along; a rotation preserves
-        the spectrum of the covariance.
+    Why it works: a permutation reorders channels with their distributions; a rotation preserves the
+        spectrum of the covariance.
     What stops it: a fresh key for every batch, or an embedding that is not public.
     Floor: one position in d.
     Ceiling: the result with known inputs.

@@ -121,15 +121,15 @@ def decoder_inversion(
 ) -> InversionResult:
     """Recover images from features by a decoder trained on pairs.
 
-    In order this is the black-box attack of Xu et al.; without order, one that shuffled rows do
-    not stop.
+    With tokens in order this is the black-box attack of Xu et al.; the variant without order also
+    works on shuffled rows.
 
-    Sees: defended features, and defended features of its own images, sent through the client or one
-        like it.
+    Sees: defended features, and defended features of its own images, sent through the client or an
+        imitation of it.
     Recovers: the images.
     Why it works: features determine their input, and a decoder learns the inverse, shuffled or not,
         because tokens carry their position.
-    What stops it: noise; mixed samples; no pairs.
+    What stops it: noise; mixed samples; a client that the adversary cannot query or imitate.
     Floor: the mean image.
     Ceiling: the same decoder without any defence.
     References: Xu et al. (permutation equivariance, 2304.07735), Sec. 5.3, Tab. 6; Dosovitskiy and

@@ -38,8 +38,8 @@ def count_classes(view: SentGradients, *, max_classes: int = 64) -> int:
 
     Sees: gradients of the output.
     Recovers: the number of classes.
-    Why it works: p - y sums to zero over the classes, so that gradients lie near a space with one
-        dimension less than there are classes, and a gap in the singular values follows.
+    Why it works: p - y sums to zero over the classes, so that gradients of C classes lie near a
+        space of dimension C - 1, and the singular values have a gap there.
     What stops it: noise on the gradients; several labels per sample (it counts them plus one).
     Floor: 2.
     Ceiling: exact.
@@ -62,10 +62,10 @@ def cluster_labels(
 
     Sees: gradients of the output, and a few labels if there are any (`view.known_labels`).
     Recovers: labels.
-    Why it works: gradients of one class have similar directions, those of other classes opposite
-        ones, most clearly in the first steps of training.
-    What stops it: strong noise on the gradients (`private`); a pretrained head that is never wrong
-        sends next to nothing.
+    Why it works: gradients of one class have similar directions, and differ from those of other
+        classes, most clearly in the first steps of training.
+    What stops it: strong noise on the gradients (`private`); a pretrained head without errors,
+        whose gradients are almost zero.
     Floor: the share of the most frequent class.
     Ceiling: all.
     References: Li et al. 2022 (label leakage and protection); SDAR (2310.10483: over 98 % in this
@@ -99,8 +99,7 @@ def norm_attack(view: SentGradients) -> Tensor:
 
     Sees: gradients of the output.
     Recovers: labels, as a score.
-    Why it works: a model that has learned how rare a class is, is mostly wrong about its members,
-        so their gradients are long.
+    Why it works: the model underestimates the rarer class, so that its samples have long gradients.
     What stops it: balanced classes; clipped gradients.
     Floor: AUC 0.5.
     Ceiling: 1.

@@ -144,14 +144,14 @@ def resemblance(view: SentUpdate, candidates: Tensor, model: RidgeModel) -> Tens
     """Score patches [count, values] by how much nearer they are to the regressed image, at their
     best position, than to the mean image.
 
-    Sees: what the regression sees.
+    Sees: what `ridge_regression` sees.
     Recovers: whether a patch is in the batch, from any update that reveals the look of its images.
     Why it works: the score is a likelihood ratio.
-    What stops it: what stops the regression.
+    What stops it: what stops `ridge_regression`.
     Floor: AUC 0.5.
     Ceiling: 1.
-    References: as for the regression.
-    Cost: negligible after it.
+    References: as for `ridge_regression`.
+    Cost: negligible after the regression.
     """
     layers = find_layers(view.model, view.shape)
     estimate = to_patches(ridge_regression(view, model).double().cpu(), layers.patch[0])[0]

@@ -128,7 +128,8 @@ def relink_samples(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
     Why it works: a sample's tokens stay near each other as a set. Noise is isotropic, and a filter
         keeps the directions in which tokens differ; training changes all tokens by one affine map,
         which is fitted to the pairs found so far.
-    What stops it: noise that drowns every token; a new element on the columns for every pass.
+    What stops it: noise much larger than the differences of tokens; a new element on the columns
+        for every pass.
     Floor: one in as many as there are.
     Ceiling: all.
     References: Besl and McKay 1992 (iterated closest points).
@@ -236,12 +237,11 @@ def regroup_tokens(
 ) -> Tensor:
     """Recover images from a batch whose tokens were shuffled between samples.
 
-    Sees: one shuffled batch (`view.observed`), and its own features in order.
+    Sees: one shuffled batch (`view.observed`), and features of the attacker's own images in order.
     Recovers: which tokens belong to one image, and where.
     Why it works: a token reveals its position, and patches of one image go together: light, skin,
         continuous edges. A Gaussian over whole images, learned from the pairs, gives the likelihood
-        of each token beside the others; repeated assignments give each image one token per
-        position.
+        of each token given the others; repeated assignments give each image one token per position.
     What stops it: noise; large batches of similar images.
     Floor: one image in as many as there are.
     Ceiling: all.

@@ -108,7 +108,7 @@ def token_membership(view: SentUpdate) -> Tensor:
     Why it works: rows of words that no text contains are zero.
     What stops it: a head tied to the table (language models: every word has a gradient there);
         withholding that gradient; noise.
-    Floor: none of them.
+    Floor: no word.
     Ceiling: all, exactly.
     References: Melis et al. 2019 (1805.04049).
     Cost: negligible.
@@ -172,8 +172,7 @@ def exact_search(
     Sees: the gradients of the first two layers' query, key and value weights; batch size, and
         length if granted.
     Recovers: every text, exactly, while all texts together have fewer tokens than the model has
-        channels; for a causal model all but the last word, which is a label and is read by no
-        layer.
+        channels; for a causal model all but the last word, which is only a label.
     Why it works: rows of the first layer's gradient span the embeddings of (word, position) pairs,
         which gives the words of each position; rows of the second layer's gradient span the first
         layer's output for whole texts, so that only true combinations lie in it: grown word by word
@@ -182,8 +181,8 @@ def exact_search(
     Floor: none.
     Ceiling: all.
     References: DAGER (2405.15586).
-    Cost: a product of the vocabulary with the span for each position, and a pass through one block
-        for each combination tried.
+    Cost: for each position a product of the vocabulary with the span, and for each combination a
+        pass through one block.
 
     Args:
         view: The model and the update.

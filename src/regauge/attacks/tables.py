@@ -27,15 +27,15 @@ def locate_words(view: SentUpdate) -> list[Tensor]:
     Sees: the gradients of the word table and of the position table; batch size.
     Recovers: for one text every word in its position, exactly, whatever follows the tables:
         dropout, norms, depth, length.
-    Why it works: the vectors of a word and of its position are added, so that both have the same
-        gradient; a word's row is the sum of those of its positions.
+    Why it works: the vectors of a word and of its position are added, so that both get the same
+        gradient; the gradient of a word's row is the sum over its positions.
     What stops it: withholding or freezing one of the tables; a head tied to the word table; noise;
         more texts, because positions add up over them and words of one position cannot be
         distinguished.
     Floor: none.
     Ceiling: all.
-    References: Melis et al. 2019 (1805.04049), for words by their rows; for patches it is embedding
-        least squares, of APRIL (2112.14087).
+    References: Melis et al. 2019 (1805.04049), for words by their rows; APRIL (2112.14087), for the
+        same idea on patches (`embedding_least_squares`).
     Cost: one small least squares.
     """
     layers = find_text_layers(view.model)

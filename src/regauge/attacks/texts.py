@@ -27,9 +27,10 @@ def order_leak(view: ServerPass) -> Tensor | None:
 
     Sees: masks, position ids and rotary tables, which follow the rows.
     Recovers: the order, exactly.
-    Why it works: attention needs them unchanged. A causal mask lets a token attend to as many as
-        precede it; position ids are the order; rotary tables are functions of it.
-    What stops it: a model that needs none of them (BERT, ViT: their position is in the stream).
+    Why it works: attention needs correct masks and positions. In a causal mask, the number of
+        tokens that a token attends to is its position; position ids are the order; rotary tables
+        are functions of it.
+    What stops it: a model without them (BERT, ViT: the position is in the stream).
     Floor: one position in as many as there are.
     Ceiling: all.
     References: Hidden No More (2505.18332), for reordered sequences.
@@ -68,11 +69,12 @@ def embedding_search(
     Sees: the input of the backbone, rows shuffled or not, columns transformed by an unknown element
         or not, and the model's public embedding.
     Recovers: tokens and positions.
-    Why it works: a state consists of one token and one position, and all possible ones are tried.
-        Columns under a permutation keep their sorted values, under signs their absolute values; a
-        rotation preserves lengths, which leave a few candidates, and inner products between rows,
-        which choose among them.
-    What stops it: an embedding that is secret or was trained further (by how far); noise.
+    Why it works: a state is the sum of one token and one position, and all pairs are tried. Columns
+        under a permutation keep their sorted values, under signs their absolute values; a rotation
+        preserves lengths, which leave a few candidates, and inner products between rows, which
+        choose among them.
+    What stops it: an embedding that is secret or was trained further, depending on its change;
+        noise.
     Floor: one in the vocabulary, one position in as many as there are.
     Ceiling: all.
     References: Hidden No More (2505.18332).

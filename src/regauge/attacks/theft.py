@@ -1,6 +1,6 @@
 """Theft without a base: a locked backbone and a few labels.
 
-The backbone is intact; only its edges do not fit.
+The backbone is intact; only its edges (embedding and head) do not fit.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def new_edges(
 def fine_tune(
     view: LockedFileWithLabels, budget: Budget, progress: Progress | None = None
 ) -> torch.nn.Module:
-    """Fine-tune the whole locked model: the unauthorized user of Xu et al.
+    """Fine-tune the whole locked model, as the unauthorized user of Xu et al. does.
 
     Sees: the locked file and some labelled examples.
     Recovers: a model for the owner's task.
@@ -109,7 +109,7 @@ def learn_order(
     Recovers: the stream's permutation, and with it the owner's model.
     Why it works: the right order makes the loss small, and orders can be learned: as a doubly
         stochastic matrix (Sinkhorn), rounded by assignment at the end.
-    What stops it: a loss that is flat until nearly all is right, which it mostly is.
+    What stops it: the loss is mostly flat until almost the whole order is right.
     Floor: one position in d.
     Ceiling: the owner's model.
     References: Gumbel-Sinkhorn (1802.08665).

@@ -1,4 +1,4 @@
-"""Attacks on the weights of a locked model with a model that it descends from.
+"""Attacks on a locked model with a public base: the model that it was fine-tuned from.
 
 A lock transforms the backbone by one element. Fine-tuning changes weights little, so the base's
 backbone, transformed by the right element, is nearest to the locked one, and matching finds it. The
@@ -69,8 +69,7 @@ def norm_vectors(view: LockedFileWithBase) -> Guess:
     What stops it: folded norms (without gains), or a base that is not public.
     Floor: one position in d.
     Ceiling: all positions.
-    References: facts on permutation locks, TransLinkGuard's successors (USENIX Security 2025,
-        ArrowMatch).
+    References: ArrowMatch (USENIX Security 2025).
     """
     started = time.monotonic()
     spec = part_spec(view.spec, "backbone")

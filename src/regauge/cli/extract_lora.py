@@ -37,7 +37,7 @@ def extract_lora(
             min=0.0,
             max=1.0,
             metavar="X",
-            help="Smallest rank of each layer that keeps this share of its squared difference.",
+            help="Choose for each layer the smallest rank that keeps this share of its difference.",
         ),
     ] = None,
     target: Annotated[
@@ -52,7 +52,7 @@ def extract_lora(
         bool,
         typer.Option(
             "--save-modules",
-            help="Also save norms, biases and embeddings that differ, where PEFT can hold them.",
+            help="Also save norms, biases and embeddings that differ, if PEFT supports them.",
         ),
     ] = False,
     force: Annotated[

@@ -48,8 +48,7 @@ def merge(
         typer.Option(
             "--weight",
             metavar="W",
-            help="Weight of a model, repeated in the order of the models; given once, of every "
-            "model. Default: 1.",
+            help="Weight of each model, in order; a single weight applies to all. Default: 1.",
         ),
     ] = None,
     parameter: Annotated[

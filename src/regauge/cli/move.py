@@ -71,7 +71,7 @@ def move(
     threads: options.Threads = None,
     verbose: options.Verbose = 0,
 ) -> int:
-    """Rewrite a model in another basis: the same function.
+    """Change the basis of a model, but not its function.
 
     Applies an element of the model's symmetry group to a checkpoint.
     """

@@ -218,7 +218,7 @@ def serve(
             "--accumulate",
             min=1,
             metavar="N",
-            help="Losses per step. Default: 1.",
+            help="Losses per optimizer step. Default: 1.",
             rich_help_panel=options.TRAINING,
         ),
     ] = None,

@@ -177,7 +177,7 @@ ATTACKS: tuple[Attack, ...] = (
     ),
     Attack(
         "places",
-        "places, then decoder",
+        "positions, then decoder",
         "predicts the position of each token, restores the order, and uses the paper's decoder",
         _decode_placed,
         view="placed",

@@ -148,10 +148,10 @@ def build_table(case: Case, attacks: Sequence[Attack]) -> Table:
     rows.append(("a guess, the mean image", chance, floor, 0.0, *labels, *(floor for _ in used)))
     shuffled = mean_score(case.floors[SHUFFLED_PATCHES], LEAK)
     note = (
-        "Under each attack: the SSIM of its reconstructions, in the mean over the attacked "
-        "images; 1 is the image itself, less is better. Re-identified (the fourth column) are "
-        "images that are nearest to their own reconstruction, by attacks whose images have an "
-        f"order. The true patches in a random order have an SSIM of {shuffled:.3f}."
+        "Columns of attacks: the mean SSIM of the reconstructions over the attacked images; 1 is "
+        "the image itself, less is better. Re-identified: the share of images that are nearest to "
+        "their own reconstruction. The true patches in a random order have an SSIM of "
+        f"{shuffled:.3f}."
     )
     if has_labels:
         note += (
@@ -173,10 +173,10 @@ def build_glossary(combinations: Sequence[str], attacks: Sequence[Attack]) -> Ta
     ]
     rows += [(a.title, a.about) for a in attacks]
     return Table(
-        "What was tried: defences, then attacks",
-        ("name", "what it is"),
+        "Defences and attacks",
+        ("name", "description"),
         tuple(rows),
-        "a+b is both; none is split learning without a defence.",
+        "a+b combines both; none is split learning without a defence.",
     )
 
 
@@ -306,8 +306,8 @@ def build_verdict(case: Case, attacks: Sequence[Attack]) -> list[Verdict]:
         chance = f", a guess: {undefended.chance:.3f}" if undefended.chance else ""
         verdicts.append(
             Verdict(
-                f"The least leaks under {safest.combination}: the best attack goes {share:.0%} of "
-                "the way from a guess to the undefended reconstruction, at an accuracy of "
+                f"The strongest defence is {safest.combination}: the best attack goes {share:.0%} "
+                "of the way from a guess to the undefended reconstruction, at an accuracy of "
                 f"{safest.accuracy:.3f} (undefended: {undefended.accuracy:.3f}{chance})."
             )
         )

@@ -34,7 +34,9 @@ def spec(c: Config, names: Names) -> Spec:
         a = llama.add_attention(d, c, i, Rotary("half"))
         expert, ffn = f"expert.{i}", f"ffn.{i}"
         d.spaces[expert] = Space(
-            c.num_local_experts, Permutation(), why="the router names its experts: any order"
+            c.num_local_experts,
+            Permutation(),
+            why="the router addresses experts by index: any order",
         )
         d.spaces[ffn] = neurons(
             c.intermediate_size, c("hidden_act", "silu"), gated=True, over=expert

@@ -54,7 +54,9 @@ def spec(c: Config, names: Names) -> Spec:
         d.outputs = {"logits": "_ _"}
     else:
         d.outputs = {"logits": f"_ {last}"}
-    d.notes.append("tokens: windows and shifts fix the positions; tokens have no useful symmetry")
+    d.notes.append(
+        "tokens: windows and shifts fix the positions, so that tokens cannot be permuted"
+    )
     return d.spec()
 
 

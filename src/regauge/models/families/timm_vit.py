@@ -2,8 +2,8 @@
 other parts if the tensors contain them.
 
 timm's config.json names an architecture and little more, so widths and depths come from the
-tensors. The number of heads is in no shape: it comes from the config (`num_heads`, or `model_args`)
-or from the architecture's name.
+tensors. The number of heads is not visible in a shape; it comes from the config (`num_heads`, or
+`model_args`) or from the architecture's name.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ def test_a_combination_that_no_attack_fits_has_no_verdict() -> None:
     results = build_results("", [Case("data", tuple(rows), free)], ATTACKS)
     text = " ".join(results.facts["verdict"])
     assert "No verdict on images under batch-shuffle=0.5, batch-shuffle=0.5+rows" in text
-    assert "least leaks under rows" in text
+    assert "The strongest defence is rows:" in text
     assert [row[3] for row in results.tables[0].rows] == [1.0, 1.0, None, None, 0.0]
 
 

@@ -442,7 +442,7 @@ def test_an_audit_reads_the_texts_that_were_sent(
     assert floor < 0.5
     assert results.headline.text.startswith("Texts are revealed in round 2: ROUGE-L 1.00")
     assert "Leakage over rounds" in (tmp_path / "p.html").read_text()
-    assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 1
+    assert main(["audit", "gradients", "--from", str(run), "--attacks", "least squares"]) == 2
     assert 'unknown attack "least squares" on texts' in capsys.readouterr().err
     assert main(["audit", "gradients", "--from", str(run), "--gallery", "2"]) == 2
     assert "--gallery requires a run on images" in " ".join(capsys.readouterr().err.split())

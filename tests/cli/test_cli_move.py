@@ -426,7 +426,8 @@ def test_folding_and_rotating_rounds_once(run: Run, tmp_path: Path) -> None:
     assert out.keys() == expected.keys()
     for name, values in expected.items():
         differ = float((out[name] != values.bfloat16()).double().mean())
-        assert differ < 0.01, name  # rounded twice, a tenth and more differ
+        # a value between two may go either way in float32; rounded twice, a tenth and more differ
+        assert differ < max(0.01, 1.5 / values.numel()), name
 
 
 def test_outputs_are_never_overwritten(run: Run, tmp_path: Path, llama: Path) -> None:

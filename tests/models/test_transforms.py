@@ -47,6 +47,27 @@ def test_move_and_move_back(plain: Path, tmp_path: Path) -> None:
     assert (tmp_path / "g").stat().st_mode & 0o777 == 0o600
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_folded_and_rotated_model_in_half_precision_is_rounded_once(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = build("llama").to(dtype)
+    model.save_pretrained(tmp_path / "half")
+    g = regauge.move(tmp_path / "half", 1, fold=True, group="orthogonal")
+    spec, exact = fold_norms(regauge.spec_of(model), model.double().state_dict())
+    wanted = regauge.apply(g.element.to(spec), exact)
+    twice = regauge.apply(g.element.to(spec), {n: t.to(dtype) for n, t in exact.items()})
+    errors = {"once": 0.0, "twice": 0.0}
+    for name, tensor in g.state().items():
+        assert tensor.dtype == dtype
+        spacing = torch.finfo(dtype).eps * wanted[name].abs().clamp(min=1e-3)
+        for which, value in (("once", tensor), ("twice", twice[name])):
+            error = ((value.double() - wanted[name]).abs() / spacing).max()
+            errors[which] = max(errors[which], float(error))
+    assert errors["once"] < 0.51, "half a unit in the last place, but for the digits of float32"
+    assert errors["twice"] > 0.6, "the control: folded weights are rounded before the rotation"
+
+
 def test_sources_and_states_agree(plain: Path) -> None:
     by_path = regauge.move(plain, 1).state()
     module = regauge.load_model(plain)

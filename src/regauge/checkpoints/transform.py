@@ -15,6 +15,7 @@ from regauge.errors import SpecError
 if TYPE_CHECKING:
     from regauge.checkpoints.plan import Plan
     from regauge.checkpoints.reader import Checkpoint
+    from regauge.core.action import TensorTransform
     from regauge.core.element import Element
     from regauge.core.spec import Spec
 
@@ -109,11 +110,15 @@ class TransformSource:
             as_bits: Compute exact members on stored bits, as numpy arrays.
             rounded: Round what folding computes to the stored dtype.
         """
-        from regauge.core.action import apply_lazily, is_exact_on
+        from regauge.core.action import apply_lazily, is_exact_on, tensor_transforms
 
         # Permutations and signs work on bits, so torch is not even imported.
         on_bits = as_bits and not self.steps and not self.state_spec.fixed and is_exact_on(g)
         thunks = apply_lazily(g, self.checkpoint.bits if on_bits else self.state, part)
+        if self.steps and rounded:  # what is rounded to half precision is computed in float32
+            for transform in tensor_transforms(g, part):
+                if transform.name in thunks and self._is_half(transform.name):
+                    thunks[transform.name] = partial(_act_in_own_dtype, g, self.state, transform)
         if self.norms is not None:
             from regauge.checkpoints.reader import LazyState
             from regauge.core.unfold import unfold_lazily
@@ -130,6 +135,10 @@ class TransformSource:
                 for name, make in thunks.items()
             }
         return thunks
+
+    def _is_half(self, name: str) -> bool:
+        """Return whether a tensor is stored in half precision."""
+        return self.checkpoint.entries[self._stored_name(name)].dtype in {"BF16", "F16"}
 
     def plan(
         self,
@@ -235,6 +244,13 @@ def recipe_digest(g: Element, unfolded: Spec, steps: Sequence[str], part: str | 
                     key.encode() + (value.encode() if isinstance(value, str) else value.tobytes())
                 )
     return digest.digest()
+
+
+def _act_in_own_dtype(g: Element, state: Mapping[str, Any], transform: TensorTransform) -> Any:
+    """Transform a tensor in its own dtype: folded ones in half precision are in float32."""
+    from regauge.core.action import act
+
+    return act(g, state[transform.source], transform.axes, at=transform.at)
 
 
 def _make_rounded(make: Callable[[], Any], dtype: Any, name: str) -> Any:

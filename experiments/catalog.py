@@ -331,7 +331,7 @@ PAGES: dict[str, Page] = {
         f"nats per token or example.",
         {
             "003-pairs": Entry(
-                "The endpoints are clearly better than a bigram model or a random guess.",
+                "The models at the ends of the paths are clearly better than a bigram or a guess.",
                 "",
                 "GPT-2: {#goal/endpoints/gpt2:.2f} nats, bigram 4.21; MiniLM: accuracy "
                 "{#goal/endpoints/minilm:.1%}",
@@ -405,8 +405,8 @@ PAGES: dict[str, Page] = {
                 "Two models are matched in part or in whole, and merged. The paper leaves out "
                 "attention, FFN or rescaling. Beyond the paper, the order of heads and the "
                 "residual stream are matched too; *regauge, by weights* matches all spaces with "
-                "norms folded. [The merges](rotation-symmetry-merges.md). A finding "
-                "*distance/x* is the distance after the paper's matcher, as a share of "
+                "norms folded. [Table 2](rotation-symmetry-merges.md) explains the merges. A "
+                "finding *distance/x* is the distance after the paper's matcher, as a share of "
                 "unmatched; its control is the distance after matcher x.",
                 verdict="in part: rescaling adds nothing, the stream and folded norms most",
             ),
@@ -475,7 +475,9 @@ PAGES: dict[str, Page] = {
     ),
     "split-learning": Page(
         "Split learning: equality, leaks and defences",
-        "[How to train split](../guides/split.md), and what a server learns from it.",
+        "What a server learns from [split learning](../guides/split.md). The *stream* is the "
+        "tensor of features that crosses the network, its *rows* are the tokens, its *columns* the "
+        "channels.",
         {
             "split-equality": Entry(
                 "Split training gives the weights of local training.",

@@ -29,7 +29,9 @@ that they match.
 A *finding* is one measured number with its baseline (a tolerance, or the score of a random guess)
 and its control (the plain model, or a case that must fail). A *check* is a finding that has to meet
 a tolerance or a goal. "No better than a guess" means at most a fifth of the way from a guess to the
-plain model. MJP is training with masked jigsaw puzzles.
+plain model. MJP is training with masked jigsaw puzzles; mCE, the mean corruption error, is lower
+for a more robust model. GPT-2 (G) is a small text generator, and *drift* is noise that stands in
+for fine-tuning ([locks](experiments/locks.md)).
 """
 TAIL = """## Reproduce a table
 
@@ -56,8 +58,9 @@ python -m experiments 000/table2 --preset paper --device cuda  # the paper's mod
   learning rates were chosen by the test accuracy of one seed, so accuracies are slightly
   optimistic. The comparisons do not depend on that choice.
 - **Training is compared in float64 without dropout**, where two equivalent trainings agree to
-  rounding. The papers' gaps (97.75 against 97.94) come from rounding and random masks. With dropout
-  the masks differ, and runs agree in distribution only.
+  rounding. The gaps in the paper's tables (such as 97.75 for plain and 97.94 for permuted columns)
+  come from rounding and random masks. With dropout the masks differ, and runs agree in
+  distribution only.
 - **Padding masks.** The permutation-equivariance paper reports that BERT's padding mask breaks
   permuted rows. It does if the mask is not permuted; regauge permutes the mask too.
 """

@@ -170,7 +170,7 @@ def _features(findings: Iterable[Finding]) -> str:
     lines = [
         "### Features under one key",
         "",
-        "The adversary observes the features that enter the locked backbone. Share recovered:",
+        "The adversary observes the features that enter the locked backbone. Shares recovered:",
         "",
     ]
     rows = []

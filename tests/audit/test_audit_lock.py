@@ -191,7 +191,7 @@ def test_verdicts() -> None:
     ]
     assert (
         texts(*scored)[1]
-        == "No relative known: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
+        == "Without a related model: an attacker with 40 labels reaches 0.60 of 0.90; the labels "
         "alone give 0.20."
     )
     best, scratch = "lock/theft/new edges 40", "lock/theft/scratch 40"

@@ -62,11 +62,12 @@ class PatchPrior:
 def embedding_least_squares(
     view: SentUpdate, *, plain: bool = False
 ) -> tuple[Tensor, LeastSquaresResult]:
-    """Recover the image behind an update, [1, channels, height, width] in the model's units, by one
-    least squares.
+    """Recover the image behind an update by solving one least-squares problem.
 
-    Sees: the gradients of the patch embedding and of the position table; if granted, other images
-        of the kind and their updates by the client's code.
+    The image has the shape [1, channels, height, width], in the model's units.
+
+    Sees: the gradients of the patch embedding and of the position table; in some threat
+        models also other images of the kind, and their updates by the client's code.
     Recovers: at batch size 1 the image, to rounding, on any ViT at least as wide as its number of
         patches; for several images the mixture that their gradients form; under MJP the patches
         that kept their positions, and the mean of the others.
@@ -77,8 +78,8 @@ def embedding_least_squares(
     What stops it: withholding one of the two gradients; noise; larger batches. Local steps on one
         image do not: both gradients accumulate alike.
     Floor: the mean image.
-    Ceiling: exact.
-    References: APRIL (2112.14087), for positions that reveal the gradients of tokens; MacKay 1992.
+    Ceiling: the image itself.
+    References: APRIL (2112.14087), where position gradients reveal those of tokens; MacKay 1992.
     Cost: one SVD.
     """
     layers = find_layers(view.model, view.shape)

@@ -118,20 +118,19 @@ def _squared_distances(a: Floats, b: Floats) -> Floats:
 
 
 def relink_samples(first: Tensor, second: Tensor, *, rounds: int = 3) -> Tensor:
-    """Link the samples of a later pass to those of an earlier one: for each of the first, its index
-    in the second.
+    """Link the samples of two passes: for each sample of the first, its index in the second.
 
     It tolerates fresh shuffles, noise, and training steps between the passes.
 
-    Sees: streams of the same samples in two passes.
+    Sees: features of the same samples in two passes.
     Recovers: which sample is which.
     Why it works: a sample's tokens stay near each other as a set. Noise is isotropic, and a filter
         keeps the directions in which tokens differ; training changes all tokens by one affine map,
         which is fitted to the pairs found so far.
     What stops it: noise much larger than the differences of tokens; a new element on the columns
         for every pass.
-    Floor: one in as many as there are.
-    Ceiling: all.
+    Floor: a random order: one of n samples is right.
+    Ceiling: all samples are linked.
     References: Besl and McKay 1992 (iterated closest points).
     Cost: all pairs of samples by all pairs of tokens.
     """

@@ -89,13 +89,13 @@ def public_base(
 ) -> Guess:
     """Recover the whole key by matching the public base to the locked backbone.
 
-    Sees: the locked file, its kind, and a public base.
+    Sees: the locked file, the group of its lock, and a public base.
     Recovers: every member of the element, and so the plain weights.
     Why it works: the base under the right element is nearest to the locked weights, and the nearest
         can be found: assignment for permutations, Procrustes for rotations, space by space.
-    What stops it: a backbone without a public relative; fine-tuning as large as the weights
-        themselves.
-    Floor: one position in d, or a random rotation.
+    What stops it: a backbone without a public relative; fine-tuning that changes the
+        weights by as much as their own size.
+    Floor: a random permutation (one channel in d is right), or a random rotation.
     Ceiling: all of the key.
     References: ArrowMatch (USENIX Security 2025); Git Re-Basin (2209.04836).
     """

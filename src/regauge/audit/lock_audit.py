@@ -72,10 +72,10 @@ EXPLAINED = "share explained"  # the measure of a guess without the key
 UNDONE = {
     "lock/public edges": "The file alone undoes this lock: its embedding and head are not locked "
     "and reveal the order of the stream.",
-    "lock/known inputs": "An observer of the features of known inputs has the key of the stream: "
-    "{sentence}.",
+    "lock/known inputs": "An observer of the features of known inputs recovers the key of the "
+    "stream: {sentence}.",
     "lock/seen features": "An observer of the features of enough unknown inputs, with the "
-    "embedding, has it too: do not use one key for many batches.",
+    "embedding, recovers it too: do not use one key for many batches.",
     "lock/vocabulary": "Hidden states of an open language model reveal the text itself, whatever "
     "the key.",
 }
@@ -283,7 +283,7 @@ def build_verdict(
             if f.value is not None and f.value >= RECOVERED
         ]
 
-    situation = "No relative known" if base is None else "Without a base"
+    situation = "Without a related model" if base is None else "Without a base"
     return order_verdicts(
         [
             *undone("public edges"),
@@ -298,8 +298,8 @@ def _judge_base(base: Finding | None) -> Verdict:
     """Judge the attack with a public base."""
     if base is None or base.value is None:
         return Verdict(
-            "No base was tried: if this model was tuned from a public one, run the audit against "
-            "it; the lock then gives nothing.",
+            "No base was tried: if this model was fine-tuned from a public one, run the audit with "
+            "--against that one; the lock then gives nothing.",
             "unclear",
         )
     if base.value >= RECOVERED:

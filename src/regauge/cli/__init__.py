@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 INTERRUPTED = 130
 EXIT_CODES = {
-    0: "Success. Every law that was checked holds.",
+    0: "Success. Every check that ran holds.",
     1: "Error: an `error:` line states it, a `hint:` line suggests a fix. `doctor`: a required "
     "library is missing, too old or vulnerable.",
     2: "Usage error: an unknown command or option, or a value that an option does not accept.",
-    3: "The command ran, and a check failed: a law that should hold does not (`verify`, `barrier`, "
-    "`demo`), an attack exceeds `--fail-above` or may do so (`audit`), or training made the model "
-    "worse (`federate`).",
+    3: "The command ran, and a check failed: a symmetry that should hold does not "
+    "(`verify`, `barrier`, `demo`), an attack exceeds `--fail-above` or may do so (`audit`), or "
+    "training made the model worse (`federate`).",
     INTERRUPTED: "Interrupted by Ctrl-C or SIGTERM. The last line states what is saved and how to "
     "continue.",
 }

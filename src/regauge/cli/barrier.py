@@ -47,7 +47,7 @@ def barrier(
         typer.Option(
             "--align",
             help="Also measure after matching A to B: by the weights, by text that both generate "
-            "(self), or as match does (auto).",
+            "(self), or as match does (auto). none: the unaligned path only.",
         ),
     ] = options.AlignKind.auto,
     element: Annotated[

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from regauge.models.discovery import Discovery
     from regauge.results.findings import Results
 
-EXIT_FAILED = 3  # exit code if a law that should hold does not
+EXIT_FAILED = 3  # exit code if a symmetry that should hold does not
 
 
 def facts_of_run() -> dict[str, Any]:

@@ -77,7 +77,7 @@ def verify(
     """Check that a model's symmetries hold, on the model itself.
 
     Checks that permuting tokens and channels commutes with forward, backward and training. Exit
-    code 3 if a law that should hold does not.
+    code 3 if a symmetry that should hold does not.
     """
     start_run(json, report, threads=threads, device=device)
     from regauge.verification import verify as run

@@ -367,7 +367,7 @@ def _run_check(theorem: Callable[[checks.Case], list[Finding]], case: checks.Cas
     """Run a check; repeat it with other seeds if it fails by little.
 
     If a ReLU is at its kink, rounding decides its gradient and every gradient before it: by far
-    more than rounding, by far less than a broken law. Another order of the same sums falls on
+    more than rounding, by far less than a broken symmetry. Another order of the same sums falls on
     another side.
     """
     findings = theorem(case)

@@ -511,7 +511,7 @@ def autocast(c: Case) -> list[Finding]:
 def dropout(c: Case) -> list[Finding]:
     """Measure the effect of dropout masks, which follow storage order."""
     statement = (
-        "Dropout keeps the law in distribution only: masks are drawn in the order of "
+        "Dropout commutes with shuffles in distribution only: masks are sampled in the order of "
         "storage, and do not follow a shuffle."
     )
     drops = [m for m in c.subject.model.modules() if isinstance(m, torch.nn.Dropout) and m.p > 0]

@@ -82,7 +82,7 @@ def _column_orders(g: Element) -> dict[int, list[Tensor]]:
 def first_fault(
     plain: Subject, transformed: Subject, transform: Transform, tolerance: float
 ) -> str | None:
-    """Return the name of the first module that breaks the law, or None if no single one does."""
+    """Return the name of the first module that breaks the symmetry, or None."""
     expected, got = _calls(plain, PLAIN), _calls(transformed, transform)
     if [name for name, *_ in expected] != [name for name, *_ in got]:
         return None

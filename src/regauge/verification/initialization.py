@@ -27,8 +27,8 @@ ENOUGH = 256  # entries behind each mean
 def fresh_initialization(c: Case) -> list[Finding]:
     """Check that fresh weights have the same distribution at every index of the permuted axes."""
     statement = (
-        "Fresh weights have the same law in every description: training from scratch "
-        "needs no move first."
+        "Freshly initialized weights have the same distribution in every basis: training from "
+        "scratch needs no transform first."
     )
     model, source = c.subject.model, "permutation equivariance, Cor 4.6"
     tensors, deviations, control = _permuted_tensors(c.subject.spec), {"": 0.0}, 0.0
@@ -66,7 +66,7 @@ def fresh_initialization(c: Case) -> list[Finding]:
     if not holds:
         sentence = (
             f"a channel of {worst_name} strays by {deviations[worst_name]:.1f} standard errors: "
-            "its law depends on its place"
+            "its distribution depends on its place"
         )
     where = "" if holds else worst_name
     return [

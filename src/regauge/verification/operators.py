@@ -452,7 +452,7 @@ def check_dropout_law(dtype: torch.dtype = torch.float64, seed: int = 0) -> Find
     )  # four standard errors of the difference of two means
     return Finding(
         "operator/dropout/law",
-        "Dropout whose mask is drawn in storage order commutes with permutations in law only",
+        "Dropout with masks in storage order commutes with permutations in distribution only",
         holds=value <= limit and single_error > 10 * limit,
         value=value,
         floor=limit,

@@ -13,11 +13,11 @@ from regauge.results.views import ResultView
 GENERAL_PREFIXES = ("operator/", "optimizer/")
 # The kinds of checks, by the section of their ids, in words.
 _KINDS = {
-    "spec": "the description covers every tensor of the model",
+    "spec": "the spec describes every tensor of the model",
     "row": "tokens shuffled after the embedding: outputs, gradients, training",
     "column": "channels, heads and neurons permuted in the weights: outputs, gradients, training",
     "both": "tokens and channels permuted at once",
-    "description": "every tensor moved by a random element of the whole symmetry group: outputs",
+    "description": "every tensor transformed by a random element of the whole group: outputs",
     "operator": "each operator alone: outputs and gradients",
     "optimizer": "which optimizers keep which symmetry",
 }

@@ -101,7 +101,7 @@ def match_apart(
     nested = store.nested("activations") if store else None
     try:
         activations, judge = record()
-    except RegaugeError as error:  # nobody asked for activations
+    except RegaugeError as error:  # activations were not requested
         swept = match_states(spec, a, b, store=store, **options)
         note = f"matched by the weights: {str(error).splitlines()[0]}"
         return replace(swept, notes=(*swept.notes, note))

@@ -206,6 +206,16 @@ def test_models_whose_generation_fails_are_matched_by_weights(
         regauge.match(*strangers, data="self")
 
 
+def test_parts_of_the_default_are_not_those_of_named_text(
+    strangers: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The first pass of the default compares weights."""
+    fresh = regauge.match(*strangers, data="self")
+    regauge.match(*strangers, out=tmp_path / "out")  # leaves its parts: it is not saved
+    resumed = regauge.match(*strangers, data="self", out=tmp_path / "out", resume=True)
+    assert [s.squared for s in resumed.match.steps] == [s.squared for s in fresh.match.steps]
+
+
 def test_modules_keep_their_mode() -> None:
     models = [picos.build("gpt2", seed).float().train() for seed in (0, 1)]
     regauge.match(*models, data="self")

@@ -59,3 +59,17 @@ def test_assignments_in_single_precision_are_those_in_double(
     assert isinstance(double, Monomial)
     assert (single.index == double.index).all()
     assert (single.index == order).all() == (noise < 1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-23, 1e-30, 1e25])
+def test_neurons_whose_squares_leave_single_precision_are_assigned_in_double(scale: float) -> None:
+    """Weight decay leaves such neurons: in float32 they look like zeros."""
+    x, y = np.eye(512), np.eye(512)
+    y[0] = 0
+    y[0, :2] = 0.8, 0.6
+    y[1] = -0.03
+    y[1, :2] = -0.02, -0.1
+    x[0] *= scale
+    found = Scaling(positive=True).fit(plain=(y[None], x[None]))
+    assert isinstance(found, Monomial)
+    assert (found.index == np.arange(512)).all()

@@ -22,7 +22,7 @@ from regauge.errors import (
     UnknownModelError,
 )
 from regauge.locking.locked_checkpoints import plan_lock
-from regauge.matching import activations
+from regauge.matching import SharedRows, activations, match_states
 from regauge.matching.api import ModelMatch
 from regauge.matching.compare import compare_unmatched
 
@@ -173,6 +173,76 @@ def test_models_that_write_no_text_are_matched_by_weights(
     assert matched.results.facts["by"] == "weights"
     monkeypatch.setattr(activations, "MAX_WRITER", 10)
     assert regauge.match(*strangers).results.facts["by"] == "weights", "too large to write text"
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_encoder_decoders_are_matched_by_text_that_they_write(family: str) -> None:
+    models = [picos.build(family, seed).float() for seed in (0, 1)]
+    matched = regauge.match(*models)
+    assert not matched.match.notes, "their text was generated and read"
+    named = regauge.match(*models, data="self")
+    assert named.results.facts["by"] == "self-written text"
+
+
+def test_a_context_of_one_token_is_filled_by_the_first() -> None:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=1)
+    models = [transformers.GPT2LMHeadModel(config) for _ in range(2)]
+    assert not regauge.match(*models).match.notes
+
+
+def test_models_whose_generation_fails_are_matched_by_weights(
+    strangers: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def generate(*_: object, **__: object) -> None:
+        raise RuntimeError("probabilities are NaN\nin many lines")
+
+    by_weights = regauge.match(*strangers, data=None)
+    monkeypatch.setattr(transformers.GPT2LMHeadModel, "generate", generate)
+    matched = regauge.match(*strangers)
+    assert matched.results.facts["by"] == "weights"
+    assert any("failed to generate text: probabilities" in note for note in matched.match.notes)
+    assert matched.distance == by_weights.distance, "all sweeps ran"
+    with pytest.raises(RegaugeError, match="failed to generate text"):
+        regauge.match(*strangers, data="self")
+
+
+def test_parts_of_the_default_are_not_those_of_named_text(
+    strangers: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The first pass of the default compares weights."""
+    fresh = regauge.match(*strangers, data="self")
+    regauge.match(*strangers, out=tmp_path / "out")  # leaves its parts: it is not saved
+    resumed = regauge.match(*strangers, data="self", out=tmp_path / "out", resume=True)
+    assert [s.squared for s in resumed.match.steps] == [s.squared for s in fresh.match.steps]
+
+
+def test_modules_keep_their_mode() -> None:
+    models = [picos.build("gpt2", seed).float().train() for seed in (0, 1)]
+    regauge.match(*models, data="self")
+    assert all(module.training for model in models for module in model.modules())
+
+
+def test_shared_tokens_are_matched_by_data(tmp_path: Path) -> None:
+    folders = []
+    for seed, size in ((0, 40), (1, 44)):
+        torch.manual_seed(seed)
+        config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=size)
+        folders.append(tmp_path / str(seed))
+        transformers.GPT2LMHeadModel(config).save_pretrained(folders[-1])
+        vocabulary = {f"w{i}": i for i in range(size)}
+        model = {"type": "WordLevel", "vocab": vocabulary, "unk_token": "w0"}
+        (folders[-1] / "tokenizer.json").write_text(json.dumps({"model": model}))
+    batches = [{"input_ids": torch.arange(40).view(4, 10)}]
+    matched = regauge.match(*folders, data=batches, shared_tokens=True)
+    assert matched.results.facts["by"] == "1 batches of inputs"
+    assert matched.distance < matched.distance_before
+    name = "transformer.wte.weight"
+    states = [regauge.load_model(folder).state_dict() for folder in folders]
+    states[0][name][3, 0] = torch.nan
+    spec = regauge.spec_of(regauge.load_model(folders[1]))
+    rows = dict.fromkeys([name, "lm_head.weight"], SharedRows((0, 1, 2), (0, 1, 2)))
+    with pytest.raises(RegaugeError, match="not finite"):  # of a row that is not shared
+        match_states(spec, *states, rows=rows)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

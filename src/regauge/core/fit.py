@@ -8,6 +8,7 @@ features]. Callers use `Group.fit` in groups.py; this module holds what the grou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from regauge.core.rng import Floats, Ints
 Pair = tuple[Floats, Floats]
 PRECONDITION_SIZE = 512  # from this size on, preconditioning makes an assignment faster
 SINGLE_PRECISION_SIZE = 512  # from this size on, cosines are computed in float32 first
+SINGLE_PRECISION_RANGE = 1e-12, 1e12  # of norms whose squares are normal numbers in float32
 
 
 class SummedPair(NamedTuple):
@@ -148,10 +150,10 @@ def _assign_by_cosines(
     """
     pairs = [p for p in (plain, dual, bar) if p is not None]
     features = max(p[0].shape[2] for p in pairs)
-    if pairs[0][0].shape[1] >= SINGLE_PRECISION_SIZE:
-        # Rounding of a product of unit vectors in any order of summation, of their norms and of the
-        # scores. A score is a sum or a product of at most three cosines.
-        error = 3 * (features + 16) * 2.0**-24
+    if pairs[0][0].shape[1] >= SINGLE_PRECISION_SIZE and _fit_single_precision(pairs):
+        # Rounding of a product of unit vectors and of their two norms, in any order of summation,
+        # and of the scores. A score is a sum or a product of at most three cosines.
+        error = 3 * (2 * features + 16) * 2.0**-24
         rows = slice(0, None, max(1, pairs[0][0].shape[1] // 64))
         for part in (rows, slice(None)):  # a few rows show whether there is hope
             scores = _cosine_scores(plain, dual, bar, positive, np.float32, part)
@@ -165,6 +167,18 @@ def _assign_by_cosines(
         else:
             return np.asarray(best, np.int64)
     return assign(_cosine_scores(plain, dual, bar, positive, np.float64, slice(None)))
+
+
+def _fit_single_precision(pairs: Sequence[Pair]) -> bool:
+    """Return whether squares of rows neither vanish nor overflow in float32, as those of neurons
+    do that weight decay has all but erased.
+    """
+    low, high = SINGLE_PRECISION_RANGE
+    for x in (x for pair in pairs for x in pair):
+        squared = np.einsum("cif,cif->ci", x, x, dtype=np.float64)
+        if not bool(((squared > low**2) & (squared < high**2)).all()):
+            return False
+    return True
 
 
 def _cosine_scores(

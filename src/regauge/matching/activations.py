@@ -84,8 +84,8 @@ def record(
         flat = x.detach().reshape(-1, x.shape[-1]).double().cpu()
         moments[name] = moments.get(name, 0.0) + flat.T @ flat
 
-    model.eval()
-    with torch.no_grad(), _recording_hooks(model, spec, add_stream, add_moment):
+    hooks = _recording_hooks(model, spec, add_stream, add_moment)
+    with torch.no_grad(), eval_mode(model), hooks:
         for batch in batches:
             if state is None:
                 model(**batch)
@@ -97,6 +97,18 @@ def record(
             hint="pass at least one batch of inputs",
         )
     return Activations({n: torch.cat(parts) for n, parts in streams.items()}, axes, moments)
+
+
+@contextmanager
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Disable dropout while the model is used; restore the mode on exit."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
 
 
 @contextmanager
@@ -237,10 +249,10 @@ def generate_text(
         batch_size: sequences in a batch.
 
     Returns:
-        Batches of input ids.
+        Batches of input ids. Encoder-decoders read the text twice, on both sides.
 
     Raises:
-        RecordError: if a model cannot generate.
+        RecordError: if a model cannot generate, or its generation fails.
     """
     batches: list[dict[str, Tensor]] = []
     share = max(1, count // len(models))
@@ -253,20 +265,38 @@ def generate_text(
             for start in range(0, share, batch_size):
                 n = min(batch_size, share - start)
                 first = torch.randint(0, int(config.vocab_size), (n, 1))
-                generate: Any = model.generate
-                ids = generate(
-                    first,
-                    attention_mask=torch.ones_like(first),
-                    do_sample=True,
-                    top_k=0,
-                    top_p=1.0,
-                    temperature=1.0,
-                    min_new_tokens=min(length, limit) - 1,
-                    max_new_tokens=min(length, limit) - 1,
-                    pad_token_id=0,
-                )
-                batches.append({"input_ids": ids})
+                ids = _continue_text(model, first, min(length, limit) - 1)
+                batch = {"input_ids": ids}
+                if getattr(config, "is_encoder_decoder", False):
+                    batch["decoder_input_ids"] = ids
+                batches.append(batch)
     return batches
+
+
+def _continue_text(model: torch.nn.Module, first: Tensor, count: int) -> Tensor:
+    """Sample `count` tokens after the first ones."""
+    if count < 1:
+        return first
+    generate: Any = model.generate
+    try:
+        with eval_mode(model):
+            ids: Tensor = generate(
+                first,
+                attention_mask=torch.ones_like(first),
+                do_sample=True,
+                top_k=0,
+                top_p=1.0,
+                temperature=1.0,
+                min_new_tokens=count,
+                max_new_tokens=count,
+                pad_token_id=0,
+            )
+    except Exception as error:  # model classes raise exceptions of any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RecordError(
+            f"a {type(model).__name__} failed to generate text: {reason}", hint="pass data"
+        ) from error
+    return ids
 
 
 def sample_noise(

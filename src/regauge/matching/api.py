@@ -367,7 +367,9 @@ def match(
     report = progress or (lambda done, total, label: None)
     store = None
     if out is not None and resume is not None:
-        digest = digest_of_inputs(to_match or by_default)
+        digest = digest_of_inputs(to_match)
+        if by_default is not None:  # its first parts are of a search by weights
+            digest = f"by default {digest_of_inputs(by_default)}"
         store = StateStore.beside(Path(out), _label(pair, chosen, digest))
         if not resume:
             store.delete()

@@ -199,7 +199,7 @@ def barrier(
         first,
         second,
         examples,
-        aligner=_make_aligner(align, first, second, chosen.seed, texts),
+        aligner=_make_aligner(align, first, second, stream, chosen.seed, texts),
         label="matched" if is_matched else "moved",
         stream=stream,
         progress=progress,
@@ -224,7 +224,12 @@ def _name_of_data(data: Examples | str | Path) -> str:
 
 
 def _make_aligner(
-    align: Any, first: torch.nn.Module, second: torch.nn.Module, seed: int, texts: list[Any]
+    align: Any,
+    first: torch.nn.Module,
+    second: torch.nn.Module,
+    stream: Stream,
+    seed: int,
+    texts: list[Any],
 ) -> Any:
     """Return the function that finds the element that aligns A with B; None for none.
 
@@ -242,7 +247,8 @@ def _make_aligner(
         return None
     if isinstance(align, Element):
         return lambda spec, *_: align.to(spec)
-    if align == "weights" or (align == "auto" and not writes_by_default(first)):
+    by_text = stream == "auto" and writes_by_default(first)  # as `match` does
+    if align == "weights" or (align == "auto" and not by_text):
         return align_by_weights
     if align in ("auto", "self"):
         return align_by_activations(first, second, generate, only_apart=align == "auto")

@@ -183,11 +183,12 @@ class LivePair:
     ) -> tuple[tuple[Activations, Activations], Judge | None]:
         """Record the activations of both models on the same inputs, and return them with what
         judges elements on these inputs: the divergence of the average of both from their
-        predictions. None judges models whose outputs move with the element.
+        predictions. None judges models whose outputs move with the element, or whose vocabularies
+        differ.
         """
         inputs = self.inputs(batches)
         recorded = self.record_activations(inputs)
-        if self.spec.visible:
+        if self.spec.visible or self.pair.rows:
             return recorded, None
 
         def judge(elements: Sequence[Element]) -> list[float]:

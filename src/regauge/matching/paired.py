@@ -11,6 +11,7 @@ rounded, and tied heads stay tied.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -22,6 +23,7 @@ from regauge.core.groups import Kind
 from regauge.core.members import Member
 from regauge.core.progress import Progress
 from regauge.core.spec import Spec
+from regauge.errors import RegaugeError
 from regauge.matching.pairs import Pair
 from regauge.matching.result import Match
 from regauge.matching.search import MAX_RELATED, match_states
@@ -68,7 +70,7 @@ def match_by_activations(
         return swept
     first = replace(swept.with_element(swept.first, spec, a, b), steps=swept.steps[:1])
     choices = [first, swept, *others]
-    scores = list(judge([match.element for match in choices]))
+    scores = [math.inf if math.isnan(x) else x for x in judge([m.element for m in choices])]
     return choices[scores.index(min(scores))]
 
 
@@ -81,7 +83,8 @@ def match_apart(
     store: StateStore | None = None,
     **options: Any,
 ) -> Match:
-    """Match by weights; models that this leaves apart also by their activations.
+    """Match by weights; models that this leaves apart also by their activations, if they can be
+    recorded.
 
     Args:
         spec: the spec of both models.
@@ -96,7 +99,12 @@ def match_apart(
     if found.relative_distance <= MAX_RELATED:
         return found
     nested = store.nested("activations") if store else None
-    activations, judge = record()
+    try:
+        activations, judge = record()
+    except RegaugeError as error:  # activations were not requested
+        swept = match_states(spec, a, b, store=store, **options)
+        note = f"matched by the weights: {str(error).splitlines()[0]}"
+        return replace(swept, notes=(*swept.notes, note))
     return match_by_activations(spec, a, b, activations, judge, [found], store=nested, **options)
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +40,7 @@ from regauge.core.rng import Floats, Ints
 from regauge.core.spec import Spec, stored_tensors
 from regauge.errors import ElementError, MatchError, SpecError
 from regauge.matching import tangents
+from regauge.matching.activations import eval_mode
 from regauge.matching.tangents import Array, Sides
 
 MAX_CACHE_BYTES = 1 << 30  # of the ends' predictions
@@ -192,7 +192,7 @@ def refine(
         _End(spec, h, path.b, moving if move_both else set(), lr),
     ]
     rng = np.random.default_rng(seed)
-    with _eval_mode(model):
+    with eval_mode(model):
         best = path.held_out_loss(ends, evaluated)
         if not np.isfinite(best):
             raise MatchError(
@@ -259,7 +259,7 @@ def mixture_divergences(
     """
     path = _Path(spec, a, b, model, None, (0.5, 0.5))
     still = _End(spec, identity(spec), path.b, set(), LearningRates())
-    with _eval_mode(model):
+    with eval_mode(model):
         return [
             path.held_out_loss(
                 [_End(spec, g.to(spec), path.a, set(), LearningRates()), still], batches
@@ -622,18 +622,6 @@ def _shuffled_indices(rng: np.random.Generator, n: int) -> Iterator[int]:
     """Yield indices below n, in a new random order for each epoch."""
     while True:
         yield from rng.permutation(n).tolist()
-
-
-@contextmanager
-def _eval_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Disable dropout while the model is used; restore the mode on exit."""
-    training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
 
 
 def _predictions(spec: Spec, forward: Forward, batch: Batch) -> dict[str, Tensor]:

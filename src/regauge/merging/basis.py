@@ -432,7 +432,8 @@ def _align_model(
         return _transform(model, pair, Element(pair.spec, members)), verdict
     start = None if pair.is_folded or config.options else verdict.element
     live = LivePair(pair, SAMPLES, 0)
-    written = live.default_inputs() if start is None and not config.options else None
+    is_plain = start is None and not config.options and config.stream == "auto"
+    written = live.default_inputs() if is_plain else None
     pair, result = match_pair(
         pair,
         start=start,

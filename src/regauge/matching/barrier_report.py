@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,6 +21,7 @@ from regauge.data.sources import DataSource, source_of
 from regauge.errors import PathError
 from regauge.matching.live_pair import GENERATED
 from regauge.matching.pairs import STREAMS, Stream
+from regauge.matching.result import Match
 from regauge.results.findings import Results
 from regauge.results.text import format_verdict
 from regauge.results.views import ResultView
@@ -194,12 +195,12 @@ def barrier(
     )
     require_interpolable(first.state_dict(), second.state_dict(), (names[0], names[1]))
     is_matched = align in ("auto", "weights", "self", None)
-    texts: list[Any] = []
+    matches: list[Match] = []
     results = connect(
         first,
         second,
         examples,
-        aligner=_make_aligner(align, first, second, stream, chosen.seed, texts),
+        aligner=_make_aligner(align, first, second, stream, chosen.seed, matches.append),
         label="matched" if is_matched else "moved",
         stream=stream,
         progress=progress,
@@ -211,7 +212,9 @@ def barrier(
         "B": names[1],
         "data": data.uri if isinstance(data, DataSource) else _name_of_data(data),
         "task": task,
-        "matched by": GENERATED["self"] if texts else "weights",
+        "matched by": GENERATED["self"]
+        if any(match.by == "activations" for match in matches)
+        else "weights",
         **results.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -229,19 +232,18 @@ def _make_aligner(
     second: torch.nn.Module,
     stream: Stream,
     seed: int,
-    texts: list[Any],
+    on_match: Callable[[Match], None],
 ) -> Any:
     """Return the function that finds the element that aligns A with B; None for none.
 
-    It adds the texts that it has the models generate to `texts`.
+    An alignment by text is passed to `on_match`.
     """
     from regauge.checkpoints.element_files import load_element
     from regauge.matching.activations import generate_text, writes_by_default
     from regauge.matching.connectivity import align_by_activations, align_by_weights
 
     def generate() -> list[dict[str, torch.Tensor]]:
-        texts.extend(generate_text([first, second], seed=seed))
-        return texts
+        return generate_text([first, second], seed=seed)
 
     if align is None:
         return None
@@ -251,5 +253,7 @@ def _make_aligner(
     if align == "weights" or (align == "auto" and not by_text):
         return align_by_weights
     if align in ("auto", "self"):
-        return align_by_activations(first, second, generate, only_apart=align == "auto")
+        return align_by_activations(
+            first, second, generate, only_apart=align == "auto", on_match=on_match
+        )
     return lambda spec, *_: load_element(align, spec)

@@ -23,6 +23,7 @@ from regauge.data.tasks import Examples
 from regauge.errors import Hint, PathError, RegaugeError, SpecError
 from regauge.matching.barriers import Path, Plane, measure_path, measure_plane, require_interpolable
 from regauge.matching.pairs import Stream, allows_rotations
+from regauge.matching.result import Match
 from regauge.models.resolve import spec_of
 from regauge.results.findings import Claim, Figure, Finding, Results, Table
 
@@ -54,6 +55,7 @@ def align_by_activations(
     inputs: Callable[[], Sequence[Mapping[str, Tensor]]],
     *,
     only_apart: bool = False,
+    on_match: Callable[[Match], None] | None = None,
 ) -> Aligner:
     """Return an aligner that matches by the activations on these inputs.
 
@@ -62,6 +64,7 @@ def align_by_activations(
         second: model B.
         inputs: returns the inputs, when they are needed.
         only_apart: match by the weights first, and by activations only models trained apart.
+        on_match: called with the match.
     """
 
     def align(spec: Spec, a: State, b: State) -> Element:
@@ -81,9 +84,14 @@ def align_by_activations(
         def _judge(batches: Any, elements: Sequence[Element]) -> list[float]:
             return mixture_divergences(spec, a, b, elements, first, batches)
 
-        if only_apart:
-            return match_apart(spec, a, b, record_both).element
-        return match_by_activations(spec, a, b, *record_both()).element
+        found = (
+            match_apart(spec, a, b, record_both)
+            if only_apart
+            else match_by_activations(spec, a, b, *record_both())
+        )
+        if on_match is not None:
+            on_match(found)
+        return found.element
 
     return align
 

@@ -373,28 +373,38 @@ def cell(text: str) -> str:
     return text.replace("\0", " ").replace("|", "\\|")
 
 
-# Sections of the reference: title and public names, below `regauge` unless they name a package.
+# Pages of the reference, with their sections: title and public names, below `regauge` unless they
+# name a package.
 REFERENCE = {
-    "Models and specs": (
-        "spec_of load_spec discover check Spec Space load_model open_checkpoint cut"
-    ),
-    "Elements": "element identity Element save_element load_element parse dual",
-    "Acting": "act apply apply_ move fold_norms move_adapter invariants",
-    "Verify": "verify Permuted",
-    "Evaluate": "evaluate",
-    "Match and merge": (
-        "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions "
-        "extract_lora"
-    ),
-    "Lock and seal": (
-        "Key generate_key save_key load_key lock unlock authorize deauthorize seal open_sealed"
-    ),
-    "Data": "DataSource",
-    "Audits": "audit",
-    "Federated learning": "federated",
-    "Masked jigsaw puzzles": "jigsaw",
-    "Split learning": "split",
-    "Errors, progress and threads": "RegaugeError progress_bar set_threads",
+    "Models and elements": {
+        "Models and specs": (
+            "spec_of load_spec discover check Spec Space load_model open_checkpoint cut"
+        ),
+        "Elements": "element identity Element save_element load_element parse dual",
+        "Acting": "act apply apply_ move fold_norms move_adapter invariants",
+        "Verify": "verify Permuted",
+        "Evaluate": "evaluate",
+        "Errors, progress and threads": "RegaugeError progress_bar set_threads",
+        "For your own tests": "",
+    },
+    "Match and merge": {
+        "Match and merge": (
+            "match MatchOptions compare barrier BarrierOptions fingerprint merge MergeOptions "
+            "extract_lora"
+        ),
+    },
+    "Lock, seal and audit": {
+        "Lock and seal": (
+            "Key generate_key save_key load_key lock unlock authorize deauthorize seal open_sealed"
+        ),
+        "Audits": "audit",
+    },
+    "Train": {
+        "Data": "DataSource",
+        "Federated learning": "federated",
+        "Masked jigsaw puzzles": "jigsaw",
+        "Split learning": "split",
+    },
 }
 # Not in an `__all__`, but needed to use the names that are.
 FURTHER = {
@@ -412,32 +422,34 @@ def locate(package: Any, name: str) -> str:
     return f"{home}.{name}"
 
 
-def render_reference() -> str:
-    """Return the page of public names, for mkdocstrings to fill in."""
+def render_reference() -> dict[str, str]:
+    """Return the pages of public names, for mkdocstrings to fill in, and their overview."""
     import regauge
 
-    sections: dict[str, list[str]] = {}
-    for title, names in REFERENCE.items():
-        package = getattr(regauge, names) if names in regauge._PACKAGES else regauge
-        listed = names.split() if package is regauge else sorted(package.__all__, key=str.lower)
-        sections[title] = [locate(package, name) for name in listed]
-    for title, paths in FURTHER.items():
-        sections.setdefault(title, []).extend(paths)
-    lines = [
-        GENERATED,
-        "# API reference",
-        "",
-        (
-            "The names of `__all__` of `regauge`, `regauge.audit`, `regauge.federated`, "
-            "`regauge.jigsaw` and `regauge.split`; each is imported on first use. In "
-            'examples, "model" and "vit" are model folders, `model` and `vit` the loaded modules, '
-            "and `images` labelled data. [What is public](policy.md)."
-        ),
-        "",
-    ]
-    for title, paths in sections.items():
-        lines += [f"## {title}", "", *(f"::: {path}\n" for path in paths)]
-    return "\n".join(lines)
+    pages: dict[str, str] = {}
+    rows = ["| page | names |", "|---|---|"]
+    for page, sections in REFERENCE.items():
+        path = f"reference/{page.lower().replace(', ', '-').replace(' ', '-')}.md"
+        lines, listed = [GENERATED, f"# {page}", ""], []
+        for title, names in sections.items():
+            package = getattr(regauge, names) if names in regauge._PACKAGES else regauge
+            prefix = "" if package is regauge else f"{names}."
+            members = (
+                names.split() if package is regauge else sorted(package.__all__, key=str.lower)
+            )
+            paths = [locate(package, name) for name in members] + list(FURTHER.get(title, ()))
+            lines += [f"## {title}", "", *(f"::: {name}\n" for name in paths)]
+            listed += [f"`{prefix}{name}`" for name in members]
+        pages[path] = "\n".join(lines)
+        rows.append(f"| [{page}]({path}) | {', '.join(listed)} |")
+    intro = (
+        "The names of `__all__` of `regauge`, `regauge.audit`, `regauge.federated`, "
+        "`regauge.jigsaw` and `regauge.split`; each is imported on first use. In "
+        'examples, "model" and "vit" are model folders, `model` and `vit` the loaded modules, '
+        "and `images` labelled data. [What is public](policy.md)."
+    )
+    pages["reference.md"] = "\n".join([GENERATED, "# API reference", "", intro, "", *rows, ""])
+    return pages
 
 
 def build_pages(*, only_quick: bool = False) -> dict[str, str]:
@@ -449,7 +461,7 @@ def build_pages(*, only_quick: bool = False) -> dict[str, str]:
     pages = {
         **render_attacks(),
         **render_commands(),
-        "reference.md": render_reference(),
+        **render_reference(),
     }
     return pages if only_quick else {**pages, **render_families()}
 
@@ -463,7 +475,8 @@ def find_stale(pages: dict[str, str]) -> list[str]:
     ]
     return outdated + [
         str(p.relative_to(DOCS))
-        for p in sorted([*(DOCS / "attacks").glob("*.md"), *(DOCS / "commands").glob("*.md")])
+        for folder in ("attacks", "commands", "reference")
+        for p in sorted((DOCS / folder).glob("*.md"))
         if str(p.relative_to(DOCS)) not in pages
     ]
 

@@ -36,6 +36,7 @@ import torch
 from regauge.split.protocol.certificates import make_certificates
 from regauge.split.protocol.channel import Loop, Tls
 from regauge.split.protocol.frames import CHUNK, Bytes, Frame, Kind, Limits, Value, encode
+from regauge.split.server.host import Host
 from regauge.split.server.network import Grpc, Server
 from regauge.split.server.quotas import Quota, Quotas
 
@@ -145,7 +146,7 @@ class Bench:
         """Measure the costs of a training step of two models, and its traffic."""
         from regauge.core.element import element
         from regauge.models.resolve import spec_of
-        from regauge.split import Host, InProcess, connect
+        from regauge.split import InProcess, connect
 
         print(f"\n{'step':6}  {'local':>9}  {'framing':>9}  {'permuting':>9}  {'wire':>9}")
         for name, (build, batch, width) in models().items():
@@ -311,11 +312,9 @@ class Counted(Grpc):
 # The server
 
 
-class Echo:
+class Echo(Host):
     """A host that echoes a tensor, or returns another of the requested size."""
 
-    limits = Limits()
-    quotas = Quotas()
     zeros = torch.zeros(LARGE // 4)
 
     def answer(self, frame: Frame, peer: str = "") -> bytes:
@@ -333,17 +332,12 @@ class Echo:
             )
         )
 
-    def save(self) -> None:
-        pass
-
 
 def serve(folder: str) -> None:
     torch.set_num_threads(1)
     names = (Path(folder) / f for f in ("authority.pem", "server.pem", "server.key"))
     tls = Tls(*names)
-    from regauge.split import Host
-
-    ours = Server(Echo(), "127.0.0.1:0", tls=tls)  # type: ignore[arg-type]
+    ours = Server(Echo(small(), limits=Limits()), "127.0.0.1:0", tls=tls)
     train = Server(
         Host(small(), _training(), max_sessions=CLIENTS, quotas=Quotas(Quota(sessions=CLIENTS))),
         "127.0.0.1:0",

@@ -65,6 +65,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "refined": {"by": "refine", "fold": True, "texts": 256, "sweeps": 10, "steps": 200},
     "refined longer": {"by": "refine", "fold": True, "texts": 4096, "sweeps": 10, "steps": 1200},
     "drawn": {"by": "seen", "fold": True, "texts": 64, "sweeps": 10, "noise": True},
+    "default": {"by": "default", "fold": True},
+    "default refined": {"by": "default", "fold": True, "samples": 128, "steps": 300},
 }
 SAID = {
     "none": "unmatched",
@@ -84,6 +86,8 @@ SAID = {
     "refined": "regauge, refined in 200 gradient steps",
     "refined longer": "regauge, refined in 1,200 gradient steps",
     "drawn": "regauge, by activations on noise, then weights",
+    "default": "regauge match, by default",
+    "default refined": "regauge match --refine, 300 steps, without data",
 }
 
 
@@ -154,6 +158,32 @@ def _by_refine(r: Request) -> Found:
     return Found(refined.g, notes=(said,))
 
 
+def _by_default(r: Request) -> Found:
+    """As users match: by the defaults of `regauge.match`, and with `steps` refined on text that
+    both generate, or on noise.
+    """
+    import regauge
+
+    a, b = _modules(r)
+    steps = r.how.get("steps")
+    if steps is None:
+        found = regauge.match(a, b)
+    else:
+        options = regauge.MatchOptions(refine_steps=steps, samples=r.how["samples"])
+        generates = getattr(r.module, "can_generate", lambda: False)()
+        found = regauge.match(a, b, refine="self" if generates else "noise", options=options)
+    return Found(found.element.to(r.spec), notes=found.match.notes)
+
+
+def _modules(r: Request) -> list[torch.nn.Module]:
+    """Both ends as modules."""
+    ends = []
+    for state in (r.a, r.b):
+        ends.append(copy.deepcopy(r.module).eval())
+        ends[-1].load_state_dict(dict(state))
+    return ends
+
+
 def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
     seen = record(r.module, r.a, r.spec, inputs), record(r.module, r.b, r.spec, inputs)
     return match_states(
@@ -169,11 +199,7 @@ def _seen(r: Request, inputs: Sequence[Mapping[str, Tensor]]) -> Element:
 def _inputs(r: Request, batch: int = 8) -> list[dict[str, Tensor]]:
     count = int(r.how["texts"])
     if getattr(r.module, "can_generate", lambda: False)():
-        ends = []
-        for state in (r.a, r.b):
-            ends.append(copy.deepcopy(r.module).eval())
-            ends[-1].load_state_dict(dict(state))
-        return generate_text(ends, count=count, batch_size=batch)
+        return generate_text(_modules(r), count=count, batch_size=batch)
     if r.how.get("noise"):
         return sample_noise(r.module, count=4 * count, batch_size=4 * batch)
     examples = r.examples()
@@ -225,6 +251,7 @@ FINDERS: dict[str, Callable[[Request], Found]] = {
     "transport": _by_transport,
     "seen": _by_seen,
     "refine": _by_refine,
+    "default": _by_default,
 }
 READ = frozenset(
     {"seen", "refine"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.paper_003.pair_models import CIFAR, KEPT, PAIRS, READ, SEEDS, TOKENIZER
+from experiments.paper_003.pair_models import CIFAR, KEPT, PAIRS, READ, RINGS, SEEDS, TOKENIZER
 from experiments.shared.presets import From, Subject
 from experiments.shared.runner import Lab
 from regauge.checkpoints.resume import Outcome
@@ -227,6 +227,8 @@ def load(lab: Lab, ready: Ready) -> Pair:
 def _trained(lab: Lab, kind: str, about: Subject) -> list[Ready]:
     count = min(SEEDS[lab.preset_name][kind], lab.seeds or SEEDS[lab.preset_name][kind])
     pairs = [(seed, seed + 1) for seed in range(0, count - 1, 2)]
+    if kind in RINGS and count > 2:
+        pairs = [(seed, (seed + 1) % count) for seed in range(count)]
     return [
         Ready(kind, pair)
         for pair in pairs

@@ -134,6 +134,27 @@ def walk(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     return Outcome({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})
 
 
+def walk_grown(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """The same path, of models that have the attention of both ends (`grown_attention`)."""
+    from experiments.paper_003.grown_attention import grow
+
+    module, a, b = moved(p, data)
+    test = examples_of(p, data, "test")
+    scores = []
+    for t in p["ts"]:
+        grown = grow(module, a, b, t)
+        state = grown.state_dict()
+        scores.append(score(grown, state, test, batch_size=p["batch"], device=work.device))
+    return Outcome(
+        {
+            "t": list(p["ts"]),
+            "loss": [s.loss for s in scores],
+            "accuracy": [s.accuracy for s in scores],
+            "examples": len(test),
+        }
+    )
+
+
 def merge(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     """One model out of the moved A and B, by one method: its loss and accuracy on the test data."""
     module, a, b = moved(p, data)
@@ -176,9 +197,10 @@ def landscape(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outc
     )
 
 
-MATCH, WALK, MERGE, PLANE = (
+MATCH, WALK, WALK_GROWN, MERGE, PLANE = (
     Cell("match", 1, find),
     Cell("walk", 1, walk),
+    Cell("walk grown", 1, walk_grown),
     Cell("merge", 1, merge),
     Cell("plane", 1, landscape),
 )
@@ -250,6 +272,10 @@ EFFORT: dict[str, dict[str, Any]] = {
     },
 }
 
+# The same of single kinds, which have many pairs.
+POINTS = {"gpt2-longer": 5, "llama-longer": 5, "vit-longer": 5}
+ROWS = {"gpt2-longer": {"test": 80}, "llama-longer": {"test": 80}}
+
 
 class Bench:
     """One pair in a lab: what a way finds between its ends, and what is measured after it. Every
@@ -267,6 +293,7 @@ class Bench:
             "test": {**about.task, **about.tested},
         }
         rows = effort["text" if about.task["kind"] == "text" else "rows"]
+        rows = {**rows, **ROWS.get(pair.kind, {})}
         self.parameters = {"model": about.model, "tasks": tasks, "rows": rows, "batch": about.batch}
         self.data: dict[str, Any] = {"a": pair.a, "b": pair.b, **lab.sources(about, 0)}
         self.found: dict[bytes, Outcome] = {}
@@ -292,9 +319,17 @@ class Bench:
         return self.found[key]
 
     def walk(self, how: How) -> Path:
-        v = self._after(WALK, how, {"points": self.effort["points"]}, "walk").values
+        points = POINTS.get(self.pair.kind, self.effort["points"])
+        v = self._after(WALK, how, {"points": points}, "walk").values
         ts, calibrated = tuple(v["t"]), Curve(tuple(v["t"]), tuple(v["calibrated"]))
         return Path(ts, tuple(v["loss"]), tuple(v["accuracy"]), calibrated, tuple(v["temperature"]))
+
+    def walk_grown(self, how: How) -> Path:
+        """The path with the attention of both ends, at every second point of `walk`."""
+        ts = self.walk(how).ts
+        inner = sorted({*ts[::2], ts[-1], 0.5})
+        v = self._after(WALK_GROWN, how, {"ts": inner}, "walk, attention of both,").values
+        return Path(tuple(v["t"]), tuple(v["loss"]), tuple(v["accuracy"]))
 
     def merge(self, how: How, method: str) -> Mapping[str, Any]:
         looked = {"samples": self.effort["samples"]} if method in LOOKING else {}

@@ -34,7 +34,6 @@ PAPER_ACCURACY = {
 
 def numbers(path: Path) -> dict[str, float]:
     """Summarize a path in a few numbers."""
-    assert path.calibrated is not None
     ends = {"first": path.losses[0], "second": path.losses[-1]}
     measured = {
         "barrier": path.barrier,
@@ -43,7 +42,9 @@ def numbers(path: Path) -> dict[str, float]:
         "midpoint": path.midpoint,
         "accuracy": path.accuracy_barrier,
     }
-    return {**measured, "calibrated": path.calibrated.barrier, **ends}
+    if path.calibrated is not None:
+        measured["calibrated"] = path.calibrated.barrier
+    return {**measured, **ends}
 
 
 class Rows:

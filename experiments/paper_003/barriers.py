@@ -41,9 +41,10 @@ VARIANTS: dict[str, str] = {
 # Beside these, for models that generate no text: what unlabelled training data give.
 SILENT: dict[str, str] = {"refined on data": "refined longer"}
 WRITERS = frozenset({"gpt2", "llama"})  # language models
-# The variants that are also measured with the attention of both ends (`grown_attention`).
-GROWN = ("default", "refined")
-# Families that `grown_attention` can build.
+# The variants after which other averages are measured as well.
+AVERAGED = ("default", "refined")
+# Other averages than that of the weights: "grown" ones can be built of some families only.
+AVERAGES = {"products": "products averaged", "grown": "attention of both"}
 GROWABLE = frozenset({"gpt2", "llama", "vit"})
 # What is aimed at: the largest share of the vanilla barrier, or the largest mean in nats; and of
 # how many pairs.
@@ -84,9 +85,14 @@ def variants(kind: str) -> dict[str, str]:
     return VARIANTS if family(kind) in WRITERS else {**VARIANTS, **SILENT}
 
 
-def grown_variants(kind: str) -> dict[str, str]:
-    """The ways after which a kind is also averaged with the attention of both ends."""
-    return {v: VARIANTS[v] for v in GROWN} if family(kind) in GROWABLE else {}
+def averages(kind: str) -> dict[str, tuple[str, str]]:
+    """The other averages of a kind: after which way, and which average."""
+    return {
+        f"{variant}, {said}": (VARIANTS[variant], average)
+        for variant in AVERAGED
+        for average, said in AVERAGES.items()
+        if average != "grown" or family(kind) in GROWABLE
+    }
 
 
 def barriers(lab: Lab) -> Results:
@@ -95,7 +101,7 @@ def barriers(lab: Lab) -> Results:
     """
     ends = look(lab, KINDS[lab.preset_name])
     lab.total = ends.steps + sum(
-        2 * len(variants(ready.kind)) + len(grown_variants(ready.kind)) for ready in ends.ready
+        2 * len(variants(ready.kind)) + len(averages(ready.kind)) for ready in ends.ready
     )
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     names: dict[str, str] = {}
@@ -117,8 +123,8 @@ def barriers(lab: Lab) -> Results:
         if detail:
             notes[bench.pair.label] = detail
         paths |= {
-            f"{variant}, attention of both": bench.walk_grown(WAYS[way])
-            for variant, way in grown_variants(kind).items()
+            name: bench.walk_averages(WAYS[way], average)
+            for name, (way, average) in averages(kind).items()
         }
         plain = paths["vanilla"]
         for variant, path in paths.items():
@@ -157,8 +163,9 @@ def barriers(lab: Lab) -> Results:
         "pairs. Calibrated: with a temperature per point, fitted on other examples. Midpoint: the "
         "loss of the midpoint minus that of the better endpoint. Accuracy drop: the largest on the "
         "path. Default: language models by text that they generate, ViTs by the weights. Refined: "
-        "from there, on such text or on noise. Attention of both: an average that keeps the heads "
-        "of both ends, as Theus et al. average products; it is not a model of their class. Each of "
+        "from there, on such text or on noise. Products averaged: `merge --set products=true`. "
+        "Attention of both: an average that keeps the heads of both ends, as Theus et al. average "
+        "products; it is not a model of their class. Each of "
         "the five endpoints of a family is in two pairs, so that pairs are not independent and the "
         "intervals may be too narrow. Theus et al. report means over their own models, whose "
         "training lengths and attention scale differ, and learn their permutations from data."

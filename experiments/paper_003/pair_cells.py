@@ -134,17 +134,23 @@ def walk(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
     return Outcome({k: list(v) if isinstance(v, tuple) else v for k, v in values.items()})
 
 
-def walk_grown(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
-    """The same path, of models that have the attention of both ends (`grown_attention`)."""
+def walk_averages(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outcome:
+    """The same path, of other averages than that of the weights: of `products`, or of `grown`
+    models, which have the attention of both ends (`grown_attention`).
+    """
     from experiments.paper_003.grown_attention import grow
 
     module, a, b = moved(p, data)
-    test = examples_of(p, data, "test")
+    spec, test = ends_of(p, data)[1], examples_of(p, data, "test")
     scores = []
     for t in p["ts"]:
-        grown = grow(module, a, b, t)
-        state = grown.state_dict()
-        scores.append(score(grown, state, test, batch_size=p["batch"], device=work.device))
+        model = module
+        if p["average"] == "grown":
+            model = grow(module, a, b, t)
+            state = model.state_dict()
+        else:
+            state = merge_states([a, b], spec=spec, weight=[1 - t, t], products=True)
+        scores.append(score(model, state, test, batch_size=p["batch"], device=work.device))
     return Outcome(
         {
             "t": list(p["ts"]),
@@ -197,10 +203,10 @@ def landscape(p: Parameters, data: Mapping[str, Any], work: ResumeState) -> Outc
     )
 
 
-MATCH, WALK, WALK_GROWN, MERGE, PLANE = (
+MATCH, WALK, WALK_AVERAGES, MERGE, PLANE = (
     Cell("match", 1, find),
     Cell("walk", 1, walk),
-    Cell("walk grown", 1, walk_grown),
+    Cell("walk averages", 1, walk_averages),
     Cell("merge", 1, merge),
     Cell("plane", 1, landscape),
 )
@@ -324,11 +330,11 @@ class Bench:
         ts, calibrated = tuple(v["t"]), Curve(tuple(v["t"]), tuple(v["calibrated"]))
         return Path(ts, tuple(v["loss"]), tuple(v["accuracy"]), calibrated, tuple(v["temperature"]))
 
-    def walk_grown(self, how: How) -> Path:
-        """The path with the attention of both ends, at every second point of `walk`."""
+    def walk_averages(self, how: How, average: str) -> Path:
+        """The path of "grown" models or of averaged "products", at every second point of `walk`."""
         ts = self.walk(how).ts
-        inner = sorted({*ts[::2], ts[-1], 0.5})
-        v = self._after(WALK_GROWN, how, {"ts": inner}, "walk, attention of both,").values
+        some = {"ts": sorted({*ts[::2], ts[-1], 0.5}), "average": average}
+        v = self._after(WALK_AVERAGES, how, some, f"walk, {average},").values
         return Path(tuple(v["t"]), tuple(v["loss"]), tuple(v["accuracy"]))
 
     def merge(self, how: How, method: str) -> Mapping[str, Any]:

@@ -12,9 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import regauge
 import support.picos as picos
+from regauge.core.action import apply
+from regauge.core.element import element
 from regauge.data.sources import DataSource
 from regauge.errors import CheckpointError, LockError, MatchError, MergeError
 from regauge.locking.locked_checkpoints import plan_lock
+from regauge.merging import merge_states
 from support.merges import finetune, reader, state_of
 
 Folders = tuple[Path, Path]
@@ -229,3 +232,85 @@ def test_neurons_keep_their_norms(family: str) -> None:
         assert torch.allclose(cosine, torch.ones_like(cosine), atol=1e-5)
     others = set(plain) - set(neurons)
     assert all(torch.equal(plain[name], kept[name]) for name in others)
+
+
+def products_of(family: str, state: Any, layer: int) -> list[torch.Tensor]:
+    """Return the products of queries and keys, and of values and outputs, for each head."""
+    d, heads = (12, 3) if family == "gpt2" else (16, 4)
+    if family == "gpt2":
+        at = f"transformer.h.{layer}.attn."
+        rows = torch.cat([state[at + "c_attn.weight"], state[at + "c_attn.bias"][None]])
+        q, k, v = (part.unflatten(1, (heads, -1)) for part in rows.split(d, 1))
+        o = state[at + "c_proj.weight"].unflatten(0, (heads, -1))
+    else:
+        at = f"model.layers.{layer}.self_attn."
+        q, k, v = (state[f"{at}{n}_proj.weight"].T.unflatten(1, (-1, d // heads)) for n in "qkv")
+        v = v.repeat_interleave(heads // v.shape[1], 1)
+        o = state[at + "o_proj.weight"].T.unflatten(0, (heads, -1))
+    outputs = torch.einsum("fhc,hcd->hfd", v, o)
+    return [outputs] if family == "llama" else [torch.einsum("fhc,ghc->hfg", q, k), outputs]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_products_of_heads_are_averaged(family: str) -> None:
+    models = [picos.build(family, seed).float() for seed in (0, 1)]
+    states = [model.state_dict() for model in models]
+    options = [
+        regauge.MergeOptions({"products": products}, force=True) for products in (False, True)
+    ]
+    plain, merged = (regauge.merge(models, weights=[1, 3], options=o).state() for o in options)
+    wanted = [
+        a / 4 + 3 * b / 4 for a, b in zip(*(products_of(family, s, 0) for s in states), strict=True)
+    ]
+    for product, control, want in zip(
+        products_of(family, merged, 0), products_of(family, plain, 0), wanted, strict=True
+    ):
+        if family == "gpt2":  # the best approximation of the rank of a head
+            left, values, right = torch.linalg.svd(want)
+            want = (left[..., :4] * values[:, None, :4]) @ right[:, :4]
+            torch.testing.assert_close(product, want, atol=1e-5, rtol=1e-4)
+        error, before = (product - want).norm(), (control - want).norm()
+        assert error < 0.9 * before, "the control: products of averages"
+    changed = {n for n in plain if not torch.equal(plain[n], merged[n])}
+    attention = ("c_attn", "c_proj") if family == "gpt2" else ("v_proj", "o_proj")
+    assert changed
+    assert all("attn" in n and any(part in n for part in attention) for n in changed)
+
+
+def test_products_do_not_depend_on_the_basis_inside_heads() -> None:
+    model, other = (picos.build("gpt2", seed).float() for seed in (0, 1))
+    spec, options = regauge.spec_of(model), {"products": True}
+    states = [model.state_dict(), other.state_dict()]
+    moved = apply(element(spec, 3, spaces=["qk", "vo"]), states[0])
+    first = merge_states(states, spec=spec, **options)
+    second = merge_states([moved, states[1]], spec=spec, **options)
+    for one, two in zip(products_of("gpt2", first, 0), products_of("gpt2", second, 0), strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+    same = merge_states([states[0], states[0]], spec=spec, **options)
+    for one, two in zip(
+        products_of("gpt2", same, 0), products_of("gpt2", states[0], 0), strict=True
+    ):
+        torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-4)
+
+
+def test_parameters_that_need_a_spec_say_so() -> None:
+    state = picos.build("gpt2", 0).state_dict()
+    for name in ("products", "keep_norms"):
+        with pytest.raises(MergeError, match=f"{name} need the spec"):
+            merge_states([state, state], **{name: True})
+
+
+def test_factors_of_a_product_need_the_same_weights(tmp_path: Path) -> None:
+    folders = []
+    for seed in (0, 1):
+        folders.append(tmp_path / str(seed))
+        picos.build("gpt2", seed).save_pretrained(folders[-1])
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        "merge_method: linear\nparameters: {products: true}\nmodels:\n"
+        f"  - model: {folders[0]}\n    parameters: {{weight: 1}}\n"
+        f"  - model: {folders[1]}\n    parameters:\n      weight:\n"
+        "        - {filter: c_proj, value: 0.5}\n        - {value: 1}\n"
+    )
+    with pytest.raises(MergeError, match="must have the same weights with products"):
+        regauge.merge(recipe, options=regauge.MergeOptions(force=True)).save(tmp_path / "out")

@@ -13,6 +13,7 @@ State dicts go in, a new state dict comes out.
     layout           which input tensors each output tensor is made of
     engine           checkpoints streamed through all of it, from a recipe to a folder
     basis            the check that models share a basis, and their alignment
+    products         averages of the products inside attention heads
     statistics       Fisher information, Gram matrices and activations; `data_pass` computes them
     api              `merge` of what users hold
     transport        optimal transport between two models
@@ -59,7 +60,7 @@ def merge_states(
             `regauge.merging.statistics` from the state as passed here, not from the same model in
             another basis.
         spec: the spec of the models, for methods of transport, which align all states with the
-            first.
+            first, and for the parameters `keep_norms` and `products`.
         parameters: the method's parameters. Per-model ones are a number, or a list with a number
             for each state; weights are equal by default.
 
@@ -85,6 +86,12 @@ def merge_states(
     if chosen is not None and chosen.is_transport:
         states, parameters = _transport_states(method, states, spec, statistics, parameters)
         method, statistics = "linear", None
+    structural = [key for key in ("keep_norms", "products") if parameters.get(key)]
+    if structural and spec is None:
+        raise MergeError(
+            f"{' and '.join(structural)} need the spec of the models",
+            hint="pass spec=regauge.spec_of(model)",
+        )
     reference, reference_name = (states[0], "state 0") if base is None else (base, "the base")
     for i, state in enumerate(states):
         extra = next((name for name in state if name not in reference), None)
@@ -112,9 +119,33 @@ def merge_states(
             name=name,
             seed=seed,
             statistics=tensor_statistics,
+            structure=_structure(states, name, spec, parameters) if structural else None,
             **parameters,
         )
     return merged
+
+
+def _structure(
+    states: Sequence[State], name: str, spec: Spec | None, parameters: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the parameters `keep_norms` and `products` of one tensor need of the spec."""
+    from regauge.merging.engine import reading_axes
+    from regauge.merging.methods import normalized_weights
+    from regauge.merging.products import Products
+
+    if spec is None:
+        return {}
+    structure: dict[str, Any] = {"reading": reading_axes(spec, name)}
+    if parameters.get("products"):
+        weight = parameters.get("weight", 1.0)
+        each = list(weight) if isinstance(weight, list | tuple) else [weight] * len(states)
+        structure["products"] = Products().entries(
+            [spec] * len(states),
+            states,
+            [name] * len(states),
+            normalized_weights(parameters, [{"weight": w} for w in each]),
+        )
+    return structure
 
 
 def _transport_states(
@@ -169,6 +200,7 @@ def merge_tensors(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     statistics: Sequence[Any] | None = None,
+    structure: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> torch.Tensor:
     """Merge corresponding tensors of several models.
@@ -181,6 +213,7 @@ def merge_tensors(
         seed: the random seed.
         dtype: the dtype of the result; by default that of the base, or of the first tensor.
         statistics: for methods that need it, the Fisher of each tensor (of its shape), or its Gram.
+        structure: further fields of `MergeInput`, from the spec.
         parameters: the method's parameters; `lambda` may be passed as `lambda_`.
 
     Raises:
@@ -250,7 +283,16 @@ def merge_tensors(
     return materialize(
         chosen.merge(
             MergeInput(
-                inputs, shared, per_input, base_index, dtype, None, name, seed, statistics or ()
+                inputs,
+                shared,
+                per_input,
+                base_index,
+                dtype,
+                None,
+                name,
+                seed,
+                statistics or (),
+                **(structure or {}),
             )
         )
     )

@@ -48,7 +48,13 @@ from regauge.merging.basis import (
 from regauge.merging.card import model_card
 from regauge.merging.chat_template import CONFIG_FILE, resolve_template, template_files
 from regauge.merging.layout import Model, OutputTensor, find_stacks, lay_out, sliced_config
-from regauge.merging.methods import METHODS, MergeInput, TensorOrBlocks
+from regauge.merging.methods import (
+    METHODS,
+    MergeInput,
+    TensorOrBlocks,
+    normalized_weights,
+)
+from regauge.merging.products import Entries, Products, product_spaces, tensors_of
 from regauge.merging.recipes import Recipe
 from regauge.merging.tokens import TOKENIZER_FILES, TokenTables, plan_token_tables
 from regauge.models.resolve import spec_of
@@ -306,8 +312,9 @@ def plan_merge(
             merge.chat_template, small.get(CONFIG_FILE) or (config and config.read_bytes()) or None
         )
         copies = {name: path for name, path in copies.items() if name not in small}
+    products = Products()
     thunks: dict[str, Callable[[], TensorOrBlocks]] = {
-        output.name: partial(_merge_output, merge, output) for output in merge.outputs
+        output.name: partial(_merge_output, merge, output, products) for output in merge.outputs
     }
     outputs = {output.name: output for output in merge.outputs}
     mode = strictest_mode([origin] if (origin := Path(merge.recipe.origin)).is_file() else [])
@@ -355,7 +362,7 @@ def _resolve_parameters(
     return shared, per_model
 
 
-def _merge_output(merge: Merge, output: OutputTensor) -> TensorOrBlocks:
+def _merge_output(merge: Merge, output: OutputTensor, products: Products) -> TensorOrBlocks:
     """Compute one output tensor."""
     states = [merge.models[source.model].state for source, _ in output.inputs]
     tensors: list[torch.Tensor] = [
@@ -395,14 +402,43 @@ def _merge_output(merge: Merge, output: OutputTensor) -> TensorOrBlocks:
                 output.name,
                 merge.seed,
                 statistics,
-                _reading_axes(merge.anchor.spec, output.inputs[0][1]),
+                reading_axes(merge.anchor.spec, output.inputs[0][1]),
+                _averaged_products(merge, output, products) if shared.get("products") else (),
             )
         )
     except RegaugeError as error:
         raise MergeError(f'"{output.name}": {error}', hint=error.hint) from error
 
 
-def _reading_axes(spec: Spec | None, name: str) -> tuple[int, ...]:
+def _averaged_products(merge: Merge, output: OutputTensor, products: Products) -> Sequence[Entries]:
+    """Return the entries of an output tensor that are factors of averaged products."""
+    models = [merge.models[source.model] for source, _ in output.inputs]
+    specs, names = [model.spec for model in models], [name for _, name in output.inputs]
+    known = [spec for spec in specs if spec is not None]
+    if len(known) < len(specs):
+        return ()
+    spaces, weights = product_spaces(known[0], names[0]), _weights_of(merge, output)
+    partners = {tensor for space in spaces for tensor in tensors_of(known[0], space)}
+    for other in merge.outputs:
+        source, name = other.inputs[0]
+        if source is output.inputs[0][0] and name in partners:
+            found = _weights_of(merge, other)
+            if found != weights:
+                raise MergeError(
+                    f'"{output.name}" and "{other.name}" must have the same weights with products, '
+                    f"got {weights} and {found}",
+                    hint="give both factors of a product the same weights, or leave products out",
+                )
+    return products.entries(known, [model.state for model in models], names, weights)
+
+
+def _weights_of(merge: Merge, output: OutputTensor) -> list[float]:
+    """Return the weights of the models in one output tensor, normalized if the merge is."""
+    shared, per_model = _resolve_parameters(merge, output)
+    return normalized_weights(shared, per_model)
+
+
+def reading_axes(spec: Spec | None, name: str) -> tuple[int, ...]:
     """Return the axes along which the neurons of a feed-forward layer read, if this tensor holds
     their input weights.
 

@@ -22,6 +22,7 @@ import torch
 
 from regauge.checkpoints.blocks import Blocks, bits_of
 from regauge.errors import MergeError
+from regauge.merging.products import Entries
 from regauge.merging.sparsify import (
     Selection,
     Sparsifier,
@@ -64,6 +65,7 @@ class MergeInput:
         statistics: a statistic of each tensor, or None if there is none.
         reading: the axes along which neurons read their inputs, if the tensor holds the input
             weights of the neurons of a feed-forward layer.
+        products: entries that are not averaged themselves, but factors of averaged products.
     """
 
     tensors: Sequence[Tensor]
@@ -76,6 +78,7 @@ class MergeInput:
     seed: int = 0
     statistics: Sequence[Any] = ()
     reading: tuple[int, ...] = ()
+    products: Sequence[Entries] = ()
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -193,12 +196,22 @@ def inner_products(
     return np.tril(gram) + np.tril(gram, -1).T
 
 
+def normalized_weights(
+    shared: Mapping[str, Any], per_model: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    """Return the weights of a weighted mean, or of a weighted sum if it is not normalized."""
+    weights = [float(p["weight"]) for p in per_model]
+    total = sum(weights) if shared.get("normalize", True) else 1.0
+    return [weight / total for weight in weights] if total else weights
+
+
 def linear(inputs: MergeInput) -> TensorOrBlocks:
     """Return the weighted mean, or without `normalize` the weighted sum.
 
     The mean with equal weights is a model soup. With `keep_norms` the input weights of each neuron
     of a feed-forward layer keep the mean norm of those that were averaged: neurons that are alike
-    but not equal average to shorter ones.
+    but not equal average to shorter ones. With `products` the products inside attention heads are
+    averaged (see `products`).
     """
     weights = [float(p["weight"]) for p in inputs.per_model]
     total = (
@@ -220,10 +233,15 @@ def linear(inputs: MergeInput) -> TensorOrBlocks:
             added.addcmul_(part, torch.tensor(weight, dtype=part.dtype))
         return added if total is None else added.div_(total)
 
-    if not inputs.shared.get("keep_norms", False) or not inputs.reading:
+    keep_norms = inputs.shared.get("keep_norms", False) and inputs.reading
+    if not keep_norms and not inputs.products:
         return blockwise(inputs.tensors, inputs.out_dtype, block)
     dtype = working_dtype(inputs.tensors)
     mean = blockwise(inputs.tensors, dtype, block).tensor()
+    for entries in inputs.products:
+        entries.insert_(mean)
+    if not keep_norms:
+        return mean.to(inputs.out_dtype)
 
     def norms(tensor: Tensor) -> Tensor:
         out: Tensor = torch.linalg.vector_norm(tensor.to(dtype), dim=inputs.reading, keepdim=True)
@@ -623,7 +641,7 @@ METHODS: dict[str, Method] = {
     "linear": Method(
         linear,
         False,
-        {"normalize": True, "keep_norms": False},
+        {"normalize": True, "keep_norms": False, "products": False},
         {"weight": REQUIRED},
         "the weighted mean",
     ),

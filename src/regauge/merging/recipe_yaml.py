@@ -80,6 +80,7 @@ _MAX_NODES = 100_000  # values, including those that aliases (*name) repeat
 _BOOLEANS = (
     "normalize",
     "keep_norms",
+    "products",
     "rescale",
     "int8_mask",
     "filter_wise",

@@ -4,14 +4,18 @@ is noticed; the docs are what was found.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import multiprocessing
 import operator
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -521,6 +525,35 @@ def test_the_bigram_that_ends_are_compared_with() -> None:
     assert pair_models.bigram(
         whole.only(np.arange(1500)), whole.only(np.arange(1500, 2000))
     ) == pytest.approx(true, rel=0.03)
+
+
+def test_a_bigram_of_a_large_vocabulary_fits_in_memory() -> None:
+    """A table of all pairs of 50,257 tokens would take 20 GB; pairs that never occurred count 0."""
+    draw = torch.Generator().manual_seed(0)
+    classes = 50_257
+    windows = torch.randperm(classes, generator=draw)[torch.randint(0, 9, (60, 33), generator=draw)]
+    seen, asked = windows[:50], windows[50:]
+
+    def examples(ids: torch.Tensor) -> Examples:
+        return Examples(len(ids), classes, lambda rows: ({}, ids[rows]), causal=True)
+
+    pairs, firsts, single = Counter[Any](), Counter[int](), Counter(seen.flatten().tolist())
+    for row in seen.tolist():
+        pairs.update(itertools.pairwise(row))
+        firsts.update(row[:-1])
+    nats = [
+        statistics.fmean(
+            -math.log(
+                (pairs[a, b] + k * (single[b] + 1) / (seen.numel() + classes)) / (firsts[a] + k)
+            )
+            for row in asked.tolist()
+            for a, b in itertools.pairwise(row)
+        )
+        for k in (1, 3, 10, 30, 100, 300)
+    ]
+    assert pair_models.bigram(examples(seen), examples(asked)) == pytest.approx(min(nats))
+    strange = pair_models.bigram(examples(seen), examples(asked.flip(0) * 0 + classes - 1))
+    assert strange > min(nats) + 3
 
 
 def test_windows_may_overlap() -> None:

@@ -344,6 +344,7 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeSta
     plan, seed, batch = p["plan"], int(p["seed"]), int(p["recipe"]["batch"])
     model = build(p["model"], seed, uri_of(data, "source"))
     model.load_state_dict(data["victim"].tensors)
+    model.to(work.device)
     if p.get("bare"):  # the reference implementation adds positions and throws the sum away
         for name, table in model.named_parameters():
             if name.endswith(("position_embeddings", "pos_embed")):
@@ -355,7 +356,8 @@ def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeSta
     pair = make_split_pair(model, p["combination"], seed=seed)
     views = collect_views(pair, own, test, batch, seed)
     chosen = next(a for a in ATTACKS if a.name == p["attack"])
-    tried = attempt(chosen, views, Setting(p["combination"], Budget(**plan["budget"]), batch, seed))
+    setting = Setting(p["combination"], Budget(**plan["budget"]), batch, seed, device=work.device)
+    tried = attempt(chosen, views, setting)
     lpips = Lpips(data["lpips"].uri) if "lpips" in data else None
     mean, std = p["tested"]["mean"], p["tested"]["std"]
     true, mine = (denormalize(v, mean, std).clamp(0, 1) for v in (test, own))

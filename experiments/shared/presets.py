@@ -14,8 +14,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class From:
-    """Where data come from: a file of the assets or a hub id, which fields, how many rows.
-    `otherwise` stands in for a file that is not there.
+    """Where data come from: a file or folder of the assets, which fields, how many rows.
+
+    `otherwise` stands in for a file that is not there. With `hub` the name is that of a dataset of
+    the hub, which a folder of that name in the assets (`owner/name` or `name`) precedes; no other
+    name is ever looked up there.
     """
 
     uri: str
@@ -26,6 +29,7 @@ class From:
     otherwise: From | None = None
     maps: str | None = None  # a folder of label maps beside a folder of images
     size: int | None = None
+    hub: bool = False
 
 
 @dataclass(frozen=True)
@@ -504,8 +508,8 @@ def _paper() -> Preset:
         "ViT-Base",
         {"timm": "vit_base_patch16_224", "classes": 10},
         cifar,
-        test=From("uoft-cs/cifar10", pictures, split="test"),
-        train=From("uoft-cs/cifar10", pictures),
+        test=From("uoft-cs/cifar10", pictures, split="test", hub=True),
+        train=From("uoft-cs/cifar10", pictures, hub=True),
         recipe={
             "optimizer": "adam",
             "rate": 1e-4,
@@ -537,8 +541,10 @@ def _paper() -> Preset:
         batch=32,
     )
     imdb: dict[str, Any] = {
-        "test": From("stanfordnlp/imdb", {"text": "text", "label": "label"}, split="test"),
-        "train": From("stanfordnlp/imdb", {"text": "text", "label": "label"}),
+        "test": From(
+            "stanfordnlp/imdb", {"text": "text", "label": "label"}, split="test", hub=True
+        ),
+        "train": From("stanfordnlp/imdb", {"text": "text", "label": "label"}, hub=True),
         "recipe": {
             "optimizer": "adam",
             "rate": 1e-5,
@@ -592,8 +598,8 @@ def _paper() -> Preset:
             },
         },
         {"kind": "reviews", "classes": 3, "length": 128, "first": 101, "pad": 0},
-        test=From("stanfordnlp/snli", pairs, split="test"),
-        train=From("stanfordnlp/snli", pairs),
+        test=From("stanfordnlp/snli", pairs, split="test", hub=True),
+        train=From("stanfordnlp/snli", pairs, hub=True),
         recipe={"optimizer": "adam", "rate": 1e-4, "batch": 64, "epochs": 5, "dtype": "float32"},
         tokenizer="google-bert/bert-base-uncased",
     )
@@ -602,7 +608,11 @@ def _paper() -> Preset:
         {"class": "GPT2LMHeadModel"},
         {"kind": "text", "classes": 50257, "length": 1024},
         test=From(
-            "Salesforce/wikitext", {"text": "text"}, split="test", config="wikitext-2-raw-v1"
+            "Salesforce/wikitext",
+            {"text": "text"},
+            split="test",
+            config="wikitext-2-raw-v1",
+            hub=True,
         ),
         tokenizer="openai-community/gpt2",
         sources=("openai-community/gpt2",),
@@ -662,9 +672,14 @@ def _paper() -> Preset:
             "attributes": list(CELEBA),
         },
         test=From(
-            "flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}, split="test"
+            "flwrlabs/celeba",
+            {"image": "image", **{name: name for name in CELEBA}},
+            split="test",
+            hub=True,
         ),
-        train=From("flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}),
+        train=From(
+            "flwrlabs/celeba", {"image": "image", **{name: name for name in CELEBA}}, hub=True
+        ),
         recipe={"optimizer": "sgd", "rate": 5e-4, "momentum": 0.9, "batch": 128, "epochs": 60},
         sources=("google/vit-base-patch16-224-in21k",),
         tested={"part": [0.5, 1]},

@@ -35,16 +35,17 @@ from experiments.paper_000.permutation import PAPER
 from experiments.paper_002 import accuracy, positions
 from experiments.paper_003 import pair_cells, pair_models
 from experiments.shared import finetune_cells, models, train_cells
-from experiments.shared.presets import PRESETS
+from experiments.shared.presets import PRESETS, From
 from experiments.shared.runner import Lab
 from experiments.split import defence_recipes
 from regauge.checkpoints.resume import ResumeState
-from regauge.data import tasks
+from regauge.data import datasets, tasks
 from regauge.data.tasks import Examples
+from regauge.errors import DataError
 from regauge.matching.barriers import score
 from regauge.models.load import load_model
 from regauge.results.findings import Results, load_results
-from support import forks
+from support import forks, stand_ins
 
 DOCS = Path(__file__).parents[2] / "docs"
 GOOD, BAD = ["fine", "bright", "lovely", "superb"], ["dull", "grim", "stale", "clumsy"]
@@ -608,6 +609,31 @@ def test_the_papers_preset_names_what_is_missing(
         f"error: {missing} does not exist on disk, and loading it from the hub failed"
         in capsys.readouterr().err
     )
+
+
+def test_data_of_the_papers_are_given_by_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a folder that is missing is an error: its name is not tried on the hub."""
+
+    def read_hub(uri: str, *_: Any) -> Any:
+        raise DataError(f"asked the hub for {uri}")
+
+    monkeypatch.setattr(datasets, "_read_hub", read_hub)
+    lab = Lab("paper", assets=tmp_path)
+    tables = lab.preset.tables
+    cifar, imdb = tables["table2"]["image"].test, tables["table4"]["bert"].test
+    with pytest.raises(DataError, match="asked the hub for uoft-cs/cifar10") as caught:
+        lab.open(cifar)
+    assert f"or put it into {tmp_path / 'uoft-cs/cifar10'}" in (caught.value.hint or "")
+    stand_ins.image_folder(tmp_path / "cifar10" / "test", ["airplane", "automobile"], 1, 32, "png")
+    assert lab.open(cifar)["image"].to_array().shape == (2, 32, 32, 3)
+    assert lab.open(cifar)["label"].tolist() == [0, 1]
+    stand_ins.imdb(tmp_path / "stanfordnlp" / "imdb", 4)
+    assert sorted(lab.open(imdb)["label"].tolist()) == [0, 0, 1, 1]
+    for missing in ("imagenet/val", "imagenet-o", "ADEChallengeData2016/images/validation"):
+        with pytest.raises(DataError, match=f"{tmp_path / missing} does not exist"):
+            lab.open(From(missing))
 
 
 def test_images_fall_back_to_digits(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def evaluate_corruptions(
             images = corrupt(pixels, name, severity)
             fields = {
                 "image": images if images.shape[-1] == 3 else images[..., 0],
-                "label": data["label"],
+                **{name: data[name] for name in ("label", "class") if name in data.fields},
             }
             examples = prepare(task, Data(data.name, fields, ""))
             _, correct = score_predictions(model, examples, batch)

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
+
 from regauge.errors import DataError, Hint
 
 _GENERIC = re.compile(r"LABEL_[0-9]+")  # what transformers calls a class without a name
@@ -110,16 +112,30 @@ def _synsets(classes: int) -> Sequence[str]:
     return ()
 
 
-def number_rows(names: Sequence[str], numbers: Mapping[str, int]) -> list[int]:
-    """Return the number of each row by its folder.
+def renumber(
+    labels: Any, folders: Sequence[str], classes: int, numbers: Mapping[str, int] | None = None
+) -> Any:
+    """Return labels that number class folders as numbers of the model's classes.
+
+    Args:
+        labels: The labels.
+        folders: The class folders, in order.
+        classes: The number of classes of the model.
+        numbers: The number of each folder, from `number_folders`; None: as they are.
 
     Raises:
-        DataError: A folder has no number.
+        DataError: A folder has no number, or without numbers there are not as many as classes.
     """
-    missing = sorted(set(names) - numbers.keys())
-    if missing:
+    if numbers is None and len(folders) != classes:
+        raise DataError(
+            f"the images must have a folder for each of {classes} classes, got {len(folders)}",
+            hint="the folders are numbered in their order; add the missing ones",
+        )
+    missing = sorted(set(folders) - numbers.keys()) if numbers is not None else []
+    if numbers is not None and missing:
         raise DataError(
             f'the folder "{missing[0]}" must be one of {", ".join(list(numbers)[:8])}',
             hint="the task was prepared for other data",
         )
-    return [numbers[name] for name in names]
+    table = range(classes) if numbers is None else [numbers[name] for name in folders]
+    return np.array(table, np.int64)[labels]

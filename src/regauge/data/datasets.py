@@ -160,11 +160,19 @@ def _too_large(label: str, size: str) -> DataError:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """A dataset: fields of equal length by name, and the digest of their source."""
+    """A dataset: fields of equal length by name, and the digest of their source.
+
+    Attributes:
+        name: The name in messages.
+        fields: The fields by name.
+        digest: The digest of the source.
+        folders: The class folders that labels number, if the source is a folder of images.
+    """
 
     name: str
     fields: Mapping[str, Any]
     digest: str
+    folders: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(next(iter(self.fields.values())))
@@ -198,6 +206,7 @@ class Data:
             self.name,
             {k: _take_rows(v, rows) for k, v in self.fields.items()},
             digest_parts(self.digest.encode(), f"take {n} {seed}".encode()),
+            self.folders,
         )
 
 
@@ -240,6 +249,7 @@ def open_data(
             hint=f"give a file ({', '.join(READERS)}), a folder of images, a hub id "
             "(owner/name), or digits",
         )
+    folders = tuple(sorted(set(columns["class"]))) if _is_by_class(columns) else ()
     if fields is not None:
         source_data = Data(str(uri), columns, "")
         renamed = {name: source_data[source] for name, source in fields.items()}
@@ -265,9 +275,15 @@ def open_data(
                 cli="choose fields of one length with --field NAME=COLUMN",
             ),
         )
-    return Data(
-        path.name, columns, digest_parts(digest.encode(), json.dumps([fields, size]).encode())
-    )
+    digest = digest_parts(digest.encode(), json.dumps([fields, size]).encode())
+    return Data(path.name, columns, digest, folders)
+
+
+def _is_by_class(columns: Mapping[str, Any]) -> bool:
+    """Return whether images were read from class folders."""
+    images = columns.get("image")
+    is_read = isinstance(images, EncodedImages) and isinstance(images.sources[0], Path)
+    return is_read and {"label", "class"} <= columns.keys()
 
 
 def _is_hub_id(uri: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional as F
 
 from regauge.checkpoints.documents import load_json
-from regauge.data.class_names import labels_of, number_folders, number_rows
+from regauge.data.class_names import labels_of, number_folders, renumber
 from regauge.data.datasets import Data, EncodedImages, text_of
 from regauge.data.tokenizers import decode as decode
 from regauge.data.tokenizers import encode as encode
@@ -154,15 +154,9 @@ def _image_examples(task: Parameters, data: Data) -> Examples:
 def _load_labels(task: Parameters, data: Data) -> Any:
     if task.get("attributes"):
         return np.stack([np.asarray(data[name]).astype(np.int64) for name in task["attributes"]], 1)
-    if task.get("folders") and "class" in data.fields:
-        return np.array(number_rows(data["class"], task["folders"]), np.int64)
     labels = np.asarray(data["label"])
-    if "class" in data.fields and len(set(data["class"])) != int(task["classes"]):
-        raise DataError(
-            f"{data.name} must have a folder for each of {task['classes']} classes, got "
-            f"{len(set(data['class']))}",
-            hint="the folders are numbered in their order; add the missing ones",
-        )
+    if data.folders and labels.dtype.kind not in "US":
+        return renumber(labels, data.folders, int(task["classes"]), task.get("folders"))
     if labels.dtype.kind in "US":
         number = {name: i for i, name in enumerate(task.get("names", ()))}
         unknown = sorted(set(labels.tolist()) - number.keys())
@@ -476,9 +470,9 @@ def task_of(
         if labelled and np.asarray(data["label"]).dtype.kind in "US":
             id2label = getattr(config, "id2label", None) or {}
             return task | {"names": [str(id2label[i]) for i in sorted(id2label)]}, None
-        if labelled and "class" in data.fields:
+        if labelled and data.folders:
             numbers = number_folders(
-                data["class"], int(classes or 0), labels_of(module), folders, data.name
+                data.folders, int(classes or 0), labels_of(module), folders, data.name
             )
             return task | ({} if numbers is None else {"folders": numbers}), None
         if labelled:

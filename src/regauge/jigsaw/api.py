@@ -683,8 +683,7 @@ def _class_folders(data: DataInput | None) -> list[str]:
     """Return the class folders of data, by which those of other data are numbered; maybe none."""
     if data is None or isinstance(data, Examples):
         return []
-    opened = source_of(data).open()
-    return sorted(set(opened["class"])) if "class" in opened.fields else []
+    return list(source_of(data).open().folders)
 
 
 def _read_test(

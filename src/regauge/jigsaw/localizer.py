@@ -26,8 +26,8 @@ class Localizer(torch.nn.Module):
                 layers)
         pca     the two leading directions of the unmasked embeddings, without parameters
 
-    As in the reference, no gradient flows through the directions of `pca`. The reference's
-    decomposition is randomized, with arbitrary signs; this one is exact, and the largest entry of
+    No gradient flows through the directions of `pca`; in the reference it flows through its
+    randomized decomposition, whose signs are arbitrary. This one is exact, and the largest entry of
     a direction is positive. Among equally strong directions the choice is the library's.
     """
 

@@ -593,6 +593,15 @@ def _curve_claims(case: Case) -> list[Finding]:
 
 
 def _left(lab: Lab) -> tuple[str, ...]:
+    return (*unscored(lab, "F-SIM and LPIPS"), *_own_models(lab))
+
+
+def unscored(lab: Lab, metrics: str) -> tuple[str, ...]:
+    """Return the metrics that are left out because the weights of their network are missing."""
+    return () if (lab.assets / LPIPS).exists() else (f"{metrics}: {LPIPS} is not in the assets",)
+
+
+def _own_models(lab: Lab) -> tuple[str, ...]:
     return (
         ("the paper's own model and data: --preset paper, with CelebA and ViT-B/16 by path",)
         if lab.preset_name != "paper"

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.paper_000.reconstruction import unscored
 from experiments.paper_002.accuracy import above, describe_trend, results
 from experiments.paper_002.jigsaw_cells import (
     how,
@@ -190,6 +191,7 @@ def table5(lab: Lab) -> Results:
         findings,
         (Table("Gradients", heads, tuple(rows), note),),
         (),
+        unscored(lab, "LPIPS"),
     )
     return replace(found_all, facts={**found_all.facts, "seeds": 1})
 

@@ -62,3 +62,11 @@ def test_a_few_images_are_divided_among_victims_and_attacker(
     monkeypatch.setattr(gradient_leakage, "gradient_subjects", lambda lab: few)
     lab.preset_name = "paper"
     assert gradient_leakage.attacked_count(lab) == 6
+
+
+def test_metrics_without_their_network_are_named(tmp_path: Path) -> None:
+    lab = Lab("pico", assets=tmp_path)
+    (named, *_) = reconstruction._left(lab)
+    assert named == "F-SIM and LPIPS: lpips_alex.safetensors is not in the assets"
+    (tmp_path / reconstruction.LPIPS).write_bytes(b"")
+    assert not any("LPIPS" in text for text in reconstruction._left(lab))

@@ -46,6 +46,7 @@ from regauge.audit.split_audit.engine import chance_accuracy
 from regauge.audit.split_audit.victims import make_split_pair
 from regauge.checkpoints.resume import Outcome, ResumeState
 from regauge.data.tasks import Examples, prepare
+from regauge.defences.gradients import part_parameters
 from regauge.defences.parser import NONE
 from regauge.results.findings import Finding, Results, Table, spread_of
 from regauge.results.metrics import Lpips
@@ -326,6 +327,7 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
         work.device, getattr(torch, recipe.get("dtype", "float32"))
     )
     pair = make_split_pair(model, p["combination"], how, seed=seed)
+    scale_rates(model, recipe)
     pair.train(train, Run(steps, int(recipe["batch"]), seed))
     found = pair.measure(test, int(recipe["batch"]))
     values = {
@@ -337,6 +339,19 @@ def victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> 
     }
     values |= {"examples": len(train), "tested": len(test), "parameters": parameters_of(pair.model)}
     return Outcome(values, {name: t.cpu() for name, t in pair.state().items()})
+
+
+def scale_rates(model: torch.nn.Module, recipe: Mapping[str, Any]) -> None:
+    """Give the parts in `rates` learning rates of their own, by the scale of their gradients: for
+    SGD without weight decay and clipping that is the same, with momentum too.
+    """
+    rates = recipe.get("rates", {})
+    if rates and (recipe["optimizer"] != "sgd" or recipe.get("decay") or recipe.get("clip")):
+        raise ValueError("rates must be those of sgd without decay and clip")
+    for part, rate in rates.items():
+        factor = rate / recipe["rate"]
+        for name in part_parameters(model, part):
+            model.get_parameter(name).register_hook(lambda grad, f=factor: f * grad)
 
 
 def attack_victim(p: Mapping[str, Any], data: Mapping[str, Any], work: ResumeState) -> Outcome:

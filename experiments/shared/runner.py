@@ -334,6 +334,8 @@ class Lab:
             found["source"] = self.source(
                 subject.sources[trial % len(subject.sources) if subject.recipe is None else 0]
             )
+        elif "timm" in subject.model and (self.assets / "timm" / subject.model["timm"]).exists():
+            found["source"] = self.source(f"timm/{subject.model['timm']}")
         return found
 
     def source(self, uri: str) -> Source:

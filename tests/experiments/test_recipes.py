@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+from experiments import paper_recipes
 from experiments.paper_000.reconstruction import scale_rates
 from experiments.paper_002 import jigsaw_cells
 from experiments.paper_002.jigsaw_cells import how, parameters_with
@@ -127,3 +128,23 @@ def test_a_plain_swin_has_no_absolute_positions() -> None:
     assert parameters_with(swin, how("J"))["model"]["config"]["use_absolute_embeddings"] is True
     small = jigsaw_cells.subjects_of("small")["swin"]
     assert parameters_with(small, how("A"))["model"] == small.model
+
+
+def test_every_parameter_of_the_paper_presets_is_listed_with_its_source() -> None:
+    listed = {(row[1], row[2]): row for row in paper_recipes.rows()}
+    for (_, name), (_, subject) in paper_recipes.subjects().items():
+        for parameter in (subject.recipe or {}).keys() - {"more", "augment", "rates"}:
+            if parameter not in paper_recipes.HIDDEN:
+                assert (name, parameter) in listed
+    assert listed["CelebA", "rates: head"][3:] == (
+        "0.05",
+        "App. 11: head from 0.05 (to 2e-4; here to 0)",
+    )
+    assert listed["BERT", "batch"][4] == "ours"
+    names = {(row[0][:3], row[1], row[2]) for row in paper_recipes.rows()}
+    for paper, name, parameter in paper_recipes.SOURCES:  # no source of a parameter that is gone
+        assert any(p == paper and q == parameter and name in ("*", n) for p, n, q in names), (
+            paper,
+            name,
+            parameter,
+        )
